@@ -1,0 +1,34 @@
+# For the people who build simpletune. Users need only ./train.sh.
+SHELL := /usr/bin/env bash
+PY := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quality style test slow gpu clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## make .venv with what the tests need
+	@source simpletune/setup.sh && simpletune_setup . dev
+
+quality: setup  ## ruff and mypy, changing nothing
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+style: setup  ## let ruff mend and format the code
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+test:  ## what CI runs: quality, then every test not marked gpu or slow
+	@./test.sh
+
+slow: setup  ## the tests that take minutes or many GiB
+	$(PY) -m pytest -m "slow and not gpu"
+
+gpu: setup  ## the tests that need an NVIDIA GPU
+	$(PY) -m pytest -m gpu
+
+clean:  ## remove caches and built files; keeps .venv, runs/ and profiles/
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

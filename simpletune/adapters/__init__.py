@@ -1,0 +1,12 @@
+"""Training methods: the union of ``adapter.method``. A new one is one file here and one line in ``Adapter``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from simpletune.adapters.full import Full
+from simpletune.adapters.lora import Lora
+
+Adapter = Annotated[Lora | Full, Field(discriminator="method")]

@@ -1,0 +1,49 @@
+"""Full fine-tuning: every parameter of the transformer trains."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from simpletune.adapters.adapter import Shapes, TrainingMethod
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Full(TrainingMethod):
+    """Train the whole transformer."""
+
+    method: Literal["full"] = "full"
+    """Full fine-tuning: every parameter of the transformer trains."""
+
+    trains_base: ClassVar[bool] = True
+    output_name: ClassVar[str] = "transformer"
+
+    def describe(self, shapes: Shapes) -> str:
+        """What is trained, in words."""
+        return "all parameters of the transformer"
+
+    def trainable(self, shapes: Shapes) -> int:
+        """All of them."""
+        return sum(math.prod(shape) for shape in shapes.values())
+
+    def attach(self, model: nn.Module, seed: int) -> None:
+        """Unfreeze everything."""
+        model.requires_grad_(True)
+
+    def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
+        """There is no way back to the base weights.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("full fine-tuning changes the base weights: load the base again instead")
+
+    def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
+        """Write a diffusers ``transformer/`` folder: config.json and diffusion_pytorch_model.safetensors."""
+        from simpletune.models.weights import write_model_folder
+
+        return write_model_folder(model, folder / self.output_name, metadata)

@@ -1,0 +1,124 @@
+"""LoRA: low-rank updates beside frozen linear layers (arXiv:2106.09685), by PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from simpletune.adapters.adapter import Shapes, TrainingMethod
+from simpletune.options import Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ATTENTION_IMAGE = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+ATTENTION_TEXT = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out")
+NAMED_TARGETS = {"attention": ATTENTION_IMAGE + ATTENTION_TEXT, "attention_image": ATTENTION_IMAGE}
+OUTPUT = "pytorch_lora_weights.safetensors"
+
+
+class Lora(TrainingMethod):
+    """Train low-rank updates beside frozen linear layers."""
+
+    method: Literal["lora"] = "lora"
+    """LoRA: low-rank updates beside frozen weights; a small file that other tools load."""
+    rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Rank of each update: more rank, more capacity, a larger file."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """Updates are scaled by alpha / rank; null: alpha = rank, so the scale is 1."""
+    targets: Literal["attention", "attention_image", "all_linear"] | Annotated[list[str], Field(min_length=1)] = (
+        "attention"
+    )
+    """Which linear layers: the eight projections of attention; only the four of the image stream; every linear layer in
+    the blocks; or a list of name endings such as ["attn.to_q", "ff.net.2"]."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout before each update."""
+
+    output_name: ClassVar[str] = OUTPUT
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+    def modules(self, shapes: Shapes) -> list[str]:
+        """Names of the linear layers that get an update, from the base model's shapes."""
+        linears = [name.removesuffix(".weight") for name, shape in shapes.items() if _is_linear(name, shape)]
+        if self.targets == "all_linear":
+            return [name for name in linears if name.startswith("transformer_blocks.")]
+        endings = NAMED_TARGETS[self.targets] if isinstance(self.targets, str) else self.targets
+        return [name for name in linears if any(name == e or name.endswith("." + e) for e in endings)]
+
+    def describe(self, shapes: Shapes) -> str:
+        """What is trained, in words."""
+        targets = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
+        return (
+            f"LoRA of rank {self.rank}, scale {self.scale:g}, on {len(self.modules(shapes))} linear layers ({targets})"
+        )
+
+    def trainable(self, shapes: Shapes) -> int:
+        """rank x (inputs + outputs) of every target."""
+        return sum(self.rank * sum(shapes[f"{name}.weight"]) for name in self.modules(shapes))
+
+    def problems(self, shapes: Shapes) -> Iterator[Problem]:
+        """Target endings that match no linear layer."""
+        if isinstance(self.targets, str):
+            return
+        for ending in self.targets:
+            if not Lora(targets=[ending]).modules(shapes):
+                yield Problem(
+                    "adapter.targets", f"{ending!r} matches no linear layer. Use endings such as attn.to_q, ff.net.2"
+                )
+
+    def attach(self, model: nn.Module, seed: int) -> None:
+        """Freeze the model and add the updates: fp32 weights, products in the type of the activations."""
+        from peft import LoraConfig, inject_adapter_in_model
+
+        from simpletune.adapters.lora_layers import compute_in_input_type
+        from simpletune.streams import reseed_global
+
+        model.requires_grad_(False)
+        reseed_global(seed, "adapter")
+        shapes = {f"{name}.weight": tuple(module.weight.shape) for name, module in _linears(model)}
+        config = LoraConfig(
+            r=self.rank,
+            lora_alpha=self.scale * self.rank,
+            lora_dropout=self.dropout,
+            target_modules=self.modules(shapes),
+        )
+        inject_adapter_in_model(config, model)
+        compute_in_input_type(model)
+
+    def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Within this context the updates are off, exactly."""
+        from simpletune.adapters.lora_layers import updates_off
+
+        return updates_off(model)
+
+    def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
+        """Write pytorch_lora_weights.safetensors in diffusers' layout, the scale folded into lora_B.
+
+        A scale that stands only in the header is ignored by other tools without a word; folded in, all apply it alike.
+        """
+        from simpletune.adapters.lora_layers import lora_state
+        from simpletune.models.weights import write_safetensors
+
+        state = {}
+        for name, tensor in lora_state(model).items():
+            folded = tensor * self.scale if ".lora_B." in name else tensor
+            state[f"transformer.{name}"] = folded
+        return write_safetensors(state, folder / OUTPUT, metadata)
+
+
+def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    return name.endswith(".weight") and len(shape) == 2
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    from torch import nn
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))

@@ -1,0 +1,229 @@
+"""Checkpoints: what trains, the optimizer, the step and the configuration; safetensors and JSON only.
+
+A checkpoint is written aside and renamed, so it is whole or it is not there. Its state.json holds the SHA-256 of its
+files, and is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from simpletune.config import TrainConfig
+from simpletune.models.weights import WeightReader, flush_to_disk, replace_folder, write_safetensors
+from simpletune.optim.optimizer import load_state, state_to_tensors
+from simpletune.options import UserError
+
+TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
+NAME = re.compile(r"^step-(\d{6,})$")
+# What a resumed run must share with the one that was saved: its weights, and which samples each step sees.
+PINNED = (
+    "model", "adapter", "precision", "objective", "optimizer.name", "train.seed", "train.batch_size",
+    "train.gradient_accumulation",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A checkpoint as found on disk."""
+
+    folder: Path
+    step: int
+    config: dict[str, Any]
+    manifest: list[dict[str, Any]]
+    optimizer: dict[str, Any]
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    """Where the checkpoint after ``step`` steps lies."""
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def metadata_of(config: TrainConfig, step: int) -> dict[str, str]:
+    """What goes into the header of every result: the configuration and the step."""
+    return {"simpletune_config": config.model_dump_json(by_alias=True), "simpletune_step": str(step)}
+
+
+def save(
+    run: Path,
+    step: int,
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    manifest: list[dict[str, Any]],
+) -> Path:
+    """Write a checkpoint and remove the oldest beyond ``checkpoint.keep_last``.
+
+    Args:
+        run: the run's folder.
+        step: how many steps are done.
+        config: as the user gave it.
+        model: the transformer with its adapter, not wrapped.
+        optimizer: not wrapped.
+        manifest: what the order of samples depends on (``Plan.manifest``).
+    """
+    folder = checkpoint_folder(run, step)
+    aside = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    metadata = metadata_of(config, step)
+    write_safetensors(trainable_tensors(model), aside / TRAINABLE, metadata)
+    tensors, scalars = state_to_tensors(optimizer)
+    write_safetensors(tensors, aside / OPTIMIZER, {})
+    if config.adapter.exports_to_checkpoints:
+        config.adapter.export(model, aside, metadata)
+    state = {
+        "step": step,
+        "config": config.model_dump(mode="json", by_alias=True),
+        "manifest": manifest,
+        "optimizer": scalars,
+        "torch": torch.__version__,
+        "sha256": {file.name: _sha256(file) for file in sorted(aside.iterdir())},
+    }
+    (aside / STATE).write_text(json.dumps(state))
+    flush_to_disk(aside / STATE)
+    replace_folder(aside, folder)
+    flush_to_disk(folder.parent)
+    for _, old in list_checkpoints(run)[: -config.checkpoint.keep_last]:
+        shutil.rmtree(old)
+    return folder
+
+
+def trainable_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What trains, by the model's own names."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """The whole checkpoints of a run, oldest first."""
+    folder = run / "checkpoints"
+    found = []
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        match = NAME.match(entry.name)
+        if match and (entry / STATE).exists():
+            found.append((int(match[1]), entry))
+    return sorted(found)
+
+
+def find(resume: str, run: Path) -> SavedState:
+    """The checkpoint that ``--resume`` names.
+
+    Args:
+        resume: ``latest``, or a checkpoint's folder.
+        run: the run's folder.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    if resume == "latest":
+        found = list_checkpoints(run)
+        if not found:
+            raise UserError(f"--resume latest: {run} has no checkpoint. Start without --resume")
+        return read(found[-1][1])
+    return read(Path(resume))
+
+
+def read(folder: Path) -> SavedState:
+    """Read a checkpoint's state and compare its files with their checksums.
+
+    Raises:
+        UserError: it is no checkpoint, or a file is missing or damaged.
+    """
+    try:
+        state = json.loads((folder / STATE).read_text())
+        saved = SavedState(folder, state["step"], state["config"], state["manifest"], state["optimizer"])
+        checksums = state["sha256"]
+    except FileNotFoundError:
+        raise UserError(
+            f"--resume: {folder} is not a checkpoint: it has no {STATE}. Name a step-NNNNNN folder"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--resume: {folder / STATE} is damaged ({error!r}). Use an older checkpoint") from None
+    for name, checksum in checksums.items():
+        file = folder / name
+        if not file.exists() or _sha256(file) != checksum:
+            state_of = "damaged" if file.exists() else "missing"
+            raise UserError(f"--resume: {file} is {state_of}. Use an older checkpoint: --resume PATH")
+    return saved
+
+
+def check_resumable(saved: SavedState, config: TrainConfig, manifest: list[dict[str, Any]]) -> list[str]:
+    """Compare a configuration and a data set with those of a checkpoint.
+
+    Returns:
+        What has changed and may change, as ``path: old -> new``.
+
+    Raises:
+        UserError: something changed that fixes the weights' meaning or the order of samples.
+    """
+    changes = _differences(saved.config, config.model_dump(mode="json", by_alias=True))
+    pinned = [c for c in changes if any(c.startswith((f"{p}:", f"{p}.")) for p in PINNED)]
+    if pinned:
+        remedy = "Use the same values, or start a new run under another name"
+        raise UserError(
+            "\n".join([f"--resume: {saved.folder} was made with other settings:", *_indent(pinned), remedy])
+        )
+    if manifest != saved.manifest:
+        remedy = "Restore the data, or start a new run"
+        listed = _indent(_manifest_changes(saved.manifest, manifest))
+        raise UserError("\n".join(["--resume: the data has changed since the checkpoint:", *listed, remedy]))
+    return changes
+
+
+def restore(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's weights and optimizer state in place, bit for bit."""
+    reader = WeightReader([saved.folder / TRAINABLE])
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if reader.names != set(parameters):
+        raise UserError(
+            f"--resume: {saved.folder / TRAINABLE} does not fit the model: {sorted(reader.names ^ set(parameters))[:8]}"
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(reader.get(name))
+    states = WeightReader([saved.folder / OPTIMIZER])
+    load_state(optimizer, {name: states.get(name) for name in states.names}, saved.optimizer)
+
+
+def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """Leaves that differ between two JSON values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = [*old, *(key for key in new if key not in old)]
+        return [d for key in keys for d in _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)]
+    return [] if old == new else [f"{path}: {json.dumps(old)} -> {json.dumps(new)}"]
+
+
+def _manifest_changes(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
+    before, after = ({(row["file"], row["repeat"]): row for row in rows} for rows in (old, new))
+    changes = [f"{file}: removed" for file, repeat in before if (file, repeat) not in after and not repeat]
+    changes += [f"{file}: added" for file, repeat in after if (file, repeat) not in before and not repeat]
+    for key in [key for key in before if key in after and before[key] != after[key] and not key[1]]:
+        parts = [name for name in before[key] if before[key][name] != after[key][name]]
+        changes.append(f"{key[0]}: other {', '.join(parts)}")
+    return changes[:12] or ["the order or the number of repetitions"]
+
+
+def _indent(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write JSON aside, flush, and rename."""
+    aside = file.with_name(f".{file.name}.part")
+    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    flush_to_disk(aside)
+    os.replace(aside, file)

@@ -1,0 +1,188 @@
+"""The configuration of a run: composes the options and holds the rules between them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from simpletune.adapters import Adapter
+from simpletune.adapters.lora import Lora
+from simpletune.data import Data
+from simpletune.data.buckets import STEP
+from simpletune.flow import Objective
+from simpletune.models import Model
+from simpletune.models.sd3_shapes import Shape
+from simpletune.optim import Optimizer
+from simpletune.optim.adamw import AdamW
+from simpletune.optim.schedule import Constant, Schedule
+from simpletune.options import Option, Problem
+from simpletune.quant import Precision
+from simpletune.quant.plain import BF16
+
+DEMO = "demo:"
+DEFAULT_STEPS = 1000
+
+
+class Train(Option):
+    """How long, in what portions, and with what care."""
+
+    steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps; or give epochs."""
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    """Passes over the data; or give steps."""
+    batch_size: Annotated[int, Field(ge=1)] = 1
+    """Pictures in one forward pass, all of one shape."""
+    gradient_accumulation: Annotated[int, Field(ge=1)] = 1
+    """Forward passes per step; the batch that counts is batch_size times this."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Everything random follows from it and the step."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients are scaled down to this norm over all parameters; null: not clipped."""
+    gradient_checkpointing: bool = True
+    """Compute activations twice instead of keeping them: about a third slower, several times less memory."""
+
+
+class Checkpoint(Option):
+    """When the run's state is saved."""
+
+    every: Annotated[int, Field(ge=1)] | None = 250
+    """Steps between checkpoints; null: only at the end. There is always one at the end."""
+    keep_last: Annotated[int, Field(ge=1)] = 2
+    """How many checkpoints stay."""
+
+
+class Validation(Option):
+    """Pictures and the evaluation loss: what the run has changed."""
+
+    prompts: list[Annotated[str, Field(min_length=1)]] | None = None
+    """What to draw; null: the caption of the first sample. An empty list: draw nothing."""
+    negative_prompt: str = ""
+    """What guidance leads away from."""
+    every: Annotated[int, Field(ge=1)] | None = None
+    """Steps between pictures; null: before and after only."""
+    seed: int = 0
+    """Prompt number n is drawn from noise of seed + n."""
+    steps: Annotated[int, Field(ge=1, le=1000)] = 20
+    """Sampling steps."""
+    guidance: Annotated[float, Field(ge=1)] = 4.5
+    """Classifier-free guidance; 1: none."""
+    width: Annotated[int, Field(ge=STEP, multiple_of=STEP)] | None = None
+    """Width in pixels; null: the training resolution."""
+    height: Annotated[int, Field(ge=STEP, multiple_of=STEP)] | None = None
+    """Height in pixels; null: the training resolution."""
+    eval_samples: Annotated[int, Field(ge=0, le=4096)] = 16
+    """Size of the fixed set of (picture, noise level, noise) that the evaluation loss is a mean over; 0: none."""
+
+
+class Profile(Option):
+    """PyTorch Profiler traces, at most one an epoch."""
+
+    max_traces: Annotated[int, Field(ge=0)] = 5
+    """How many epochs are traced, spread evenly; 0: none."""
+    wait: Annotated[int, Field(ge=0)] = 1
+    """Steps of an epoch before the profiler warms up."""
+    warmup: Annotated[int, Field(ge=0)] = 1
+    """Steps in which it runs and what it sees is thrown away."""
+    active: Annotated[int, Field(ge=1, le=20)] = 2
+    """Steps that are recorded."""
+
+
+class Output(Option):
+    """Where things are written, relative to the current folder."""
+
+    runs: str = "runs"
+    """A folder per run: configuration, metrics, samples, checkpoints, the result."""
+    profiles: str = "profiles"
+    """TensorBoard's folder: scalars, pictures, traces."""
+    cache: str = ".cache"
+    """Latents and prompt embeddings by content, shared by all runs."""
+
+
+class TrainConfig(Option):
+    """A run of simpletune."""
+
+    schema_: str | None = Field(default=None, alias="$schema")
+    """For editors: where the JSON schema is."""
+    version: Literal[1] = 1
+    """Version of this format."""
+    about: str = ""
+    """What this configuration is for and what it needs."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    """The run's name: its folder under runs/ and profiles/."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: the GPU, and the CPU for the demo model only; cpu: the CPU, knowingly."""
+    model: Model = Model()
+    """What is fine-tuned."""
+    data: Data
+    """What it learns from."""
+    adapter: Adapter = Lora()
+    """What is trained."""
+    precision: Precision = BF16()
+    """How the base model's weights are held."""
+    optimizer: Optimizer = AdamW()
+    """How weights are updated."""
+    schedule: Schedule = Constant()
+    """How the learning rate changes."""
+    objective: Objective = Objective()
+    """How noise levels are drawn."""
+    train: Train = Train()
+    """How long and in what portions."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When the state is saved."""
+    validation: Validation = Validation()
+    """Pictures and evaluation loss."""
+    profile: Profile = Profile()
+    """Profiler traces."""
+    output: Output = Output()
+    """Where things are written."""
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether the model is the one that comes with the tool."""
+        return self.model.pretrained.startswith(DEMO)
+
+    def picture_size(self) -> tuple[int, int]:
+        """(width, height) of validation pictures in pixels."""
+        return self.validation.width or self.data.resolution, self.validation.height or self.data.resolution
+
+    def steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the whole run."""
+        if self.train.epochs is not None:
+            return self.train.epochs * steps_per_epoch
+        return self.train.steps or DEFAULT_STEPS
+
+    def rules(self) -> Iterator[Problem]:
+        """Combinations that cannot work: asked of what components can do, not of their names."""
+        if self.adapter.trains_base and not self.precision.trainable:
+            yield Problem(
+                "precision.weights",
+                f"{self.precision.weights} weights are frozen, and adapter.method {self.adapter.method} trains them. "
+                "Use precision.weights bf16 or fp32, or adapter.method lora",
+            )
+        if self.train.steps is not None and self.train.epochs is not None:
+            yield Problem("train.epochs", "steps and epochs are both given. Keep one of them")
+        if self.train.steps is not None and self.schedule.warmup_steps >= self.train.steps:
+            yield Problem(
+                "schedule.warmup_steps",
+                f"{self.schedule.warmup_steps} warm-up steps leave none of {self.train.steps} steps. Use fewer",
+            )
+        for side in ("width", "height"):
+            if (getattr(self.validation, side) or 0) > 4096:
+                yield Problem(f"validation.{side}", f"{getattr(self.validation, side)} is over 4096 px. Use less")
+
+    def shape_rules(self, shapes: dict[str, Shape]) -> Iterator[Problem]:
+        """Rules that need the base model's parameters."""
+        yield from self.adapter.problems(shapes)
+
+
+def run_folder(config: TrainConfig) -> Path:
+    """Where a run leaves its results."""
+    return Path(config.output.runs) / config.name
+
+
+def profile_folder(config: TrainConfig) -> Path:
+    """Where a run leaves what TensorBoard shows."""
+    return Path(config.output.profiles) / config.name

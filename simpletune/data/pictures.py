@@ -1,0 +1,100 @@
+"""Reading one picture: size, orientation, colours, and the cut that fits its bucket. Pillow and NumPy only."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from simpletune.data.buckets import Size, covering_size
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
+
+EXIF_ORIENTATION = 0x0112
+MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
+
+
+class UnusablePicture(Exception):
+    """The reason why a picture cannot be used."""
+
+
+def _open(data: bytes) -> Image.Image:
+    """Open without decoding.
+
+    Raises:
+        UnusablePicture: empty, no picture, or larger than any picture should be.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if not data:
+        raise UnusablePicture("the file is empty")
+    try:
+        image = Image.open(io.BytesIO(data))
+    except UnidentifiedImageError:
+        raise UnusablePicture("is not a picture that Pillow can read") from None
+    except Image.DecompressionBombError:
+        raise UnusablePicture(f"has more than {2 * MAX_PIXELS:,} pixels") from None
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UnusablePicture(f"is damaged ({error})") from None
+    if image.width * image.height > MAX_PIXELS:
+        raise UnusablePicture(f"has {image.width}x{image.height} pixels, more than {MAX_PIXELS:,}")
+    return image
+
+
+def picture_size(data: bytes) -> Size:
+    """(width, height) after EXIF rotation, read from the header.
+
+    Raises:
+        UnusablePicture: not a picture, or too large.
+    """
+    image = _open(data)
+    turned = image.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
+    return (image.height, image.width) if turned else (image.width, image.height)
+
+
+def decode(data: bytes) -> Image.Image:
+    """Decode to RGB, EXIF-rotated, transparent parts on white.
+
+    Raises:
+        UnusablePicture: the file is damaged or truncated.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        image = ImageOps.exif_transpose(_open(data))
+        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+            rgba = image.convert("RGBA")
+            white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+            return Image.alpha_composite(white, rgba).convert("RGB")
+        if image.mode.startswith("I"):  # 16-bit grey: scale, where convert() would clip at 255
+            image = image.convert("I").point(lambda value: value / 257).convert("L")
+        return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UnusablePicture(f"is damaged ({error})") from None
+
+
+def cut(image: Image.Image, bucket: Size, offset: tuple[float, float] = (0.5, 0.5), flip: bool = False) -> np.ndarray:
+    """Scale a picture to cover its bucket (Lanczos), crop, mirror.
+
+    Args:
+        image: RGB.
+        bucket: (width, height) in pixels.
+        offset: where the crop stands in the spare width and height, 0 to 1.
+        flip: mirror left to right.
+
+    Returns:
+        float32 [3, height, width] in -1..1.
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    width, height = covering_size(image.size, bucket)
+    if (width, height) != image.size:
+        image = image.resize((width, height), Image.Resampling.LANCZOS)
+    left, top = int((width - bucket[0]) * offset[0]), int((height - bucket[1]) * offset[1])
+    image = image.crop((left, top, left + bucket[0], top + bucket[1]))
+    if flip:
+        image = ImageOps.mirror(image)
+    pixels = np.asarray(image, dtype=np.float32) / 127.5 - 1.0
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))

@@ -1,0 +1,198 @@
+"""The run's plan: which sample, caption, noise level and noise each step sees, as a function of the seed and the step.
+
+Keys and order are described in docs/reproducibility.md; tests/reference re-implements them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from simpletune.data.buckets import Size, nearest_bucket
+from simpletune.data.source import Picture, Source
+from simpletune.flow import Objective
+from simpletune.streams import stream
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A picture as it stands in an epoch: with its bucket and the number of its repetition."""
+
+    picture: Picture
+    bucket: Size
+    repeat: int
+
+
+@dataclass(frozen=True)
+class View:
+    """One cut of a picture: what its latents depend on, beside the autoencoder.
+
+    Args:
+        offset: where the crop stands in the spare width and height, 0 to 1.
+        flip: mirrored left to right.
+    """
+
+    picture: Picture
+    bucket: Size
+    offset: tuple[float, float]
+    flip: bool
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One presentation of a sample in a micro-batch.
+
+    Args:
+        view: the picture and its cut.
+        caption: the prompt; empty when dropped.
+        sigma: the noise level in (0, 1), shifted.
+        noise_key: the parts of the noise's key.
+    """
+
+    view: View
+    caption: str
+    sigma: float
+    noise_key: tuple[int | str, ...]
+
+
+def make_samples(pictures: Sequence[Picture], source: Source) -> list[Sample]:
+    """The samples of an epoch, in the order of the pictures' names, repetitions together."""
+    samples = []
+    for picture in sorted(pictures, key=lambda picture: picture.name):
+        if source.aspect == "square":
+            bucket = (source.resolution, source.resolution)
+        else:
+            bucket = nearest_bucket(picture.size, source.resolution, source.max_aspect)
+        samples += [Sample(picture, bucket, repeat) for repeat in range(source.repeats)]
+    return samples
+
+
+class Plan:
+    """Which draws make up each micro-batch of a run.
+
+    Args:
+        samples: the samples of an epoch (``make_samples``).
+        source: crop, flip, variants and caption dropout.
+        objective: the density of noise levels.
+        seed: ``train.seed``.
+        batch_size: samples in a micro-batch.
+        accumulation: micro-batches in a step, on each process.
+        processes: number of processes.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        source: Source,
+        objective: Objective,
+        *,
+        seed: int,
+        batch_size: int,
+        accumulation: int = 1,
+        processes: int = 1,
+    ):
+        if not samples:
+            raise ValueError("a plan needs at least one sample")
+        self.samples, self.source, self.objective = list(samples), source, objective
+        self.seed, self.batch_size, self.accumulation, self.processes = seed, batch_size, accumulation, processes
+        self.shift = objective.shift_at(source.resolution)
+        self.buckets: dict[Size, list[int]] = defaultdict(list)
+        for index, sample in enumerate(self.samples):
+            self.buckets[sample.bucket].append(index)
+        self._pass = lru_cache(maxsize=2)(self._order_of_pass)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in an epoch: samples over the global batch, rounded up."""
+        return math.ceil(len(self.samples) / (self.batch_size * self.accumulation * self.processes))
+
+    def _order_of_pass(self, number: int) -> list[list[int]]:
+        """The micro-batches (sample indices) of one pass over the data; a bucket's last one wraps within the bucket."""
+        batches = []
+        for (width, height), members in sorted(self.buckets.items()):
+            order = stream(self.seed, "bucket-order", number, width, height).permutation(len(members))
+            for start in range(0, len(members), self.batch_size):
+                places = range(start, start + self.batch_size)
+                batches.append([members[order[place % len(members)]] for place in places])
+        return [batches[place] for place in stream(self.seed, "pass-order", number).permutation(len(batches))]
+
+    def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
+        """The draws of one micro-batch, all from one bucket.
+
+        Args:
+            step: counts optimizer steps from 0.
+            micro: which micro-batch of the step's accumulation.
+            process: which process.
+        """
+        number = (step * self.accumulation + micro) * self.processes + process
+        pass_length = len(self._pass(0))
+        pass_number, place = divmod(number, pass_length)
+        indices = self._pass(pass_number)[place]
+        return [
+            self._draw(self.samples[index], pass_number, step, micro, number * self.batch_size + row)
+            for row, index in enumerate(indices)
+        ]
+
+    def _draw(self, sample: Sample, pass_number: int, step: int, micro: int, index: int) -> Draw:
+        key = (step, micro, index)
+        dropped = stream(self.seed, "dropout", *key).random() < self.source.caption_dropout
+        return Draw(
+            view=self.view(sample, (pass_number * self.source.repeats + sample.repeat) % self.source.variants),
+            caption="" if dropped else sample.picture.caption,
+            sigma=self.objective.draw_sigma(stream(self.seed, "sigma", *key), self.shift),
+            noise_key=("noise", *key),
+        )
+
+    def view(self, sample: Sample, variant: int) -> View:
+        """One of a sample's cuts; it depends on the picture's bytes, not on its name or place."""
+        draw = stream(self.seed, "view", sample.picture.digest, variant)
+        offset = (draw.random(), draw.random()) if self.source.crop == "random" else (0.5, 0.5)
+        return View(sample.picture, sample.bucket, offset, self.source.flip and draw.random() < 0.5)
+
+    def views(self) -> list[View]:
+        """Every cut that the run may ask for, without repetitions, in the order of the samples."""
+        variants = range(self.source.variants)
+        return list(dict.fromkeys(self.view(sample, variant) for sample in self.samples for variant in variants))
+
+    def captions(self) -> list[str]:
+        """Every prompt that the run may ask for, without repetitions, in the order of the samples."""
+        captions = [sample.picture.caption for sample in self.samples]
+        return list(dict.fromkeys([*captions, ""] if self.source.caption_dropout else captions))
+
+    def evaluation(self, count: int) -> list[Draw]:
+        """A fixed set of draws for the evaluation loss: samples in order, noise levels at even quantiles.
+
+        The noise levels are paired with the samples by a fixed permutation, so that neither follows the other.
+        """
+        levels = stream(self.seed, "evaluation-levels").permutation(count)
+        draws = []
+        for index in range(count):
+            sample = self.samples[
+                index * len(self.samples) // count if count < len(self.samples) else index % len(self.samples)
+            ]
+            sigma = self.objective.sigma_quantile((levels[index] + 0.5) / count, self.shift)
+            draws.append(Draw(self.view(sample, 0), sample.picture.caption, sigma, ("evaluation-noise", index)))
+        return draws
+
+    def manifest(self) -> list[dict]:
+        """What the order of samples depends on: pinned by checkpoints."""
+        return [
+            {
+                "file": sample.picture.name,
+                "sha256": sample.picture.digest,
+                "caption": sample.picture.caption,
+                "bucket": list(sample.bucket),
+                "repeat": sample.repeat,
+            }
+            for sample in self.samples
+        ]
+
+
+def manifest_hash(manifest: list[dict]) -> str:
+    """SHA-256 of a manifest."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

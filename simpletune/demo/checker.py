@@ -1,0 +1,187 @@
+"""Reads back from a picture what `pictures.draw` was asked to show, by pixel statistics and no learned part.
+
+Legend: p and q are pixel rows and columns of the picture, taken at 64 x 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from simpletune.demo.pictures import (
+    BACKGROUNDS,
+    COLOURS,
+    OUTLINE,
+    POSITIONS,
+    RGB,
+    SIZES,
+    TINT,
+    Scene,
+    outline_colour,
+)
+from simpletune.demo.shapes import DISTANCES, Field
+
+PIXELS = 64
+ATTRIBUTES = ("shape", "colour", "background", "size", "position", "style")
+
+_UNEVEN = 3.0  # standard deviation of the background, of 255
+_NEAR = 34.0  # how far a pixel may lie from a colour, of 255 in each channel's units, to count as it
+_PALE, _INKED = 0.1, 0.1  # shares of the figure in the pale tint and in the outline's colour when striped
+
+Mask = NDArray[np.bool_]  # [p, q]
+Pixels = NDArray[np.float64]  # [n, 3]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a picture seems to show; the fields of a `Scene` and how well the shape's outline fits."""
+
+    shape: str
+    colour: str
+    background: str
+    size: str
+    position: str
+    style: str
+    fit: float
+    """Intersection over union of the figure and the best shape; below about 0.7 there is no clear shape."""
+
+
+def read(image: Image.Image) -> Reading:
+    """Read a picture of any size.
+
+    Args:
+        image: One figure on one background, as `pictures.draw` makes it, or an imitation.
+    """
+    resized = image.convert("RGB").resize((PIXELS, PIXELS), Image.Resampling.BOX)
+    canvas = np.asarray(resized, dtype=np.float64)  # [p, q, 3]
+    ground = np.median(_border(canvas), axis=0)  # [3]
+    background = _nearest(ground, BACKGROUNDS)
+    line = _array(outline_colour(background))
+    apart = _despeckled(np.linalg.norm(canvas - ground, axis=-1) > 2.0 * _NEAR)
+    colour = _figure_colour(canvas[apart])
+    fill = _array(COLOURS[colour])
+    tint = fill + (255.0 - fill) * TINT
+    striped = _is_striped(_box(canvas, apart), fill, tint, line, ground)
+    mask = _despeckled(_nearer_to_any(canvas, [fill, tint, line] if striped else [fill], ground))
+    style = "striped" if striped else "painted" if _unevenness(canvas, mask) > _UNEVEN else "flat"
+    shape, radius, centre, fit = _best_shape(mask, OUTLINE if striped else 0.0)
+    size = min(SIZES, key=lambda name: abs(SIZES[name] - radius))
+    position = min(POSITIONS, key=lambda name: float(np.hypot(*(np.array(POSITIONS[name]) - centre))))
+    return Reading(shape, colour, background, size, position, style, fit)
+
+
+def score(images: Sequence[Image.Image], scenes: Sequence[Scene]) -> dict[str, float]:
+    """Share of pictures read as they were asked for, for each of `ATTRIBUTES`.
+
+    Args:
+        images: One picture a scene, in order.
+        scenes: What was asked for.
+
+    Raises:
+        ValueError: The numbers differ, or there is none.
+    """
+    if len(images) != len(scenes) or not images:
+        raise ValueError(f"{len(images)} pictures for {len(scenes)} scenes. Give one a scene, at least one.")
+    readings = [read(image) for image in images]
+    return {
+        name: sum(getattr(r, name) == getattr(s, name) for r, s in zip(readings, scenes, strict=True)) / len(scenes)
+        for name in ATTRIBUTES
+    }
+
+
+def _array(colour: RGB) -> Field:
+    return np.array(colour, dtype=np.float64)  # [3]
+
+
+def _border(canvas: Field) -> Pixels:
+    frame = np.ones((PIXELS, PIXELS), dtype=bool)
+    frame[2:-2, 2:-2] = False
+    return np.asarray(canvas[frame])
+
+
+def _box(canvas: Field, mask: Mask) -> Pixels:
+    """The pixels of the smallest upright rectangle around a mask."""
+    if not mask.any():
+        return canvas[:0].reshape(-1, 3)
+    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    return canvas[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].reshape(-1, 3)
+
+
+def _nearest(value: Field, table: dict[str, RGB]) -> str:
+    return min(table, key=lambda name: float(np.linalg.norm(value - _array(table[name]))))
+
+
+def _closeness(pixels: Pixels, colour: Field) -> float:
+    """How many of the pixels show the colour; those at `_NEAR` count 0.6."""
+    return float(np.exp(-0.5 * np.sum((pixels - colour) ** 2, axis=-1) / _NEAR**2).sum())
+
+
+def _figure_colour(figure: Pixels) -> str:
+    return max(COLOURS, key=lambda name: _closeness(figure, _array(COLOURS[name])))
+
+
+def _is_striped(box: Pixels, fill: Field, tint: Field, line: Field, ground: Field) -> bool:
+    kinds = np.stack([fill, tint, line, ground])  # [4, 3]
+    nearest = np.linalg.norm(box[:, None] - kinds, axis=-1).argmin(axis=1)  # [n]
+    filled, pale, inked, _ = np.bincount(nearest, minlength=4)
+    figure = max(1, filled + pale + inked)
+    return bool(pale > _PALE * figure and inked > _INKED * figure)
+
+
+def _nearer_to_any(canvas: Field, parts: Sequence[Field], ground: Field) -> Mask:
+    nearest = np.min([np.linalg.norm(canvas - part, axis=-1) for part in parts], axis=0)
+    return nearest < np.linalg.norm(canvas - ground, axis=-1)
+
+
+def _despeckled(mask: Mask) -> Mask:
+    padded = np.pad(mask, 1)
+    neighbours = sum(padded[i : i + PIXELS, j : j + PIXELS].astype(int) for i in range(3) for j in range(3))
+    return np.asarray(mask & (neighbours >= 3))
+
+
+def _unevenness(canvas: Field, mask: Mask) -> float:
+    """Standard deviation of the brightness over 4 x 4 blocks of background away from the figure, of 255.
+
+    Blocks and not pixels: noise of an autoencoder averages out in them, brush strokes do not.
+    """
+    blocks = (PIXELS // 4, 4, PIXELS // 4, 4)
+    padded = np.pad(mask, 1)
+    near = np.any([padded[i : i + PIXELS, j : j + PIXELS] for i in range(3) for j in range(3)], axis=0)
+    apart = ~near.reshape(blocks).any(axis=(1, 3))
+    brightness = canvas.mean(axis=-1).reshape(blocks).mean(axis=(1, 3))  # [p/4, q/4]
+    return float(brightness[apart].std()) if apart.any() else 0.0
+
+
+@cache
+def _unit_box(shape: str) -> tuple[float, float, float, float]:
+    """Left, right, top, bottom of a shape of radius 1."""
+    y, x = np.mgrid[-1.25:1.25:251j, -1.25:1.25:251j]
+    inside = DISTANCES[shape](x, y) < 0.0
+    return float(x[inside].min()), float(x[inside].max()), float(y[inside].min()), float(y[inside].max())
+
+
+def _best_shape(mask: Mask, margin: float) -> tuple[str, float, Field, float]:
+    """The shape, radius, centre (x, y) and intersection over union that explain the figure best."""
+    if not mask.any():
+        return next(iter(DISTANCES)), 0.0, np.array([0.5, 0.5]), 0.0
+    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    left, right = columns[0] / PIXELS + margin, (columns[-1] + 1) / PIXELS - margin
+    top, bottom = rows[0] / PIXELS + margin, (rows[-1] + 1) / PIXELS - margin
+    y, x = (np.mgrid[:PIXELS, :PIXELS] + 0.5) / PIXELS
+    best = ("", 0.0, np.array([0.5, 0.5]), -1.0)
+    for shape, distance in DISTANCES.items():
+        unit_left, unit_right, unit_top, unit_bottom = _unit_box(shape)
+        radius = ((right - left) / (unit_right - unit_left) + (bottom - top) / (unit_bottom - unit_top)) / 2
+        radius = max(radius, 1.0 / PIXELS)
+        centre_x = (left + right - radius * (unit_left + unit_right)) / 2
+        centre_y = (top + bottom - radius * (unit_top + unit_bottom)) / 2
+        expected = distance((x - centre_x) / radius, (y - centre_y) / radius) * radius < margin
+        fit = float((mask & expected).sum() / (mask | expected).sum())
+        if fit > best[3]:
+            best = (shape, radius, np.array([centre_x, centre_y]), fit)
+    return best

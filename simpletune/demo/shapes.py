@@ -1,0 +1,85 @@
+"""Signed distances to the eight demo shapes, so that any size draws antialiased and outlines come for free.
+
+Legend: p and q are pixel rows and columns. Coordinates are in units of the shape's radius, x right and y down;
+every shape fits the unit circle's bounding box. Distances are negative inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Field = NDArray[np.float64]  # [p, q]
+
+
+def circle(x: Field, y: Field, radius: float = 0.92) -> Field:
+    """Distance to a disc."""
+    return np.hypot(x, y) - radius
+
+
+def ring(x: Field, y: Field) -> Field:
+    """Distance to an annulus."""
+    return np.abs(np.hypot(x, y) - 0.76) - 0.2
+
+
+def polygon(corners: Sequence[tuple[float, float]]) -> Callable[[Field, Field], Field]:
+    """Make the exact signed distance of a closed polygon.
+
+    Args:
+        corners: Points (x, y) in order, either way round.
+
+    Returns:
+        A function of coordinate fields [p, q] to distances [p, q].
+    """
+
+    def distance(x: Field, y: Field) -> Field:
+        squared = np.full(x.shape, np.inf)
+        inside = np.zeros(x.shape, dtype=bool)
+        for (x_0, y_0), (x_1, y_1) in zip(corners, [*corners[1:], corners[0]], strict=True):
+            edge_x, edge_y = x_1 - x_0, y_1 - y_0
+            along = np.clip(((x - x_0) * edge_x + (y - y_0) * edge_y) / (edge_x**2 + edge_y**2), 0.0, 1.0)
+            squared = np.minimum(squared, (x - x_0 - along * edge_x) ** 2 + (y - y_0 - along * edge_y) ** 2)
+            if edge_y != 0.0:  # even-odd rule: a ray to the right crosses this edge
+                crosses = (y_0 > y) != (y_1 > y)
+                inside ^= crosses & (x < x_0 + (y - y_0) * edge_x / edge_y)
+        return np.where(inside, -1.0, 1.0) * np.sqrt(squared)
+
+    return distance
+
+
+def heart(x: Field, y: Field) -> Field:
+    """Distance to a square standing on its corner with a disc on each upper side (a union: exact outside)."""
+    u, v = (x + y - 0.04) * math.sqrt(0.5), (y - x - 0.04) * math.sqrt(0.5)
+    half = 0.62
+    across, down = np.abs(u) - half, np.abs(v) - half
+    outside = np.hypot(np.maximum(across, 0.0), np.maximum(down, 0.0))
+    square_ = outside + np.minimum(np.maximum(across, down), 0.0)
+    right, left = np.hypot(u, v + half) - half, np.hypot(u + half, v) - half
+    return np.minimum(square_, np.minimum(left, right))
+
+
+def _star(points: int, outer: float, inner: float, down: float) -> list[tuple[float, float]]:
+    angles = [math.pi * k / points - math.pi / 2 for k in range(2 * points)]
+    radii = [outer, inner] * points
+    return [(r * math.cos(a), r * math.sin(a) + down) for r, a in zip(radii, angles, strict=True)]
+
+
+_ARM = 0.34  # half the width of the cross's arms
+_CROSS = [
+    *[(-_ARM, -0.96), (_ARM, -0.96), (_ARM, -_ARM), (0.96, -_ARM), (0.96, _ARM), (_ARM, _ARM)],
+    *[(_ARM, 0.96), (-_ARM, 0.96), (-_ARM, _ARM), (-0.96, _ARM), (-0.96, -_ARM), (-_ARM, -_ARM)],
+]
+
+DISTANCES: dict[str, Callable[[Field, Field], Field]] = {
+    "circle": circle,
+    "square": polygon([(-0.82, -0.82), (0.82, -0.82), (0.82, 0.82), (-0.82, 0.82)]),
+    "triangle": polygon([(0.0, -0.92), (0.98, 0.8), (-0.98, 0.8)]),
+    "diamond": polygon([(0.0, -1.0), (0.7, 0.0), (0.0, 1.0), (-0.7, 0.0)]),
+    "star": polygon(_star(5, outer=1.02, inner=0.44, down=0.08)),
+    "cross": polygon(_CROSS),
+    "ring": ring,
+    "heart": heart,
+}

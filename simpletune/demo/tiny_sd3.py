@@ -1,0 +1,184 @@
+"""Writes a tiny Stable Diffusion 3 with random weights, in the exact folder layout of diffusers' pipeline.
+
+All nine components are there and load offline; the picture it draws is noise until somebody trains it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypedDict
+
+from simpletune.demo import networks, pictures, vocabulary
+from simpletune.demo.atomic import new_folder
+from simpletune.demo.networks import TORCH_DTYPES, Dtype
+
+VERSION = 1
+"""Raise it whenever `build` writes other bytes for the same arguments: cached folders carry it in their names."""
+
+COMPONENTS = {
+    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    "text_encoder": ("transformers", "CLIPTextModelWithProjection"),
+    "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
+    "text_encoder_3": ("transformers", "T5EncoderModel"),
+    "tokenizer": ("transformers", "CLIPTokenizer"),
+    "tokenizer_2": ("transformers", "CLIPTokenizer"),
+    "tokenizer_3": ("transformers", "T5TokenizerFast"),
+    "transformer": ("diffusers", "SD3Transformer2DModel"),
+    "vae": ("diffusers", "AutoencoderKL"),
+}
+
+
+class Sizes(TypedDict, total=False):
+    """Arguments of `build` that make the model larger or smaller."""
+
+    layers: int
+    heads: int
+    vae_channels: tuple[int, int, int, int]
+    clip_widths: tuple[int, int]
+    t5_width: int
+
+
+MINIMAL: Sizes = {
+    "layers": 1,
+    "heads": 1,
+    "vae_channels": (8, 8, 8, 8),
+    "clip_widths": (16, 16),
+    "t5_width": 32,
+}
+"""The least that still is an SD3, for tests. Its one block is the last one: text leaves it only through keys and
+values, so `add_q_proj` gets no gradient and there is no `to_add_out`."""
+
+
+def build(
+    folder: Path,
+    *,
+    layers: int = 3,
+    heads: int = 3,
+    seed: int = 0,
+    dtype: Dtype = "bf16",
+    vae_channels: tuple[int, int, int, int] = (16, 32, 48, 64),
+    clip_widths: tuple[int, int] = (32, 48),
+    t5_width: int = 96,
+    tokenizers: Path | None = None,
+) -> None:
+    """Write the pipeline folder; it appears whole or not at all, and the same arguments give the same bytes.
+
+    Args:
+        folder: Must not exist, or be empty.
+        layers: Joint blocks of the transformer.
+        heads: Attention heads of 64; the hidden width is 64 times this. ComfyUI needs as many as there are layers.
+        seed: Of the weights. No global random state is read or changed.
+        dtype: Of all weights on disk.
+        vae_channels: Channels of the autoencoder's four levels, multiples of 8.
+        clip_widths: Hidden and projected widths of the two CLIP encoders, multiples of 16.
+        t5_width: Width of T5 and of the transformer's text input, a multiple of 32 and at least the sum of
+            `clip_widths`.
+        tokenizers: A folder with `tokenizer`, `tokenizer_2` and `tokenizer_3` to copy (the real ones, say). By
+            default the project's own are written, with one token for each word of the demo's captions.
+
+    Raises:
+        ValueError: Sizes that cannot work, with the remedy.
+        FileExistsError: The folder holds something already.
+    """
+    _check_sizes(layers, heads, dtype, vae_channels, clip_widths, t5_width)
+    with new_folder(folder) as sibling, _quiet():
+        _write_tokenizers(sibling, tokenizers)
+        for index, (name, width) in enumerate(zip(("", "_2"), clip_widths, strict=True)):
+            with _seeded(seed, index):
+                clip = networks.clip(sibling / f"tokenizer{name}", width, "gelu" if name else "quick_gelu")
+            _save(clip, sibling / f"text_encoder{name}", dtype)
+        with _seeded(seed, 2):
+            t5 = networks.t5(sibling / "tokenizer_3", t5_width)
+        _save(t5, sibling / "text_encoder_3", dtype)
+        with _seeded(seed, 3):
+            transformer = networks.transformer(layers, t5_width, sum(clip_widths))
+        _save(transformer, sibling / "transformer", dtype)
+        with _seeded(seed, 4):
+            vae = networks.autoencoder(vae_channels, dtype)
+        _save(vae, sibling / "vae", dtype)
+        _write_scheduler_and_index(sibling)
+
+
+def _check_sizes(
+    layers: int, heads: int, dtype: str, vae_channels: tuple[int, ...], clip_widths: tuple[int, int], t5_width: int
+) -> None:
+    if layers != heads or layers < 1:
+        raise ValueError(
+            f"layers {layers} and heads {heads}: ComfyUI infers both from the hidden width. Use equal ones, 1 or more."
+        )
+    if dtype not in TORCH_DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown. Use one of {', '.join(TORCH_DTYPES)}.")
+    if len(vae_channels) != 4 or any(width < 8 or width % 8 for width in vae_channels):
+        raise ValueError(f"vae_channels {vae_channels} are not four multiples of 8. Use (16, 32, 48, 64), say.")
+    if any(width < 16 or width % 16 for width in clip_widths):
+        raise ValueError(f"clip_widths {clip_widths} are not multiples of 16. Use (32, 48), say.")
+    if t5_width % 32 or t5_width < sum(clip_widths):
+        remedy = -(-sum(clip_widths) // 32) * 32
+        raise ValueError(
+            f"t5_width {t5_width} is not a multiple of 32 of at least {sum(clip_widths)}, the sum of clip_widths."
+            f" Use {remedy}."
+        )
+
+
+@contextmanager
+def _seeded(seed: int, stream: int) -> Iterator[None]:
+    """Seed the CPU's global generator, from which the libraries initialise, and put it back afterwards."""
+    import torch
+
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed * 16 + stream)  # torch.manual_seed would reseed CUDA too
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back transformers' progress bars: files of a megabyte need none."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _save(model: Any, folder: Path, dtype: Dtype) -> None:
+    networks.cast(model, dtype).save_pretrained(folder)
+    # As in the real repository, an encoder's config says float32 whatever the file holds: transformers 5 loads in
+    # the config's type, diffusers in float32, and a pipeline of both types fails at its first multiplication.
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if "dtype" in config:
+        path.write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_tokenizers(folder: Path, source: Path | None) -> None:
+    for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
+        if source is not None:
+            shutil.copytree(source / name, folder / name, copy_function=shutil.copyfile)
+            (folder / name).chmod(0o755)  # the source may be read-only
+        elif name == "tokenizer_3":
+            vocabulary.write_t5(folder / name, pictures.words())
+        else:
+            vocabulary.write_clip(folder / name, pictures.words())
+
+
+def _write_scheduler_and_index(folder: Path) -> None:
+    import diffusers
+
+    # Shift 1: SD3's 3 makes up for the redundancy of 1024 px. By the paper's square-root-of-area rule 64 px would
+    # get less than 1; none at all is the plain choice.
+    diffusers.FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=1.0).save_pretrained(folder / "scheduler")
+    # By hand: transformers 5 would write T5Tokenizer, which the diffusers layout calls T5TokenizerFast.
+    index: dict[str, object] = {"_class_name": "StableDiffusion3Pipeline", "_diffusers_version": diffusers.__version__}
+    index |= {name: list(source) for name, source in COMPONENTS.items()}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,82 @@
+"""Which device a run uses, and why; never the CPU in silence."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from typing import TYPE_CHECKING
+
+from simpletune.options import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+
+
+def prepare_environment() -> None:
+    """Settings that must stand before CUDA starts: memory segments that grow instead of fragmenting."""
+    if ALLOCATOR not in os.environ and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ[ALLOCATOR] = "expandable_segments:True"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the terminal
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it looks for hub kernels when it is imported
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version as nvidia-smi tells it, or None."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = answer.stdout.split()
+    return lines[0] if answer.returncode == 0 and lines else None
+
+
+def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device, str]:
+    """The device and the reason for it, in words.
+
+    Args:
+        asked: auto, cuda or cpu.
+        compute: the type of products, bf16 or fp32.
+        is_demo: whether the model is the one that comes with the tool.
+
+    Raises:
+        UserError: there is no usable GPU and the CPU was not asked for.
+    """
+    import torch
+
+    if asked == "cpu":
+        return torch.device("cpu"), "cpu (device: cpu)"
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        _require_compute_type(compute, (major, minor))
+        gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+        return torch.device("cuda", torch.cuda.current_device()), (
+            f"{torch.cuda.get_device_name()} (sm_{major}{minor}, {gib:.1f} GiB)"
+        )
+    driver = driver_version()
+    if driver is not None:
+        raise UserError(
+            f"device: nvidia-smi answers (driver {driver}), but torch {torch.__version__} (CUDA {torch.version.cuda}) "
+            "finds no GPU: the driver is too old for this build, or the build is for the CPU. CUDA 13 builds need "
+            "driver 580 or newer: update the driver, or install a build for it (SIMPLETUNE_TORCH_INDEX, see README)"
+        )
+    if is_demo and asked == "auto":
+        return torch.device("cpu"), "cpu (no GPU; the demo model is small)"
+    raise UserError(
+        "device: no NVIDIA GPU was found, and this is not the demo model. "
+        "Run on a machine with a GPU, or set device=cpu knowingly: it takes seconds to minutes a step"
+    )
+
+
+def _require_compute_type(compute: str, capability: tuple[int, int]) -> None:
+    if compute == "bf16" and capability < (8, 0):
+        raise UserError(
+            f"precision.compute: this GPU (sm_{capability[0]}{capability[1]}) has no bf16 arithmetic, and fp16 "
+            "diverges on SD3. Use precision.compute=fp32 with precision.weights int8 or fp32"
+        )

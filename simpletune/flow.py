@@ -1,0 +1,77 @@
+"""Rectified flow, the objective of Stable Diffusion 3 (arXiv:2403.03206).
+
+Shapes: b samples, c = 16 latent channels, h and w the latent's height and width (an eighth of the picture's).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from simpletune.options import Option
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+
+class Objective(Option):
+    """How noise levels are drawn. The loss is always the plain mean squared error of the velocity."""
+
+    sigma: Literal["logit_normal", "uniform"] = "logit_normal"
+    """Density of the noise level sigma: logit-normal (the paper's best, arXiv:2403.03206 section 3.1) or uniform."""
+    logit_mean: float = 0.0
+    """Mean of the logit-normal density; positive values mean more noise."""
+    logit_std: Annotated[float, Field(gt=0)] = 1.0
+    """Standard deviation of the logit-normal density."""
+    shift: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Timestep shift s in sigma' = s sigma / (1 + (s - 1) sigma); auto: 3 at 1024 px, in proportion to the side, at
+    least 1 (arXiv:2403.03206, eq. 23: the square root of the pixel count)."""
+
+    def shift_at(self, resolution: int) -> float:
+        """The timestep shift for a training resolution in pixels."""
+        return max(1.0, 3.0 * resolution / 1024) if self.shift == "auto" else self.shift
+
+    def draw_sigma(self, stream: np.random.Generator, shift: float) -> float:
+        """One noise level in (0, 1) from a stream of random numbers, shifted (computed in float64)."""
+        if self.sigma == "uniform":
+            sigma = stream.random()
+        else:
+            sigma = 1.0 / (1.0 + math.exp(-(self.logit_mean + self.logit_std * stream.standard_normal())))
+        return shift_sigma(sigma, shift)
+
+    def sigma_quantile(self, quantile: float, shift: float) -> float:
+        """The noise level at a quantile of the density: the fixed levels of the evaluation loss."""
+        if self.sigma == "uniform":
+            return shift_sigma(quantile, shift)
+        from statistics import NormalDist
+
+        z = NormalDist(self.logit_mean, self.logit_std).inv_cdf(quantile)
+        return shift_sigma(1.0 / (1.0 + math.exp(-z)), shift)
+
+
+def shift_sigma(sigma: float, shift: float) -> float:
+    """sigma' = s sigma / (1 + (s - 1) sigma) (arXiv:2403.03206, eq. 23)."""
+    return shift * sigma / (1.0 + (shift - 1.0) * sigma)
+
+
+def interpolate(
+    z_0: Tensor,  # [b, c, h, w]
+    noise: Tensor,  # [b, c, h, w]
+    sigma: Tensor,  # [b]
+) -> Tensor:  # [b, c, h, w]
+    """z_t = (1 - sigma) z_0 + sigma noise (arXiv:2403.03206, eq. 13)."""
+    sigma = sigma.view(-1, 1, 1, 1)
+    return (1 - sigma) * z_0 + sigma * noise
+
+
+def velocity_target(z_0: Tensor, noise: Tensor) -> Tensor:
+    """dz_t / dsigma = noise - z_0 (arXiv:2403.03206, section 2)."""
+    return noise - z_0
+
+
+def flow_loss(velocity: Tensor, target: Tensor) -> Tensor:
+    """Mean squared error over all elements, in fp32; a scalar."""
+    return (velocity.float() - target.float()).square().mean()

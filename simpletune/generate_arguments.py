@@ -1,0 +1,44 @@
+"""The arguments of ``simpletune generate`` and of the inference scripts. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of a picture; what is not given is taken from the run."""
+    parser.add_argument(
+        "--run", type=Path, help="a run's folder to take model, prompt and precision from; default: the newest"
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are (default: runs)")
+    parser.add_argument("--model", help="base model: a hub name (owner/name) or a folder; needs no run")
+    parser.add_argument("--lora", type=Path, help="a LoRA file in diffusers' format; default: the run's")
+    parser.add_argument("--scale", type=float, default=1.0, help="strength of the LoRA (default: 1)")
+    parser.add_argument("--base", action="store_true", help="draw with the base model alone")
+    parser.add_argument("--prompt", help="what to draw; default: the run's first validation prompt")
+    parser.add_argument("--negative-prompt", default=None, help="what guidance leads away from")
+    parser.add_argument("--steps", type=positive, help="sampling steps")
+    parser.add_argument("--guidance", type=float, help="classifier-free guidance; 1: none")
+    parser.add_argument(
+        "--size", type=size, metavar="WIDTHxHEIGHT", help="in pixels, multiples of 16, such as 1024x1024"
+    )
+    parser.add_argument("--seed", type=int, help="of the starting noise")
+    parser.add_argument("--precision", choices=("bf16", "fp32", "int8"), help="how weights are held")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help="default: the run's")
+    parser.add_argument("--output", type=Path, help="the PNG to write")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def size(text: str) -> tuple[int, int]:
+    """WIDTHxHEIGHT in pixels."""
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) >= 16 and int(part) % 16 == 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text} is not WIDTHxHEIGHT in multiples of 16, such as 1024x768")
+    return int(parts[0]), int(parts[1])

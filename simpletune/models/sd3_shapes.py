@@ -1,0 +1,71 @@
+"""The parameters of Stable Diffusion 3's transformer, from its configuration alone: no torch, no weights.
+
+Names and shapes are diffusers' (``SD3Transformer2DModel``); a test holds them against diffusers and against SD3 Medium.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Shape = tuple[int, ...]
+
+
+def sd3_medium_config() -> dict[str, Any]:
+    """The transformer configuration of SD3 Medium, which comes with the tool."""
+    return json.loads((Path(__file__).parent / "sd3_medium_transformer.json").read_text())
+
+
+def parameter_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Every parameter of the transformer and its shape.
+
+    Args:
+        config: a transformer's ``config.json``.
+    """
+    hidden = config["num_attention_heads"] * config["attention_head_dim"]
+    shapes: dict[str, Shape] = {
+        "pos_embed.proj.weight": (hidden, config["in_channels"], config["patch_size"], config["patch_size"]),
+        "pos_embed.proj.bias": (hidden,),
+    }
+    shapes |= _linear("time_text_embed.timestep_embedder.linear_1", 256, hidden)
+    shapes |= _linear("time_text_embed.timestep_embedder.linear_2", hidden, hidden)
+    shapes |= _linear("time_text_embed.text_embedder.linear_1", config["pooled_projection_dim"], hidden)
+    shapes |= _linear("time_text_embed.text_embedder.linear_2", hidden, hidden)
+    shapes |= _linear("context_embedder", config["joint_attention_dim"], config["caption_projection_dim"])
+    layers = config["num_layers"]
+    dual = config.get("dual_attention_layers") or ()
+    for number in range(layers):
+        block = f"transformer_blocks.{number}"
+        for name, shape in _block(config, hidden, last=number == layers - 1, dual=number in dual):
+            shapes[f"{block}.{name}"] = shape
+    shapes |= _linear("norm_out.linear", hidden, 2 * hidden)
+    shapes |= _linear("proj_out", hidden, config["patch_size"] ** 2 * (config["out_channels"] or config["in_channels"]))
+    return shapes
+
+
+def _linear(name: str, inputs: int, outputs: int) -> dict[str, Shape]:
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+def _block(config: Mapping[str, Any], hidden: int, *, last: bool, dual: bool) -> Iterator[tuple[str, Shape]]:
+    """The parameters of one joint block; the last one needs no text output."""
+    norm = config.get("qk_norm")
+    parts = _linear("norm1.linear", hidden, (9 if dual else 6) * hidden)
+    parts |= _linear("norm1_context.linear", hidden, (2 if last else 6) * hidden)
+    projections = ["to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "add_q_proj", "to_out.0"]
+    for name in projections + ([] if last else ["to_add_out"]):
+        parts |= _linear(f"attn.{name}", hidden, hidden)
+    if norm:
+        for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
+            parts[f"attn.{name}.weight"] = (config["attention_head_dim"],)
+    if dual:
+        for name in ("to_q", "to_k", "to_v", "to_out.0"):
+            parts |= _linear(f"attn2.{name}", hidden, hidden)
+        for name in ("norm_q", "norm_k") if norm else ():
+            parts[f"attn2.{name}.weight"] = (config["attention_head_dim"],)
+    for stream in ("ff",) if last else ("ff", "ff_context"):
+        parts |= _linear(f"{stream}.net.0.proj", hidden, 4 * hidden)
+        parts |= _linear(f"{stream}.net.2", 4 * hidden, hidden)
+    yield from parts.items()

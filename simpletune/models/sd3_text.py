@@ -1,0 +1,135 @@
+"""Prompts through SD3's three text encoders, one encoder at a time.
+
+Shapes: L = 77 CLIP tokens, widths 768 (CLIP-L) and 1280 (CLIP-G), T T5 tokens of width e = 4096 (for SD3 Medium).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simpletune.models.weights import fingerprint
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One text encoder: the names of its parts in a pipeline's folder."""
+
+    name: str
+    tokenizer: str
+    model: str
+    is_t5: bool = False
+
+
+ENCODERS = (
+    Encoder("clip_l", "tokenizer", "text_encoder"),
+    Encoder("clip_g", "tokenizer_2", "text_encoder_2"),
+    Encoder("t5", "tokenizer_3", "text_encoder_3", is_t5=True),
+)
+
+
+class Prompts:
+    """The text side of a pipeline.
+
+    Args:
+        folder: gives the local folder of a part by its name.
+        t5_length: tokens of the T5 part.
+        t5: whether T5 is used; if not, its part is zeros.
+        width: e, the width of the prompt's embedding.
+        dtype: the type in which encoders run and embeddings are kept.
+    """
+
+    def __init__(self, folder: Callable[[str], Path], t5_length: int, t5: bool, width: int, dtype: torch.dtype):
+        self.folder, self.t5_length, self.t5, self.width, self.dtype = folder, t5_length, t5, width, dtype
+
+    @property
+    def encoders(self) -> tuple[Encoder, ...]:
+        """The encoders in use."""
+        return ENCODERS if self.t5 else ENCODERS[:2]
+
+    def fingerprint(self, encoder: Encoder) -> str:
+        """What an encoder's output depends on, beside the prompt: weights, tokenizer, length, type."""
+        length = f"-{self.t5_length}" if encoder.is_t5 else ""
+        tokens = _folder_hash(self.folder(encoder.tokenizer))
+        weights = fingerprint(self.folder(encoder.model))
+        return f"{encoder.name}-{weights}-{tokens}-{str(self.dtype).removeprefix('torch.')}{length}"
+
+    def encode(
+        self, encoder: Encoder, prompts: list[str], device: torch.device, batch_size: int = 8
+    ) -> Iterator[dict[str, Tensor]]:
+        """Encode prompts with one encoder, which is loaded for it and freed after.
+
+        Yields:
+            For each prompt ``hidden`` [L or T, width], for CLIP also ``pooled`` [width], and ``tokens`` [1]: how many
+            tokens the prompt has, before it was cut to the encoder's length.
+        """
+        tokenizer = _tokenizer(encoder, self.folder(encoder.tokenizer))
+        length = self.t5_length if encoder.is_t5 else tokenizer.model_max_length
+        model = _text_model(encoder, self.folder(encoder.model), self.dtype).to(device)
+        for start in range(0, len(prompts), batch_size):
+            batch = prompts[start : start + batch_size]
+            counts = [len(ids) for ids in tokenizer(batch).input_ids]
+            ids = tokenizer(
+                batch, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+            ).input_ids
+            with torch.no_grad():
+                outputs = _encode_t5(model, ids.to(device)) if encoder.is_t5 else _encode_clip(model, ids.to(device))
+            for row, count in enumerate(counts):
+                parts = {name: tensor[row].to("cpu", self.dtype) for name, tensor in outputs.items()}
+                yield {**parts, "tokens": torch.tensor([count])}
+
+    def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        """One prompt's embeddings from its encoders' outputs.
+
+        CLIP-L and CLIP-G are joined on the width and padded with zeros to e; T5 follows on the sequence axis
+        (arXiv:2403.03206, section 4).
+
+        Args:
+            parts: ``encode``'s output by the encoder's name.
+
+        Returns:
+            prompt_embeds [L + T, e] and pooled [768 + 1280].
+        """
+        clip = torch.cat([parts["clip_l"]["hidden"], parts["clip_g"]["hidden"]], dim=-1)
+        clip = torch.nn.functional.pad(clip, (0, self.width - clip.shape[-1]))
+        t5 = parts["t5"]["hidden"] if self.t5 else clip.new_zeros(self.t5_length, self.width)
+        pooled = torch.cat([parts["clip_l"]["pooled"], parts["clip_g"]["pooled"]], dim=-1)
+        return torch.cat([clip, t5], dim=0), pooled
+
+
+def _tokenizer(encoder: Encoder, folder: Path) -> Any:
+    from transformers import CLIPTokenizer, T5TokenizerFast
+
+    return (T5TokenizerFast if encoder.is_t5 else CLIPTokenizer).from_pretrained(folder, local_files_only=True)
+
+
+def _text_model(encoder: Encoder, folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import CLIPTextModelWithProjection, T5EncoderModel
+
+    kind = T5EncoderModel if encoder.is_t5 else CLIPTextModelWithProjection
+    return kind.from_pretrained(folder, dtype=dtype, local_files_only=True, use_safetensors=True).eval()
+
+
+def _encode_clip(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    output = model(ids, output_hidden_states=True)
+    return {"hidden": output.hidden_states[-2], "pooled": output.text_embeds}
+
+
+def _encode_t5(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    return {"hidden": model(ids)[0]}
+
+
+def _folder_hash(folder: Path) -> str:
+    """A short name for a tokenizer's files."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:8]

@@ -1,0 +1,174 @@
+"""Weight files: safetensors folders read tensor by tensor, fingerprints of what they hold, and writing them whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simpletune.options import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+NAMES = ("diffusion_pytorch_model", "model")
+SAMPLED_CHUNKS, CHUNK = 64, 65536
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of one model folder (one file, or the shards that an index names).
+
+    Raises:
+        UserError: there are none, or a shard is missing.
+    """
+    for name in NAMES:
+        index, single = folder / f"{name}.safetensors.index.json", folder / f"{name}.safetensors"
+        if index.exists():
+            shards = sorted({folder / shard for shard in json.loads(index.read_text())["weight_map"].values()})
+            missing = [shard.name for shard in shards if not shard.exists()]
+            if missing:
+                raise UserError(f"{folder}: {', '.join(missing)} missing, named by {index.name}. Download them again")
+            return shards
+        if single.exists():
+            return [single]
+    found = ", ".join(sorted(file.name for file in folder.glob("*"))) or "nothing"
+    raise UserError(f"{folder} holds no {NAMES[0]}.safetensors and no {NAMES[1]}.safetensors, but {found}")
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """A safetensors file's header: names to types, shapes and offsets, and ``__metadata__``.
+
+    Raises:
+        UserError: it is no safetensors file, or it is cut short.
+    """
+    try:
+        with open(file, "rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            if not 2 <= length <= 100_000_000:
+                raise ValueError
+            header = json.loads(handle.read(length))
+        size = 8 + length + max((v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{file} is not a safetensors file, or it is damaged. Fetch it again") from None
+    if file.stat().st_size < size:
+        raise UserError(f"{file} is cut short: {file.stat().st_size:,} of {size:,} bytes. Fetch it again")
+    return header
+
+
+@lru_cache(maxsize=32)
+def fingerprint(folder: Path) -> str:
+    """A short name for a model folder's content: its config and samples from all over its weight files.
+
+    64 chunks of 64 KiB a file stand for the whole, so that 10 GB take no longer than 10 MB.
+    """
+    digest = hashlib.sha256()
+    for config in sorted(folder.glob("*.json")):
+        if not config.name.endswith(".index.json"):
+            digest.update(config.name.encode() + config.read_bytes())
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with open(file, "rb") as handle:
+            for number in range(SAMPLED_CHUNKS):
+                handle.seek(number * max(size - CHUNK, 0) // (SAMPLED_CHUNKS - 1))
+                digest.update(handle.read(CHUNK))
+                if size <= CHUNK:
+                    break
+    return digest.hexdigest()[:16]
+
+
+class WeightReader:
+    """Random access to the tensors of a model folder; files are memory-mapped, so only what is asked for is read.
+
+    Args:
+        files: safetensors files.
+    """
+
+    def __init__(self, files: list[Path]):
+        from safetensors import safe_open
+
+        for file in files:
+            read_header(file)
+        self._files = [safe_open(file, framework="pt") for file in files]
+        self._owner = {name: handle for handle in self._files for name in handle.keys()}
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._owner)
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, on the CPU, in the type it has on disk."""
+        return self._owner[name].get_tensor(name)
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str]) -> Path:
+    """Write tensors aside, flush them to disk, and rename: the file is whole or it is not there.
+
+    Args:
+        tensors: by name; any device, any layout.
+        file: where to.
+        metadata: strings for the header.
+    """
+    from safetensors.torch import save_file
+
+    aside = file.with_name(f".{file.name}.part")
+    host = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    save_file(host, aside, {"format": "pt", **metadata})
+    flush_to_disk(aside)
+    os.replace(aside, file)
+    return file
+
+
+def write_model_folder(model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
+    """Write a diffusers model as a folder that ``from_pretrained`` loads: config.json and one safetensors file."""
+    aside = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    model.save_config(aside)  # type: ignore[operator]
+    write_safetensors(model.state_dict(), aside / f"{NAMES[0]}.safetensors", metadata)
+    replace_folder(aside, folder)
+    return folder
+
+
+def replace_folder(aside: Path, folder: Path) -> None:
+    """Put a finished folder in the place of an older one."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(aside, folder)
+
+
+def flush_to_disk(path: Path) -> None:
+    """fsync a file or a folder's entries."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def set_tensor(module: nn.Module, name: str, tensor: Tensor, *, requires_grad: bool = False) -> None:
+    """Put a tensor in the place of a module's own parameter or buffer."""
+    from torch import nn
+
+    if name in module._parameters:
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=requires_grad)
+    else:
+        module._buffers[name] = tensor
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """A module's own parameters and buffers, without those of its children."""
+    own = [*module._parameters.items(), *module._buffers.items()]
+    return [(name, tensor) for name, tensor in own if tensor is not None]
+
+
+def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of its own on a device: never a view of a memory-mapped file."""
+    return tensor.to(device=device, dtype=dtype or tensor.dtype, copy=True)

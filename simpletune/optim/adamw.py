@@ -1,0 +1,35 @@
+"""AdamW (arXiv:1711.05101), PyTorch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from simpletune.optim.optimizer import OptimizerOption
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class AdamW(OptimizerOption):
+    """AdamW with state in the parameters' type."""
+
+    name: Literal["adamw"] = "adamw"
+    """AdamW; 8 bytes of state per fp32 parameter."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
+
+    bytes_per_parameter: ClassVar[float] = 8
+
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """torch.optim.AdamW."""
+        import torch
+
+        return torch.optim.AdamW(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)

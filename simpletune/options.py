@@ -1,0 +1,115 @@
+"""What every option of a configuration has in common, and how unions of options are read.
+
+An option is a frozen, strict Pydantic model. A union of options is told apart by a tag (``adapter.method``); the member
+owns its fields, its defaults, their documentation, and builds its own component. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+
+class Option(BaseModel):
+    """Base of all options: frozen, strict, unknown fields refused; the string under a field is its documentation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration.
+
+    Args:
+        path: where it stands, dotted, without union tags (``adapter.rank``); empty for the file as a whole.
+        message: value, rule and remedy in one or two sentences.
+    """
+
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+class UserError(Exception):
+    """A mistake the user can mend: printed without a traceback.
+
+    Args:
+        message: what is wrong, the rule, and the remedy.
+        code: the exit code of the command line (2 for configuration and input).
+    """
+
+    def __init__(self, message: str, code: int = 2):
+        super().__init__(message)
+        self.code = code
+
+
+class ConfigError(UserError):
+    """All problems of a configuration at once."""
+
+    def __init__(self, problems: list[Problem], source: str = "configuration"):
+        self.problems = problems
+        head = f"{source}: {len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        super().__init__("\n".join([head, *(f"  {problem}" for problem in problems)]), code=2)
+
+
+@dataclass(frozen=True)
+class Union_:
+    """A discriminated union as found in an annotation: its tag's field name and its members by tag value."""
+
+    tag: str
+    members: dict[str, type[Option]]
+    default: str
+
+
+def strip_annotated(annotation: Any) -> Any:
+    """``Annotated[X, ...]`` to ``X``."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def option_classes(annotation: Any) -> list[type[Option]]:
+    """The option classes an annotation names (one, or a union's members); empty for plain values."""
+    annotation = strip_annotated(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, Option):
+        return [annotation]
+    if get_origin(annotation) in (Union, UnionType):
+        members = [strip_annotated(member) for member in get_args(annotation)]
+        return [member for member in members if isinstance(member, type) and issubclass(member, Option)]
+    return []
+
+
+def tag_values(option: type[Option], field: str) -> tuple[str, ...]:
+    """The values of a ``Literal`` tag field."""
+    return get_args(option.model_fields[field].annotation)
+
+
+def union_of(field: FieldInfo) -> Union_ | None:
+    """The discriminated union behind a field, or None. The first member is the default."""
+    if not isinstance(field.discriminator, str):
+        return None
+    classes = option_classes(field.annotation)
+    members = {value: option for option in classes for value in tag_values(option, field.discriminator)}
+    return Union_(field.discriminator, members, next(iter(members)))
+
+
+def tag_field(option: type[Option]) -> str | None:
+    """The name of an option's tag: its first field if that is a ``Literal`` of strings."""
+    name, field = next(iter(option.model_fields.items()), (None, None))
+    if field is None or get_origin(field.annotation) is not Literal:
+        return None
+    return name
+
+
+def member_for(field: FieldInfo, value: Any) -> type[Option] | None:
+    """The option class that a JSON value selects at a field: the union's member by its tag, or the only class."""
+    union = union_of(field)
+    if union is None:
+        classes = option_classes(field.annotation)
+        return classes[0] if len(classes) == 1 else None
+    tag = value.get(union.tag, union.default) if isinstance(value, dict) else union.default
+    return union.members.get(tag) if isinstance(tag, str) else None

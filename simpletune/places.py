@@ -1,0 +1,53 @@
+"""Names in a configuration and the folders behind them: what can be checked without torch, and the demo's parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simpletune.config import DEMO, TrainConfig
+from simpletune.demo import resolve
+from simpletune.options import Problem, UserError
+
+MODEL_DEMOS = ["demo:tiny-sd3"]
+DATA_DEMOS = ["demo:pictures", "demo:subject"]
+
+
+def file_problems(config: TrainConfig) -> list[Problem]:
+    """Folders that are missing, and what does not fit the model's shapes; nothing is built or fetched."""
+    found: list[Problem] = []
+    if config.data.path.startswith(DEMO):
+        found += _demo_problems("data.path", config.data.path, DATA_DEMOS)
+    else:
+        found += config.data.problems(Path(config.data.path))
+    if config.is_demo:
+        return found + _demo_problems("model.pretrained", config.model.pretrained, MODEL_DEMOS)
+    model = list(config.model.problems())
+    if model:
+        return found + model
+    try:
+        shapes = config.model.shapes(fetch=False)
+    except UserError as error:
+        return [*found, Problem("model.pretrained", str(error))]
+    except (KeyError, TypeError) as error:
+        return [
+            *found,
+            Problem("model.pretrained", f"the transformer's config.json lacks {error}. It is not an SD3 model"),
+        ]
+    return found + (list(config.shape_rules(dict(shapes))) if shapes else [])
+
+
+def _demo_problems(path: str, name: str, known: list[str]) -> list[Problem]:
+    if name in known:
+        return []
+    return [Problem(path, f"{name} is not part of the tool. Known: {', '.join(known)}")]
+
+
+def resolved(config: TrainConfig) -> TrainConfig:
+    """The same configuration with ``demo:`` names replaced by folders, which are made on first use."""
+    cache = Path(config.output.cache)
+    model, data = config.model, config.data
+    if config.is_demo:
+        model = model.model_copy(update={"pretrained": str(resolve(model.pretrained, cache))})
+    if data.path.startswith(DEMO):
+        data = data.model_copy(update={"path": str(resolve(data.path, cache))})
+    return config.model_copy(update={"model": model, "data": data})

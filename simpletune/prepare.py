@@ -1,0 +1,215 @@
+"""The prepare stages: prompts and pictures through the frozen encoders, each once, into the cache."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from simpletune.config import TrainConfig
+from simpletune.data.cache import Cache, view_key
+from simpletune.data.pictures import UnusablePicture, cut, decode
+from simpletune.data.plan import Plan, View, make_samples
+from simpletune.data.source import Picture, Rejected
+from simpletune.models import Model
+from simpletune.options import UserError
+from simpletune.sampling import Request
+from simpletune.stages import Stages
+from simpletune.terminal import progress, say
+
+
+class TextCache:
+    """Prompt embeddings by prompt; one folder per encoder.
+
+    Args:
+        model: with folders resolved.
+        dtype: the type in which encoders run and embeddings are kept.
+        cache: the cache's root.
+    """
+
+    def __init__(self, model: Model, dtype: torch.dtype, cache: Path):
+        self.prompts = model.prompts(dtype)
+        self.caches = {e.name: Cache(cache / "text" / self.prompts.fingerprint(e)) for e in self.prompts.encoders}
+
+    def fill(self, prompts: Iterable[str], device: torch.device) -> int:
+        """Encode the prompts that are not there yet, one encoder at a time.
+
+        Returns:
+            How many prompts were encoded by at least one encoder.
+        """
+        encoded: set[str] = set()
+        wanted = list(dict.fromkeys(prompts))
+        for encoder in self.prompts.encoders:
+            cache = self.caches[encoder.name]
+            missing = [prompt for prompt in wanted if prompt not in cache]
+            if not missing:
+                continue
+            with progress(f"text  {encoder.name}", len(missing), "prompts") as advance:
+                for prompt, parts in zip(missing, self.prompts.encode(encoder, missing, device), strict=True):
+                    cache.save(prompt, parts)
+                    advance()
+            encoded |= set(missing)
+            free_memory(device)
+        return len(encoded)
+
+    def load(self, prompt: str) -> tuple[Tensor, Tensor]:
+        """(prompt_embeds [t, e], pooled [p]) of one prompt."""
+        return self.prompts.assemble({name: cache.load(prompt) for name, cache in self.caches.items()})
+
+    def too_long(self, prompts: Iterable[str], limit: int = 77) -> list[str]:
+        """Prompts of which CLIP sees only the first 77 tokens."""
+        return [prompt for prompt in prompts if int(self.caches["clip_l"].load(prompt)["tokens"]) > limit]
+
+
+class LatentCache:
+    """Latents by picture and cut.
+
+    Args:
+        model: with folders resolved.
+        dtype: the type in which the autoencoder runs.
+        cache: the cache's root.
+    """
+
+    def __init__(self, model: Model, dtype: torch.dtype, cache: Path):
+        self.model, self.dtype = model, dtype
+        name = f"{model.vae_fingerprint()}-{str(dtype).removeprefix('torch.')}"
+        self.cache = Cache(cache / "latents" / name)
+
+    def fill(self, views: Sequence[View], device: torch.device) -> tuple[int, list[Rejected]]:
+        """Encode the cuts that are not there yet.
+
+        Returns:
+            How many were encoded, and the pictures that could not be decoded.
+        """
+        missing = [view for view in views if view_key(view) not in self.cache]
+        if not missing:
+            return 0, []
+        rejected: dict[str, Rejected] = {}
+        vae = self.model.load_vae(device, self.dtype)
+        with progress("latents", len(missing), "pictures") as advance, torch.no_grad():
+            for view in missing:
+                name = view.picture.name
+                try:
+                    pixels = torch.from_numpy(cut(decode(view.picture.read()), view.bucket, view.offset, view.flip))
+                except UnusablePicture as reason:
+                    rejected[name] = Rejected(name, str(reason))
+                except OSError as error:
+                    rejected[name] = Rejected(name, f"cannot be read ({error.strerror or error})")
+                else:
+                    z_0 = self.model.encode_pictures(vae, pixels[None].to(device))[0]
+                    self.cache.save(view_key(view), {"z_0": z_0})
+                advance()
+        del vae
+        free_memory(device)
+        return len(missing) - len(rejected), list(rejected.values())
+
+    def load(self, view: View) -> Tensor:
+        """z_0 [c, h, w] in fp32."""
+        return self.cache.load(view_key(view))["z_0"]
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what a stage's models held."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def report_rejected(rejected: Sequence[Rejected], on_error: str) -> None:
+    """Name the pictures that are left out.
+
+    Raises:
+        UserError: ``data.on_error`` is ``stop`` and there are any.
+    """
+    if not rejected:
+        return
+    listed = [f"  {each.name}: {each.reason}" for each in rejected[:20]]
+    if len(rejected) > len(listed):
+        listed.append(f"  and {len(rejected) - len(listed)} more")
+    head = f"{len(rejected)} picture{'s' if len(rejected) > 1 else ''} cannot be used"
+    if on_error == "stop":
+        remedy = "Mend or remove them, or set data.on_error=skip to go on without them"
+        raise UserError("\n".join([f"data.path: {head}:", *listed, remedy]))
+    say("\n".join([f"{head} and left out:", *listed]))
+
+
+@dataclass
+class Prepared:
+    """What the prepare stages leave.
+
+    Args:
+        plan: of the run.
+        text: prompt embeddings.
+        latents: of the pictures.
+        requests: the validation pictures to draw.
+        captions: where captions came from, in words.
+    """
+
+    plan: Plan
+    text: TextCache
+    latents: LatentCache
+    requests: list[Request]
+    captions: str
+
+
+def prepare(config: TrainConfig, accelerator: Accelerator, stages: Stages) -> Prepared:
+    """Scan the data, plan the run, and fill the caches; the main process first, the others read what it made.
+
+    Args:
+        config: with folders resolved.
+
+    Raises:
+        UserError: pictures cannot be used and ``data.on_error`` is ``stop``, or none is left.
+    """
+    scan = config.data.scan(Path(config.data.path))
+    report_rejected(scan.rejected, config.data.on_error)
+    plan = make_plan(config, scan.pictures, accelerator.num_processes)
+    cache, dtype = Path(config.output.cache), config.precision.encoder_dtype()
+    text, latents = TextCache(config.model, dtype, cache), LatentCache(config.model, dtype, cache)
+    with accelerator.main_process_first():
+        requests = validation_requests(config, plan)
+        prompts = [*plan.captions(), *(r.prompt for r in requests), *(r.negative_prompt for r in requests)]
+        with stages.stage("text"):
+            text.fill(prompts, accelerator.device)
+        with stages.stage("latents"):
+            _, rejected = latents.fill(plan.views(), accelerator.device)
+    report_rejected(rejected, config.data.on_error)
+    if rejected:
+        bad = {each.name for each in rejected}
+        plan = make_plan(config, [p for p in scan.pictures if p.name not in bad], accelerator.num_processes)
+    return Prepared(plan, text, latents, requests, scan.captions)
+
+
+def make_plan(config: TrainConfig, pictures: Sequence[Picture], processes: int) -> Plan:
+    """The plan over the usable pictures.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not pictures:
+        raise UserError(f"data.path: {config.data.path} holds no usable picture. Put some there")
+    return Plan(
+        make_samples(pictures, config.data),
+        config.data,
+        config.objective,
+        seed=config.train.seed,
+        batch_size=config.train.batch_size,
+        accumulation=config.train.gradient_accumulation,
+        processes=processes,
+    )
+
+
+def validation_requests(config: TrainConfig, plan: Plan) -> list[Request]:
+    """The fixed prompts and seeds of a run's validation pictures."""
+    option = config.validation
+    prompts = [plan.samples[0].picture.caption] if option.prompts is None else option.prompts
+    width, height = config.picture_size()
+    return [
+        Request(prompt, option.seed + number, option.negative_prompt, width, height, option.steps, option.guidance)
+        for number, prompt in enumerate(prompts)
+    ]

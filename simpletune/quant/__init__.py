@@ -1,0 +1,12 @@
+"""Weight precisions: the union of ``precision.weights``. A new one is one file here and one line in ``Precision``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from simpletune.quant.int8 import Int8
+from simpletune.quant.plain import BF16, FP32
+
+Precision = Annotated[BF16 | FP32 | Int8, Field(discriminator="weights")]

@@ -1,0 +1,80 @@
+"""The lean frozen int8 linear layer.
+
+Shapes: n rows (samples x tokens), i input and o output features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def quantise_rows(
+    weight: Tensor,  # [o, i]
+) -> tuple[Tensor, Tensor]:  # int8 [o, i], fp32 [o]
+    """Symmetric round-to-nearest int8 with one scale per row: weight ~ q * scale, |error| <= scale / 2.
+
+    The scale is the row's largest magnitude over 127, rounded up to a bf16 number, so that multiplying by it in bf16
+    adds no error of its own. A row of zeros gets scale 1.
+    """
+    weight = weight.float()
+    scale = weight.abs().amax(dim=1) / 127
+    rounded = scale.bfloat16()
+    rounded = torch.where(
+        rounded.float() < scale, torch.nextafter(rounded, torch.full_like(rounded, torch.inf)), rounded
+    )
+    scale = torch.where(scale > 0, rounded.float(), torch.ones_like(scale))
+    q = (weight / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return q, scale
+
+
+class _FrozenInt8Product(torch.autograd.Function):
+    """y = (x q^T) * scale + bias; only references to q and scale are kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, scale)
+        y = (x @ q.to(x.dtype).t()).mul_(scale.to(x.dtype))
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None]:
+        (grad_y,) = grads  # [..., o]
+        q, scale = ctx.saved_tensors
+        grad_x = (grad_y * scale.to(grad_y.dtype)) @ q.to(grad_y.dtype) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None
+
+
+class Int8Linear(nn.Linear):
+    """A frozen ``nn.Linear`` with int8 weight [o, i], fp32 ``scale`` [o] and an optional bias [o].
+
+    PEFT wraps it as any linear layer. Its weight must not be cast: ``to(dtype)`` leaves int8 alone.
+    """
+
+    scale: Tensor
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, dtype: torch.dtype) -> Int8Linear:
+        """Quantise a linear layer on its device.
+
+        Args:
+            linear: weights in any floating type.
+            dtype: the type of the bias.
+        """
+        twin = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        q, scale = quantise_rows(linear.weight.detach())
+        twin.weight = nn.Parameter(q, requires_grad=False)
+        twin.register_buffer("scale", scale)
+        if linear.bias is not None:
+            twin.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)
+        return twin
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
+        """The product with the dequantised weight, in the input's type."""
+        return _FrozenInt8Product.apply(x, self.weight, self.scale, self.bias)
+
+    def dequantise(self) -> Tensor:  # fp32 [o, i]
+        """The weight that the layer stands for."""
+        return self.weight.float() * self.scale[:, None]

@@ -1,0 +1,91 @@
+"""A run's folder: opened fresh (an older run of the name is moved aside) or again (resume), its metrics and summary."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from simpletune.checkpoint import list_checkpoints
+from simpletune.config import TrainConfig, profile_folder, run_folder
+from simpletune.options import UserError
+from simpletune.terminal import say
+
+METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.json", "eval_before.json"
+
+
+def open_fresh(config: TrainConfig) -> Path:
+    """Make the run's folder. An older one is moved to NAME.1, NAME.2, ...: nothing is lost."""
+    folder, traces = run_folder(config), profile_folder(config)
+    if folder.exists() and any(folder.iterdir()):
+        number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
+        aside = folder.with_name(f"{folder.name}.{number}")
+        os.replace(folder, aside)
+        if traces.exists():
+            os.replace(traces, traces.with_name(f"{traces.name}.{number}"))
+        say(f"{folder} held an older run: moved to {aside}")
+        checkpoints = list_checkpoints(aside)
+        if checkpoints and not (aside / SUMMARY).exists():
+            say(
+                f"  it was not finished (last checkpoint: step {checkpoints[-1][0]}). To continue it instead: stop "
+                f"this, move it back to {folder}, and use --resume latest"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def open_again(config: TrainConfig, step: int) -> Path:
+    """The folder of a run to resume; metrics of steps that will be done again are dropped.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    folder = run_folder(config)
+    if not folder.is_dir():
+        raise UserError(f"--resume: {folder} does not exist. Start without --resume, or check name")
+    kept = [row for row in read_metrics(folder) if row["step"] <= step]
+    file = folder / METRICS
+    aside = file.with_name(f".{METRICS}.part")
+    aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    os.replace(aside, file)
+    return folder
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a last line that a killed run left half written is left out."""
+    return list(_rows(folder / METRICS))
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    for number, line in enumerate(lines):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            if number != len(lines) - 1:
+                raise
+
+
+def append_metrics(folder: Path, row: dict[str, Any]) -> None:
+    """Add one line to metrics.jsonl."""
+    with open(folder / METRICS, "a", encoding="utf-8") as handle:
+        handle.write(json.dumps(row) + "\n")
+
+
+def newest_run(runs: Path) -> Path:
+    """The run that was finished last.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = sorted(runs.glob(f"*/{SUMMARY}"), key=lambda file: file.stat().st_mtime)
+    if not found:
+        raise UserError(f"{runs}/ holds no finished run. Train one first: ./train.sh")
+    return found[-1].parent
+
+
+def read_json_or_none(file: Path) -> Any:
+    """A JSON file's value, or None if there is no such file."""
+    return json.loads(file.read_text()) if file.exists() else None

@@ -1,0 +1,204 @@
+#!/usr/bin/env bash
+# Makes .venv and installs simpletune into it, once. Sourced by train.sh and test.sh, which then call
+#
+#     simpletune_setup ROOT run|dev
+#
+# "run" is what training needs; "dev" adds the tools of the tests, and serves "run" as well. The second call starts at
+# once: a stamp in .venv holds what it was made from, and pip runs again only when that changed.
+#
+# Environment: PYTHON                  the Python to make .venv with (default: the newest found, 3.13 to 3.11)
+#              SIMPLETUNE_TORCH_INDEX  URL of the package index that torch comes from (default: pip's own settings)
+# Exit codes:  3  this machine lacks something (Python, venv, NVIDIA driver); nothing was installed
+#              4  the install failed; its log is .venv/install.log
+
+set -euo pipefail
+
+_SIMPLETUNE_MIN_DRIVER=580 # CUDA 13, for which the package index's torch wheels are built from 2.11 on
+
+_setup_say() { printf 'setup: %s\n' "$*" >&2; }
+
+# _setup_stop CODE LINE...: the problem, then what to do about it, a line each.
+_setup_stop() {
+    local code=$1
+    shift
+    printf 'setup: %s\n' "$1" >&2
+    shift
+    (($# == 0)) || printf '       %s\n' "$@" >&2
+    exit "$code"
+}
+
+# Sets `python` and `python_version` to the first Python that is new enough and can make virtual environments.
+_setup_find_python() {
+    local probe='
+import sys
+try:
+    import venv, ensurepip
+    usable = "venv"
+except ImportError:
+    usable = "no-venv"
+print("%d.%d.%d %s" % (sys.version_info[:3] + (usable,)))'
+    local candidates=(python3.13 python3.12 python3.11 python3 python)
+    [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON") # an explicit choice is taken or refused, never replaced
+    local candidate answer version major minor too_old='' without_venv=''
+    for candidate in "${candidates[@]}"; do
+        answer=$("$candidate" -c "$probe" 2>/dev/null) || continue # absent, or a version manager's empty shim
+        version=${answer% *}
+        IFS=. read -r major minor _ <<<"$version"
+        if ((major < 3 || (major == 3 && minor < 11))); then
+            too_old=${too_old:-"$candidate is $version"}
+        elif [[ $answer == *no-venv ]]; then
+            without_venv=${without_venv:-"$candidate $major.$minor"}
+        else
+            python=$candidate python_version=$version
+            return
+        fi
+    done
+    if [[ -n $without_venv ]]; then
+        _setup_stop 3 "Python ${without_venv#* } (${without_venv% *}) cannot make a virtual environment: its venv or ensurepip module is missing." \
+            "Install it: sudo apt install python${without_venv#* }-venv" \
+            "or name another Python: PYTHON=/path/to/python3 $0"
+    fi
+    local found="none of ${candidates[*]} was found or runs"
+    [[ -z $too_old ]] || found=$too_old
+    _setup_stop 3 "simpletune needs Python 3.11 or newer; $found." \
+        "Install one: sudo apt install python3.11 python3.11-venv (Debian, Ubuntu)" \
+        "         or: pyenv install 3.11" \
+        "         or: uv python install 3.11" \
+        "then name it if it is not on PATH: PYTHON=/path/to/python3.11 $0"
+}
+
+# Stops when the torch that pip would fetch cannot run on this machine's NVIDIA driver. $1: the chosen torch index, or ''.
+_setup_check_driver() {
+    command -v nvidia-smi >/dev/null || return 0
+    local answer driver
+    if ! answer=$(timeout 60 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1); then
+        _setup_say "nvidia-smi is there but fails (${answer%%$'\n'*}). Going on: until it works, only the CPU can be used."
+        return 0
+    fi
+    driver=${answer%%$'\n'*}
+    if [[ ! ${driver%%.*} =~ ^[0-9]+$ ]]; then
+        _setup_say "nvidia-smi names no driver version (${driver:-empty answer}). Going on: until it does, only the CPU can be used."
+        return 0
+    fi
+    if [[ -n $1 ]] || ((${driver%%.*} >= _SIMPLETUNE_MIN_DRIVER)); then return 0; fi
+    _setup_stop 3 "NVIDIA driver $driver is too old for the torch that pip would install: torch 2.11 and newer is built for CUDA 13 and needs driver $_SIMPLETUNE_MIN_DRIVER or newer." \
+        "Update the driver (Ubuntu: sudo apt install nvidia-driver-$_SIMPLETUNE_MIN_DRIVER, then reboot)," \
+        "or take a torch built for CUDA 12 (driver 525 or newer): its index URL, ending in cu126 or cu128, is on PyTorch's" \
+        "\"Get Started\" page: SIMPLETUNE_TORCH_INDEX=URL $0"
+}
+
+# Prints what an up-to-date .venv was made from; fails when its Python is gone. Reads `root` and `venv`.
+_setup_fingerprint() {
+    local python_version pyproject
+    python_version=$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || return 1
+    pyproject=$(sha256sum <"$root/pyproject.toml") || return 1
+    printf 'python %s\npyproject %s\nroot %s\n' "$python_version" "${pyproject%% *}" "$root"
+}
+
+# True when nothing needs to be done for extra $1. Reads `root` and `venv`.
+_setup_is_current() {
+    local stamp file
+    [[ ! -e $venv/.simpletune-installing ]] || return 1
+    stamp=$(_setup_fingerprint) || return 1
+    [[ -z ${SIMPLETUNE_TORCH_INDEX:-} || $SIMPLETUNE_TORCH_INDEX == "$(_setup_recorded_index)" ]] || return 1
+    for file in "$venv/.simpletune-installed-dev" "$venv/.simpletune-installed-$1"; do
+        [[ -f $file && $(<"$file") == "$stamp" ]] && return 0
+    done
+    return 1
+}
+
+_setup_recorded_index() { cat "$venv/.simpletune-torch-index" 2>/dev/null || true; }
+
+# Prints why the existing .venv cannot be built upon; prints nothing when it can. Reads `root` and `venv`.
+_setup_venv_defect() {
+    local file version
+    if [[ -e $venv/.simpletune-installing ]]; then
+        echo "an earlier set-up was killed halfway"
+    elif ! version=$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); then
+        echo "its Python is gone"
+    elif [[ ! -d $venv/lib/python$version ]]; then
+        echo "its Python has become $version"
+    elif ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        echo "it has no working pip"
+    else
+        for file in "$venv"/.simpletune-installed-*; do
+            [[ ! -f $file ]] || grep -qxF "root $root" "$file" || { echo "it was moved or copied here" && return; }
+        done
+    fi
+}
+
+_setup_pip() {
+    PIP_USER=0 "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@" >>"$log" 2>&1
+}
+
+# Shows the end of the log, the likely cause and the remedy; exits with 4. $1: what was being done, $2: its exit status.
+_setup_install_failed() {
+    local cause="See the lines above; then run the same command again."
+    if grep -qE 'No space left|Disk quota exceeded' "$log"; then
+        cause="The disk is full ($(df -hP "$venv" | awk 'NR == 2 {print $4}') free in $root; pip also needs room in ${TMPDIR:-/tmp}). Free some, or set TMPDIR, and run it again."
+    elif grep -qE 'ConnectionError|Temporary failure in name resolution|Network is unreachable|timed out|Max retries|SSLError|ProxyError' "$log"; then
+        cause="The package index was not reached. Check the network or proxy and run it again."
+    elif grep -qF 'from versions: none' "$log"; then # pip says no more than this for an index that refuses, too
+        cause="The package index was not reached, or has nothing for Python ${python_version:-of .venv}. Check the network or proxy and run it again."
+    elif grep -qE 'No matching distribution|ResolutionImpossible' "$log"; then
+        cause="The package index has no fitting version for Python ${python_version:-of .venv}. Try another: rm -r .venv, then PYTHON=python3.11 $0"
+    fi
+    tail -n 15 "$log" | sed 's/^/       | /' >&2
+    # Ended by a signal, pip may leave a package half unpacked, which a later pip takes for whole: keep the marker.
+    (($2 >= 128)) || rm -f "$venv/.simpletune-installing"
+    _setup_stop 4 "$1 failed (exit status $2). The whole log: $log" "$cause"
+}
+
+# Makes or mends .venv and installs the project with extra $1. Reads `root` and `venv`; the caller holds the lock.
+_setup_install() {
+    local extra=$1 began=$SECONDS log=$venv/install.log target=. what=training index torch status
+    local defect='' made='' python='' python_version=''
+    [[ $extra == run ]] || target=".[$extra]" what="training and the tests"
+    index=${SIMPLETUNE_TORCH_INDEX:-$(_setup_recorded_index)}
+    [[ ! -e $venv ]] || defect=$(_setup_venv_defect)
+    _setup_check_driver "$index"
+    if [[ ! -e $venv || -n $defect ]]; then
+        _setup_find_python
+        made="making .venv with Python $python_version, "
+        [[ -z $defect ]] || made="remaking .venv ($defect) with Python $python_version, "
+    fi
+    _setup_say "${made}installing simpletune and the packages for $what${index:+, torch from SIMPLETUNE_TORCH_INDEX}. This takes minutes. Log: $log"
+    mkdir -p "$venv"
+    : >"$venv/.simpletune-installing"
+    if [[ -n $made ]]; then
+        find "$venv/" -mindepth 1 ! -name .simpletune-installing -delete
+        "$python" -m venv "$venv" >"$log" 2>&1 ||
+            _setup_install_failed "$python -m venv (if it lacks a module: sudo apt install python${python_version%.*}-venv)" $?
+    fi
+    : >"$log"
+    rm -f "$venv"/.simpletune-installed-*
+    if [[ -n $index ]]; then
+        torch=$(sed -nE 's/^ *"(torch[<>=][^"]*)".*/\1/p' "$root/pyproject.toml")
+        # A torch from elsewhere would count as "already satisfied".
+        [[ $index == "$(_setup_recorded_index)" ]] || _setup_pip uninstall -y torch || true
+        _setup_pip install --index-url "$index" "$torch" || _setup_install_failed "Installing $torch from SIMPLETUNE_TORCH_INDEX" $?
+        printf '%s\n' "$index" >"$venv/.simpletune-torch-index"
+    fi
+    status=0
+    (cd "$root" && _setup_pip install -e "$target") || status=$?
+    ((status == 0)) || _setup_install_failed "Installing simpletune" "$status"
+    _setup_fingerprint >"$venv/.simpletune-installed-$extra.new"
+    mv "$venv/.simpletune-installed-$extra.new" "$venv/.simpletune-installed-$extra"
+    rm -f "$venv/.simpletune-installing"
+    _setup_say "done in $((SECONDS - began)) s; .venv takes $(du -sm "$venv/" | cut -f1) MB."
+}
+
+# simpletune_setup ROOT run|dev: makes ROOT/.venv fit for training (run) or for the tests (dev), or exits with a remedy.
+simpletune_setup() {
+    local root extra=$2 venv lock=''
+    root=$(cd "$1" && pwd -P)
+    venv=$root/.venv
+    _setup_is_current "$extra" && return
+    if command -v flock >/dev/null; then
+        exec {lock}>"$root/.venv.lock"
+        flock -n "$lock" || { _setup_say "waiting for another set-up of $root" && flock "$lock"; } ||
+            _setup_say "cannot lock here; going on without"
+    fi
+    _setup_is_current "$extra" || _setup_install "$extra" # another call may have done it while this one waited
+    [[ -z $lock ]] || exec {lock}>&-
+}

@@ -1,0 +1,73 @@
+"""The step core: noise, predict, loss, backward, clip, update, without reading from the device.
+
+Only so does it run under fake tensors, without synchronisation, and under compile.
+"""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from simpletune.config import TrainConfig
+from simpletune.feed import Batch
+from simpletune.flow import flow_loss, interpolate, velocity_target
+from simpletune.models.sd3 import predict_velocity
+from simpletune.profiling import phase
+from simpletune.sampling import autocast_of
+
+
+class StepCore:
+    """Noise, predict, loss, backward, clip, update: what a step does on the device, without reading from it.
+
+    Args:
+        config: of the run.
+        model: the transformer, wrapped for the processes there are.
+        optimizer: over what trains.
+        accelerator: knows the processes.
+    """
+
+    def __init__(
+        self, config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator
+    ):
+        self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of one micro-batch: a scalar in fp32 (arXiv:2403.03206, eq. 13 and section 2)."""
+        precision = self.config.precision
+        z_t = interpolate(batch.z_0, batch.noise, batch.sigma)
+        with autocast_of(precision, z_t.device):
+            velocity = predict_velocity(
+                model, z_t, batch.sigma, batch.prompt_embeds, batch.pooled, precision.compute_dtype()
+            )
+        return flow_loss(velocity, velocity_target(batch.z_0, batch.noise))
+
+    def step(self, batches: list[Batch]) -> tuple[Tensor, Tensor | None]:
+        """One optimizer step.
+
+        Returns:
+            The mean loss and, where gradients are clipped, their norm before; both still on the device.
+        """
+        mean = torch.zeros((), device=batches[0].z_0.device)
+        for number, batch in enumerate(batches, 1):
+            with self.accelerator.no_sync(self.model) if number < len(batches) else phase("sync"):
+                with phase("forward"):
+                    loss = self.loss(self.model, batch) / len(batches)
+                with phase("backward"):
+                    self.accelerator.backward(loss)
+            mean += loss.detach()
+        norm = None
+        if self.config.train.clip_norm is not None:
+            with phase("clip"):
+                norm = self.accelerator.clip_grad_norm_(self.parameters, self.config.train.clip_norm)
+        with phase("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return mean, norm
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all parameters."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

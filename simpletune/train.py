@@ -1,0 +1,293 @@
+"""A training run: set up, loop, finish."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from PIL import Image
+from torch import nn
+
+from simpletune import checkpoint
+from simpletune.config import TrainConfig, profile_folder, run_folder
+from simpletune.devices import choose_device
+from simpletune.feed import Batch, Feed
+from simpletune.options import UserError
+from simpletune.places import resolved
+from simpletune.prepare import Prepared, prepare
+from simpletune.profiling import EpochTraces, phase
+from simpletune.runs import CONFIG, EVALUATION, SUMMARY, append_metrics, open_again, open_fresh, read_json_or_none
+from simpletune.stages import Stages
+from simpletune.step import StepCore, set_learning_rate
+from simpletune.streams import reseed_global
+from simpletune.summary import summarise, tell_data, tell_results
+from simpletune.terminal import TrainingLine, say
+from simpletune.tracking import TensorBoard
+from simpletune.validation import Previews, evaluation_loss
+
+
+@dataclass
+class Run:
+    """A run that is set up: everything the loop needs.
+
+    Args:
+        config: as the user gave it.
+        folder: the run's folder.
+        accelerator: knows processes and device.
+        device: which device and why, in words.
+        stages: time and memory so far.
+        prepared: plan and caches.
+        transformer: the model with its adapter, not wrapped.
+        core: the step core.
+        start: steps done before.
+        steps: steps of the whole run.
+        total: parameters of the base model.
+        started: when the process started, by ``time.perf_counter``.
+        seconds: of each step done by this process.
+    """
+
+    config: TrainConfig
+    folder: Path
+    accelerator: Accelerator
+    device: str
+    stages: Stages
+    prepared: Prepared
+    transformer: nn.Module
+    core: StepCore
+    feed: Feed
+    previews: Previews
+    board: TensorBoard
+    start: int
+    steps: int
+    total: int
+    started: float
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes."""
+        return self.accelerator.is_main_process
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint."""
+        with self.stages.stage("save"):
+            manifest = self.prepared.plan.manifest()
+            checkpoint.save(self.folder, step, self.config, self.transformer, self.core.optimizer, manifest)
+
+    def validate(self, step: int) -> None:
+        """Draw the validation pictures; at step 0 those of the base."""
+        with self.stages.stage("validate"):
+            if step == 0:
+                self.previews.draw_base(self.transformer)
+                return
+            self.previews.draw_tuned(self.transformer, step)
+            sheet = self.previews.write_grid()
+        if sheet is not None:
+            self.board.picture(step, "samples", Image.open(sheet))
+
+    def evaluate(self, step: int) -> float | None:
+        """The evaluation loss; kept by step, so that a resumed run knows the first one."""
+        with self.stages.stage("validate"):
+            count = self.config.validation.eval_samples
+            loss = evaluation_loss(self.transformer, self.core.loss, self.feed, self.prepared.plan, count)
+        if loss is not None:
+            self.board.scalars(step, {"eval_loss": loss})
+        return loss
+
+
+def train(config: TrainConfig, resume: str | None = None, started: float | None = None) -> Path:
+    """Run the whole job: prepare, train, validate, export.
+
+    Args:
+        config: as the user gave it.
+        resume: ``latest`` or a checkpoint's folder.
+        started: when the process started, by ``time.perf_counter``.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        UserError: for anything that the user can mend.
+    """
+    run = set_up(config, resume, time.perf_counter() if started is None else started)
+    if run.main and run.start == 0:
+        checkpoint.write_json(run.folder / EVALUATION, {"eval_loss": run.evaluate(0)})
+        run.validate(0)
+    seconds_setup = time.perf_counter() - run.started
+    traces = loop(run)
+    if run.main:
+        finish(run, seconds_setup, traces)
+    run.accelerator.wait_for_everyone()
+    return run.folder
+
+
+def loop(run: Run) -> list[Path]:
+    """The training loop: plan, noise, predict, loss, backward, step, log.
+
+    Returns:
+        The traces written.
+    """
+    config, plan, process = run.config, run.prepared.plan, run.accelerator.process_index
+    line = TrainingLine(run.steps, run.start)
+    traces = EpochTraces(config.profile, profile_folder(config), run.steps, plan.steps_per_epoch, run.stages.cuda)
+    run.transformer.train()
+    with traces, run.stages.stage("train"):
+        for step in range(run.start, run.steps):
+            clock = time.perf_counter()
+            traces.before_step(step)
+            with phase("data"):
+                micros = range(config.train.gradient_accumulation)
+                batches = [run.feed.load(plan.micro_batch(step, micro, process)) for micro in micros]
+            reseed_global(config.train.seed, "step", step, process)
+            lr = config.optimizer.lr * config.schedule.factor(step, run.steps)
+            set_learning_rate(run.core.optimizer, lr)
+            loss, norm = run.core.step(batches)
+            traces.after_step()
+
+            value = run.accelerator.reduce(loss, "mean").item()
+            run.seconds.append(time.perf_counter() - clock)
+            if not math.isfinite(value):
+                raise not_finite(run.folder, step, value, batches)
+            if not run.main:
+                continue
+            row = {"loss": value, "lr": lr, "seconds": round(run.seconds[-1], 6)}
+            row |= {} if norm is None else {"grad_norm": norm.item()}
+            append_metrics(run.folder, {"step": step + 1, "epoch": step // plan.steps_per_epoch, **row})
+            run.board.scalars(step + 1, row)
+            line.update(step + 1, value, run.seconds[-1])
+            if step + 1 < run.steps and due(config.checkpoint.every, step + 1):
+                run.save(step + 1)
+            if step + 1 < run.steps and due(config.validation.every, step + 1):
+                run.validate(step + 1)
+    return traces.written
+
+
+def due(every: int | None, step: int) -> bool:
+    """Whether something that happens every so many steps happens after this one."""
+    return every is not None and step % every == 0
+
+
+def finish(run: Run, seconds_setup: float, traces: list[Path]) -> None:
+    """Save, export, then look: what is trained is safe before the last pictures are drawn."""
+    run.save(run.steps)
+    with run.stages.stage("save"):
+        metadata = checkpoint.metadata_of(run.config, run.steps)
+        output = run.config.adapter.export(run.transformer, run.folder, metadata)
+    eval_after = run.evaluate(run.steps)
+    run.validate(run.steps)
+    run.board.close()
+    trainable = sum(parameter.numel() for parameter in run.core.parameters)
+    more: dict[str, Any] = {
+        "trainable_parameters": trainable,
+        "total_parameters": run.total,
+        "eval_loss_before": (read_json_or_none(run.folder / EVALUATION) or {}).get("eval_loss"),
+        "eval_loss_after": eval_after,
+        "output": str(output),
+    }
+    summary = summarise(run.config, run.folder, run.device, run.stages, run.seconds, run.steps)
+    summary |= {"seconds_total": round(time.perf_counter() - run.started, 2), "seconds_setup": round(seconds_setup, 2)}
+    checkpoint.write_json(run.folder / SUMMARY, summary | more)
+    tell_results(summary | more, run.folder, profile_folder(run.config), traces)
+
+
+def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
+    """Everything before the first step: device, data, caches, folder, model."""
+    accelerator, reason = make_accelerator(config)
+    stages = Stages(cuda=accelerator.device.type == "cuda")
+    saved = checkpoint.find(resume, run_folder(config)) if resume else None
+    say(
+        f"simpletune {config.name} on {reason}: {config.precision.weights} weights, {config.precision.compute} products"
+    )
+    here = resolved(config)
+    prepared = prepare(here, accelerator, stages)
+    tell_data(prepared)
+    steps = config.steps(prepared.plan.steps_per_epoch)
+    if saved:
+        tell_resume(saved, config, prepared, steps)
+    folder = run_folder(config)
+    if accelerator.is_main_process:
+        folder = open_again(config, saved.step) if saved else open_fresh(config)
+        checkpoint.write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
+    with stages.stage("load"):
+        transformer = here.model.load_transformer(config.precision, accelerator.device, config.train.seed)
+        total = sum(parameter.numel() for parameter in transformer.parameters())
+        optimizer = attach(config, transformer)
+        if saved:
+            checkpoint.restore(saved, transformer, optimizer)
+        core = StepCore(config, accelerator.prepare_model(transformer), optimizer, accelerator)
+    trainable = sum(parameter.numel() for parameter in core.parameters)
+    say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
+    return Run(
+        config=config,
+        folder=folder,
+        accelerator=accelerator,
+        device=reason,
+        stages=stages,
+        prepared=prepared,
+        transformer=transformer,
+        core=core,
+        feed=Feed(prepared.text, prepared.latents, config.train.seed, accelerator.device),
+        previews=Previews(here, prepared.requests, prepared.text, folder / "samples"),
+        board=TensorBoard(profile_folder(config), config, saved.step if saved else 0),
+        start=saved.step if saved else 0,
+        steps=steps,
+        total=total,
+        started=started,
+    )
+
+
+def attach(config: TrainConfig, transformer: Any) -> torch.optim.Optimizer:
+    """The adapter on the loaded model, and the optimizer over what trains."""
+    config.adapter.attach(transformer, config.train.seed)
+    if config.train.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    return config.optimizer.build([parameter for parameter in transformer.parameters() if parameter.requires_grad])
+
+
+def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
+    """Accelerate's view of the processes and the device, and which device and why."""
+    device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # the last block's add_q_proj gets no gradient
+    return Accelerator(cpu=device.type == "cpu", kwargs_handlers=[unused]), reason
+
+
+def tell_resume(saved: checkpoint.SavedState, config: TrainConfig, prepared: Prepared, steps: int) -> None:
+    """Say what a resumed run continues from and what has changed.
+
+    Raises:
+        UserError: it cannot be continued.
+    """
+    for change in checkpoint.check_resumable(saved, config, prepared.plan.manifest()):
+        say(f"resume  changed {change}")
+    if saved.step >= steps:
+        raise UserError(f"--resume: {saved.step} steps are done and {steps} are asked for. Ask for more: train.steps=N")
+    say(f"resume  from {saved.folder}: step {saved.step} of {steps}")
+
+
+def not_finite(folder: Path, step: int, value: float, batches: list[Batch]) -> UserError:
+    """The error that ends a run whose loss is not finite."""
+    names = ", ".join(dict.fromkeys(name for batch in batches for name in batch.names))
+    found = checkpoint.list_checkpoints(folder)
+    last = f"The last checkpoint is kept: {found[-1][1]}" if found else "There is no checkpoint yet"
+    return UserError(
+        f"step {step + 1}: the loss is {value}. Samples: {names}. {last}. Lower optimizer.lr, or look at these "
+        "samples; then continue with --resume latest, or start again",
+        code=4,
+    )
+
+
+def prepare_only(config: TrainConfig) -> None:
+    """Fill the cache and stop: the later run starts at its first step, on a smaller machine perhaps."""
+    accelerator, reason = make_accelerator(config)
+    say(f"simpletune {config.name}: prepare on {reason}")
+    stages = Stages(cuda=accelerator.device.type == "cuda")
+    prepared = prepare(resolved(config), accelerator, stages)
+    tell_data(prepared)
+    for name, figures in stages.as_json().items():
+        say(f"{name:<8}{figures['seconds']:.1f} s")

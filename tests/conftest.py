@@ -1,0 +1,88 @@
+"""What the tests share: a tiny model, a tiny data set, and where the real inputs are."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from simpletune.demo import pictures, tiny_sd3
+from simpletune.devices import prepare_environment
+
+prepare_environment()
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny products are fastest on one thread, and sums have one order."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline of one layer and one head, in diffusers' layout, fp32."""
+    folder = tmp_path_factory.mktemp("tiny") / "pipeline"
+    tiny_sd3.build(folder, layers=1, heads=1, seed=1, dtype="fp32")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six captioned pictures of 32 px."""
+    folder = tmp_path_factory.mktemp("tiny") / "pictures"
+    pictures.write_folder(folder, 6, seed=3, style="flat", pixels=32)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for all runs of the session: prompts and pictures are encoded once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def tiny_config(tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tmp_path: Path) -> dict:
+    """The JSON of a run that takes a fraction of a second; outputs lie in the test's own folder."""
+    return {
+        "name": "tiny",
+        "device": "cpu",
+        "model": {"pretrained": str(tiny_pipeline), "t5_length": 8},
+        "data": {"path": str(tiny_pictures), "resolution": 32},
+        "adapter": {"method": "lora", "rank": 2},
+        "precision": {"weights": "fp32"},
+        "optimizer": {"lr": 0.01},
+        "train": {"steps": 4, "gradient_checkpointing": False},
+        "checkpoint": {"every": None},
+        "validation": {"prompts": [], "eval_samples": 0},
+        "profile": {"max_traces": 0},
+        "output": {
+            "runs": str(tmp_path / "runs"),
+            "profiles": str(tmp_path / "profiles"),
+            "cache": str(shared_cache),
+        },
+    }
+
+
+@pytest.fixture
+def write_config(tmp_path: Path):
+    """Writes a JSON value as a configuration file and gives its path."""
+
+    def write(value: object, name: str = "config.json") -> Path:
+        file = tmp_path / name
+        file.write_text(value if isinstance(value, str) else json.dumps(value))
+        return file
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real inputs; tests that need it are marked ``data``."""
+    folder = Path(os.environ.get("SIMPLETUNE_TEST_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real inputs at {folder}: set SIMPLETUNE_TEST_DATA")
+    return folder

@@ -1,0 +1,425 @@
+"""train.sh, test.sh and setup.sh on machines of every kind, with a fake Python, pip and nvidia-smi: no network, no GPU.
+
+The scripts are copied to a folder whose path has a space, and see a PATH of fakes and the few tools named here.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TOOLS = "awk bash cat chmod cp cut df dirname du env find flock grep mkdir mv pwd rm sed sha256sum sleep tail timeout"
+
+# What a Python answers to the questions of setup.sh; as .venv/bin/python it is also pip and the project.
+FAKE_PYTHON = """#!/bin/bash
+version={version}
+case "$*" in
+    *ensurepip*) echo "$version {venv}" ;;
+    "-c "*) echo "${{version%.*}}" ;;
+    "-m venv "*)
+        echo "venv $version" >>"$FAKE_LOG"
+        mkdir -p "$3/bin" "$3/lib/python${{version%.*}}"
+        cp "$0" "$3/bin/python" ;;
+    "-m pip --version") ;;
+    "-m pip "*)
+        echo "pip $PWD: $*" >>"$FAKE_LOG"
+        sleep "${{FAKE_PIP_SECONDS:-0}}"
+        if [[ -n ${{FAKE_PIP_ERROR:-}} ]]; then echo "ERROR: $FAKE_PIP_ERROR"; exit 1; fi ;;
+    *)
+        echo "run $PWD: $*" >>"$FAKE_LOG"
+        [[ "$*" != *"${{FAKE_RUN_FAILS:-nothing}}"* ]] ;;
+esac
+"""
+
+
+class Machine:
+    """A project folder and a PATH, both made up."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "the project"
+        self.bin = folder / "bin"
+        self.log = folder / "calls.log"
+        self.bin.mkdir(parents=True)
+        for name in ("train.sh", "test.sh", "pyproject.toml", "simpletune/setup.sh"):
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, self.root / name)
+        (self.root / "configs").mkdir()
+        (self.root / "configs" / "demo.json").write_text("{}")
+        for tool in TOOLS.split():
+            if found := shutil.which(tool):
+                (self.bin / tool).symlink_to(found)
+        self.environment = {"PATH": str(self.bin), "HOME": str(folder), "FAKE_LOG": str(self.log), "LC_ALL": "C"}
+
+    def command(self, name: str, text: str) -> None:
+        path = self.bin / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def python(self, name: str = "python3", version: str = "3.11.7", venv: bool = True) -> None:
+        self.command(name, FAKE_PYTHON.format(version=version, venv="venv" if venv else "no-venv"))
+
+    def driver(self, answer: str, status: int = 0) -> None:
+        self.command("nvidia-smi", f"#!/bin/bash\necho '{answer}'\nexit {status}\n")
+
+    def start(self, script: str, *arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(self.root / script), *arguments],
+            cwd=cwd or self.root,
+            env=self.environment | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, script: str, *arguments: str, cwd: Path | None = None, **environment: str) -> tuple[int, str]:
+        """Exit status, and what was printed on both streams."""
+        process = self.start(script, *arguments, cwd=cwd, **environment)
+        output, _ = process.communicate(timeout=60)
+        return process.returncode, output
+
+    def calls(self, kind: str) -> list[str]:
+        """The calls of one kind (venv, pip, run) that the fakes have seen, without the kind."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [line.removeprefix(f"{kind} ") for line in lines if line.startswith(f"{kind} ")]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.fixture
+def ready(machine: Machine) -> Machine:
+    """A machine on which train.sh has run once."""
+    machine.python()
+    assert machine.run("train.sh")[0] == 0
+    machine.log.unlink()
+    return machine
+
+
+# Python
+
+
+def test_fresh_machine_installs_and_trains(machine: Machine) -> None:
+    machine.python()
+    status, output = machine.run("train.sh")
+    assert status == 0, output
+    assert re.search(r"making \.venv with Python 3\.11\.7, installing simpletune and the packages for training", output)
+    assert re.search(r"done in \d+ s; \.venv takes \d+ MB", output)
+    assert machine.calls("pip") == [f"{machine.root}: -m pip --disable-pip-version-check --no-input install -e ."]
+    assert machine.calls("run") == [f"{machine.root}: -m simpletune train configs/demo.json"]
+
+
+def test_no_python_names_what_was_looked_for_and_how_to_get_one(machine: Machine) -> None:
+    status, output = machine.run("train.sh")
+    assert status == 3
+    assert "needs Python 3.11 or newer; none of python3.13 python3.12 python3.11 python3 python was found" in output
+    assert "sudo apt install python3.11 python3.11-venv" in output
+    assert not (machine.root / ".venv").exists()
+
+
+def test_old_python_names_found_and_needed_version(machine: Machine) -> None:
+    machine.python("python", "2.7.18")
+    machine.python("python3", "3.9.18")
+    status, output = machine.run("train.sh")
+    assert status == 3
+    assert "needs Python 3.11 or newer; python3 is 3.9.18." in output
+    assert "pyenv install 3.11" in output and "uv python install 3.11" in output
+    assert not (machine.root / ".venv").exists()
+
+
+def test_newer_python_beside_an_old_one_is_found(machine: Machine) -> None:
+    machine.python("python3", "3.9.18")
+    machine.python("python3.12", "3.12.1")
+    machine.command("python3.13", "#!/bin/bash\necho 'pyenv: python3.13: command not found' >&2\nexit 127\n")
+    status, output = machine.run("train.sh")
+    assert status == 0, output
+    assert "making .venv with Python 3.12.1" in output
+
+
+def test_python_without_venv_gets_the_package_to_install(machine: Machine) -> None:
+    machine.python("python3", "3.11.2", venv=False)
+    status, output = machine.run("train.sh")
+    assert status == 3
+    assert "Python 3.11 (python3) cannot make a virtual environment" in output
+    assert "sudo apt install python3.11-venv" in output
+    assert not (machine.root / ".venv").exists()
+
+
+def test_python_without_venv_is_passed_over_for_one_with(machine: Machine) -> None:
+    machine.python("python3.12", "3.12.1", venv=False)
+    machine.python("python3", "3.11.7")
+    status, output = machine.run("train.sh")
+    assert status == 0, output
+    assert "with Python 3.11.7" in output
+
+
+def test_chosen_python_is_used_or_refused_but_never_replaced(machine: Machine) -> None:
+    machine.python("python3", "3.11.7")
+    machine.python("mine", "3.13.0")
+    machine.python("old", "3.10.13")
+    status, output = machine.run("train.sh", PYTHON="old")
+    assert status == 3
+    assert "old is 3.10.13" in output
+    status, output = machine.run("train.sh", PYTHON="absent")
+    assert status == 3
+    assert "none of absent was found" in output
+    status, output = machine.run("train.sh", PYTHON=str(machine.bin / "mine"))
+    assert status == 0, output
+    assert machine.calls("venv") == ["3.13.0"]
+
+
+# NVIDIA driver
+
+
+def test_old_driver_stops_before_the_install(machine: Machine) -> None:
+    machine.python()
+    machine.driver("550.54.15\n550.54.15")  # one line a GPU
+    status, output = machine.run("train.sh")
+    assert status == 3
+    assert "NVIDIA driver 550.54.15 is too old" in output
+    assert "needs driver 580 or newer" in output
+    assert "nvidia-driver-580" in output and "SIMPLETUNE_TORCH_INDEX=URL" in output
+    assert machine.calls("pip") == [] and not (machine.root / ".venv").exists()
+
+
+def test_old_driver_with_a_torch_index_takes_torch_from_there(machine: Machine) -> None:
+    machine.python()
+    machine.driver("550.54.15")
+    status, output = machine.run("train.sh", SIMPLETUNE_TORCH_INDEX="https://wheels.invalid/cu126")
+    assert status == 0, output
+    assert "torch from SIMPLETUNE_TORCH_INDEX" in output
+    *_, torch, project = machine.calls("pip")
+    assert torch.endswith("install --index-url https://wheels.invalid/cu126 torch>=2.11,<2.14")
+    assert project.endswith("install -e .")
+
+
+def test_torch_index_is_remembered_and_a_new_one_replaces_torch(machine: Machine) -> None:
+    machine.python()
+    machine.driver("550.54.15")
+    assert machine.run("train.sh", SIMPLETUNE_TORCH_INDEX="https://wheels.invalid/cu126")[0] == 0
+    machine.log.unlink()
+    status, output = machine.run("test.sh")  # needs an install (dev), and the variable is not set this time
+    assert status == 0, output
+    assert [call.split("install ")[1] for call in machine.calls("pip")] == [
+        "--index-url https://wheels.invalid/cu126 torch>=2.11,<2.14",
+        "-e .[dev]",
+    ]
+    machine.log.unlink()
+    status, output = machine.run("train.sh", SIMPLETUNE_TORCH_INDEX="https://wheels.invalid/cpu")
+    assert status == 0, output
+    assert [call.split("install ")[1] for call in machine.calls("pip")] == [
+        "-y torch",  # uninstall
+        "--index-url https://wheels.invalid/cpu torch>=2.11,<2.14",
+        "-e .",
+    ]
+
+
+@pytest.mark.parametrize("driver", ["580.65.06", "610.10"])
+def test_new_driver_installs(machine: Machine, driver: str) -> None:
+    machine.python()
+    machine.driver(driver)
+    status, output = machine.run("train.sh")
+    assert status == 0, output
+    assert "NVIDIA" not in output and "nvidia" not in output
+
+
+def test_broken_nvidia_smi_is_named_and_the_install_goes_on(machine: Machine) -> None:
+    machine.python()
+    machine.driver("NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.", status=9)
+    status, output = machine.run("train.sh")
+    assert status == 0, output
+    assert "nvidia-smi is there but fails (NVIDIA-SMI has failed" in output
+    assert "only the CPU" in output
+
+
+def test_nvidia_smi_without_devices_is_named_and_the_install_goes_on(machine: Machine) -> None:
+    machine.python()
+    machine.driver("No devices were found")
+    status, output = machine.run("train.sh")
+    assert status == 0, output
+    assert "names no driver version (No devices were found)" in output
+
+
+# Once, and again
+
+
+def test_second_call_starts_at_once(ready: Machine) -> None:
+    status, output = ready.run("train.sh")
+    assert (status, output) == (0, "")
+    assert ready.calls("pip") == []
+    assert ready.calls("run") == [f"{ready.root}: -m simpletune train configs/demo.json"]
+
+
+def test_changed_pyproject_reinstalls_into_the_same_venv(ready: Machine) -> None:
+    with (ready.root / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    status, output = ready.run("train.sh")
+    assert status == 0
+    assert "setup: installing simpletune" in output
+    assert len(ready.calls("pip")) == 1 and ready.calls("venv") == []
+    assert ready.run("train.sh") == (0, "")
+
+
+def test_dev_install_serves_training_but_not_the_reverse(ready: Machine) -> None:
+    status, output = ready.run("test.sh")
+    assert status == 0
+    assert "the packages for training and the tests" in output
+    assert [call.split("install ")[1] for call in ready.calls("pip")] == ["-e .[dev]"]
+    assert ready.run("train.sh") == (0, "")
+    assert len(ready.calls("pip")) == 1
+
+
+def test_killed_set_up_is_made_anew(machine: Machine) -> None:
+    machine.python()
+    process = machine.start("train.sh", FAKE_PIP_SECONDS="30")
+    deadline = time.monotonic() + 20
+    while not machine.calls("pip") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    (machine.root / ".venv" / "half").touch()
+    status, output = machine.run("train.sh")
+    assert status == 0, output
+    assert "remaking .venv (an earlier set-up was killed halfway)" in output
+    assert not (machine.root / ".venv" / "half").exists()
+    assert machine.run("train.sh") == (0, "")
+
+
+def test_venv_whose_python_is_gone_is_made_anew(ready: Machine) -> None:
+    python = ready.root / ".venv" / "bin" / "python"
+    python.unlink()
+    python.symlink_to("/nonexistent/python3")
+    status, output = ready.run("train.sh")
+    assert status == 0, output
+    assert "remaking .venv (its Python is gone)" in output
+
+
+def test_moved_project_is_made_anew(ready: Machine) -> None:
+    moved = ready.root.rename(ready.root.with_name("moved"))
+    ready.root = moved
+    status, output = ready.run("train.sh")
+    assert status == 0, output
+    assert "remaking .venv (it was moved or copied here)" in output
+    assert ready.run("train.sh") == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock there is no lock")
+def test_two_calls_at_once_install_once(machine: Machine) -> None:
+    machine.python()
+    both = [machine.start("train.sh", FAKE_PIP_SECONDS="1") for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert sum("waiting for another set-up" in output for output in outputs) == 1
+    assert len(machine.calls("pip")) == 1 and len(machine.calls("run")) == 2
+
+
+@pytest.mark.parametrize(
+    "error, remedy",
+    [
+        ("Failed to establish a new connection: ConnectionError", "package index was not reached. Check the network"),
+        ("[Errno 28] No space left on device", "The disk is full"),
+        ("No matching version (from versions: none)", "not reached, or has nothing for Python 3.11.7. Check the network"),
+        ("No matching distribution found for torch", "no fitting version for Python 3.11.7"),
+        ("something else", "then run the same command again"),
+    ],
+)
+def test_failed_install_shows_the_log_and_the_remedy(machine: Machine, error: str, remedy: str) -> None:
+    machine.python()
+    status, output = machine.run("train.sh", FAKE_PIP_ERROR=error)
+    assert status == 4
+    assert f"| ERROR: {error}" in output
+    assert "Installing simpletune failed (exit status 1)." in output and "the project/.venv/install.log" in output
+    assert remedy in output
+    assert machine.calls("run") == []
+    status, output = machine.run("train.sh")  # the failure leaves nothing behind that needs cleaning
+    assert status == 0, output
+    assert "remaking" not in output
+
+
+# train.sh
+
+
+@pytest.mark.parametrize(
+    "arguments, passed_on",
+    [
+        ([], "configs/demo.json"),
+        (["train.steps=3"], "configs/demo.json train.steps=3"),
+        (["--resume", "latest"], "configs/demo.json --resume latest"),
+        (["configs/other.json", "name=a b", "--fast"], "configs/other.json name=a b --fast"),
+        (["/tmp/mine.json"], "/tmp/mine.json"),
+    ],
+)
+def test_config_defaults_to_the_demo(ready: Machine, arguments: list[str], passed_on: str) -> None:
+    assert ready.run("train.sh", *arguments) == (0, "")
+    assert ready.calls("run") == [f"{ready.root}: -m simpletune train {passed_on}"]
+
+
+def test_from_elsewhere_config_is_the_callers_and_paths_are_the_projects(ready: Machine, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "else where"
+    elsewhere.mkdir()
+    (elsewhere / "mine.json").write_text("{}")
+    (elsewhere / "a=b.json").write_text("{}")
+    for given, passed_on in [
+        ("mine.json", f"{elsewhere}/mine.json"),
+        ("a=b.json", f"{elsewhere}/a=b.json"),  # a file, in spite of its "="
+        ("configs/demo.json", "configs/demo.json"),  # not there, but in the project
+        ("absent.json", f"{elsewhere}/absent.json"),  # so that the error names where it was looked for
+    ]:
+        status, output = ready.run("train.sh", given, "train.steps=3", cwd=elsewhere)
+        assert status == 0
+        assert output == f"train.sh: relative paths in the config and in overrides are taken from {ready.root}\n"
+        assert ready.calls("run")[-1] == f"{ready.root}: -m simpletune train {passed_on} train.steps=3"
+
+
+def test_help_never_installs(machine: Machine) -> None:
+    machine.python()
+    status, output = machine.run("train.sh", "--help")
+    assert status == 0
+    assert output.startswith("usage: ./train.sh [CONFIG] [key.path=value ...] [--flags]")
+    assert machine.calls("pip") == [] and not (machine.root / ".venv").exists()
+
+
+def test_help_goes_on_to_the_trainer_once_installed(ready: Machine) -> None:
+    status, output = ready.run("train.sh", "configs/demo.json", "--help")
+    assert status == 0
+    assert output.startswith("usage: ./train.sh")
+    assert ready.calls("run") == [f"{ready.root}: -m simpletune train --help"]
+
+
+def test_exit_status_is_the_trainers(ready: Machine) -> None:
+    assert ready.run("train.sh", FAKE_RUN_FAILS="simpletune train") == (1, "")
+
+
+# test.sh
+
+
+def test_tests_check_style_and_types_first(machine: Machine) -> None:
+    machine.python()
+    status, output = machine.run("test.sh")
+    assert status == 0, output
+    commands = ["-m ruff check .", "-m ruff format --check .", "-m mypy", "-m pytest"]
+    assert machine.calls("run") == [f"{machine.root}: {command}" for command in commands]
+    assert re.search(r"== mypy: ok in \d+ s\n", output) and re.search(r"test\.sh: all passed in \d+ s\n", output)
+
+
+def test_tests_with_arguments_run_only_pytest(machine: Machine) -> None:
+    machine.python()
+    status, output = machine.run("test.sh", "tests/test_x.py", "-k", "a or b")
+    assert status == 0, output
+    assert machine.calls("run") == [f"{machine.root}: -m pytest tests/test_x.py -k a or b"]
+
+
+def test_a_failed_check_fails_but_does_not_hide_the_rest(machine: Machine) -> None:
+    machine.python()
+    status, output = machine.run("test.sh", FAKE_RUN_FAILS="ruff")
+    assert status == 1
+    assert "test.sh: failed: ruff check; ruff format --check\n" in output
+    assert machine.calls("run")[-1].endswith("-m pytest")

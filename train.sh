@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Fine-tunes Stable Diffusion 3 as CONFIG says; installs everything it needs into .venv first. See usage below.
+
+set -euo pipefail
+
+caller=$(pwd -P)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+# shellcheck source=simpletune/setup.sh
+source "$root/simpletune/setup.sh"
+
+usage() {
+    cat <<'EOF'
+usage: ./train.sh [CONFIG] [key.path=value ...] [--flags]
+
+  CONFIG            a JSON file (default: configs/demo.json, which needs no GPU and no download of weights)
+  key.path=value    overrides one field of it, e.g. train.steps=30
+  --flags           go to `simpletune train`, e.g. --resume latest
+
+The first call makes .venv and installs simpletune; later ones start at once. PYTHON=... chooses the Python,
+SIMPLETUNE_TORCH_INDEX=URL the index that torch comes from.
+EOF
+}
+
+for argument in "$@"; do
+    [[ $argument == --help || $argument == -h ]] || continue
+    usage
+    venv=$root/.venv
+    if _setup_is_current run; then # --help must not set off an install
+        cd "$root"
+        echo
+        exec "$venv/bin/python" -m simpletune train --help
+    fi
+    exit 0
+done
+
+config=configs/demo.json
+if (($#)) && [[ -f $1 || ($1 != *=* && $1 != -*) ]]; then
+    config=$1
+    shift
+    # Relative to where the caller stands; if it is not there, relative to the project.
+    if [[ $config != /* && $caller != "$root" && (-f $caller/$config || ! -f $root/$config) ]]; then
+        config=$caller/$config
+    fi
+fi
+
+simpletune_setup "$root" run
+cd "$root"
+[[ $caller == "$root" ]] || printf 'train.sh: relative paths in the config and in overrides are taken from %s\n' "$root" >&2
+exec "$root/.venv/bin/python" -m simpletune train "$config" "$@"
