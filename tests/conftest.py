@@ -26,7 +26,7 @@ def one_thread() -> None:
 def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline of one layer and one head, in diffusers' layout, fp32."""
     folder = tmp_path_factory.mktemp("tiny") / "pipeline"
-    tiny_sd3.build(folder, layers=1, heads=1, seed=1, dtype="fp32")
+    tiny_sd3.build(folder, **tiny_sd3.MINIMAL, seed=1, dtype="fp32")
     return folder
 
 

@@ -326,7 +326,10 @@ def test_two_calls_at_once_install_once(machine: Machine) -> None:
     [
         ("Failed to establish a new connection: ConnectionError", "package index was not reached. Check the network"),
         ("[Errno 28] No space left on device", "The disk is full"),
-        ("No matching version (from versions: none)", "not reached, or has nothing for Python 3.11.7. Check the network"),
+        (
+            "No matching version (from versions: none)",
+            "not reached, or has nothing for Python 3.11.7. Check the network",
+        ),
         ("No matching distribution found for torch", "no fitting version for Python 3.11.7"),
         ("something else", "then run the same command again"),
     ],

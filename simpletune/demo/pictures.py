@@ -166,7 +166,7 @@ def draw_subject(background: str, size: str, position: str, pixels: int = 64, se
     rng = np.random.default_rng([seed, 1])
     x, y = place(scene, pixels, rng)
     canvas = _shade(BACKGROUNDS[background], rng)
-    disc, star = circle(x, y, radius=1.0), DISTANCES["star"](x / 0.72, y / 0.72) * 0.72
+    disc, star = circle(x, y, radius=1.0), DISTANCES["star"](x / 0.82, y / 0.82) * 0.82
     for distance, colour in ((disc, COLOURS["purple"]), (star, COLOURS["yellow"])):
         canvas = _over(canvas, np.array(colour, dtype=float), _coverage(distance * SIZES[size], pixels))
     return _to_image(canvas)

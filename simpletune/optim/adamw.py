@@ -28,7 +28,7 @@ class AdamW(OptimizerOption):
 
     bytes_per_parameter: ClassVar[float] = 8
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """torch.optim.AdamW."""
         import torch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,12 +24,23 @@ class OptimizerOption(Option):
     """Learning rate after warm-up. In use: LoRA 1e-4; full fine-tuning 1e-5 to 5e-5 with a batch of 4 or more."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """How bf16 weights are rounded after an update. Nearest loses small updates: full fine-tuning in bf16 stalls."""
 
     bytes_per_parameter: ClassVar[float]
     """Bytes of optimizer state per trained parameter, for parameters held in fp32."""
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over some parameters. Its ``step`` must not read the host side of a tensor."""
+        """The optimizer over some parameters; bf16 ones step in fp32, one at a time, and are rounded as asked."""
+        from simpletune.optim.rounding import RoundedOptimizer
+
+        parameters = list(parameters)
+        if self.rounding == "stochastic" and any(parameter.itemsize < 4 for parameter in parameters):
+            return RoundedOptimizer(parameters, self.make)
+        return self.make(parameters)
+
+    def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer itself. Its ``step`` must not read a tensor of the device from the host."""
         raise NotImplementedError
 
 

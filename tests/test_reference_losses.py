@@ -1,0 +1,86 @@
+"""First losses against an independent implementation (tests/reference), which does not import the package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simpletune.checkpoint import TRAINABLE, checkpoint_folder
+from simpletune.demo import pictures, tiny_sd3
+from simpletune.reading import validate
+from simpletune.runs import read_metrics
+from simpletune.train import train
+
+REFERENCE = Path(__file__).parent / "reference" / "train.py"
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A two-layer pipeline (one whole block, one last block) and pictures of several shapes."""
+    from PIL import Image
+
+    root = tmp_path_factory.mktemp("reference")
+    tiny_sd3.build(root / "pipeline", **{**tiny_sd3.MINIMAL, "layers": 2, "heads": 2}, seed=5, dtype="fp32")
+    pictures.write_folder(root / "data", 5, seed=4, style="striped", pixels=96)
+    for number, size in enumerate([(96, 48), (48, 96), (50, 90)]):
+        file = root / "data" / f"00{number}.png"
+        Image.open(file).resize(size).save(file)
+    return root / "pipeline", root / "data"
+
+
+def reference_losses(pipeline: Path, data: Path, folder: Path, changes: dict, lora: Path | None = None) -> list[float]:
+    """What the reference computes, in a process of its own that cannot see the package's state."""
+    settings = {
+        "seed": 11, "resolution": 48, "batch_size": 2, "accumulation": 2, "steps": STEPS, "lr": 3e-3,
+        "weight_decay": 0.01, "clip_norm": 0.5, "sigma": "logit_normal", "mean": 0.2, "std": 0.9, "shift": 1.7,
+        "caption_dropout": 0.3, "t5": True, "t5_length": 8,
+    } | changes  # fmt: skip
+    file = folder / "settings.json"
+    file.write_text(json.dumps(settings))
+    command = [sys.executable, str(REFERENCE), str(pipeline), str(data), str(file)]
+    answer = subprocess.run(
+        command + (["--lora", str(lora)] if lora else []), capture_output=True, text=True, timeout=120, check=True
+    )
+    return json.loads(answer.stdout)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("sigma", ["logit_normal", "uniform"])
+def test_first_losses(inputs: tuple[Path, Path], method: str, sigma: str, tiny_config: dict, tmp_path: Path) -> None:
+    pipeline, data = inputs
+    objective = {"sigma": sigma, "shift": 1.7} | ({} if sigma == "uniform" else {"logit_mean": 0.2, "logit_std": 0.9})
+    config = tiny_config | {
+        "model": {"pretrained": str(pipeline), "t5_length": 8, "t5": method == "full"},
+        "data": {"path": str(data), "resolution": 48, "caption_dropout": 0.3},
+        "adapter": {"method": "full"} if method == "full" else {"method": "lora", "rank": 3, "alpha": 4.5},
+        "objective": objective,
+        "optimizer": {"lr": 3e-3, "weight_decay": 0.01},
+        "train": {
+            "steps": STEPS, "batch_size": 2, "gradient_accumulation": 2, "seed": 11, "clip_norm": 0.5,
+            "gradient_checkpointing": True,
+        },
+    }  # fmt: skip
+    lora = initial_lora(config, tmp_path) if method == "lora" else None
+    run = train(validate(config, "ours"))
+    ours = [row["loss"] for row in read_metrics(run)]
+    changes = {"t5": method == "full", "sigma": sigma} | ({} if lora is None else {"lora_alpha": 4.5})
+    theirs = reference_losses(pipeline, data, tmp_path, changes, lora)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert len(set(ours)) == STEPS
+
+
+def initial_lora(config: dict, folder: Path) -> Path:
+    """The LoRA's initial weights, under the reference's names: trained for one step at a rate of nothing."""
+    from safetensors.torch import load_file, save_file
+
+    still = config | {"name": "still", "optimizer": {"lr": 1e-30}, "train": config["train"] | {"steps": 1}}
+    run = train(validate(still, "still"))
+    state = load_file(checkpoint_folder(run, 1) / TRAINABLE)
+    file = folder / "initial.safetensors"
+    save_file({name.replace(".default", ""): tensor for name, tensor in state.items()}, file)
+    return file
