@@ -60,7 +60,7 @@ def _shapes(config: TrainConfig) -> dict[str, Shape] | None:
         from simpletune.demo import transformer_config
         from simpletune.models.sd3_shapes import parameter_shapes
 
-        return parameter_shapes(transformer_config(config.model.pretrained))
+        return parameter_shapes(transformer_config())
     shapes = config.model.shapes(fetch=False)
     return None if shapes is None else dict(shapes)
 

@@ -16,6 +16,7 @@ from simpletune.options import ConfigError, Option, Problem, UserError, member_f
 from simpletune.problems import problems_of
 
 Json = dict[str, Any]
+REPAIRS = 3  # leaving out one wrong value can make another wrong: an unknown tag's fields, say
 
 
 def read_config(file: Path, overrides: list[str] | None = None) -> tuple[TrainConfig, list[str]]:
@@ -105,11 +106,12 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
     here, parts = merged, path.split(".")
     for part in parts[:-1]:
         field = option.model_fields.get(part) if option else None
-        child = here.setdefault(part, {})
+        child = here.get(part, {})
         if field is None or not option_classes(field.annotation) or not isinstance(child, dict):
             known = _known(option)
             problems.append(Problem(path, f"{part} is not a section.{did_you_mean(part, known)}"))
             return []
+        here[part] = child
         option, here = member_for(field, child), child
     leaf = parts[-1]
     field = option.model_fields.get(leaf) if option else None
@@ -195,8 +197,10 @@ def validate(data: Json, source: str, problems: list[Problem] | None = None) -> 
     found = list(problems or [])
     data = with_default_tags(TrainConfig, data)
     config = _attempt(data, found)
-    if config is None:
-        config = _attempt(_repaired(data, found), [])
+    unheard = list(found)
+    for _ in range(REPAIRS):
+        if config is None:
+            config = _attempt(_repaired(data, unheard), unheard)
     if config is not None:
         bad = {problem.path for problem in found}
         found += [problem for problem in config.rules() if problem.path not in bad]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 PREFIX = "demo:"
 
@@ -38,6 +39,13 @@ def resolve(name: str, cache: Path) -> Path:
         except FileExistsError:  # another process was faster, with the same content
             pass
     return folder
+
+
+def transformer_config() -> dict[str, Any]:
+    """The tiny SD3's transformer configuration, before it is made."""
+    from simpletune.demo.networks import transformer_config as config
+
+    return config(layers=3, text_width=96, pooled_width=32 + 48)
 
 
 def _tiny_sd3() -> tuple[str, Callable[[Path], None]]:

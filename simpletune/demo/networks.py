@@ -83,6 +83,29 @@ def t5(tokenizer_folder: Path, width: int) -> T5EncoderModel:
     return T5EncoderModel(config)  # its own initialisation of the embeddings has deviation 1
 
 
+def transformer_config(layers: int, text_width: int, pooled_width: int) -> dict[str, Any]:
+    """The configuration of the tiny transformer, as diffusers' class takes it.
+
+    Args:
+        layers: Joint blocks, and heads of 64.
+        text_width: Of T5, to which the CLIP states are padded.
+        pooled_width: Of both pooled CLIP outputs together.
+    """
+    return {
+        "sample_size": SAMPLE_SIZE,
+        "patch_size": 2,
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_layers": layers,
+        "num_attention_heads": layers,
+        "attention_head_dim": HEAD_WIDTH,
+        "joint_attention_dim": text_width,
+        "caption_projection_dim": HEAD_WIDTH * layers,
+        "pooled_projection_dim": pooled_width,
+        "pos_embed_max_size": POSITIONS,
+    }
+
+
 def transformer(layers: int, text_width: int, pooled_width: int) -> SD3Transformer2DModel:
     """An MMDiT with nothing initialised to zero, so that a LoRA on it has a gradient from the first step.
 
@@ -95,16 +118,7 @@ def transformer(layers: int, text_width: int, pooled_width: int) -> SD3Transform
     from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
     hidden = HEAD_WIDTH * layers
-    model = SD3Transformer2DModel(
-        sample_size=SAMPLE_SIZE,
-        num_layers=layers,
-        num_attention_heads=layers,
-        attention_head_dim=HEAD_WIDTH,
-        joint_attention_dim=text_width,
-        caption_projection_dim=hidden,
-        pooled_projection_dim=pooled_width,
-        pos_embed_max_size=POSITIONS,
-    )
+    model = SD3Transformer2DModel(**transformer_config(layers, text_width, pooled_width))
     table = get_2d_sincos_pos_embed(hidden, POSITIONS, base_size=int(POSITIONS * POSITION_SPACING), output_type="pt")
     model.pos_embed.pos_embed.copy_(table)  # [1, POSITIONS**2, hidden], a buffer saved with the weights
     for block in model.transformer_blocks:

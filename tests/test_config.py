@@ -1,0 +1,230 @@
+"""Configuration: strict, explained, all problems at once, and quick."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simpletune.__main__ import main
+from simpletune.config import TrainConfig
+from simpletune.options import ConfigError, UserError
+from simpletune.reading import merge, read_config, validate
+
+ROOT = Path(__file__).resolve().parent.parent
+MINIMAL = {"name": "x", "model": {"pretrained": "demo:tiny-sd3"}, "data": {"path": "demo:pictures"}}
+
+WRONG = {
+    "a boolean in quotes": ({"model": {"t5": "true"}}, 'model.t5: "true" .*Write true instead of "true"'),
+    "a number in quotes": ({"optimizer": {"lr": "1e-4"}}, 'optimizer.lr: "1e-4" .*Write 1e-4 instead of "1e-4"'),
+    "a boolean for a number": ({"train": {"seed": True}}, "train.seed: true does not fit. It must be a whole number"),
+    "a fraction for a count": ({"train": {"steps": 1.5}}, "train.steps: 1.5 .*a whole number"),
+    "an unknown field": ({"adapter": {"rnk": 3}}, "adapter.rnk: unknown field. Did you mean rank?"),
+    "an unknown section": ({"trian": {}}, "trian: unknown field. Did you mean train?"),
+    "an unknown tag": ({"precision": {"weights": "int9"}}, 'precision.weights: "int9" is not known. Did you mean int8?'),
+    "another member's field": ({"adapter": {"method": "full", "rank": 3}}, "adapter.rank: unknown field"),
+    "out of range": ({"train": {"batch_size": 0}}, "train.batch_size: 0 .*at least 1"),
+    "not a multiple of 16": ({"data": {"resolution": 1000}}, "data.resolution: 1000 is not a multiple of 16. Use 992 or"),
+    "a literal": ({"data": {"on_error": "skpi"}}, "data.on_error: .*one of stop, skip. Did you mean skip?"),
+    "a number or a word": ({"objective": {"shift": "x"}}, "objective.shift: .*a number, without quotes or one of auto"),
+    "a name with a slash": ({"name": "a/b"}, 'name: "a/b" does not fit. Use letters, digits'),
+    "steps and epochs": ({"train": {"steps": 1, "epochs": 1}}, "train.epochs: steps and epochs are both given"),
+    "only warm-up": ({"train": {"steps": 5}, "schedule": {"warmup_steps": 5}}, "schedule.warmup_steps: 5 warm-up steps"),
+    "full on int8": (
+        {"adapter": {"method": "full"}, "precision": {"weights": "int8"}},
+        "precision.weights: int8 weights are frozen",
+    ),
+    "a missing folder": ({"data": {"path": "/nowhere"}}, "data.path: /nowhere does not exist"),
+    "a missing model": ({"model": {"pretrained": "/nowhere"}}, "model.pretrained: /nowhere is not a folder"),
+    "an unknown demo": ({"data": {"path": "demo:cats"}}, "data.path: demo:cats is not part of the tool. Known: demo:pict"),
+    "a future version": ({"version": 2}, "version: 2 does not fit. It must be one of 1"),
+    "null for an object": ({"train": None}, "train: null does not fit. It must be an object"),
+}
+
+
+def merged(changes: dict) -> dict:
+    result = json.loads(json.dumps(MINIMAL))
+    for key, value in changes.items():
+        result[key] = {**result[key], **value} if isinstance(result.get(key), dict) else value
+    return result
+
+
+@pytest.mark.parametrize("case", WRONG, ids=str)
+def test_says_value_rule_and_remedy(case: str) -> None:
+    changes, message = WRONG[case]
+    with pytest.raises(ConfigError, match=message):
+        validate(merged(changes), "x.json")
+
+
+def test_minimal_is_valid_and_defaults_are_complete() -> None:
+    config = validate(MINIMAL, "x.json")
+    written = config.model_dump(mode="json", by_alias=True)
+    assert TrainConfig.model_validate_json(json.dumps(written), strict=True) == config
+    assert written["adapter"] == {"method": "lora", "rank": 16, "alpha": None, "targets": "attention", "dropout": 0.0}
+
+
+def test_tags_may_be_left_out() -> None:
+    assert validate(merged({"adapter": {"rank": 3}}), "x.json").adapter.rank == 3
+
+
+def test_is_frozen() -> None:
+    config = validate(MINIMAL, "x.json")
+    with pytest.raises(ValueError, match="frozen"):
+        config.name = "y"  # type: ignore[misc]
+
+
+def test_all_problems_come_at_once() -> None:
+    changes = {
+        "adapter": {"rnk": 3}, "precision": {"weights": "int9", "compute": "fp32"}, "data": {"path": "/nowhere"},
+        "train": {"steps": 1, "epochs": 2, "seed": -1},
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        validate(merged(changes), "x.json")
+    paths = {problem.path for problem in caught.value.problems}
+    assert paths == {"adapter.rnk", "precision.weights", "data.path", "train.seed", "train.epochs"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"name": "x", "name": "y"}', "the key 'name' stands twice"),
+        ('{"name": "x",}', "c.json:1:14: not valid JSON"),
+        ('{"train": {"steps": NaN}}', "NaN is not a number that JSON knows"),
+        ("[1]", "holds a list; a configuration is a JSON object"),
+        ("[" * 100_000, "c.json: "),
+    ],
+)
+def test_bad_json(text: str, message: str, write_config) -> None:
+    with pytest.raises(UserError, match=message):
+        read_config(write_config(text, "c.json"))
+
+
+def test_missing_file_suggests_a_neighbour(write_config) -> None:
+    file = write_config(MINIMAL, "portrait.json")
+    with pytest.raises(UserError, match="there is no such file. Did you mean .*portrait.json"):
+        read_config(file.with_name("potrait.json"))
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("name=123", "name", "123"),
+        ("train.steps=123", "train.steps", 123),
+        ("optimizer.lr=1e-5", "optimizer.lr", 1e-5),
+        ("model.t5=false", "model.t5", False),
+        ("data.prompt=null", "data.prompt", None),
+        ("data.prompt=a dog = good", "data.prompt", "a dog = good"),
+        ("objective.shift=auto", "objective.shift", "auto"),
+        ("objective.shift=2.5", "objective.shift", 2.5),
+        ('adapter.targets=["attn.to_q"]', "adapter.targets", ["attn.to_q"]),
+        ("adapter.targets=all_linear", "adapter.targets", "all_linear"),
+        ("checkpoint.every=null", "checkpoint.every", None),
+    ],
+)
+def test_overrides_are_read_by_the_fields_type(override: str, path: str, value: object) -> None:
+    data, _, problems = merge(MINIMAL, [override])
+    assert not problems
+    found: object = validate(data, "x.json").model_dump(mode="json")
+    for part in path.split("."):
+        found = found[part]  # type: ignore[index]
+    assert found == value
+
+
+def test_changing_a_tag_drops_the_fields_that_are_gone() -> None:
+    data = merged({"adapter": {"method": "lora", "rank": 4, "alpha": 2.0}})
+    result, notices, _ = merge(data, ["adapter.method=full"])
+    assert result["adapter"] == {"method": "full"}
+    assert notices == ["adapter.method=full: dropped rank, alpha, which full does not have"]
+
+
+def test_changing_a_tag_keeps_what_both_have() -> None:
+    data = merged({"precision": {"weights": "int8", "compute": "fp32"}})
+    result, notices, _ = merge(data, ["precision.weights=fp32"])
+    assert (result["precision"], notices) == ({"weights": "fp32", "compute": "fp32"}, [])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.stepz=3", "train.stepz: unknown field. Did you mean steps?"),
+        ("trian.steps=3", "trian.steps: trian is not a section. Did you mean train?"),
+        ("steps", "steps: is not an override. Write key.path=value"),
+        ("train.steps=abc", 'train.steps: "abc" does not fit'),
+    ],
+)
+def test_wrong_overrides(override: str, message: str) -> None:
+    data, _, problems = merge(MINIMAL, [override])
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        validate(data, "x.json", problems)
+
+
+SECTIONS = [*TrainConfig.model_fields, "method", "rank", "path", "steps", "lr", "weights", "compute", "$schema"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(SECTIONS) | st.text(max_size=5), inner),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(SECTIONS), JSON, max_size=6))
+def test_any_json_gives_a_config_or_a_clean_error(data: dict) -> None:
+    try:
+        config = validate(data, "fuzz.json")
+    except ConfigError as error:
+        assert error.problems
+        assert all(problem.message for problem in error.problems)
+    else:
+        assert isinstance(config, TrainConfig)
+
+
+def test_check_exits_2_without_traceback_within_a_screen(write_config, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(write_config(merged({"adapter": {"rnk": 1}, "train": {"steps": "3"}})))]) == 2
+    shown = capsys.readouterr().err
+    assert "2 problems" in shown and "Traceback" not in shown
+    assert len(shown.splitlines()) < 24
+
+
+@pytest.mark.parametrize("verb", [["check", "configs/demo.json"], ["schema"], ["--help"]], ids=lambda v: v[0])
+def test_answers_without_torch_in_under_a_second(verb: list[str]) -> None:
+    code = (
+        "import sys\nfrom simpletune.__main__ import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "heavy = [m for m in ('torch', 'transformers', 'diffusers', 'peft', 'accelerate') if m in sys.modules]\n"
+        "assert not heavy, heavy"
+    )
+    seconds = []
+    for _ in range(3):
+        clock = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code, *verb], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        seconds.append(time.perf_counter() - clock)
+        assert done.returncode == 0, done.stderr
+    assert min(seconds) < 1.0
+
+
+def test_the_schema_documents_every_field() -> None:
+    schema = TrainConfig.model_json_schema(by_alias=True)
+    missing = [
+        f"{name}.{field}"
+        for name, option in schema["$defs"].items()
+        for field, value in option["properties"].items()
+        if "description" not in value
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.json")), ids=lambda file: file.name)
+def test_every_config_loads_and_says_what_it_is_for(file: Path) -> None:
+    if file.name == "schema.json":
+        assert json.loads(file.read_text()) == TrainConfig.model_json_schema(by_alias=True)
+        return
+    data = json.loads(file.read_text())
+    needs_pictures = not data["data"]["path"].startswith("demo:")
+    config, _ = read_config(file, ["data.path=demo:pictures"] if needs_pictures else [])
+    assert len(config.about) > 30
