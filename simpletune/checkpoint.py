@@ -190,8 +190,7 @@ def restore(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimize
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(reader.get(name))
-    states = WeightReader([saved.folder / OPTIMIZER])
-    load_state(optimizer, {name: states.get(name) for name in states.names}, saved.optimizer)
+    load_state(optimizer, WeightReader([saved.folder / OPTIMIZER]).get_all(), saved.optimizer)
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:

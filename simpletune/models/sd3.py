@@ -134,7 +134,7 @@ class SD3(Option):
         name = json.loads((folder / "config.json").read_text())["_class_name"]
         if name not in ("AutoencoderKL", "AutoencoderTiny"):
             raise UserError(f"model.vae: {folder} holds a {name}; SD3 needs an AutoencoderKL or AutoencoderTiny")
-        vae = getattr(diffusers, name).from_pretrained(folder, torch_dtype=dtype, local_files_only=True)
+        vae = getattr(diffusers, name).from_pretrained(folder, dtype=dtype, local_files_only=True)
         return vae.to(device).eval().requires_grad_(False)
 
     def vae_fingerprint(self) -> str:

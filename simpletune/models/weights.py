@@ -107,6 +107,10 @@ class WeightReader:
         """One tensor, on the CPU, in the type it has on disk."""
         return self._owner[name].get_tensor(name)
 
+    def get_all(self) -> dict[str, Tensor]:
+        """Every tensor, on the CPU."""
+        return {name: self.get(name) for name in sorted(self._owner)}
+
 
 def write_safetensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str]) -> Path:
     """Write tensors aside, flush them to disk, and rename: the file is whole or it is not there.

@@ -1,0 +1,175 @@
+"""What a run exports, in diffusers' own hands; and pictures against diffusers' own pipeline."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from simpletune import checkpoint
+from simpletune.adapters.lora_file import load_lora
+from simpletune.generate import generate
+from simpletune.generate_arguments import add_arguments
+from simpletune.models.sd3 import SD3, predict_velocity
+from simpletune.options import UserError
+from simpletune.places import resolved
+from simpletune.prepare import TextCache
+from simpletune.quant.plain import FP32
+from simpletune.reading import validate
+from simpletune.sampling import Request, sample_latents
+from simpletune.train import attach, train
+
+
+def run_with(tiny_config: dict, **changes: dict) -> Path:
+    data = copy.deepcopy(tiny_config)
+    for section, values in changes.items():
+        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
+    return train(validate(data, "test"))
+
+
+def trained_model(run: Path, tiny_config: dict, **changes: dict) -> torch.nn.Module:
+    """The run's model as it stood at its last checkpoint."""
+    saved = checkpoint.find("latest", run)
+    config = resolved(validate(saved.config, "saved"))
+    model = config.model.load_transformer(config.precision, torch.device("cpu"))
+    checkpoint.restore(saved, model, attach(config, model))
+    return model.eval()
+
+
+@pytest.fixture
+def inputs(tiny_pipeline: Path) -> dict[str, torch.Tensor]:
+    config = SD3Transformer2DModel.load_config(tiny_pipeline / "transformer")
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "z_t": torch.randn(2, 16, 4, 4, generator=generator),
+        "sigma": torch.tensor([0.3, 0.8]),
+        "prompt_embeds": torch.randn(2, 85, config["joint_attention_dim"], generator=generator),
+        "pooled": torch.randn(2, config["pooled_projection_dim"], generator=generator),
+    }
+
+
+@torch.no_grad()
+def velocity(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return predict_velocity(model, **inputs, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("adapter", [{"rank": 2}, {"rank": 4, "alpha": 3.0, "targets": "all_linear"}], ids=str)
+def test_the_lora_file_does_in_diffusers_what_it_did_here(adapter, tiny_config, tiny_pipeline, inputs) -> None:
+    run = run_with(tiny_config, adapter=adapter, train={"steps": 20})
+    ours = velocity(trained_model(run, tiny_config), inputs)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_pipeline, torch_dtype=torch.float32)
+    base = velocity(pipeline.transformer, inputs)
+    pipeline.load_lora_weights(run, weight_name="pytorch_lora_weights.safetensors")
+    theirs = velocity(pipeline.transformer, inputs)
+    effect = (ours - base).abs().max()
+    assert effect > 1e-3
+    assert (theirs - ours).abs().max() < 1e-4 * effect
+
+    model = SD3().model_copy(update={"pretrained": str(tiny_pipeline)}).load_transformer(FP32(), torch.device("cpu"))
+    load_lora(model, run / "pytorch_lora_weights.safetensors")
+    assert (velocity(model, inputs) - ours).abs().max() < 1e-4 * effect
+
+
+def test_the_scale_of_a_lora(tiny_config, tiny_pipeline, inputs) -> None:
+    run = run_with(tiny_config, adapter={"targets": "all_linear"}, train={"steps": 10})
+    loader = SD3().model_copy(update={"pretrained": str(tiny_pipeline)})
+    results = []
+    for scale in (0.0, 1.0):
+        model = loader.load_transformer(FP32(), torch.device("cpu"))
+        load_lora(model, run / "pytorch_lora_weights.safetensors", scale)
+        results.append(velocity(model, inputs))
+    base = velocity(loader.load_transformer(FP32(), torch.device("cpu")), inputs)
+    torch.testing.assert_close(results[0], base, rtol=0, atol=0)
+    assert not torch.equal(results[1], base)
+
+
+def test_the_full_model_loads_in_diffusers(tiny_config, inputs) -> None:
+    run = run_with({**tiny_config, "adapter": {"method": "full"}}, train={"steps": 3})
+    theirs = SD3Transformer2DModel.from_pretrained(run / "transformer", torch_dtype=torch.float32)
+    torch.testing.assert_close(velocity(theirs, inputs), velocity(trained_model(run, tiny_config), inputs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.5])
+@pytest.mark.parametrize("size", [(32, 32), (64, 32)])
+def test_latents_equal_those_of_diffusers(guidance: float, size: tuple[int, int], tiny_pipeline, shared_cache) -> None:
+    model = SD3(t5_length=8).model_copy(update={"pretrained": str(tiny_pipeline)})
+    text = TextCache(model, torch.float32, shared_cache)
+    request = Request("a red disc", 7, "blurry", *size, steps=6, guidance=guidance)
+    text.fill([request.prompt, request.negative_prompt], torch.device("cpu"))
+    transformer = model.load_transformer(FP32(), torch.device("cpu"))
+    ours = sample_latents(transformer, model, FP32(), request, text.load(request.prompt), text.load("blurry"))
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_pipeline, torch_dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    theirs = pipeline(
+        prompt=request.prompt, negative_prompt="blurry", width=size[0], height=size[1], num_inference_steps=6,
+        guidance_scale=guidance, generator=torch.Generator("cpu").manual_seed(7), output_type="latent",
+        max_sequence_length=8,
+    ).images  # fmt: skip
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_with_the_adapter_off_the_model_is_the_base(tiny_config, tiny_pipeline, inputs) -> None:
+    run = run_with(tiny_config, adapter={"targets": "all_linear"}, train={"steps": 10})
+    model = trained_model(run, tiny_config)
+    adapter = validate(tiny_config, "x").adapter
+    base = SD3().model_copy(update={"pretrained": str(tiny_pipeline)}).load_transformer(FP32(), torch.device("cpu"))
+    with adapter.disabled(model):
+        torch.testing.assert_close(velocity(model, inputs), velocity(base, inputs), rtol=0, atol=0)
+    assert not torch.equal(velocity(model, inputs), velocity(base, inputs))
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_generate_repeats_the_runs_validation_pictures(tiny_config, tmp_path: Path, capsys) -> None:
+    run = run_with(tiny_config, train={"steps": 15}, validation={"prompts": ["a red disc"], "steps": 3})
+    base = generate(arguments("--runs", str(tmp_path / "runs"), "--base"))
+    tuned = generate(arguments("--runs", str(tmp_path / "runs")))
+    assert base == run / "inference" / "base.png" and tuned == run / "inference" / "lora.png"
+    for ours, validation in ((base, "base"), (tuned, "step-000015")):
+        expected = Image.open(run / "samples" / validation / "prompt-00.png")
+        assert list(Image.open(ours).getdata()) == list(expected.getdata())
+    assert list(Image.open(base).getdata()) != list(Image.open(tuned).getdata())
+    assert "s per picture, peak memory" in capsys.readouterr().out
+    other = generate(arguments("--run", str(run), "--base", "--seed", "3", "--size", "48x32", "--output", str(tmp_path / "o.png")))
+    assert Image.open(other).size == (48, 32) and Image.open(other).text["seed"] == "3"
+
+
+def test_generate_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no finished run. Train one first: ./train.sh"):
+        generate(arguments("--runs", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        (lambda name: name.removeprefix("transformer."), "no LoRA that is known here"),
+        (lambda name: "lora_unet_" + name.replace(".", "_"), "is a kohya LoRA"),
+        (lambda name: "diffusion_" + name.replace("transformer", "model", 1), "is a ComfyUI LoRA"),
+        (lambda name: name.replace("transformer_blocks", "single_blocks"), "layers are not in this model"),
+    ],
+)
+def test_a_lora_that_does_not_fit_is_refused(rename, message: str, tiny_config, tiny_pipeline, tmp_path: Path) -> None:
+    run = run_with(tiny_config, train={"steps": 1})
+    state = load_file(run / "pytorch_lora_weights.safetensors")
+    save_file({rename(name): tensor for name, tensor in state.items()}, tmp_path / "other.safetensors")
+    model = SD3().model_copy(update={"pretrained": str(tiny_pipeline)}).load_transformer(FP32(), torch.device("cpu"))
+    with pytest.raises(UserError, match=message):
+        load_lora(model, tmp_path / "other.safetensors")
+
+
+def test_a_truncated_lora_is_refused(tiny_config, tiny_pipeline, tmp_path: Path) -> None:
+    run = run_with(tiny_config, train={"steps": 1})
+    data = (run / "pytorch_lora_weights.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(data[:-100])
+    with pytest.raises(UserError, match="cut.safetensors is cut short: .* Fetch it again"):
+        load_lora(torch.nn.Module(), tmp_path / "cut.safetensors")

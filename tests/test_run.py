@@ -1,0 +1,208 @@
+"""What a run leaves, says, refuses and survives."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+from simpletune import checkpoint
+from simpletune.options import UserError
+from simpletune.profiling import EpochTraces, fit_window, spread
+from simpletune.reading import validate
+from simpletune.runs import newest_run, read_metrics
+from simpletune.step import StepCore
+from simpletune.train import train
+
+SUMMARY_FIELDS = {
+    "name", "device", "steps", "seconds_total", "seconds_setup", "seconds_per_step", "samples_per_second",
+    "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib", "stages", "trainable_parameters", "total_parameters",
+    "first_loss", "final_loss", "output", "eval_loss_before", "eval_loss_after",
+}  # fmt: skip
+
+
+def run_with(tiny_config: dict, resume: str | None = None, **changes: dict) -> Path:
+    data = copy.deepcopy(tiny_config)
+    for section, values in changes.items():
+        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
+    return train(validate(data, "test"), resume)
+
+
+@pytest.fixture
+def full_run(tiny_config: dict) -> Path:
+    """A run with everything on: two prompts, traces, checkpoints."""
+    return run_with(
+        tiny_config,
+        train={"steps": 12, "batch_size": 2},
+        checkpoint={"every": 4, "keep_last": 2},
+        validation={"prompts": ["a red disc", "a blue square"], "every": 6, "steps": 2, "eval_samples": 6},
+        profile={"max_traces": 5},
+    )
+
+
+def test_leaves_what_the_design_says(full_run: Path, tmp_path: Path) -> None:
+    summary = json.loads((full_run / "summary.json").read_text())
+    assert set(summary) >= SUMMARY_FIELDS
+    assert {"text", "latents", "load", "train", "validate", "save"} == set(summary["stages"])
+    assert summary["peak_allocated_gib"] is None and summary["peak_rss_gib"] > 0
+    assert summary["trainable_parameters"] == sum(
+        math.prod(t.shape) for t in checkpoint.WeightReader([full_run / "checkpoints/step-000012/trainable.safetensors"])
+        .get_all().values()
+    )  # fmt: skip
+    assert json.loads((full_run / "config.json").read_text())["train"]["clip_norm"] == 1.0
+    metrics = read_metrics(full_run)
+    assert [row["step"] for row in metrics] == list(range(1, 13))
+    assert all(set(row) == {"step", "epoch", "loss", "lr", "seconds", "grad_norm"} for row in metrics)
+    assert [row["epoch"] for row in metrics] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert sorted(f.name for f in (full_run / "checkpoints").iterdir()) == ["step-000008", "step-000012"]
+    assert Path(summary["output"]) == full_run / "pytorch_lora_weights.safetensors"
+    with safe_open(summary["output"], "pt") as handle:
+        assert json.loads(handle.metadata()["simpletune_config"])["name"] == "tiny"
+        assert "lora_adapter_metadata" not in handle.metadata()
+
+
+def test_pictures_are_of_base_and_tuned_from_the_same_noise(full_run: Path) -> None:
+    samples = full_run / "samples"
+    assert sorted(f.name for f in samples.iterdir()) == ["base", "grid.png", "step-000006", "step-000012"]
+    base, tuned = (Image.open(samples / state / "prompt-01.png") for state in ("base", "step-000012"))
+    assert base.text["prompt"] == tuned.text["prompt"] == "a blue square"
+    assert base.text["seed"] == tuned.text["seed"] == "1"
+    assert base.text["weights"] == "base" and tuned.text["weights"] == "step 12"
+    assert base.size == tuned.size == (32, 32)
+    assert list(base.getdata()) != list(tuned.getdata())
+    grid = Image.open(samples / "grid.png")
+    assert grid.width > 3 * 160 and grid.height > 2 * 160
+
+
+def test_tensorboard_reads_scalars_and_pictures(full_run: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "profiles" / "tiny"))
+    events.Reload()
+    assert {"loss", "lr", "grad_norm", "seconds", "eval_loss"} <= set(events.Tags()["scalars"])
+    assert events.Tags()["images"] == ["samples"]
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx([r["loss"] for r in read_metrics(full_run)])
+
+
+def test_one_trace_an_epoch(full_run: Path, tmp_path: Path) -> None:
+    traces = sorted((tmp_path / "profiles" / "tiny").glob("epoch-*/*.pt.trace.json.gz"))
+    assert [trace.parent.name for trace in traces] == ["epoch-000", "epoch-001", "epoch-002", "epoch-003"]
+    names = {event.get("name") for event in json.loads(gzip.open(traces[0]).read())["traceEvents"]}
+    assert {"## data ##", "## forward ##", "## backward ##", "## clip ##", "## optimizer ##"} <= names
+
+
+def test_an_older_run_of_the_name_is_moved_aside(tiny_config: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    first = run_with(tiny_config, train={"steps": 1})
+    second = run_with(tiny_config, train={"steps": 2})
+    assert first == second
+    assert json.loads((second / "summary.json").read_text())["steps"] == 2
+    assert json.loads((second.with_name("tiny.1") / "summary.json").read_text())["steps"] == 1
+    assert "held an older run: moved to" in capsys.readouterr().out
+    assert newest_run(second.parent) == second
+
+
+def test_resume_is_exact_with_accumulation_dropout_and_schedule(tiny_config: dict) -> None:
+    changes: dict = {
+        "adapter": {"dropout": 0.3}, "schedule": {"name": "cosine", "warmup_steps": 2},
+        "data": {"caption_dropout": 0.5, "flip": True, "crop": "random", "variants": 2, "repeats": 2},
+    }  # fmt: skip
+    portions = {"batch_size": 2, "gradient_accumulation": 2, "gradient_checkpointing": True}
+    whole = run_with(tiny_config, **changes, name="whole", train={"steps": 6, **portions}, checkpoint={"every": 3})
+    stopped = run_with(tiny_config, **changes, name="again", train={"steps": 6, **portions}, checkpoint={"every": 3})
+    checkpoint.shutil.rmtree(stopped / "checkpoints" / "step-000006")
+    run_with(tiny_config, "latest", **changes, name="again", train={"steps": 6, **portions}, checkpoint={"every": 3})
+    losses = [[row["loss"] for row in read_metrics(run)] for run in (whole, stopped)]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    state = [checkpoint.WeightReader([run / "checkpoints/step-000006/trainable.safetensors"]).get_all() for run in (whole, stopped)]
+    torch.testing.assert_close(state[0], state[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adapter": {"rank": 3}}, "made with other settings:\n  adapter.rank: 2 -> 3"),
+        ({"train": {"seed": 5, "steps": 4}}, "train.seed: 0 -> 5"),
+        ({"data": {"prompt": "other"}}, "the data has changed since the checkpoint:\n  000.png: other caption"),
+        ({"train": {"steps": 2}}, "2 steps are done and 2 are asked for. Ask for more: train.steps=N"),
+    ],
+)
+def test_resume_refuses_what_may_not_change(tiny_config: dict, changes: dict, message: str) -> None:
+    run_with(tiny_config, train={"steps": 2})
+    with pytest.raises(UserError, match=message):
+        run_with(tiny_config, "latest", **{"train": {"steps": 4}} | changes)
+
+
+def test_resume_says_what_changed_and_may(tiny_config: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    run_with(tiny_config, train={"steps": 2})
+    run_with(tiny_config, "latest", train={"steps": 3}, optimizer={"lr": 0.5})
+    shown = capsys.readouterr().out
+    assert "resume  changed train.steps: 2 -> 3" in shown and "resume  changed optimizer.lr: 0.01 -> 0.5" in shown
+
+
+def test_a_damaged_checkpoint_is_named(tiny_config: dict) -> None:
+    run = run_with(tiny_config, train={"steps": 1})
+    file = run / "checkpoints" / "step-000001" / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(UserError, match="optimizer.safetensors is damaged. Use an older checkpoint"):
+        run_with(tiny_config, "latest", train={"steps": 2})
+
+
+def test_resume_without_a_checkpoint(tiny_config: dict) -> None:
+    with pytest.raises(UserError, match="has no checkpoint. Start without --resume"):
+        run_with(tiny_config, "latest")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = StepCore.loss
+    calls = []
+
+    def poisoned(self, model, batch):
+        calls.append(batch.names)
+        return honest(self, model, batch) * (math.nan if len(calls) == 3 else 1)
+
+    monkeypatch.setattr(StepCore, "loss", poisoned)
+    with pytest.raises(UserError, match=r"step 3: the loss is nan. Samples: 00\d.png. The last checkpoint is kept: .*step-000002") as caught:
+        run_with(tiny_config, checkpoint={"every": 2})
+    assert caught.value.code == 4
+    assert calls[2][0] in str(caught.value)
+
+
+def test_the_loss_falls(tiny_config: dict) -> None:
+    run = run_with(tiny_config, train={"steps": 60, "batch_size": 2}, validation={"eval_samples": 12})
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["eval_loss_after"] < summary["eval_loss_before"]
+    assert summary["final_loss"] < summary["first_loss"]
+
+
+def test_no_silent_cpu(tiny_config: dict) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(UserError, match="no NVIDIA GPU was found.*set device=cpu knowingly"):
+        run_with(tiny_config, device="auto")
+
+
+def test_a_failing_profiler_does_not_fail_the_run(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(EpochTraces, "_write", broken)
+    with pytest.warns(UserWarning, match="the profiler failed and is off for the rest of the run.*no space left"):
+        run = run_with(tiny_config, profile={"max_traces": 2})
+    assert (run / "summary.json").exists()
+
+
+def test_traces_are_spread_and_windows_fit() -> None:
+    assert spread(3, 5) == [0, 1, 2]
+    assert spread(11, 5) == [0, 2, 5, 8, 10]
+    assert spread(9, 1) == [0] and spread(9, 0) == []
+    option = validate({"name": "x", "data": {"path": "demo:pictures"}, "model": {"pretrained": "demo:tiny-sd3"}}, "x").profile
+    assert [fit_window(option, steps) for steps in (1, 2, 3, 4, 9)] == [
+        (0, 0, 1), (0, 0, 2), (0, 1, 2), (1, 1, 2), (1, 1, 2),
+    ]  # fmt: skip

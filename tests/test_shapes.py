@@ -1,0 +1,50 @@
+"""Parameter shapes from a config alone, against diffusers and against SD3 Medium's own list of names."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from accelerate import init_empty_weights
+from diffusers import SD3Transformer2DModel
+
+from simpletune.adapters.lora import Lora
+from simpletune.models.sd3_shapes import parameter_shapes, sd3_medium_config
+
+SD35 = {"qk_norm": "rms_norm", "dual_attention_layers": list(range(13)), "pos_embed_max_size": 384}
+TINY = {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128, "joint_attention_dim": 96}
+
+
+@pytest.mark.parametrize("changes", [{}, SD35, TINY], ids=["sd3", "sd3.5", "tiny"])
+def test_equals_diffusers(changes: dict) -> None:
+    config = sd3_medium_config() | changes
+    with init_empty_weights():
+        model = SD3Transformer2DModel.from_config(config)
+    assert parameter_shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def test_sd3_medium_has_2028328000_parameters() -> None:
+    assert sum(math.prod(shape) for shape in parameter_shapes(sd3_medium_config()).values()) == 2_028_328_000
+
+
+@pytest.mark.data
+def test_names_are_those_of_the_published_file(real_data: Path) -> None:
+    names = (real_data / "sd3_keys" / "sd3_medium_transformer_diffusers_keys.txt").read_text().split()
+    assert set(parameter_shapes(sd3_medium_config())) == set(names) - {"pos_embed.pos_embed"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "rank", "trained", "modules"),
+    [("attention", 16, 9_388_032, 191), ("attention", 64, 37_552_128, 191), ("attention_image", 1, 294_912, 96)],
+)
+def test_lora_sizes_of_sd3_medium(targets: str, rank: int, trained: int, modules: int) -> None:
+    adapter, shapes = Lora(targets=targets, rank=rank), parameter_shapes(sd3_medium_config())
+    assert (adapter.trainable(shapes), len(adapter.modules(shapes))) == (trained, modules)
+
+
+def test_a_target_that_matches_nothing_is_named() -> None:
+    problems = list(Lora(targets=["attn.to_q", "attn.to_z"]).problems(parameter_shapes(sd3_medium_config())))
+    assert [str(problem) for problem in problems] == [
+        "adapter.targets: 'attn.to_z' matches no linear layer. Use endings such as attn.to_q, ff.net.2"
+    ]
