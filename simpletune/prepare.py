@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,28 +90,38 @@ class LatentCache:
         missing = [view for view in views if view_key(view) not in self.cache]
         if not missing:
             return 0, []
-        rejected: dict[str, Rejected] = {}
+        encoded, rejected = 0, dict[str, Rejected]()
         vae = self.model.load_vae(device, self.dtype)
         with progress("latents", len(missing), "pictures") as advance, torch.no_grad():
             for view in missing:
                 name = view.picture.name
                 try:
-                    pixels = torch.from_numpy(cut(decode(view.picture.read()), view.bucket, view.offset, view.flip))
+                    pixels = _pixels(view)
                 except UnusablePicture as reason:
                     rejected[name] = Rejected(name, str(reason))
                 except OSError as error:
                     rejected[name] = Rejected(name, f"cannot be read ({error.strerror or error})")
                 else:
-                    z_0 = self.model.encode_pictures(vae, pixels[None].to(device))[0]
-                    self.cache.save(view_key(view), {"z_0": z_0})
+                    if view_key(view) not in self.cache:  # the same picture may lie there under two names
+                        z_0 = self.model.encode_pictures(vae, pixels[None].to(device))[0]
+                        self.cache.save(view_key(view), {"z_0": z_0})
+                        encoded += 1
                 advance()
         del vae
         free_memory(device)
-        return len(missing) - len(rejected), list(rejected.values())
+        return encoded, list(rejected.values())
 
     def load(self, view: View) -> Tensor:
         """z_0 [c, h, w] in fp32."""
         return self.cache.load(view_key(view))["z_0"]
+
+
+def _pixels(view: View) -> Tensor:
+    """The cut [3, h, w] in -1..1; what is cached under a digest is what had it."""
+    data = view.picture.read()
+    if hashlib.sha256(data).hexdigest() != view.picture.digest:
+        raise UnusablePicture("was changed since the folder was scanned. Start again")
+    return torch.from_numpy(cut(decode(data), view.bucket, view.offset, view.flip))
 
 
 def free_memory(device: torch.device) -> None:

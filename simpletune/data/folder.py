@@ -53,6 +53,10 @@ class Folder(Source):
         pictures, rejected = [], []
         for file in files:
             name = file.relative_to(path).as_posix()
+            if not _is_text(name):
+                readable = name.encode("utf-8", "replace").decode()
+                rejected.append(Rejected(readable, "its file name is not UTF-8 text. Rename it"))
+                continue
             try:
                 caption = caption_of(file)
                 data = file.read_bytes()
@@ -82,11 +86,20 @@ class Folder(Source):
 
 
 def _picture_files(path: Path) -> Iterator[Path]:
-    """The picture files below a folder; hidden files and folders are left out."""
+    """The picture files below a folder; hidden files and folders are left out, dangling links are not."""
     for file in path.rglob("*"):
         hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-        if file.suffix.lower() in SUFFIXES and not hidden and file.is_file():
+        if file.suffix.lower() in SUFFIXES and not hidden and (file.is_file() or file.is_symlink()):
             yield file
+
+
+def _is_text(value: str) -> bool:
+    """Whether a string can be written as UTF-8: lone surrogates cannot (file names of other encodings, JSON escapes)."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _txt_caption(file: Path) -> str:
@@ -128,7 +141,7 @@ def read_metadata(file: Path) -> dict[str, str]:
             file twice.
     """
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # JSON strings may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.captions: {file} cannot be read as UTF-8 text ({error}). It is needed here") from None
     captions: dict[str, str] = {}
@@ -142,6 +155,8 @@ def read_metadata(file: Path) -> dict[str, str]:
             raise UserError(f'{file}:{number}: not a JSON object with "file_name" and "text". Mend that line') from None
         if not isinstance(name, str) or not isinstance(text, str):
             raise UserError(f"{file}:{number}: file_name and text must be strings. Mend that line")
+        if not _is_text(name + text):
+            raise UserError(f"{file}:{number}: holds half of a surrogate pair, which is no text. Mend that line")
         name = PurePosixPath(name).as_posix()
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise UserError(f"{file}:{number}: file_name {name!r} leads out of the folder. Use paths inside it")

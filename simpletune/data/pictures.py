@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from typing import TYPE_CHECKING
 
 from simpletune.data.buckets import Size, covering_size
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 EXIF_ORIENTATION = 0x0112
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
+DAMAGE = (OSError, ValueError, SyntaxError, struct.error)  # what Pillow raises for damaged data, EXIF included
 
 
 class UnusablePicture(Exception):
@@ -35,7 +37,7 @@ def _open(data: bytes) -> Image.Image:
         raise UnusablePicture("is not a picture that Pillow can read") from None
     except Image.DecompressionBombError:
         raise UnusablePicture(f"has more than {2 * MAX_PIXELS:,} pixels") from None
-    except (OSError, ValueError, SyntaxError) as error:
+    except DAMAGE as error:
         raise UnusablePicture(f"is damaged ({error})") from None
     if image.width * image.height > MAX_PIXELS:
         raise UnusablePicture(f"has {image.width}x{image.height} pixels, more than {MAX_PIXELS:,}")
@@ -43,13 +45,16 @@ def _open(data: bytes) -> Image.Image:
 
 
 def picture_size(data: bytes) -> Size:
-    """(width, height) after EXIF rotation, read from the header.
+    """(width, height) after EXIF rotation, read from the header (Pillow decodes a PNG that has no EXIF to find it).
 
     Raises:
-        UnusablePicture: not a picture, or too large.
+        UnusablePicture: not a picture, damaged, or too large.
     """
     image = _open(data)
-    turned = image.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
+    try:
+        turned = image.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
+    except DAMAGE as error:
+        raise UnusablePicture(f"is damaged ({error})") from None
     return (image.height, image.width) if turned else (image.width, image.height)
 
 
@@ -63,15 +68,25 @@ def decode(data: bytes) -> Image.Image:
 
     try:
         image = ImageOps.exif_transpose(_open(data))
+        if image.mode.startswith("I"):
+            return _from_16_bit(image)
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
             rgba = image.convert("RGBA")
             white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
             return Image.alpha_composite(white, rgba).convert("RGB")
-        if image.mode.startswith("I"):  # 16-bit grey: scale, where convert() would clip at 255
-            image = image.convert("I").point(lambda value: value / 257).convert("L")
         return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
+    except DAMAGE as error:
         raise UnusablePicture(f"is damaged ({error})") from None
+
+
+def _from_16_bit(image: Image.Image) -> Image.Image:
+    """16-bit grey to RGB: scaled, where convert() would clip at 255; the level that means transparent is white."""
+    import numpy as np
+    from PIL import Image
+
+    levels = np.array(image.convert("I")).clip(0, 65535)
+    levels[levels == image.info.get("transparency", -1)] = 65535
+    return Image.fromarray((levels // 257).astype(np.uint8)).convert("RGB")
 
 
 def cut(image: Image.Image, bucket: Size, offset: tuple[float, float] = (0.5, 0.5), flip: bool = False) -> np.ndarray:
@@ -90,10 +105,14 @@ def cut(image: Image.Image, bucket: Size, offset: tuple[float, float] = (0.5, 0.
     from PIL import Image, ImageOps
 
     width, height = covering_size(image.size, bucket)
-    if (width, height) != image.size:
-        image = image.resize((width, height), Image.Resampling.LANCZOS)
     left, top = int((width - bucket[0]) * offset[0]), int((height - bucket[1]) * offset[1])
-    image = image.crop((left, top, left + bucket[0], top + bucket[1]))
+    kept = (left, top, left + bucket[0], top + bucket[1])
+    if (width, height) == image.size:
+        image = image.crop(kept)
+    else:  # only what is kept is scaled: the whole of a 1x10000 picture would take gigabytes
+        x, y = image.width / width, image.height / height
+        box = (kept[0] * x, kept[1] * y, min(kept[2] * x, image.width), min(kept[3] * y, image.height))
+        image = image.resize(bucket, Image.Resampling.LANCZOS, box)
     if flip:
         image = ImageOps.mirror(image)
     pixels = np.asarray(image, dtype=np.float32) / 127.5 - 1.0

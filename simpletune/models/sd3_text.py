@@ -110,7 +110,9 @@ def _tokenizer(encoder: Encoder, folder: Path) -> Any:
 
 def _text_model(encoder: Encoder, folder: Path, dtype: torch.dtype) -> Any:
     from transformers import CLIPTextModelWithProjection, T5EncoderModel
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     kind = T5EncoderModel if encoder.is_t5 else CLIPTextModelWithProjection
     return kind.from_pretrained(folder, dtype=dtype, local_files_only=True, use_safetensors=True).eval()
 

@@ -85,7 +85,8 @@ def load(
     with init_empty_weights():
         model = SD3Transformer2DModel.from_config(config)
     _compare(model, tensors, source)
-    for name, module in list(model.named_modules()):
+    for name in [name for name, _ in model.named_modules()]:  # names only: a replaced layer must not be kept alive
+        module = model.get_submodule(name)
         quantised = isinstance(module, nn.Linear) and precision.quantises(name)
         for own, expected in own_tensors(module):
             tensor = tensors.get(f"{name}.{own}")
