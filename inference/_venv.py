@@ -9,7 +9,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def enter() -> None:
-    """Start the script again with the project's own Python, unless simpletune is installed here."""
+    """Start the script again with the project's own Python, unless simpletune is installed here.
+
+    Where the current folder has no runs/, the project's folder becomes the current one.
+    """
+    if not Path("runs").is_dir() and "--runs" not in sys.argv and (ROOT / "runs").is_dir():
+        print(f"paths are taken from {ROOT}")
+        sys.argv[0] = str(Path(sys.argv[0]).resolve())
+        os.chdir(ROOT)
     if all(importlib.util.find_spec(name) is not None for name in ("simpletune", "torch", "diffusers")):
         return
     python = ROOT / ".venv" / "bin" / "python"

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from simpletune.config import Profile
+from simpletune.terminal import say
 
 # torch-tb-profiler 0.4.3 knows the categories of older traces; with today's it shows no device time.
 RENAMED = {"cuda_runtime": "Runtime", "cuda_driver": "Runtime", "fwdbwd": "forward_backward"}
@@ -83,17 +84,19 @@ class EpochTraces:
 
         self._stop()
         wait, warmup, active = fit_window(self.option, steps)
+        if warmup < self.option.warmup and not self.written:
+            say(f"profile an epoch has {steps} step{'s' if steps > 1 else ''}: traced without the full warm-up")
         folder = self.folder / f"epoch-{epoch:03d}"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
         self._left = wait + warmup + active
-        profiler = profile(
-            activities=activities,
-            schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
-            on_trace_ready=lambda p: self._write(p, folder),
-            with_stack=False,
-        )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the profiler warns when a window has no warm-up; short epochs have none
+            warnings.simplefilter("ignore")  # of a window without warm-up: short epochs have none, and that is said
+            profiler = profile(
+                activities=activities,
+                schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
+                on_trace_ready=lambda p: self._write(p, folder),
+                with_stack=False,
+            )
             profiler.start()
         self._profiler = profiler
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,9 @@ PLAIN_EVERY = 10.0  # seconds between progress lines when the output is no termi
 
 
 def say(text: str) -> None:
-    """A line on standard output, at once."""
-    print(text, flush=True)
+    """A line on standard output, at once; of several processes only the first speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
 
 
 @contextmanager

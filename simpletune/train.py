@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 
 from simpletune import checkpoint
-from simpletune.config import TrainConfig, profile_folder, run_folder
+from simpletune.config import Profile, TrainConfig, profile_folder, run_folder
 from simpletune.devices import choose_device
 from simpletune.feed import Batch, Feed
 from simpletune.options import UserError
@@ -135,7 +135,8 @@ def loop(run: Run) -> list[Path]:
     """
     config, plan, process = run.config, run.prepared.plan, run.accelerator.process_index
     line = TrainingLine(run.steps, run.start)
-    traces = EpochTraces(config.profile, profile_folder(config), run.steps, plan.steps_per_epoch, run.stages.cuda)
+    option = config.profile if run.main else Profile(max_traces=0)
+    traces = EpochTraces(option, profile_folder(config), run.steps, plan.steps_per_epoch, run.stages.cuda)
     run.transformer.train()
     with traces, run.stages.stage("train"):
         for step in range(run.start, run.steps):
@@ -191,6 +192,7 @@ def finish(run: Run, seconds_setup: float, traces: list[Path]) -> None:
         "output": str(output),
     }
     summary = summarise(run.config, run.folder, run.device, run.stages, run.seconds, run.steps)
+    summary["samples_per_second"] = round(summary["samples_per_second"] * run.accelerator.num_processes, 4)
     summary |= {"seconds_total": round(time.perf_counter() - run.started, 2), "seconds_setup": round(seconds_setup, 2)}
     checkpoint.write_json(run.folder / SUMMARY, summary | more)
     tell_results(summary | more, run.folder, profile_folder(run.config), traces)
@@ -204,6 +206,8 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
     say(
         f"simpletune {config.name} on {reason}: {config.precision.weights} weights, {config.precision.compute} products"
     )
+    if config.is_demo:
+        say("        the tiny model has random weights: its loss falls, its pictures stay noise")
     here = resolved(config)
     prepared = prepare(here, accelerator, stages)
     tell_data(prepared)

@@ -27,22 +27,34 @@ WRONG = {
     "a fraction for a count": ({"train": {"steps": 1.5}}, "train.steps: 1.5 .*a whole number"),
     "an unknown field": ({"adapter": {"rnk": 3}}, "adapter.rnk: unknown field. Did you mean rank?"),
     "an unknown section": ({"trian": {}}, "trian: unknown field. Did you mean train?"),
-    "an unknown tag": ({"precision": {"weights": "int9"}}, 'precision.weights: "int9" is not known. Did you mean int8?'),
+    "an unknown tag": (
+        {"precision": {"weights": "int9"}},
+        'precision.weights: "int9" is not known. Did you mean int8?',
+    ),
     "another member's field": ({"adapter": {"method": "full", "rank": 3}}, "adapter.rank: unknown field"),
     "out of range": ({"train": {"batch_size": 0}}, "train.batch_size: 0 .*at least 1"),
-    "not a multiple of 16": ({"data": {"resolution": 1000}}, "data.resolution: 1000 is not a multiple of 16. Use 992 or"),
+    "not a multiple of 16": (
+        {"data": {"resolution": 1000}},
+        "data.resolution: 1000 is not a multiple of 16. Use 992 or",
+    ),
     "a literal": ({"data": {"on_error": "skpi"}}, "data.on_error: .*one of stop, skip. Did you mean skip?"),
     "a number or a word": ({"objective": {"shift": "x"}}, "objective.shift: .*a number, without quotes or one of auto"),
     "a name with a slash": ({"name": "a/b"}, 'name: "a/b" does not fit. Use letters, digits'),
     "steps and epochs": ({"train": {"steps": 1, "epochs": 1}}, "train.epochs: steps and epochs are both given"),
-    "only warm-up": ({"train": {"steps": 5}, "schedule": {"warmup_steps": 5}}, "schedule.warmup_steps: 5 warm-up steps"),
+    "only warm-up": (
+        {"train": {"steps": 5}, "schedule": {"warmup_steps": 5}},
+        "schedule.warmup_steps: 5 warm-up steps",
+    ),
     "full on int8": (
         {"adapter": {"method": "full"}, "precision": {"weights": "int8"}},
         "precision.weights: int8 weights are frozen",
     ),
     "a missing folder": ({"data": {"path": "/nowhere"}}, "data.path: /nowhere does not exist"),
     "a missing model": ({"model": {"pretrained": "/nowhere"}}, "model.pretrained: /nowhere is not a folder"),
-    "an unknown demo": ({"data": {"path": "demo:cats"}}, "data.path: demo:cats is not part of the tool. Known: demo:pict"),
+    "an unknown demo": (
+        {"data": {"path": "demo:cats"}},
+        "data.path: demo:cats is not part of the tool. Known: demo:pict",
+    ),
     "a future version": ({"version": 2}, "version: 2 does not fit. It must be one of 1"),
     "null for an object": ({"train": None}, "train: null does not fit. It must be an object"),
 }

@@ -92,7 +92,9 @@ def test_the_scale_of_a_lora(tiny_config, tiny_pipeline, inputs) -> None:
 def test_the_full_model_loads_in_diffusers(tiny_config, inputs) -> None:
     run = run_with({**tiny_config, "adapter": {"method": "full"}}, train={"steps": 3})
     theirs = SD3Transformer2DModel.from_pretrained(run / "transformer", torch_dtype=torch.float32)
-    torch.testing.assert_close(velocity(theirs, inputs), velocity(trained_model(run, tiny_config), inputs), rtol=0, atol=0)
+    torch.testing.assert_close(
+        velocity(theirs, inputs), velocity(trained_model(run, tiny_config), inputs), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
@@ -140,7 +142,9 @@ def test_generate_repeats_the_runs_validation_pictures(tiny_config, tmp_path: Pa
         assert list(Image.open(ours).getdata()) == list(expected.getdata())
     assert list(Image.open(base).getdata()) != list(Image.open(tuned).getdata())
     assert "s per picture, peak memory" in capsys.readouterr().out
-    other = generate(arguments("--run", str(run), "--base", "--seed", "3", "--size", "48x32", "--output", str(tmp_path / "o.png")))
+    other = generate(
+        arguments("--run", str(run), "--base", "--seed", "3", "--size", "48x32", "--output", str(tmp_path / "o.png"))
+    )
     assert Image.open(other).size == (48, 32) and Image.open(other).text["seed"] == "3"
 
 

@@ -51,7 +51,9 @@ def test_taesd3_gives_photographs_back(name: str, real_data: Path) -> None:
 
 
 def test_trains_on_paintings_of_many_shapes(tiny_config, real_tokens_pipeline, real_data: Path) -> None:
-    config = with_real_inputs(tiny_config, real_tokens_pipeline, real_data, path=str(real_data / "paintings" / "sargent"))
+    config = with_real_inputs(
+        tiny_config, real_tokens_pipeline, real_data, path=str(real_data / "paintings" / "sargent")
+    )
     run = train(validate(config, "sargent"))
     summary = json.loads((run / "summary.json").read_text())
     assert summary["eval_loss_after"] < summary["eval_loss_before"]

@@ -88,7 +88,9 @@ def test_tensorboard_reads_scalars_and_pictures(full_run: Path, tmp_path: Path) 
     events.Reload()
     assert {"loss", "lr", "grad_norm", "seconds", "eval_loss"} <= set(events.Tags()["scalars"])
     assert events.Tags()["images"] == ["samples"]
-    assert [event.value for event in events.Scalars("loss")] == pytest.approx([r["loss"] for r in read_metrics(full_run)])
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(
+        [r["loss"] for r in read_metrics(full_run)]
+    )
 
 
 def test_one_trace_an_epoch(full_run: Path, tmp_path: Path) -> None:
@@ -120,7 +122,10 @@ def test_resume_is_exact_with_accumulation_dropout_and_schedule(tiny_config: dic
     run_with(tiny_config, "latest", **changes, name="again", train={"steps": 6, **portions}, checkpoint={"every": 3})
     losses = [[row["loss"] for row in read_metrics(run)] for run in (whole, stopped)]
     assert losses[0] == losses[1] and len(losses[0]) == 6
-    state = [checkpoint.WeightReader([run / "checkpoints/step-000006/trainable.safetensors"]).get_all() for run in (whole, stopped)]
+    state = [
+        checkpoint.WeightReader([run / "checkpoints/step-000006/trainable.safetensors"]).get_all()
+        for run in (whole, stopped)
+    ]
     torch.testing.assert_close(state[0], state[1], rtol=0, atol=0)
 
 
@@ -168,7 +173,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny_config: dict, monkeypatch:
         return honest(self, model, batch) * (math.nan if len(calls) == 3 else 1)
 
     monkeypatch.setattr(StepCore, "loss", poisoned)
-    with pytest.raises(UserError, match=r"step 3: the loss is nan. Samples: 00\d.png. The last checkpoint is kept: .*step-000002") as caught:
+    with pytest.raises(
+        UserError, match=r"step 3: the loss is nan. Samples: 00\d.png. The last checkpoint is kept: .*step-000002"
+    ) as caught:
         run_with(tiny_config, checkpoint={"every": 2})
     assert caught.value.code == 4
     assert calls[2][0] in str(caught.value)
@@ -202,7 +209,9 @@ def test_traces_are_spread_and_windows_fit() -> None:
     assert spread(3, 5) == [0, 1, 2]
     assert spread(11, 5) == [0, 2, 5, 8, 10]
     assert spread(9, 1) == [0] and spread(9, 0) == []
-    option = validate({"name": "x", "data": {"path": "demo:pictures"}, "model": {"pretrained": "demo:tiny-sd3"}}, "x").profile
+    option = validate(
+        {"name": "x", "data": {"path": "demo:pictures"}, "model": {"pretrained": "demo:tiny-sd3"}}, "x"
+    ).profile
     assert [fit_window(option, steps) for steps in (1, 2, 3, 4, 9)] == [
         (0, 0, 1), (0, 0, 2), (0, 1, 2), (1, 1, 2), (1, 1, 2),
     ]  # fmt: skip

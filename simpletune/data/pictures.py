@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 EXIF_ORIENTATION = 0x0112
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
+MAX_SPARE = 8  # a scaled picture's area over its bucket's, up to which it is scaled whole
 DAMAGE = (OSError, ValueError, SyntaxError, struct.error)  # what Pillow raises for damaged data, EXIF included
 
 
@@ -107,9 +108,10 @@ def cut(image: Image.Image, bucket: Size, offset: tuple[float, float] = (0.5, 0.
     width, height = covering_size(image.size, bucket)
     left, top = int((width - bucket[0]) * offset[0]), int((height - bucket[1]) * offset[1])
     kept = (left, top, left + bucket[0], top + bucket[1])
-    if (width, height) == image.size:
-        image = image.crop(kept)
-    else:  # only what is kept is scaled: the whole of a 1x10000 picture would take gigabytes
+    if width * height <= MAX_SPARE * bucket[0] * bucket[1]:
+        scaled = image if (width, height) == image.size else image.resize((width, height), Image.Resampling.LANCZOS)
+        image = scaled.crop(kept)
+    else:  # scale only what is kept: the whole of a 1x10000 picture would take gigabytes
         x, y = image.width / width, image.height / height
         box = (kept[0] * x, kept[1] * y, min(kept[2] * x, image.width), min(kept[3] * y, image.height))
         image = image.resize(bucket, Image.Resampling.LANCZOS, box)
