@@ -63,7 +63,7 @@ def velocity(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.T
 def test_the_lora_file_does_in_diffusers_what_it_did_here(adapter, tiny_config, tiny_pipeline, inputs) -> None:
     run = run_with(tiny_config, adapter=adapter, train={"steps": 20})
     ours = velocity(trained_model(run, tiny_config), inputs)
-    pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_pipeline, torch_dtype=torch.float32)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_pipeline, dtype=torch.float32)
     base = velocity(pipeline.transformer, inputs)
     pipeline.load_lora_weights(run, weight_name="pytorch_lora_weights.safetensors")
     theirs = velocity(pipeline.transformer, inputs)
@@ -91,7 +91,7 @@ def test_the_scale_of_a_lora(tiny_config, tiny_pipeline, inputs) -> None:
 
 def test_the_full_model_loads_in_diffusers(tiny_config, inputs) -> None:
     run = run_with({**tiny_config, "adapter": {"method": "full"}}, train={"steps": 3})
-    theirs = SD3Transformer2DModel.from_pretrained(run / "transformer", torch_dtype=torch.float32)
+    theirs = SD3Transformer2DModel.from_pretrained(run / "transformer", dtype=torch.float32)
     torch.testing.assert_close(
         velocity(theirs, inputs), velocity(trained_model(run, tiny_config), inputs), rtol=0, atol=0
     )
@@ -106,7 +106,7 @@ def test_latents_equal_those_of_diffusers(guidance: float, size: tuple[int, int]
     text.fill([request.prompt, request.negative_prompt], torch.device("cpu"))
     transformer = model.load_transformer(FP32(), torch.device("cpu"))
     ours = sample_latents(transformer, model, FP32(), request, text.load(request.prompt), text.load("blurry"))
-    pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_pipeline, torch_dtype=torch.float32)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_pipeline, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     theirs = pipeline(
         prompt=request.prompt, negative_prompt="blurry", width=size[0], height=size[1], num_inference_steps=6,

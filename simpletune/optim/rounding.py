@@ -1,7 +1,7 @@
 """Training bf16 weights so that they learn: fp32 arithmetic for one parameter at a time, and stochastic rounding.
 
-bf16 has 8 bits of precision: an update under 1/256 of a weight is lost when rounded to nearest, every time, and training
-stalls. Rounded up or down at random, in proportion to the distance, it is kept in the mean (arXiv:2010.06192).
+bf16 has 8 bits of precision: an update under 1/256 of a weight is lost when rounded to nearest, every time, and
+training stalls. Rounded up or down at random, in proportion to the distance, it is kept in the mean (arXiv:2010.06192).
 """
 
 from __future__ import annotations
