@@ -20,7 +20,7 @@ from torch import nn
 
 from simpletune.config import TrainConfig
 from simpletune.models.weights import WeightReader, flush_to_disk, replace_folder, write_safetensors
-from simpletune.optim.optimizer import load_state, state_to_tensors
+from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
 from simpletune.options import UserError
 
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
@@ -179,7 +179,9 @@ def check_resumable(saved: SavedState, config: TrainConfig, manifest: list[dict[
     return changes
 
 
-def restore(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def restore(
+    saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer, option: OptimizerOption
+) -> None:
     """Put a checkpoint's weights and optimizer state in place, bit for bit."""
     reader = WeightReader([saved.folder / TRAINABLE])
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -190,7 +192,7 @@ def restore(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimize
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(reader.get(name))
-    load_state(optimizer, WeightReader([saved.folder / OPTIMIZER]).get_all(), saved.optimizer)
+    load_state(option, optimizer, WeightReader([saved.folder / OPTIMIZER]).get_all(), saved.optimizer)
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:

@@ -223,7 +223,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
         total = sum(parameter.numel() for parameter in transformer.parameters())
         optimizer = attach(config, transformer)
         if saved:
-            checkpoint.restore(saved, transformer, optimizer)
+            checkpoint.restore(saved, transformer, optimizer, config.optimizer)
         core = StepCore(config, accelerator.prepare_model(transformer), optimizer, accelerator)
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")

@@ -84,7 +84,7 @@ def test_trains_saves_resumes_reloads(case: tuple[dict, ...], tiny_config: dict)
     config = resolved(validate(data, "reload"))
     model = config.model.load_transformer(config.precision, torch.device("cpu"))
     optimizer = attach(config, model)
-    checkpoint.restore(checkpoint.find("latest", whole), model, optimizer)
+    checkpoint.restore(checkpoint.find("latest", whole), model, optimizer, config.optimizer)
     torch.testing.assert_close(checkpoint.trainable_tensors(model), weights(whole, 4), rtol=0, atol=0)
     assert (whole / config.adapter.output_name).exists()
 

@@ -38,7 +38,7 @@ def trained_model(run: Path, tiny_config: dict, **changes: dict) -> torch.nn.Mod
     saved = checkpoint.find("latest", run)
     config = resolved(validate(saved.config, "saved"))
     model = config.model.load_transformer(config.precision, torch.device("cpu"))
-    checkpoint.restore(saved, model, attach(config, model))
+    checkpoint.restore(saved, model, attach(config, model), config.optimizer)
     return model.eval()
 
 

@@ -8,5 +8,6 @@ from pydantic import Field
 
 from simpletune.adapters.full import Full
 from simpletune.adapters.lora import Lora
+from simpletune.adapters.partial import Partial
 
-Adapter = Annotated[Lora | Full, Field(discriminator="method")]
+Adapter = Annotated[Lora | Full | Partial, Field(discriminator="method")]

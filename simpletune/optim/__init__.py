@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from simpletune.optim.adamw import AdamW
+from typing import Annotated
 
-Optimizer = AdamW
-"""What ``optimizer`` may be; a union told apart by ``name`` as soon as there are two."""
+from pydantic import Field
+
+from simpletune.optim.adafactor import Adafactor
+from simpletune.optim.adamw import AdamW
+from simpletune.optim.adamw_bf16 import AdamWBF16
+from simpletune.optim.eight_bit import AdamW8bit, Lion8bit, PagedAdamW8bit
+
+Optimizer = Annotated[
+    AdamW | AdamW8bit | PagedAdamW8bit | Lion8bit | Adafactor | AdamWBF16, Field(discriminator="name")
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -39,6 +39,10 @@ class OptimizerOption(Option):
             return RoundedOptimizer(parameters, self.make)
         return self.make(parameters)
 
+    def place(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
+        """A loaded state tensor where the optimizer keeps it: on its parameter's device, but for step counters."""
+        return value if name == "step" else value.to(parameter.device)
+
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer itself. Its ``step`` must not read a tensor of the device from the host."""
         raise NotImplementedError
@@ -57,24 +61,40 @@ def state_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     shared: dict[str, str] = {}
-    seen: dict[tuple[int, int], str] = {}
-    for number, state in optimizer.state_dict()["state"].items():
-        for name, value in state.items():
-            key = f"{number}.{name}"
-            if not isinstance(value, torch.Tensor):
-                values[key] = value
-                continue
-            identity = (value.data_ptr(), value.numel())
-            if value.numel() and identity in seen:
+    seen: dict[bytes, str] = {}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, name, value in _entries(optimizer, parameters):
+        key = f"{number}.{name}"
+        if not isinstance(value, torch.Tensor):
+            values[key] = value
+        else:
+            identity = _table_bytes(name, value)
+            if identity is not None and identity in seen:
                 shared[key] = seen[identity]
             else:
-                seen[identity] = key
                 tensors[key] = value
+                seen |= {} if identity is None else {identity: key}
     return tensors, {"values": values, "shared": shared}
 
 
-def load_state(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
-    """Put back what ``state_to_tensors`` gave, bit for bit, each tensor on its parameter's device."""
+def _entries(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
+) -> Iterator[tuple[int, str, Tensor | int | float]]:
+    """(number of the parameter, name, value) of all state."""
+    for number, parameter in enumerate(parameters):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            yield number, name, value
+
+
+def _table_bytes(name: str, value: Tensor) -> bytes | None:
+    """The content of a look-up table that every parameter's state repeats (bitsandbytes' ``qmap1``, ``qmap2``)."""
+    return value.cpu().numpy().tobytes() if name.startswith("qmap") else None
+
+
+def load_state(
+    option: OptimizerOption, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], scalars: dict[str, Any]
+) -> None:
+    """Put back what ``state_to_tensors`` gave, bit for bit, each tensor where the optimizer keeps it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     merged: dict[str, Any] = {**tensors, **scalars["values"]}
     moved: dict[str, Tensor] = {}
@@ -84,7 +104,8 @@ def load_state(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], sca
             raise ValueError(f"optimizer state has an unreadable name: {key}")
         parameter = parameters[int(match[1])]
         value = merged[source]
-        if source in tensors:
-            home = "cpu" if match[2] == "step" else parameter.device
-            value = moved.setdefault(f"{source}@{home}", value.to(home))
+        if key in scalars["shared"] or source in scalars["shared"].values():
+            value = moved.setdefault(f"{source}@{parameter.device}", value.to(parameter.device))
+        elif source in tensors:
+            value = option.place(parameter, match[2], value)
         optimizer.state[parameter][match[2]] = value

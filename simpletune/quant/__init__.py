@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from simpletune.quant.int8 import Int8
+from simpletune.quant.int8_quanto import Int8Quanto
 from simpletune.quant.plain import BF16, FP32
 
-Precision = Annotated[BF16 | FP32 | Int8, Field(discriminator="weights")]
+Precision = Annotated[BF16 | FP32 | Int8 | Int8Quanto, Field(discriminator="weights")]

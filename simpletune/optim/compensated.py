@@ -1,0 +1,71 @@
+"""AdamW over bf16 weights with a compensation buffer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simpletune.optim.rounding import stochastic_round
+
+
+class CompensatedAdamW(torch.optim.Optimizer):
+    """AdamW (arXiv:1711.05101) with bf16 state; one parameter at a time is widened to fp32 for its step.
+
+    State of each parameter: ``exp_avg``, ``exp_avg_sq``, and for bf16 weights ``compensation``, all bf16; ``step``.
+
+    Args:
+        parameters: bf16 or fp32.
+        lr: learning rate.
+        betas: decay of the running means of the gradient and of its square.
+        eps: added to the denominator.
+        weight_decay: decoupled.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ):
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, self.state[parameter], group)
+
+    def _step(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in self._buffers(parameter)}
+            state["step"] = 0
+        state["step"] += 1
+        beta_1, beta_2 = group["betas"]
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        mean = state["exp_avg"].float().lerp_(gradient, 1 - beta_1)
+        square = state["exp_avg_sq"].float().mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
+        state["exp_avg"].copy_(stochastic_round(mean))
+        state["exp_avg_sq"].copy_(stochastic_round(square))
+        correction_1, correction_2 = 1 - beta_1 ** state["step"], 1 - beta_2 ** state["step"]
+        denominator = square.sqrt_().div_(math.sqrt(correction_2)).add_(group["eps"])
+        weight = parameter.float()
+        if "compensation" in state:
+            weight += state["compensation"].float()
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.addcdiv_(mean, denominator, value=-group["lr"] / correction_1)
+        parameter.copy_(weight)
+        if "compensation" in state:
+            state["compensation"].copy_(weight.sub_(parameter.float()))
+
+    @staticmethod
+    def _buffers(parameter: Tensor) -> list[str]:
+        return ["exp_avg", "exp_avg_sq", *(["compensation"] if parameter.dtype == torch.bfloat16 else [])]

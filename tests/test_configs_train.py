@@ -1,0 +1,32 @@
+"""Every configuration in configs/ trains, scaled down to the tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from simpletune.explain import explain
+from simpletune.reading import read_config
+from simpletune.train import train
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted(file for file in (ROOT / "configs").glob("*.json") if file.name != "schema.json")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_trains_scaled_down(file: Path, tiny_config: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [
+        f"model.pretrained={tiny_config['model']['pretrained']}", "model.t5_length=8", "device=cpu",
+        f"data.path={tiny_config['data']['path']}", "data.resolution=32", "train.steps=3", "schedule.warmup_steps=1",
+        "checkpoint.every=2", "validation.every=null", "validation.steps=1", "validation.eval_samples=2",
+        "validation.seed=5", "profile.max_traces=1", *(f"output.{k}={v}" for k, v in tiny_config["output"].items()),
+    ]  # fmt: skip
+    config, _ = read_config(file, overrides)
+    assert config.about in explain(config)
+    run = train(config)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["eval_loss_after"] is not None
+    assert (run / config.adapter.output_name).exists()
+    assert (run / "samples" / "grid.png").exists()

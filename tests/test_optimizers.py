@@ -1,0 +1,90 @@
+"""Optimizers over tensors large enough for 8-bit state: learning in bf16, and state to disk and back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from safetensors.torch import load, save
+from torch import nn
+
+from simpletune.config import TrainConfig
+from simpletune.optim import Optimizer
+from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
+from simpletune.options import union_of
+
+NAMES = list(union_of(TrainConfig.model_fields["optimizer"]).members)
+STEPS, LR = 300, 1e-4
+
+
+def option_of(name: str, **fields: object) -> OptimizerOption:
+    return TypeAdapter(Optimizer).validate_python({"name": name, "lr": LR, **fields})
+
+
+def drift(option: OptimizerOption) -> float:
+    """How far bf16 weights of 1 come in STEPS updates of about LR, all of one sign."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16))
+    optimizer = option.build([weight])
+    for _ in range(STEPS):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    return 1 - weight.float().mean().item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_small_updates_of_bf16_weights_add_up(name: str) -> None:
+    moved = drift(option_of(name))
+    print(f"{name}: moved {moved:.5f}, exact {STEPS * LR:.5f}")
+    assert moved == pytest.approx(STEPS * LR, rel=0.08)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "adamw_bf16"])
+def test_rounded_to_nearest_they_are_lost(name: str) -> None:
+    assert drift(option_of(name, rounding="nearest")) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_state_goes_to_disk_and_back_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    option = option_of(name)
+
+    def steps(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
+        for step in range(first, first + count):
+            torch.manual_seed(step)
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape).to(dtype)
+            optimizer.step()
+
+    torch.manual_seed(99)
+    start = [torch.randn(64, 128).to(dtype), torch.randn(96, 64).to(dtype), torch.randn(5).to(dtype)]
+    whole = [nn.Parameter(tensor.clone()) for tensor in start]
+    optimizer = option.build(whole)
+    steps(whole, optimizer, 0, 3)
+    tensors, scalars = state_to_tensors(optimizer)
+    on_disk = save({key: tensor.contiguous() for key, tensor in tensors.items()}), json.dumps(scalars)
+    halves = [nn.Parameter(parameter.detach().clone()) for parameter in whole]
+    steps(whole, optimizer, 3, 3)
+
+    tables = [key for key in tensors if ".qmap" in key]
+    assert len(tables) <= 2 and bool(tables) == ("8bit" in name)
+    again = option.build(halves)
+    load_state(option, again, load(on_disk[0]), json.loads(on_disk[1]))
+    steps(halves, again, 3, 3)
+    for ours, theirs in zip(halves, whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_takes_the_bytes_that_are_promised(name: str) -> None:
+    option = option_of(name)
+    dtype = torch.bfloat16 if name == "adamw_bf16" else torch.float32
+    weight = nn.Parameter(torch.randn(512, 512).to(dtype))
+    optimizer = option.build([weight])
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    tensors = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
+    taken = sum(t.numel() * t.itemsize for t in tensors if t.numel() > 256) / weight.numel()
+    assert taken == pytest.approx(option.bytes_per_parameter, rel=0.03, abs=0.01)
