@@ -1,12 +1,10 @@
-"""Draw one picture with a LoRA. Without arguments: the newest run's LoRA, prompt, seed and precision."""
-
-import argparse
+"""Draw one picture with a LoRA. Without arguments: the newest run's result, prompt, seed and precision."""
 
 from _venv import enter
 
 enter()
 
-from simpletune.scripts import run_script  # noqa: E402
+from simpletune.scripts import draw_one  # noqa: E402
 
 if __name__ == "__main__":
-    run_script(argparse.ArgumentParser(description=__doc__))
+    draw_one(__doc__)

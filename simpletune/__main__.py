@@ -69,8 +69,21 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    """draw pictures with a run's result, a LoRA, or the base"""
+    """draw a picture with a run's result, a LoRA, or the base"""
+    from simpletune.devices import prepare_environment
+
+    prepare_environment()
     from simpletune.generate import generate as run
+
+    run(args)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """draw the same pictures with several models, side by side"""
+    from simpletune.devices import prepare_environment
+
+    prepare_environment()
+    from simpletune.compare import compare as run
 
     run(args)
 
@@ -88,6 +101,13 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
 
 
+def compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``compare``."""
+    from simpletune.generate_arguments import add_compare_arguments
+
+    add_compare_arguments(parser)
+
+
 Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
 VERBS: dict[str, Verb] = {
     "train": (train, train_arguments),
@@ -95,6 +115,7 @@ VERBS: dict[str, Verb] = {
     "schema": (schema, lambda parser: None),
     "prepare": (prepare, add_config),
     "generate": (generate, generate_arguments),
+    "compare": (compare, compare_arguments),
 }
 
 

@@ -179,9 +179,7 @@ def check_resumable(saved: SavedState, config: TrainConfig, manifest: list[dict[
     return changes
 
 
-def restore(
-    saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer, option: OptimizerOption
-) -> None:
+def restore(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer, option: OptimizerOption) -> None:
     """Put a checkpoint's weights and optimizer state in place, bit for bit."""
     reader = WeightReader([saved.folder / TRAINABLE])
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -4,152 +4,151 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from PIL import Image
+from pydantic import TypeAdapter
+
 from simpletune.config import TrainConfig
-from simpletune.devices import choose_device, prepare_environment
+from simpletune.devices import choose_device
 from simpletune.options import UserError
 from simpletune.places import resolved
-from simpletune.runs import CONFIG, newest_run, read_json_or_none
+from simpletune.prepare import TextCache, free_memory
+from simpletune.quant import Precision
+from simpletune.results import BASE, Weights, find_run, full_model_of, load_weights, lora_weights, result_of, run_config
+from simpletune.sampling import Request, draw, save_png
+from simpletune.stages import Stages
 from simpletune.terminal import say
 
-NO_RUN = {"name": "generate", "data": {"path": "demo:pictures"}}
 
-
-@dataclass(frozen=True)
-class Job:
-    """What to draw with what.
+@dataclass
+class Studio:
+    """Everything for drawing that does not depend on the weights: configuration, device, prompts, autoencoder.
 
     Args:
-        config: of the run, or a stand-in that names the model.
-        run: the run's folder, if there is one.
-        lora: the LoRA file, or None for the base.
-        scale: strength of the LoRA.
-        output: the PNG.
+        config: of the run, changed by arguments, with folders resolved.
+        run: the run's folder, or None.
+        device: where to.
+        reason: which device and why.
+        stages: time and memory so far.
     """
 
     config: TrainConfig
     run: Path | None
-    lora: Path | None
-    scale: float
-    output: Path
+    device: torch.device
+    reason: str
+    stages: Stages
+
+    def draw(self, weights: Weights, requests: Sequence[Request]) -> tuple[list[Image.Image], float]:
+        """Draw pictures with some weights.
+
+        Returns:
+            The pictures, and seconds per picture, loading left out.
+        """
+        config = self.config
+        text = TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache))
+        with self.stages.stage("text"):
+            text.fill([prompt for r in requests for prompt in (r.prompt, r.negative_prompt)], self.device)
+        with self.stages.stage("load"):
+            transformer = load_weights(config, weights, self.device)
+            vae = config.model.load_vae(self.device, config.precision.encoder_dtype())
+        with self.stages.stage("draw"):
+            clock = time.perf_counter()
+            pictures = draw(transformer, vae, config.model, config.precision, list(requests), text.load)
+            seconds = (time.perf_counter() - clock) / len(requests)
+        del transformer, vae
+        free_memory(self.device)
+        return pictures, seconds
+
+    def memory(self) -> str:
+        """The peaks so far, in words."""
+        peak = self.stages.peak("peak_allocated_gib")
+        on_device = f"{peak:.2f} GiB on the GPU, " if peak is not None else ""
+        return f"{on_device}{self.stages.peak('peak_rss_gib'):.2f} GiB of the process"
 
 
-def read_job(args: argparse.Namespace, default_name: str) -> Job:
-    """The job that arguments and, where they are silent, the newest run describe.
+def open_studio(args: argparse.Namespace) -> Studio:
+    """The run that arguments name, or the newest, with their changes; ``--model`` alone needs no run.
 
     Raises:
-        UserError: there is no run, no LoRA, or a file is missing.
+        UserError: there is no run, or no usable device.
     """
-    run = None if args.model and not args.run else (args.run or newest_run(args.runs))
+    run = None if args.model and not args.run else find_run(args.run, args.runs)
     if run is None:
-        config = TrainConfig.model_validate({**NO_RUN, "model": {"family": "sd3"}, "precision": {"weights": "bf16"}})
+        config = TrainConfig.model_validate({"name": "generate", "data": {"path": "demo:pictures"}})
     else:
-        saved = read_json_or_none(run / CONFIG)
-        if saved is None:
-            raise UserError(f"--run: {run} has no {CONFIG}: it is not a run's folder")
-        config = TrainConfig.model_validate_json((run / CONFIG).read_text())
-    config = _with_arguments(config, args)
-    lora = None if args.base else (args.lora or (run / "pytorch_lora_weights.safetensors" if run else None))
-    if not args.base and (lora is None or not lora.exists()):
-        raise UserError(f"--lora: {lora or 'no file given, and no run'} does not exist. Give a LoRA file, or --base")
-    folder = run / "inference" if run else Path("inference-out")
-    return Job(config, run, lora, args.scale, args.output or folder / f"{default_name}.png")
-
-
-def _with_arguments(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:
-    """The run's configuration with the model, precision and device that arguments ask for."""
-    import pydantic
-
-    from simpletune.quant import Precision
-
+        config = run_config(run)
     changes: dict[str, object] = {}
     if args.model:
-        changes["model"] = config.model.model_copy(update={"pretrained": args.model})
+        changes["model"] = config.model.model_copy(update={"pretrained": args.model, "init": "pretrained"})
     if args.precision:
-        adapter: pydantic.TypeAdapter = pydantic.TypeAdapter(Precision)
-        changes["precision"] = adapter.validate_python({"weights": args.precision})
+        changes["precision"] = TypeAdapter(Precision).validate_python({"weights": args.precision})
     if args.device:
         changes["device"] = args.device
-    return config.model_copy(update=changes)
+    config = config.model_copy(update=changes)
+    device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
+    return Studio(resolved(config), run, device, reason, Stages(cuda=device.type == "cuda"))
 
 
-def generate(args: argparse.Namespace, default_name: str | None = None) -> Path:
+def request_of(studio: Studio, args: argparse.Namespace, prompt: str | None) -> Request:
+    """The picture that the run's first validation picture is, changed by the arguments."""
+    option = studio.config.validation
+    width, height = args.size or studio.config.picture_size()
+    prompt = prompt or default_prompt(studio)
+    request = Request(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
+    given = {name: getattr(args, name) for name in ("seed", "negative_prompt", "steps", "guidance")}
+    return replace(request, **{name: value for name, value in given.items() if value is not None})
+
+
+def default_prompt(studio: Studio) -> str:
+    """The run's first validation prompt; where it drew with the first caption, that one."""
+    if studio.config.validation.prompts:
+        return studio.config.validation.prompts[0]
+    if studio.run is None:
+        raise UserError('--prompt: say what to draw, as in --prompt "a lighthouse at dusk"')
+    for file in sorted((studio.run / "samples" / "base").glob("*.png")):
+        return Image.open(file).text["prompt"]  # type: ignore[attr-defined]
+    return studio.config.data.scan(Path(studio.config.data.path)).pictures[0].caption
+
+
+def weights_of(studio: Studio, args: argparse.Namespace) -> tuple[str, Weights]:
+    """The weights that arguments ask for, and the picture's name.
+
+    Raises:
+        UserError: there is no run to take them from.
+    """
+    if args.base:
+        return "base", BASE
+    if args.lora:
+        return "lora", lora_weights(args.lora, args.scale)
+    if studio.run is None:
+        raise UserError("--lora: no file is given, and no run. Give a LoRA, or --base")
+    if args.full:
+        return "full", full_model_of(studio.run)
+    weights = result_of(studio.run, args.scale)
+    return ("full" if weights.transformer else "lora"), weights
+
+
+def generate(args: argparse.Namespace) -> Path:
     """Draw one picture and say how long it took and how much memory.
 
     Args:
         args: as ``generate_arguments.add_arguments`` describes.
-        default_name: of the picture's file, without its ending.
 
     Returns:
         The PNG.
     """
-    prepare_environment()
-    job = read_job(args, default_name or ("base" if args.base else "lora"))
-    import torch
-
-    from simpletune.adapters.lora_file import load_lora
-    from simpletune.prepare import TextCache, free_memory
-    from simpletune.sampling import draw, save_png
-    from simpletune.stages import Stages
-
-    config = job.config
-    device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
-    here = resolved(config)
-    stages = Stages(cuda=device.type == "cuda")
-    request = _request(here, job, args)
-    text = TextCache(here.model, here.precision.encoder_dtype(), Path(here.output.cache))
-    with stages.stage("text"):
-        text.fill([request.prompt, request.negative_prompt], device)
-    with stages.stage("load"):
-        transformer = here.model.load_transformer(here.precision, device)
-        if job.lora is not None:
-            load_lora(transformer, job.lora, job.scale)
-        vae = here.model.load_vae(device, here.precision.encoder_dtype())
-    with stages.stage("draw"):
-        clock = time.perf_counter()
-        picture = draw(transformer, vae, here.model, here.precision, [request], text.load)[0]
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - clock
-    free_memory(device)
-    weights = "base" if job.lora is None else f"{job.lora} x {job.scale:g}"
-    save_png(picture, job.output, request, model=config.model.pretrained, weights=weights)
-    peak = stages.peak("peak_allocated_gib")
-    memory = f"{peak:.2f} GiB on the GPU, " if peak is not None else ""
-    memory += f"{stages.peak('peak_rss_gib'):.2f} GiB of the process"
-    say(f"{job.output}: {weights}, {config.precision.weights} weights on {reason}")
+    studio = open_studio(args)
+    name, weights = weights_of(studio, args)
+    request = request_of(studio, args, args.prompt)
+    pictures, seconds = studio.draw(weights, [request])
+    folder = studio.run / "inference" if studio.run else Path("inference-out")
+    output = args.output or folder / f"{name}.png"
+    save_png(pictures[0], output, request, weights=weights.label, precision=studio.config.precision.weights)
+    say(f"{output}: {weights.label}, {studio.config.precision.weights} weights on {studio.reason}")
     say(f"  prompt {request.prompt!r}, seed {request.seed}, {request.steps} steps, guidance {request.guidance:g}")
-    say(f"  {seconds:.2f} s per picture, peak memory {memory}")
-    return job.output
-
-
-def _request(here: TrainConfig, job: Job, args: argparse.Namespace):  # type: ignore[no-untyped-def]  # needs torch to import
-    """The picture that the run's first validation picture is, changed by the arguments."""
-    from simpletune.sampling import Request
-
-    option = here.validation
-    width, height = args.size or here.picture_size()
-    prompt = args.prompt or _default_prompt(here, job)
-    request = Request(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
-    given = {
-        "seed": args.seed,
-        "negative_prompt": args.negative_prompt,
-        "steps": args.steps,
-        "guidance": args.guidance,
-    }
-    return replace(request, **{name: value for name, value in given.items() if value is not None})
-
-
-def _default_prompt(here: TrainConfig, job: Job) -> str:
-    """The run's first validation prompt; where it drew with the first caption, that one."""
-    if here.validation.prompts:
-        return here.validation.prompts[0]
-    if job.run is not None:
-        from PIL import Image
-
-        for file in sorted((job.run / "samples" / "base").glob("*.png")):
-            return Image.open(file).text["prompt"]  # type: ignore[attr-defined]
-        return here.data.scan(Path(here.data.path)).pictures[0].caption
-    raise UserError('--prompt: say what to draw, as in --prompt "a lighthouse at dusk"')
+    say(f"  {seconds:.2f} s per picture, peak memory {studio.memory()}")
+    return output

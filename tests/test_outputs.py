@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from simpletune import checkpoint
 from simpletune.adapters.lora_file import load_lora
+from simpletune.compare import compare
 from simpletune.generate import generate
-from simpletune.generate_arguments import add_arguments
+from simpletune.generate_arguments import add_arguments, add_compare_arguments
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.options import UserError
 from simpletune.places import resolved
@@ -177,3 +179,37 @@ def test_a_truncated_lora_is_refused(tiny_config, tiny_pipeline, tmp_path: Path)
     (tmp_path / "cut.safetensors").write_bytes(data[:-100])
     with pytest.raises(UserError, match="cut.safetensors is cut short: .* Fetch it again"):
         load_lora(torch.nn.Module(), tmp_path / "cut.safetensors")
+
+
+def test_the_full_model_of_a_lora_run_draws_what_the_lora_draws(tiny_config, tmp_path: Path) -> None:
+    run_with(tiny_config, train={"steps": 15}, validation={"prompts": ["a red disc"], "steps": 3})
+    lora, full = (
+        generate(arguments("--runs", str(tmp_path / "runs"), *words, "--output", str(tmp_path / f"{len(words)}.png")))
+        for words in ([], ["--full"])
+    )
+    pixels = [list(Image.open(file).getdata()) for file in (lora, full)]
+    assert max(abs(a - b) for x, y in zip(*pixels, strict=True) for a, b in zip(x, y, strict=True)) <= 1
+    assert "folded in" in Image.open(full).text["weights"]
+
+
+def test_the_full_model_of_a_full_run_is_drawn_by_default(tiny_config, tmp_path: Path) -> None:
+    config = {**tiny_config, "adapter": {"method": "full"}}
+    run = run_with(config, train={"steps": 5}, validation={"prompts": ["a red disc"], "steps": 3})
+    drawn = generate(arguments("--runs", str(tmp_path / "runs")))
+    expected = Image.open(run / "samples" / "step-000005" / "prompt-00.png")
+    assert drawn.name == "full.png" and list(Image.open(drawn).getdata()) == list(expected.getdata())
+
+
+def test_compare_draws_base_and_strengths_from_the_same_noise(tiny_config, tmp_path: Path) -> None:
+    run = run_with(tiny_config, train={"steps": 15}, validation={"prompts": ["a red disc"], "steps": 3})
+    parser = argparse.ArgumentParser()
+    add_compare_arguments(parser)
+    words = ["--runs", str(tmp_path / "runs"), "--seeds", "2", "--scale", "0", "--scale", "1"]
+    sheet = compare(parser.parse_args(words))
+    assert sheet == run / "compare" / "grid.png"
+    figures = json.loads((run / "compare" / "compare.json").read_text())["models"]
+    assert [len(model["difference_from_base"]) for model in figures] == [2, 2, 2]
+    assert figures[0]["difference_from_base"] == figures[1]["difference_from_base"] == [0, 0]
+    assert min(figures[2]["difference_from_base"]) > 0
+    base = Image.open(run / "compare" / "base" / "000.png")
+    assert list(base.getdata()) == list(Image.open(run / "samples" / "base" / "prompt-00.png").getdata())

@@ -76,3 +76,14 @@ def _require_diffusers_format(file: Path, header: dict) -> None:
         kind = "a ComfyUI LoRA"
     listed = ", ".join(strange[:4]) or "nothing"
     raise UserError(f"{file} is {kind} (it holds {listed}). Give one in diffusers' format: transformer.*.lora_A.weight")
+
+
+def fold_lora(model: nn.Module) -> None:
+    """Add each update to its layer's weight, W + scale B A, and remove it; weights must not be quantised."""
+    for name, layer in list(lora_layers(model)):
+        linear = layer.get_base_layer()
+        a, b = (pair[ADAPTER].weight.data for pair in (layer.lora_A, layer.lora_B))
+        update = layer.scaling[ADAPTER] * (b.float() @ a.float())
+        linear.weight.data.copy_(linear.weight.data.float() + update)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, linear)

@@ -94,7 +94,7 @@ def _picture_files(path: Path) -> Iterator[Path]:
 
 
 def _is_text(value: str) -> bool:
-    """Whether a string can be written as UTF-8: lone surrogates cannot (file names of other encodings, JSON escapes)."""
+    """Whether a string can be written as UTF-8: lone surrogates (of file names in other encodings) cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -28,15 +28,27 @@ def part_folder(name: str, part: str, revision: str | None = None) -> Path:
         UserError: the folder or the repository has no such part, or cannot be reached.
     """
     if is_hub_name(name):
-        return _fetch(name, part, revision) / part
+        return _fetch(name, [f"{part}/{pattern}" for pattern in PATTERNS], revision) / part
     folder = Path(name) / part
     if not folder.is_dir():
         raise UserError(f"{name} has no {part}/ folder. Give a folder in diffusers' layout, or a hub name (owner/name)")
     return folder
 
 
-def _fetch(name: str, part: str, revision: str | None) -> Path:
-    """Fetch one part of a repository into the hub's cache; files in other precisions (``.fp16.``) are left out."""
+def part_file(name: str, file: str, revision: str | None = None) -> Path:
+    """One file of a hub repository, fetched if need be.
+
+    Raises:
+        UserError: the repository has no such file, or cannot be reached.
+    """
+    path = _fetch(name, [file], revision) / file
+    if not path.exists():
+        raise UserError(f"{name} has no {file}")
+    return path
+
+
+def _fetch(name: str, patterns: list[str], revision: str | None) -> Path:
+    """Fetch files of a repository into the hub's cache; those in other precisions (``.fp16.``) are left out."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -47,9 +59,7 @@ def _fetch(name: str, part: str, revision: str | None) -> Path:
     )
 
     try:
-        folder = snapshot_download(
-            name, revision=revision, allow_patterns=[f"{part}/{p}" for p in PATTERNS], ignore_patterns=["*.fp16*"]
-        )
+        folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*.fp16*"])
     except GatedRepoError:
         raise UserError(
             f"{name} is gated. Accept its licence on its page, then log in with `hf auth login` or set HF_TOKEN"

@@ -1,0 +1,10 @@
+"""Draw the same pictures with the base and the newest run's result, side by side, from the same noise."""
+
+from _venv import enter
+
+enter()
+
+from simpletune.scripts import draw_many  # noqa: E402
+
+if __name__ == "__main__":
+    draw_many(__doc__)

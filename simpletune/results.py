@@ -1,0 +1,119 @@
+"""Runs and their results as models to draw with: which weights a name stands for, and loading them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletune.adapters.lora import OUTPUT as LORA_FILE
+from simpletune.config import TrainConfig
+from simpletune.models.hub import is_hub_name, part_file
+from simpletune.options import UserError
+from simpletune.quant.plain import BF16, FP32
+from simpletune.runs import CONFIG, newest_run
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+TRANSFORMER = "transformer"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights to draw with.
+
+    Args:
+        label: what they are, in words.
+        lora: a LoRA file beside the base, if any.
+        scale: strength of the LoRA.
+        transformer: the folder of a fine-tuned transformer, if any.
+        merged: fold the LoRA into the weights, as a full model.
+    """
+
+    label: str
+    lora: Path | None = None
+    scale: float = 1.0
+    transformer: Path | None = None
+    merged: bool = False
+
+
+BASE = Weights("base")
+
+
+def run_config(run: Path) -> TrainConfig:
+    """The configuration of a run.
+
+    Raises:
+        UserError: it is no run's folder.
+    """
+    file = run / CONFIG
+    if not file.exists():
+        raise UserError(f"--run: {run} has no {CONFIG}: it is not a run's folder")
+    return TrainConfig.model_validate_json(file.read_text())
+
+
+def find_run(named: Path | None, runs: Path) -> Path:
+    """The run that was named, or the newest."""
+    return named or newest_run(runs)
+
+
+def lora_weights(name: str, scale: float) -> Weights:
+    """A LoRA by its file, its folder, or its hub repository.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    path = Path(name)
+    if is_hub_name(name):
+        path = part_file(name, LORA_FILE)
+    elif path.is_dir():
+        path = path / LORA_FILE
+    if not path.is_file():
+        raise UserError(f"--lora: {name} does not exist. Give a LoRA file, a run's folder, or a hub name (owner/name)")
+    return Weights(f"LoRA {name} x {scale:g}", lora=path, scale=scale)
+
+
+def result_of(run: Path, scale: float = 1.0) -> Weights:
+    """What a run has trained.
+
+    Raises:
+        UserError: it left no result.
+    """
+    if (run / TRANSFORMER).is_dir():
+        return Weights(f"{run}/{TRANSFORMER}", transformer=run / TRANSFORMER)
+    if (run / LORA_FILE).exists():
+        return Weights(f"LoRA {run / LORA_FILE} x {scale:g}", lora=run / LORA_FILE, scale=scale)
+    raise UserError(f"--run: {run} holds no {LORA_FILE} and no {TRANSFORMER}/. Let it finish, or name another run")
+
+
+def full_model_of(run: Path) -> Weights:
+    """What a run has trained, as a full model: its transformer, or its LoRA folded into the base."""
+    weights = result_of(run)
+    if weights.lora is None:
+        return weights
+    return Weights(f"base with {weights.lora} folded in", lora=weights.lora, merged=True)
+
+
+def load_weights(config: TrainConfig, weights: Weights, device: torch.device) -> nn.Module:
+    """The transformer with these weights.
+
+    Args:
+        config: with folders resolved; its precision holds, but for a merged model, which is not quantised.
+        weights: which.
+        device: where to.
+    """
+    from simpletune.adapters.lora_file import fold_lora, load_lora
+
+    model, precision = config.model, config.precision
+    if weights.transformer is not None:
+        model = model.model_copy(update={"transformer": str(weights.transformer), "init": "pretrained"})
+    if weights.merged and not precision.trainable:
+        precision = BF16() if precision.compute == "bf16" else FP32()
+    transformer = model.load_transformer(precision, device)
+    if weights.lora is not None:
+        load_lora(transformer, weights.lora, weights.scale)
+    if weights.merged:
+        fold_lora(transformer)
+    return transformer
