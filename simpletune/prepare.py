@@ -15,7 +15,7 @@ from torch import Tensor
 from simpletune.config import TrainConfig
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.pictures import UnusablePicture, cut, decode
-from simpletune.data.plan import Plan, View, make_samples
+from simpletune.data.plan import Plan, View, make_samples, too_small
 from simpletune.data.source import Picture, Rejected
 from simpletune.models import Model
 from simpletune.options import UserError
@@ -178,8 +178,10 @@ def prepare(config: TrainConfig, accelerator: Accelerator, stages: Stages) -> Pr
         UserError: pictures cannot be used and ``data.on_error`` is ``stop``, or none is left.
     """
     scan = config.data.scan(Path(config.data.path))
-    report_rejected(scan.rejected, config.data.on_error)
-    plan = make_plan(config, scan.pictures, accelerator.num_processes)
+    small = too_small(scan.pictures, config.data)
+    report_rejected([*scan.rejected, *small], config.data.on_error)
+    usable = without(scan.pictures, small)
+    plan = make_plan(config, usable, accelerator.num_processes)
     cache, dtype = Path(config.output.cache), config.precision.encoder_dtype()
     text, latents = TextCache(config.model, dtype, cache), LatentCache(config.model, dtype, cache)
     with accelerator.main_process_first():
@@ -191,9 +193,14 @@ def prepare(config: TrainConfig, accelerator: Accelerator, stages: Stages) -> Pr
             _, rejected = latents.fill(plan.views(), accelerator.device)
     report_rejected(rejected, config.data.on_error)
     if rejected:
-        bad = {each.name for each in rejected}
-        plan = make_plan(config, [p for p in scan.pictures if p.name not in bad], accelerator.num_processes)
+        plan = make_plan(config, without(usable, rejected), accelerator.num_processes)
     return Prepared(plan, text, latents, requests, scan.captions)
+
+
+def without(pictures: Sequence[Picture], rejected: Sequence[Rejected]) -> list[Picture]:
+    """The pictures that were not rejected."""
+    bad = {each.name for each in rejected}
+    return [picture for picture in pictures if picture.name not in bad]
 
 
 def make_plan(config: TrainConfig, pictures: Sequence[Picture], processes: int) -> Plan:

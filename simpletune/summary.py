@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletune.config import TrainConfig
+from simpletune.data.buckets import upscaling
 from simpletune.data.plan import Sample
 from simpletune.prepare import Prepared
 from simpletune.runs import read_metrics
@@ -69,7 +70,7 @@ def tell_data(prepared: Prepared) -> None:
 
 
 def _scaled_up(sample: Sample) -> bool:
-    return sample.picture.size[0] < sample.bucket[0] or sample.picture.size[1] < sample.bucket[1]
+    return upscaling(sample.picture.size, sample.bucket) > 1
 
 
 def tell_results(summary: dict[str, Any], folder: Path, profiles: Path, traces: list[Path]) -> None:

@@ -29,7 +29,7 @@ def test_two_int8_lora_steps_at_256_px(medium: Path, tiny_pictures: Path, tmp_pa
     config = {
         "name": "medium", "device": "cpu",
         "model": {"pretrained": str(medium), "init": "random", "t5_length": 77},
-        "data": {"path": str(tiny_pictures), "resolution": 256},
+        "data": {"path": str(tiny_pictures), "resolution": 256, "max_upscale": None},
         "adapter": {"rank": 16}, "precision": {"weights": "int8"}, "train": {"steps": 2},
         "validation": {"prompts": [], "eval_samples": 0}, "profile": {"max_traces": 0},
         "output": {name: str(tmp_path / name) for name in ("runs", "profiles", "cache")},

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from simpletune.data.folder import Folder
+from typing import Annotated
 
-Data = Folder
-"""What ``data`` may be; a union told apart by ``source`` as soon as there are two."""
+from pydantic import Field
+
+from simpletune.data.folder import Folder
+from simpletune.data.table import Table
+
+Data = Annotated[Folder | Table, Field(discriminator="source")]

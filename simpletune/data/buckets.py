@@ -37,7 +37,12 @@ def nearest_bucket(picture: Size, resolution: int, max_aspect: float) -> Size:
     return min(bucket_sizes(resolution, max_aspect), key=distance)
 
 
+def upscaling(picture: Size, bucket: Size) -> float:
+    """How much a picture is scaled up to cover a bucket; 1 or less: not at all."""
+    return max(bucket[0] / picture[0], bucket[1] / picture[1])
+
+
 def covering_size(picture: Size, bucket: Size) -> Size:
     """The smallest size with the picture's aspect ratio that covers a bucket."""
-    scale = max(bucket[0] / picture[0], bucket[1] / picture[1])
+    scale = upscaling(picture, bucket)
     return max(bucket[0], round(picture[0] * scale)), max(bucket[1], round(picture[1] * scale))

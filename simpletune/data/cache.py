@@ -18,7 +18,7 @@ from simpletune.models.weights import write_safetensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-LATENTS_VERSION = 1  # raise when the cut of a picture or its encoding changes
+LATENTS_VERSION = 2  # raise when the cut of a picture or its encoding changes
 
 
 class Cache:

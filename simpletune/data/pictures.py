@@ -68,7 +68,7 @@ def decode(data: bytes) -> Image.Image:
     from PIL import Image, ImageOps
 
     try:
-        image = ImageOps.exif_transpose(_open(data))
+        image = _to_srgb(ImageOps.exif_transpose(_open(data)))
         if image.mode.startswith("I"):
             return _from_16_bit(image)
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
@@ -78,6 +78,21 @@ def decode(data: bytes) -> Image.Image:
         return image.convert("RGB")
     except DAMAGE as error:
         raise UnusablePicture(f"is damaged ({error})") from None
+
+
+def _to_srgb(image: Image.Image) -> Image.Image:
+    """Colours as sRGB where the picture carries a profile (ICC) of its own; a damaged profile is left aside."""
+    profile = image.info.get("icc_profile")
+    if not profile or image.mode not in ("RGB", "CMYK", "L"):
+        return image
+    from PIL import ImageCms
+
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        converted = ImageCms.profileToProfile(image, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+    except (ImageCms.PyCMSError, OSError):
+        return image
+    return image if converted is None else converted
 
 
 def _from_16_bit(image: Image.Image) -> Image.Image:

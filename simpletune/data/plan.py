@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from simpletune.data.buckets import Size, nearest_bucket
-from simpletune.data.source import Picture, Source
+from simpletune.data.buckets import Size, nearest_bucket, upscaling
+from simpletune.data.source import Picture, Rejected, Source
 from simpletune.flow import Objective
 from simpletune.streams import stream
 
@@ -60,14 +60,32 @@ class Draw:
     noise_key: tuple[int | str, ...]
 
 
+def bucket_of(picture: Picture, source: Source) -> Size:
+    """The size in pixels that a picture is cut to."""
+    if source.aspect == "square":
+        return source.resolution, source.resolution
+    return nearest_bucket(picture.size, source.resolution, source.max_aspect)
+
+
+def too_small(pictures: Sequence[Picture], source: Source) -> list[Rejected]:
+    """The pictures that would have to be scaled up more than ``data.max_upscale``."""
+    rejected = []
+    for picture in pictures if source.max_upscale is not None else ():
+        scale = upscaling(picture.size, bucket_of(picture, source))
+        if scale > source.max_upscale:  # type: ignore[operator]
+            size = f"{picture.size[0]}x{picture.size[1]}"
+            limit = f"data.max_upscale is {source.max_upscale:g}"
+            rejected.append(
+                Rejected(picture.name, f"is too small: {size} would be scaled up {scale:.1f} times; {limit}")
+            )
+    return rejected
+
+
 def make_samples(pictures: Sequence[Picture], source: Source) -> list[Sample]:
     """The samples of an epoch, in the order of the pictures' names, repetitions together."""
     samples = []
     for picture in sorted(pictures, key=lambda picture: picture.name):
-        if source.aspect == "square":
-            bucket = (source.resolution, source.resolution)
-        else:
-            bucket = nearest_bucket(picture.size, source.resolution, source.max_aspect)
+        bucket = bucket_of(picture, source)
         samples += [Sample(picture, bucket, repeat) for repeat in range(source.repeats)]
     return samples
 

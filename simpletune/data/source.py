@@ -74,6 +74,8 @@ class Source(Option):
     """Keep the pictures' aspect ratios (in steps of 16 px), or crop them all to squares."""
     max_aspect: Annotated[float, Field(ge=1, le=8)] = 4.0
     """Longest over shortest side of a bucket; what is longer is cropped."""
+    max_upscale: Annotated[float, Field(ge=1)] | None = 2.0
+    """A picture that would have to be scaled up more than this to fill its bucket cannot be used; null: no limit."""
     crop: Literal["center", "random"] = "center"
     """Which part of a picture is kept where its bucket is shorter."""
     flip: bool = False

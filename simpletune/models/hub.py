@@ -47,7 +47,16 @@ def part_file(name: str, file: str, revision: str | None = None) -> Path:
     return path
 
 
-def _fetch(name: str, patterns: list[str], revision: str | None) -> Path:
+def data_set_folder(name: str, patterns: list[str]) -> Path:
+    """The local folder of a data set's files that fit the patterns, fetched from the hub if need be.
+
+    Raises:
+        UserError: there is no such data set, or it cannot be reached.
+    """
+    return _fetch(name, patterns, None, kind="dataset")
+
+
+def _fetch(name: str, patterns: list[str], revision: str | None, kind: str = "model") -> Path:
     """Fetch files of a repository into the hub's cache; those in other precisions (``.fp16.``) are left out."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -59,7 +68,9 @@ def _fetch(name: str, patterns: list[str], revision: str | None) -> Path:
     )
 
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*.fp16*"])
+        folder = snapshot_download(
+            name, repo_type=kind, revision=revision, allow_patterns=patterns, ignore_patterns=["*.fp16*"]
+        )
     except GatedRepoError:
         raise UserError(
             f"{name} is gated. Accept its licence on its page, then log in with `hf auth login` or set HF_TOKEN"

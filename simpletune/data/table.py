@@ -1,0 +1,166 @@
+"""Tables of pictures and captions: parquet files, and Hugging Face data sets on disk or on the hub. Read by pyarrow."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from simpletune.data.pictures import UnusablePicture, picture_size
+from simpletune.data.source import Picture, Rejected, Scan, Source
+from simpletune.options import Problem, UserError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+SUFFIXES = (".parquet", ".arrow")
+
+
+class Table(Source):
+    """Rows with a picture and a caption: parquet, or a data set saved by Hugging Face's datasets."""
+
+    source: Literal["table"] = "table"
+    """Parquet files, a data set saved to disk (.arrow files), or one on the hub (owner/name)."""
+    image_column: Annotated[str, Field(min_length=1)] = "image"
+    """The column with the pictures: bytes, or Hugging Face's {bytes, path}."""
+    caption_column: Annotated[str, Field(min_length=1)] = "text"
+    """The column with the captions; not read when there is a prompt."""
+    split: Annotated[str, Field(min_length=1)] = "train"
+    """Which split of a data set on the hub."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Use the first so many rows; null: all."""
+
+    def problems(self, path: Path) -> Iterator[Problem]:
+        """What can be said about the table without reading it."""
+        if not path.exists():
+            if not _is_hub_name(self.path):
+                remedy = "Give a parquet file, a folder, or a hub name (owner/name)"
+                yield Problem("data.path", f"{self.path} does not exist. {remedy}")
+        elif not _table_files(path):
+            yield Problem("data.path", f"{self.path} holds no {' or '.join(SUFFIXES)} file")
+
+    def scan(self, path: Path) -> Scan:
+        """Read every row once: its size, its caption and the hash of its bytes.
+
+        Raises:
+            UserError: a file cannot be read, or a column is missing.
+        """
+        files = _table_files(path) if path.exists() else _table_files(self._fetched(), self.split)
+        if not files:
+            raise UserError(f"data.path: {self.path} holds no .parquet file of the split {self.split!r}")
+        pictures, rejected, rows = [], [], 0
+        for file in files:
+            for number in range(_chunks(file)):
+                images, captions = self._columns(file, number)
+                for row in range(len(images)):
+                    if self.limit is not None and rows >= self.limit:
+                        break
+                    name = f"{file.name}#{rows:08d}"
+                    rows += 1
+                    try:
+                        pictures.append(self._picture(name, images[row], captions[row], file, number, row))
+                    except UnusablePicture as reason:
+                        rejected.append(Rejected(name, str(reason)))
+        described = f"the column {self.caption_column}" if self.prompt is None else f"one prompt: {self.prompt!r}"
+        return Scan(pictures, rejected, described)
+
+    def _columns(self, file: Path, number: int) -> tuple[pyarrow.ChunkedArray, list[Any]]:
+        """The pictures and captions of one chunk of a file."""
+        table = _chunk(file, number)
+        for column in (self.image_column, *([self.caption_column] if self.prompt is None else [])):
+            if column not in table.column_names:
+                field = "image_column" if column == self.image_column else "caption_column"
+                known = ", ".join(table.column_names)
+                raise UserError(f"data.{field}: {file.name} has no column {column!r}. It has: {known}")
+        images = table[self.image_column]
+        captions = [self.prompt] * len(images) if self.prompt else table[self.caption_column].to_pylist()
+        return images, captions
+
+    def _picture(self, name: str, image: Any, caption: Any, file: Path, number: int, row: int) -> Picture:
+        if not isinstance(caption, str) or not caption.strip():
+            raise UnusablePicture(f"its {self.caption_column} is not a text, or empty")
+        data = _bytes_of(image.as_py(), file)
+        read: Callable[[], bytes] = partial(_read_again, file, number, self.image_column, row)
+        return Picture(name, caption.strip(), picture_size(data), hashlib.sha256(data).hexdigest(), read)
+
+    def _fetched(self) -> Path:
+        """The parquet files of a data set on the hub."""
+        from simpletune.models.hub import data_set_folder
+
+        return data_set_folder(self.path, [f"*{self.split}*.parquet", f"**/*{self.split}*.parquet"])
+
+
+def _is_hub_name(name: str) -> bool:
+    from simpletune.models.hub import is_hub_name
+
+    return is_hub_name(name)
+
+
+def _table_files(path: Path, split: str = "") -> list[Path]:
+    """The table files of a path, in order."""
+    if path.is_file():
+        return [path] if path.suffix in SUFFIXES else []
+    return sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file() and split in f.name)
+
+
+@lru_cache(maxsize=8)
+def _open(file: Path) -> Any:
+    """A parquet file, or the record batches of an arrow file (memory-mapped).
+
+    Raises:
+        UserError: neither.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        if file.suffix == ".parquet":
+            return pq.ParquetFile(file)
+        with pa.memory_map(str(file)) as source:
+            return list(pa.ipc.open_stream(source))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(f"data.path: {file} is not a {file.suffix} file, or it is damaged ({error})") from None
+
+
+def _chunks(file: Path) -> int:
+    """How many row groups or record batches a file has."""
+    opened = _open(file)
+    return len(opened) if isinstance(opened, list) else opened.num_row_groups
+
+
+@lru_cache(maxsize=1)
+def _chunk(file: Path, number: int) -> pyarrow.Table:
+    """One row group or record batch; the last one is kept, as rows are read in order."""
+    import pyarrow as pa
+
+    opened = _open(file)
+    return pa.Table.from_batches([opened[number]]) if isinstance(opened, list) else opened.read_row_group(number)
+
+
+def _bytes_of(value: Any, file: Path) -> bytes:
+    """A picture's bytes from a cell: bytes, or {bytes, path}; a path must lie beside the table.
+
+    Raises:
+        UnusablePicture: neither.
+    """
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        path = (file.parent / value).resolve()
+        if not path.is_relative_to(file.parent.resolve()):
+            raise UnusablePicture(f"its path {value!r} leads out of the data set's folder")
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise UnusablePicture(f"{value} cannot be read ({error.strerror or error})") from None
+    raise UnusablePicture("its cell holds no picture")
+
+
+def _read_again(file: Path, number: int, column: str, row: int) -> bytes:
+    return _bytes_of(_chunk(file, number)[column][row].as_py(), file)

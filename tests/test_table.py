@@ -1,0 +1,151 @@
+"""Parquet and Hugging Face data sets, colour profiles, and the limit on scaling up."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image, ImageCms
+
+from simpletune.data.folder import Folder
+from simpletune.data.pictures import decode
+from simpletune.data.plan import too_small
+from simpletune.data.source import Picture
+from simpletune.data.table import Table
+from simpletune.options import ConfigError, UserError
+from simpletune.reading import validate
+from simpletune.runs import read_metrics
+from simpletune.train import train
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """The pictures of a folder as Hugging Face's rows."""
+    return [
+        {"image": {"bytes": file.read_bytes(), "path": file.name}, "text": file.with_suffix(".txt").read_text().strip()}
+        for file in sorted(folder.glob("*.png"))
+    ]
+
+
+def write_parquet(rows: list[dict], file: Path) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=2)
+    return file
+
+
+def write_arrow(rows: list[dict], folder: Path) -> Path:
+    """As ``Dataset.save_to_disk`` does: a stream of record batches."""
+    folder.mkdir()
+    table = pa.Table.from_pylist(rows)
+    with (
+        pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, table.schema) as out,
+    ):
+        for batch in table.to_batches(max_chunksize=4):
+            out.write_batch(batch)
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_table_trains_as_the_folder_it_came_from(
+    kind: str, tiny_config: dict, tiny_pictures: Path, tmp_path: Path
+) -> None:
+    rows = rows_of(tiny_pictures)
+    path = write_parquet(rows, tmp_path / "t.parquet") if kind == "parquet" else write_arrow(rows, tmp_path / "saved")
+    by_folder = train(validate({**tiny_config, "name": "folder"}, "x"))
+    data = {"source": "table", "path": str(path), "resolution": 32}
+    by_table = train(validate({**tiny_config, "name": "table", "data": data}, "x"))
+    losses = [[row["loss"] for row in read_metrics(run)] for run in (by_folder, by_table)]
+    assert losses[0] == losses[1]
+
+
+def test_columns_are_named_and_a_prompt_needs_no_captions(tiny_pictures: Path, tmp_path: Path) -> None:
+    rows = [{"jpg": row["image"]["bytes"], "json": 3} for row in rows_of(tiny_pictures)]
+    file = write_parquet(rows, tmp_path / "t.parquet")
+    with pytest.raises(UserError, match="data.image_column: t.parquet has no column 'image'. It has: jpg, json"):
+        Table(path=str(file)).scan(file)
+    with pytest.raises(UserError, match="data.caption_column: t.parquet has no column 'text'"):
+        Table(path=str(file), image_column="jpg").scan(file)
+    scan = Table(path=str(file), image_column="jpg", prompt="a shape", limit=4).scan(file)
+    assert [picture.caption for picture in scan.pictures] == ["a shape"] * 4
+    assert [picture.read() for picture in scan.pictures] == [row["jpg"] for row in rows[:4]]
+
+
+def test_rows_that_cannot_be_used_are_named(tiny_pictures: Path, tmp_path: Path) -> None:
+    rows = rows_of(tiny_pictures)
+    rows[0]["text"] = ""
+    rows[1]["image"] = {"bytes": b"no picture", "path": None}
+    rows[2]["image"] = {"bytes": None, "path": "../../secret.png"}
+    rows[3]["image"] = {"bytes": None, "path": None}
+    file = write_parquet(rows, tmp_path / "t.parquet")
+    scan = Table(path=str(file)).scan(file)
+    assert [(each.name, each.reason) for each in scan.rejected] == [
+        ("t.parquet#00000000", "its text is not a text, or empty"),
+        ("t.parquet#00000001", "is not a picture that Pillow can read"),
+        ("t.parquet#00000002", "its path '../../secret.png' leads out of the data set's folder"),
+        ("t.parquet#00000003", "its cell holds no picture"),
+    ]
+    assert len(scan.pictures) == 2
+
+
+def test_a_damaged_file_and_a_missing_one(tiny_config: dict, tmp_path: Path) -> None:
+    file = tmp_path / "t.parquet"
+    file.write_bytes(b"PAR1 no more")
+    with pytest.raises(UserError, match="t.parquet is not a .parquet file, or it is damaged"):
+        Table(path=str(file)).scan(file)
+    with pytest.raises(
+        ConfigError, match="data.path: nowhere.parquet does not exist. Give a parquet file"
+    ):
+        validate({**tiny_config, "data": {"source": "table", "path": "nowhere.parquet"}}, "x")
+    with pytest.raises(ConfigError, match="data.image_column: unknown field"):
+        validate({**tiny_config, "data": {**tiny_config["data"], "image_column": "x"}}, "x")
+
+
+def test_a_colour_profile_is_turned_into_srgb() -> None:
+    """A picture with swapped meaning: the same numbers under another profile are other colours."""
+    lab = ImageCms.createProfile("LAB")
+    srgb = ImageCms.createProfile("sRGB")
+    plain = Image.new("RGB", (8, 8), (200, 30, 30))
+    in_lab = ImageCms.profileToProfile(plain, srgb, lab, outputMode="LAB")
+    assert in_lab is not None
+
+    def encoded(profile: bytes | None) -> bytes:
+        buffer = io.BytesIO()
+        plain.save(buffer, "PNG", icc_profile=profile)
+        return buffer.getvalue()
+
+    same = ImageCms.ImageCmsProfile(srgb).tobytes()
+    assert np.abs(np.asarray(decode(encoded(same)), int) - np.asarray(plain, int)).max() <= 1
+    assert np.array_equal(np.asarray(decode(encoded(b"no profile"))), np.asarray(plain))
+    wide = wide_gamut_profile()
+    turned = np.asarray(decode(encoded(wide)), int)[0, 0]
+    assert turned[0] > 210 and turned[1] < 30
+
+
+def wide_gamut_profile() -> bytes:
+    """An sRGB profile whose red and green primaries are moved outward (its rXYZ tag is scaled)."""
+    data = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    count = int.from_bytes(data[128:132], "big")
+    for entry in range(count):
+        at = 132 + 12 * entry
+        if data[at : at + 4] == b"rXYZ":
+            offset = int.from_bytes(data[at + 4 : at + 8], "big") + 8
+            x = int.from_bytes(data[offset : offset + 4], "big")
+            data[offset : offset + 4] = int(x * 1.4).to_bytes(4, "big")
+    return bytes(data)
+
+
+def test_pictures_that_would_be_scaled_up_too_far_are_rejected() -> None:
+    pictures = [Picture(name, "c", size, name, bytes) for name, size in (("big", (600, 600)), ("small", (300, 150)))]
+    rejected = too_small(pictures, Folder(path="x", resolution=512))
+    assert [(each.name, each.reason) for each in rejected] == [
+        ("small", "is too small: 300x150 would be scaled up 2.4 times; data.max_upscale is 2")
+    ]
+    assert too_small(pictures, Folder(path="x", resolution=512, max_upscale=None)) == []
+    assert [each.name for each in too_small(pictures, Folder(path="x", resolution=1024, max_upscale=1))] == [
+        "big",
+        "small",
+    ]
