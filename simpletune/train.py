@@ -165,6 +165,7 @@ def loop(run: Run) -> list[Path]:
             if step + 1 < run.steps and due(config.checkpoint.every, step + 1):
                 run.save(step + 1)
             if step + 1 < run.steps and due(config.validation.every, step + 1):
+                run.evaluate(step + 1)
                 run.validate(step + 1)
     return traces.written
 
