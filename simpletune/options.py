@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
@@ -18,6 +18,9 @@ class Option(BaseModel):
     """Base of all options: frozen, strict, unknown fields refused; the string under a field is its documentation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+SHOWN = 16  # problems on a screen
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ class ConfigError(UserError):
     def __init__(self, problems: list[Problem], source: str = "configuration"):
         self.problems = problems
         head = f"{source}: {len(problems)} problem{'s' if len(problems) != 1 else ''}"
-        super().__init__("\n".join([head, *(f"  {problem}" for problem in problems)]), code=2)
+        lines = [f"  {problem}" for problem in problems[:SHOWN]]
+        more = [f"  and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        super().__init__("\n".join([head, *lines, *more]), code=2)
 
 
 @dataclass(frozen=True)
@@ -95,14 +100,6 @@ def union_of(field: FieldInfo) -> Union_ | None:
     classes = option_classes(field.annotation)
     members = {value: option for option in classes for value in tag_values(option, field.discriminator)}
     return Union_(field.discriminator, members, next(iter(members)))
-
-
-def tag_field(option: type[Option]) -> str | None:
-    """The name of an option's tag: its first field if that is a ``Literal`` of strings."""
-    name, field = next(iter(option.model_fields.items()), (None, None))
-    if field is None or get_origin(field.annotation) is not Literal:
-        return None
-    return name
 
 
 def member_for(field: FieldInfo, value: Any) -> type[Option] | None:

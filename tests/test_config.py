@@ -203,6 +203,12 @@ def test_check_exits_2_without_traceback_within_a_screen(write_config, capsys: p
     assert len(shown.splitlines()) < 24
 
 
+def test_very_many_problems_fit_on_a_screen(write_config, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(write_config(merged({f"x{number}": 1 for number in range(50)})))]) == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert "50 problems" in shown[0] and shown[-1] == "  and 34 more" and len(shown) < 24
+
+
 @pytest.mark.parametrize("verb", [["check", "configs/demo.json"], ["schema"], ["--help"]], ids=lambda v: v[0])
 def test_answers_without_torch_in_under_a_second(verb: list[str]) -> None:
     code = (
