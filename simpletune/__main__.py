@@ -88,6 +88,16 @@ def compare(args: argparse.Namespace) -> None:
     run(args)
 
 
+def push(args: argparse.Namespace) -> None:
+    """upload a run's result and its model card to the hub"""
+    from simpletune.devices import prepare_environment
+
+    prepare_environment()
+    from simpletune.push import push as run
+
+    run(args.run, args.repository, args.private, args.yes)
+
+
 def train_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``train``."""
     add_config(parser)
@@ -108,6 +118,14 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
     add_compare_arguments(parser)
 
 
+def push_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``push``."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/demo")
+    parser.add_argument("repository", metavar="REPO", help="owner/name on the hub; made if there is none")
+    parser.add_argument("--private", action="store_true", help="only you may see it")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
 Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
 VERBS: dict[str, Verb] = {
     "train": (train, train_arguments),
@@ -116,6 +134,7 @@ VERBS: dict[str, Verb] = {
     "prepare": (prepare, add_config),
     "generate": (generate, generate_arguments),
     "compare": (compare, compare_arguments),
+    "push": (push, push_arguments),
 }
 
 

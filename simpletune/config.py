@@ -90,6 +90,18 @@ class Profile(Option):
     """Steps that are recorded."""
 
 
+class Tracking(Option):
+    """Where figures and pictures of a run are shown. What fails here never fails a run."""
+
+    tensorboard: bool = True
+    """Event files for TensorBoard under output.profiles."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases: offline writes into the run's folder, for `wandb sync` later; online sends while training, and
+    goes on offline where there is no API key: it never asks for one."""
+    wandb_project: Annotated[str, Field(pattern=r"^[^/\\#?%:]{1,128}$")] = "simpletune"
+    """The project of wandb."""
+
+
 class Output(Option):
     """Where things are written, relative to the current folder."""
 
@@ -136,6 +148,8 @@ class TrainConfig(Option):
     """Pictures and evaluation loss."""
     profile: Profile = Profile()
     """Profiler traces."""
+    tracking: Tracking = Tracking()
+    """TensorBoard and wandb."""
     output: Output = Output()
     """Where things are written."""
 

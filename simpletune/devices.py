@@ -69,7 +69,10 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
         return torch.device("cpu"), "cpu (device: cpu)"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        _require_compute_type(compute, (major, minor))
+        _require_known_card(
+            (major, minor), torch.cuda.get_arch_list(), f"{torch.__version__}, CUDA {torch.version.cuda}"
+        )
+        _require_compute_type(compute, (major, minor), torch.cuda.get_device_name())
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
         return torch.device("cuda", torch.cuda.current_device()), (
             f"{torch.cuda.get_device_name()} (sm_{major}{minor}, {gib:.1f} GiB)"
@@ -89,9 +92,41 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
     )
 
 
-def _require_compute_type(compute: str, capability: tuple[int, int]) -> None:
+def _require_compute_type(compute: str, capability: tuple[int, int], name: str) -> None:
+    """No bf16 where the card has none: torch would emulate it, many times slower."""
     if compute == "bf16" and capability < (8, 0):
         raise UserError(
-            f"precision.compute: this GPU (sm_{capability[0]}{capability[1]}) has no bf16 arithmetic, and fp16 "
-            "diverges on SD3. Use precision.compute=fp32 with precision.weights int8 or fp32"
+            f"precision.compute: bf16 needs a card of sm_80 or newer, and {name} is sm_{capability[0]}{capability[1]}; "
+            "in fp16, which it has, SD3 diverges. Use precision.compute=fp32 with precision.weights=int8 "
+            "(the least memory) or fp32"
         )
+
+
+def _require_known_card(capability: tuple[int, int], built_for: list[str], build: str) -> None:
+    """The torch build must hold code for the card: of its major version and no newer, or PTX that is no newer.
+
+    Args:
+        capability: of the card.
+        built_for: ``torch.cuda.get_arch_list()``: ``sm_80``, ``sm_90a``, ``compute_90``, ...; empty: not known.
+        build: torch's version, for the message.
+    """
+    known = []
+    for entry in built_for:
+        kind, _, digits = entry.partition("_")
+        digits = digits.rstrip("af")
+        if digits.isdigit():
+            known.append((kind, (int(digits[:-1]), int(digits[-1]))))
+    fits = [of <= capability and (kind == "compute" or of[0] == capability[0]) for kind, of in known]
+    if not known or any(fits):
+        return
+    older = capability < min(of for _, of in known)
+    remedy = (
+        "CUDA 13 builds begin at sm_75 (T4); for older cards install a CUDA 12.6 build: "
+        "SIMPLETUNE_TORCH_INDEX=https://download.pytorch.org/whl/cu126 (see README)"
+        if older
+        else "The card is newer than the build: install a newer torch (SIMPLETUNE_TORCH_INDEX, see README)"
+    )
+    raise UserError(
+        f"device: this GPU is sm_{capability[0]}{capability[1]}, and torch {build} is built for "
+        f"{', '.join(built_for)}. {remedy}"
+    )

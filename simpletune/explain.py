@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from simpletune.config import TrainConfig, profile_folder, run_folder
 from simpletune.models.hub import is_hub_name
 from simpletune.models.sd3_shapes import Shape
+from simpletune.models.sd3_sources import is_single_file
 
 HIGH_LR_FULL = 1e-4
+WITHOUT_BF16 = "T4, V100 and RTX 20 are refused at the start: there, use precision.compute=fp32, weights int8 or fp32"
 
 
 def explain(config: TrainConfig) -> str:
@@ -22,7 +24,8 @@ def explain(config: TrainConfig) -> str:
 
 def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     model, train = config.model, config.train
-    source = "hub" if is_hub_name(model.pretrained) else "comes with the tool" if config.is_demo else "local folder"
+    local = "single file" if is_single_file(model.pretrained) else "local folder"
+    source = "hub" if is_hub_name(model.pretrained) else "comes with the tool" if config.is_demo else local
     t5 = f"T5 with {model.t5_length} tokens" if model.t5 else "no T5"
     yield "model", f"{model.pretrained} ({source}), {t5}"
     shapes = _shapes(config)
@@ -73,5 +76,7 @@ def _notes(config: TrainConfig) -> Iterator[str]:
         yield "full fine-tuning with fp32 weights takes 16 bytes a parameter before activations"
     if config.train.steps is None and config.train.epochs is None:
         yield f"neither train.steps nor train.epochs is given: {config.steps(1)} steps"
+    if config.precision.compute == "bf16" and config.device != "cpu":
+        yield "products in bf16 need a card from 2020 on (sm_80: A100, RTX 30, L4); " + WITHOUT_BF16
     if config.device == "auto" and config.is_demo:
         yield "device auto: the GPU if there is one, else the CPU (only the demo model may)"

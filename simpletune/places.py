@@ -43,11 +43,18 @@ def _demo_problems(path: str, name: str, known: list[str]) -> list[Problem]:
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
-    """The same configuration with ``demo:`` names replaced by folders, which are made on first use."""
+    """The same configuration with ``demo:`` names replaced by folders, which are made on first use.
+
+    What comes from the hub is fetched here, all of it at once, before anything else is begun.
+
+    Raises:
+        UserError: it cannot be fetched, or does not fit on the disk.
+    """
     cache = Path(config.output.cache)
     model, data = config.model, config.data
     if config.is_demo:
         model = model.model_copy(update={"pretrained": str(resolve(model.pretrained, cache))})
     if data.path.startswith(DEMO):
         data = data.model_copy(update={"path": str(resolve(data.path, cache))})
+    model.fetch()
     return config.model_copy(update={"model": model, "data": data})

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from simpletune.adapters.lora import OUTPUT as LORA_FILE
 from simpletune.config import TrainConfig
-from simpletune.models.hub import is_hub_name, part_file
+from simpletune.models.hub import is_hub_name
+from simpletune.models.hub_files import repository_file
 from simpletune.options import UserError
 from simpletune.quant.plain import BF16, FP32
 from simpletune.runs import CONFIG, newest_run
@@ -67,7 +68,7 @@ def lora_weights(name: str, scale: float) -> Weights:
     """
     path = Path(name)
     if is_hub_name(name):
-        path = part_file(name, LORA_FILE)
+        path = repository_file(name, LORA_FILE)
     elif path.is_dir():
         path = path / LORA_FILE
     if not path.is_file():

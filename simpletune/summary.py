@@ -18,7 +18,13 @@ WARM_UP = 2  # steps that are left out of the median: allocators and caches fill
 
 
 def summarise(
-    config: TrainConfig, folder: Path, device: str, stages: Stages, seconds: list[float], steps: int
+    config: TrainConfig,
+    folder: Path,
+    device: str,
+    stages: Stages,
+    seconds: list[float],
+    steps: int,
+    processes: int = 1,
 ) -> dict[str, Any]:
     """The measured figures of a run.
 
@@ -29,11 +35,12 @@ def summarise(
         stages: time and memory by stage.
         seconds: of each step done by this process.
         steps: of the whole run.
+        processes: how many train together, each at this pace.
     """
     losses = [row["loss"] for row in read_metrics(folder)]
     tenth = max(1, len(losses) // 10)
     per_step = statistics.median(seconds[WARM_UP:] or seconds)
-    batch = config.train.batch_size * config.train.gradient_accumulation
+    batch = config.train.batch_size * config.train.gradient_accumulation * processes
     return {
         "name": config.name,
         "device": device,
@@ -73,8 +80,10 @@ def _scaled_up(sample: Sample) -> bool:
     return upscaling(sample.picture.size, sample.bucket) > 1
 
 
-def tell_results(summary: dict[str, Any], folder: Path, profiles: Path, traces: list[Path]) -> None:
-    """Say how the run went and where everything is."""
+def tell_results(
+    summary: dict[str, Any], folder: Path, profiles: Path, traces: list[Path], places: dict[str, str]
+) -> None:
+    """Say how the run went and where everything is; ``places`` are the trackers'."""
     memory = f"peak memory of the process {summary['peak_rss_gib']:.2f} GiB"
     if summary["peak_allocated_gib"] is not None:
         memory = f"peak on the GPU {summary['peak_allocated_gib']:.2f} GiB of the whole job, {memory}"
@@ -83,10 +92,12 @@ def tell_results(summary: dict[str, Any], folder: Path, profiles: Path, traces: 
         say(f"  evaluation loss {summary['eval_loss_before']:.4f} before, {summary['eval_loss_after']:.4f} after")
     rows = {
         "result": summary["output"],
+        "model card": folder / "README.md",
         "pictures": folder / "samples",
         "figures": f"{folder}/summary.json, metrics.jsonl, config.json",
         "checkpoints": folder / "checkpoints",
-        "TensorBoard": f"tensorboard --logdir {profiles.parent}  ({len(traces)} traces under {profiles})",
+        **({"traces": f"{len(traces)} under {profiles} (TensorBoard shows them)"} if traces else {}),
+        **places,
     }
     for name, where in rows.items():
         say(f"  {name:<12} {where}")

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import nn
 
 from simpletune import checkpoint
+from simpletune.card import shareable, write_card
 from simpletune.config import Profile, TrainConfig, profile_folder, run_folder
 from simpletune.devices import choose_device
 from simpletune.feed import Batch, Feed
@@ -28,7 +29,7 @@ from simpletune.step import StepCore, set_learning_rate
 from simpletune.streams import reseed_global
 from simpletune.summary import summarise, tell_data, tell_results
 from simpletune.terminal import TrainingLine, say
-from simpletune.tracking import TensorBoard
+from simpletune.trackers import Trackers, open_trackers
 from simpletune.validation import Previews, evaluation_loss
 
 
@@ -62,7 +63,7 @@ class Run:
     core: StepCore
     feed: Feed
     previews: Previews
-    board: TensorBoard
+    trackers: Trackers
     start: int
     steps: int
     total: int
@@ -89,7 +90,7 @@ class Run:
             self.previews.draw_tuned(self.transformer, step)
             sheet = self.previews.write_grid()
         if sheet is not None:
-            self.board.picture(step, "samples", Image.open(sheet))
+            self.trackers.picture(step, "samples", Image.open(sheet))
 
     def evaluate(self, step: int) -> float | None:
         """The evaluation loss; kept by step, so that a resumed run knows the first one."""
@@ -97,7 +98,7 @@ class Run:
             count = self.config.validation.eval_samples
             loss = evaluation_loss(self.transformer, self.core.loss, self.feed, self.prepared.plan, count)
         if loss is not None:
-            self.board.scalars(step, {"eval_loss": loss})
+            self.trackers.scalars(step, {"eval_loss": loss})
         return loss
 
 
@@ -116,13 +117,14 @@ def train(config: TrainConfig, resume: str | None = None, started: float | None 
         UserError: for anything that the user can mend.
     """
     run = set_up(config, resume, time.perf_counter() if started is None else started)
-    if run.main and run.start == 0:
-        checkpoint.write_json(run.folder / EVALUATION, {"eval_loss": run.evaluate(0)})
-        run.validate(0)
-    seconds_setup = time.perf_counter() - run.started
-    traces = loop(run)
-    if run.main:
-        finish(run, seconds_setup, traces)
+    with run.trackers:
+        if run.main and run.start == 0:
+            checkpoint.write_json(run.folder / EVALUATION, {"eval_loss": run.evaluate(0)})
+            run.validate(0)
+        seconds_setup = time.perf_counter() - run.started
+        traces = loop(run)
+        if run.main:
+            finish(run, seconds_setup, traces)
     run.accelerator.wait_for_everyone()
     return run.folder
 
@@ -160,7 +162,7 @@ def loop(run: Run) -> list[Path]:
             row = {"loss": value, "lr": lr, "seconds": round(run.seconds[-1], 6)}
             row |= {} if norm is None else {"grad_norm": norm.item()}
             append_metrics(run.folder, {"step": step + 1, "epoch": step // plan.steps_per_epoch, **row})
-            run.board.scalars(step + 1, row)
+            run.trackers.scalars(step + 1, row)
             line.update(step + 1, value, run.seconds[-1])
             if step + 1 < run.steps and due(config.checkpoint.every, step + 1):
                 run.save(step + 1)
@@ -179,24 +181,26 @@ def finish(run: Run, seconds_setup: float, traces: list[Path]) -> None:
     """Save, export, then look: what is trained is safe before the last pictures are drawn."""
     run.save(run.steps)
     with run.stages.stage("save"):
-        metadata = checkpoint.metadata_of(run.config, run.steps)
+        metadata = checkpoint.metadata_of(shareable(run.config), run.steps)
         output = run.config.adapter.export(run.transformer, run.folder, metadata)
     eval_after = run.evaluate(run.steps)
     run.validate(run.steps)
-    run.board.close()
-    trainable = sum(parameter.numel() for parameter in run.core.parameters)
-    more: dict[str, Any] = {
-        "trainable_parameters": trainable,
+    processes = run.accelerator.num_processes
+    summary = summarise(run.config, run.folder, run.device, run.stages, run.seconds, run.steps, processes)
+    summary |= {
+        "seconds_total": round(time.perf_counter() - run.started, 2),
+        "seconds_setup": round(seconds_setup, 2),
+        "trainable_parameters": sum(parameter.numel() for parameter in run.core.parameters),
         "total_parameters": run.total,
         "eval_loss_before": (read_json_or_none(run.folder / EVALUATION) or {}).get("eval_loss"),
         "eval_loss_after": eval_after,
         "output": str(output),
     }
-    summary = summarise(run.config, run.folder, run.device, run.stages, run.seconds, run.steps)
-    summary["samples_per_second"] = round(summary["samples_per_second"] * run.accelerator.num_processes, 4)
-    summary |= {"seconds_total": round(time.perf_counter() - run.started, 2), "seconds_setup": round(seconds_setup, 2)}
-    checkpoint.write_json(run.folder / SUMMARY, summary | more)
-    tell_results(summary | more, run.folder, profile_folder(run.config), traces)
+    checkpoint.write_json(run.folder / SUMMARY, summary)  # again below: a tracker may take minutes to close
+    write_card(run.folder, run.config, summary, run.prepared)
+    places = run.trackers.finish(summary)
+    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": run.trackers.warnings})
+    tell_results(summary, run.folder, profile_folder(run.config), traces, places)
 
 
 def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
@@ -239,7 +243,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
         core=core,
         feed=Feed(prepared.text, prepared.latents, config.train.seed, accelerator.device),
         previews=Previews(here, prepared.requests, prepared.text, folder / "samples"),
-        board=TensorBoard(profile_folder(config), config, saved.step if saved else 0),
+        trackers=open_trackers(config, folder, saved.step if saved else 0, accelerator.is_main_process),
         start=saved.step if saved else 0,
         steps=steps,
         total=total,

@@ -12,8 +12,8 @@ PACKAGE = ROOT / "simpletune"
 # Who may import whom: a module may import from its own layer and from those below (a higher number).
 LAYERS = [
     {"__main__", "scripts"},
-    {"train", "generate", "explain", "reading", "problems", "generate_arguments", "compare"},
-    {"validation", "summary", "checkpoint", "runs", "tracking", "step", "places", "results"},
+    {"train", "generate", "explain", "reading", "problems", "generate_arguments", "compare", "push"},
+    {"validation", "summary", "checkpoint", "runs", "trackers", "card", "step", "places", "results"},
     {"feed", "prepare", "sampling"},
     {"config", "devices", "profiling"},
     {"demo", "data", "models", "adapters", "quant", "optim"},

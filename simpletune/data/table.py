@@ -89,7 +89,7 @@ class Table(Source):
 
     def _fetched(self) -> Path:
         """The parquet files of a data set on the hub."""
-        from simpletune.models.hub import data_set_folder
+        from simpletune.models.hub_files import data_set_folder
 
         return data_set_folder(self.path, [f"*{self.split}*.parquet", f"**/*{self.split}*.parquet"])
 

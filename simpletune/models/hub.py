@@ -1,89 +1,200 @@
-"""Where model parts come from: a local diffusers folder, or only the needed files of a hub repository."""
+"""Model parts from the hub: which files are needed, whether they fit on the disk, and where they lie."""
 
 from __future__ import annotations
 
 import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
+from simpletune.models.hub_download import HubFile, Repository, fetch_file
+from simpletune.models.hub_errors import Unreachable, clear_errors
+from simpletune.models.weights import NAMES, weight_files
 from simpletune.options import UserError
+from simpletune.terminal import say
 
 HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
-PATTERNS = ("*.json", "*.txt", "*.model", "*.safetensors")
+DESCRIPTIONS = (".json", ".txt", ".model")
+LAST = ("config.json", "tokenizer_config.json", "scheduler_config.json")  # fetched last: a part that has it is whole
+ALONE = ("transformer", "vae")  # parts that may be a repository of their own
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class HubPart:
+    """A part of a pipeline on the hub.
+
+    Args:
+        repository: that holds it.
+        part: the sub-folder (``transformer``, ``tokenizer_2``, ...).
+        weights: whether its weights are needed, or only its configuration.
+    """
+
+    repository: Repository
+    part: str
+    weights: bool
+
+
+_FETCHED: dict[HubPart, Path] = {}
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a name is a hub repository (owner/name) rather than a folder."""
-    return not Path(name).exists() and HUB_NAME.match(name) is not None
+    """Whether a name is a hub repository (owner/name) rather than a folder or file."""
+    return not Path(name).exists() and not name.endswith(".safetensors") and HUB_NAME.match(name) is not None
 
 
-def part_folder(name: str, part: str, revision: str | None = None) -> Path:
-    """The local folder of one part of a pipeline (``transformer``, ``vae``, ``tokenizer_2``, ...).
+def part_folder(part: HubPart) -> Path:
+    """The local folder of a part on the hub, fetched if need be.
+
+    Raises:
+        UserError: the repository has no such part, or cannot be reached.
+    """
+    if part not in _FETCHED:
+        fetch([part])
+    return _FETCHED[part]
+
+
+def fetch(parts: Sequence[HubPart]) -> None:
+    """Fetch parts that are not in the hub's cache, after a look at the disk: all of them fit, or none is begun.
+
+    Raises:
+        UserError: a part does not exist, the disk is too small, or the hub is silent and the cache is not whole.
+    """
+    folders: dict[HubPart, Path] = {}
+    wanted: list[HubFile] = []
+    for part in dict.fromkeys(parts):
+        try:
+            files = needed(part, listing(part.repository))
+        except Unreachable as reason:
+            folders[part] = _part_in_cache(part, reason)
+        else:
+            folders[part] = files[0].place.parent
+            wanted += files
+    fetch_files(wanted)
+    _FETCHED.update(folders)
+
+
+def needed(part: HubPart, files: Sequence[HubFile]) -> list[HubFile]:
+    """The files of a part in the order of fetching: no other precisions, no other frameworks.
+
+    Raises:
+        UserError: the repository has no such part, or no weights for it.
+    """
+    name, prefix = part.repository.name, f"{part.part}/"
+    if not any(file.path.startswith(prefix) for file in files):
+        if part.part not in ALONE or not any(file.path == "config.json" for file in files):
+            held = ", ".join(sorted({f.path.split("/")[0] for f in files if "/" in f.path})) or "no folders"
+            raise UserError(f"{name} has no {prefix} folder (diffusers' layout) but {held}. Name an SD3 pipeline")
+        prefix = ""
+    inside = {file.path.removeprefix(prefix): file for file in files if file.path.startswith(prefix)}
+    inside = {path: file for path, file in inside.items() if "/" not in path}
+    chosen = [file for path, file in inside.items() if path.endswith(DESCRIPTIONS) and ".fp16." not in path]
+    if part.weights:
+        weights = _weights(inside)
+        if not weights:
+            raise UserError(f"{name}: {prefix or 'it'} holds no {NAMES[0]}.safetensors but {', '.join(inside)}")
+        chosen = weights + chosen
+    return sorted(chosen, key=lambda file: (file.path.endswith(LAST), not file.path.endswith(".safetensors")))
+
+
+def _weights(inside: dict[str, HubFile]) -> list[HubFile]:
+    """The weight files that ``weight_files`` will read: the shards if there is an index, else the single file."""
+    for name in NAMES:
+        shards = [file for path, file in inside.items() if re.fullmatch(rf"{name}-\d+-of-\d+\.safetensors", path)]
+        if f"{name}.safetensors.index.json" in inside and shards:
+            return shards
+        if f"{name}.safetensors" in inside:
+            return [inside[f"{name}.safetensors"]]
+    return []
+
+
+def fetch_files(files: Sequence[HubFile]) -> None:
+    """Fetch what is not here yet, if it fits; note which commit is here, for later without a network.
+
+    Raises:
+        UserError: the disk is too small, or a file cannot be fetched.
+    """
+    from huggingface_hub import constants
+
+    missing = [file for file in files if not file.place.exists()]
+    require_space(missing)
+    for file in missing:
+        fetch_file(file)
+    for repository, commit in dict.fromkeys((file.repository, file.commit) for file in files):
+        note = repository.cache / "refs" / (repository.revision or constants.DEFAULT_REVISION)
+        if note.name != commit and (not note.exists() or note.read_text() != commit):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(commit)
+
+
+def require_space(files: Sequence[HubFile]) -> None:
+    """Refuse a download that does not fit on the disk.
 
     Args:
-        name: a local diffusers folder, or a hub repository of which only this part is fetched.
-        part: the part's sub-folder.
-        revision: branch, tag or commit on the hub.
+        files: still to fetch.
 
     Raises:
-        UserError: the folder or the repository has no such part, or cannot be reached.
+        UserError: with the bytes needed and free.
     """
-    if is_hub_name(name):
-        return _fetch(name, [f"{part}/{pattern}" for pattern in PATTERNS], revision) / part
-    folder = Path(name) / part
-    if not folder.is_dir():
-        raise UserError(f"{name} has no {part}/ folder. Give a folder in diffusers' layout, or a hub name (owner/name)")
-    return folder
+    if not files:
+        return
+    size, cache = sum(file.size - file.begun for file in files), files[0].repository.cache.parent
+    free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
+    names = ", ".join(dict.fromkeys(file.repository.name for file in files))
+    if size > free:
+        t5 = sum(file.size for file in files if file.path.startswith("text_encoder_3/"))
+        remedy = f", or set model.t5=false (saves {t5 / GB:.1f} GB)" if t5 else ""
+        raise UserError(
+            f"{names}: {size / GB:.2f} GB are to be fetched, {free / GB:.2f} GB are free at {cache}. "
+            f"Free {(size - free) / GB:.2f} GB, set HF_HOME to a larger disk{remedy}"
+        )
+    say(f"fetching {size / GB:.2f} GB in {len(files)} files from {names} to {cache} ({free / GB:.0f} GB free)")
 
 
-def part_file(name: str, file: str, revision: str | None = None) -> Path:
-    """One file of a hub repository, fetched if need be.
+@lru_cache(maxsize=16)
+def listing(repository: Repository) -> tuple[HubFile, ...]:
+    """Ask the hub what a repository holds.
 
     Raises:
-        UserError: the repository has no such file, or cannot be reached.
+        UserError: the hub does not answer, or not with a listing.
     """
-    path = _fetch(name, [file], revision) / file
-    if not path.exists():
-        raise UserError(f"{name} has no {file}")
-    return path
+    from huggingface_hub import HfApi, constants
 
-
-def data_set_folder(name: str, patterns: list[str]) -> Path:
-    """The local folder of a data set's files that fit the patterns, fetched from the hub if need be.
-
-    Raises:
-        UserError: there is no such data set, or it cannot be reached.
-    """
-    return _fetch(name, patterns, None, kind="dataset")
-
-
-def _fetch(name: str, patterns: list[str], revision: str | None, kind: str = "model") -> Path:
-    """Fetch files of a repository into the hub's cache; those in other precisions (``.fp16.``) are left out."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
+    with clear_errors(repository):
+        info = HfApi().repo_info(
+            repository.name,
+            repo_type=repository.kind,
+            revision=repository.revision,
+            files_metadata=True,
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
+        )
+    return tuple(
+        HubFile(repository, info.sha or "", each.rfilename, each.size or 0, each.lfs.sha256 if each.lfs else None)
+        for each in getattr(info, "siblings", None) or ()
     )
 
-    try:
-        folder = snapshot_download(
-            name, repo_type=kind, revision=revision, allow_patterns=patterns, ignore_patterns=["*.fp16*"]
-        )
-    except GatedRepoError:
-        raise UserError(
-            f"{name} is gated. Accept its licence on its page, then log in with `hf auth login` or set HF_TOKEN"
-        ) from None
-    except RepositoryNotFoundError:
-        raise UserError(
-            f"{name} was not found on the hub (or it is private). Check the name, or log in with `hf auth login`"
-        ) from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
-        raise UserError(
-            f"{name} is not in the local cache and the hub cannot be reached ({type(error).__name__}). "
-            "Check the network, or give a local folder as model.pretrained"
-        ) from None
-    except HfHubHTTPError as error:
-        raise UserError(f"{name}: the hub answered {error}. Try again later, or give a local folder") from None
-    return Path(folder)
+
+def snapshot(repository: Repository) -> Path:
+    """The folder in the cache of what was last fetched whole."""
+    from huggingface_hub import constants
+
+    revision = repository.revision or constants.DEFAULT_REVISION
+    note = repository.cache / "refs" / revision
+    return repository.cache / "snapshots" / (note.read_text().strip() if note.is_file() else revision)
+
+
+def _part_in_cache(part: HubPart, reason: UserError) -> Path:
+    """The part's folder in the cache, if it is whole; else the reason why it cannot be fetched."""
+    here = snapshot(part.repository)
+    for folder in (here / part.part, *([here] if part.part in ALONE else [])):
+        if any((folder / name).exists() for name in LAST):
+            try:
+                if part.weights:
+                    weight_files(folder)
+            except UserError:
+                break
+            say(f"{part.repository.name}: the hub is not asked or does not answer; {part.part} comes from the cache")
+            return folder
+    raise reason

@@ -6,17 +6,17 @@ width, p = 2048 pooled width (for SD3 Medium; other sizes follow from the config
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from simpletune.models.hub import is_hub_name, part_folder
+from simpletune.models import sd3_sources
+from simpletune.models.hub import fetch, is_hub_name
+from simpletune.models.parts import Part, load_autoencoder
 from simpletune.models.sd3_shapes import Shape, parameter_shapes, sd3_medium_config
-from simpletune.models.weights import fingerprint
-from simpletune.options import Option, Problem, UserError
+from simpletune.models.single_file import open_file
+from simpletune.options import Option, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -29,64 +29,46 @@ SD3_MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
 
 
 class SD3(Option):
-    """Stable Diffusion 3 and 3.5 Medium, in diffusers' folder layout."""
+    """Stable Diffusion 3 and 3.5 Medium, as a folder in diffusers' layout, a single file, or from the hub."""
 
     family: Literal["sd3"] = "sd3"
     """Stable Diffusion 3 (MMDiT)."""
     pretrained: Annotated[str, Field(min_length=1)] = SD3_MEDIUM
-    """A hub name (owner/name), a local folder in diffusers' layout, or demo:tiny-sd3."""
+    """A hub name (owner/name), a folder in diffusers' layout, a single .safetensors file, or demo:tiny-sd3."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Start the transformer from its weights, or from random ones (training from scratch; only its config is read)."""
     transformer: str | None = None
-    """Another transformer: its folder, or a pipeline's folder or hub name that holds one."""
+    """Another transformer: its folder or single file, or a pipeline's folder or hub name that holds one."""
     vae: str | None = None
     """Another autoencoder: its folder, or a pipeline's folder or hub name that holds one."""
     text_encoders: str | None = None
-    """A pipeline's folder or hub name to take tokenizers and text encoders from."""
+    """A pipeline's folder or hub name for tokenizers and text encoders; with a single file, for what it lacks."""
     t5: bool = True
     """Use the T5 text encoder; without it its part of the prompt is zeros (saves 9.5 GB of download)."""
     t5_length: Annotated[int, Field(ge=1, le=512)] = 256
     """Tokens of the T5 prompt; 77 to 256 are in use."""
 
     def problems(self) -> Iterator[Problem]:
-        """Parts that are neither local folders nor hub names, and local folders that lack a part."""
-        for field in ("pretrained", "transformer", "vae", "text_encoders"):
-            value = getattr(self, field)
-            if value is None or is_hub_name(value):
-                continue
-            if not Path(value).is_dir():
-                yield Problem(f"model.{field}", f"{value} is not a folder, nor a hub name (owner/name). Check the path")
-        if not is_hub_name(self.pretrained) and Path(self.pretrained).is_dir():
-            for part in self._parts_of_pretrained():
-                if not (Path(self.pretrained) / part).is_dir():
-                    yield Problem("model.pretrained", f"{self.pretrained} has no {part}/ folder (diffusers' layout)")
+        """Parts that are nowhere, and files that cannot be read; nothing is built or fetched."""
+        yield from sd3_sources.problems(self)
 
-    def _parts_of_pretrained(self) -> list[str]:
-        """The sub-folders that the pretrained pipeline must hold."""
-        parts = ["scheduler"]
-        parts += ["transformer"] if self.transformer is None else []
-        parts += ["vae"] if self.vae is None else []
-        if self.text_encoders is None:
-            for suffix in ("", "_2", "_3") if self.t5 else ("", "_2"):
-                parts += [f"tokenizer{suffix}", f"text_encoder{suffix}"]
-        return parts
-
-    def folder(self, part: str) -> Path:
-        """The local folder of a part (``transformer``, ``vae``, ``scheduler``, ``tokenizer_2``), fetched if need be.
+    def part(self, name: str) -> Part:
+        """Where a part is (``transformer``, ``vae``, ``scheduler``, ``tokenizer_2``), fetched if need be.
 
         Raises:
             UserError: it is not there, or cannot be fetched.
         """
-        override = {"transformer": self.transformer, "vae": self.vae}.get(part)
-        if override is None and part.startswith(("tokenizer", "text_encoder")):
-            override = self.text_encoders
-        if override is None:
-            return part_folder(self.pretrained, part, self.revision)
-        if (Path(override) / "config.json").exists():
-            return Path(override)
-        return part_folder(override, part)
+        return sd3_sources.locate(self, name)
+
+    def fetch(self) -> None:
+        """Fetch every part that comes from the hub, after a look at the disk.
+
+        Raises:
+            UserError: they do not fit, or cannot be fetched.
+        """
+        fetch(sd3_sources.hub_parts(self))
 
     def transformer_config(self, fetch: bool = True) -> dict[str, Any] | None:
         """The transformer's ``config.json``.
@@ -97,11 +79,8 @@ class SD3(Option):
         name = self.transformer or self.pretrained
         if not fetch and is_hub_name(name):
             return sd3_medium_config() if name == SD3_MEDIUM else None
-        file = self.folder("transformer") / "config.json"
-        try:
-            return json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file} cannot be read ({error}). It describes the transformer") from None
+        part = self.part("transformer")
+        return part.config() if part.file is None else open_file(part.file).transformer_config
 
     def shapes(self, fetch: bool = True) -> Mapping[str, Shape] | None:
         """Parameters of the transformer and their shapes, without torch; None if they are not known without a fetch."""
@@ -123,23 +102,16 @@ class SD3(Option):
 
         config = self.transformer_config()
         assert config is not None
-        source = None if self.init == "random" else self.folder("transformer")
-        return load(config, source, precision, device, seed)
+        part = self.part("transformer")
+        return load(config, None if self.init == "random" else part.file or part.folder, precision, device, seed)
 
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The autoencoder (AutoencoderKL, or AutoencoderTiny), frozen."""
-        import diffusers
-
-        folder = self.folder("vae")
-        name = json.loads((folder / "config.json").read_text())["_class_name"]
-        if name not in ("AutoencoderKL", "AutoencoderTiny"):
-            raise UserError(f"model.vae: {folder} holds a {name}; SD3 needs an AutoencoderKL or AutoencoderTiny")
-        vae = getattr(diffusers, name).from_pretrained(folder, dtype=dtype, local_files_only=True)
-        return vae.to(device).eval().requires_grad_(False)
+        return load_autoencoder(self.part("vae"), dtype).to(device).eval().requires_grad_(False)
 
     def vae_fingerprint(self) -> str:
         """A short name for the autoencoder's content."""
-        return fingerprint(self.folder("vae"))
+        return self.part("vae").fingerprint()
 
     def encode_pictures(self, vae: Any, pixels: Tensor) -> Tensor:
         """Pictures [b, 3, 8h, 8w] in -1..1 to latents [b, c, h, w], fp32: the posterior's mode, shifted, scaled."""
@@ -159,13 +131,13 @@ class SD3(Option):
 
         config = self.transformer_config()
         assert config is not None
-        return Prompts(self.folder, self.t5_length, self.t5, config["joint_attention_dim"], dtype)
+        return Prompts(self.part, self.t5_length, self.t5, config["joint_attention_dim"], dtype)
 
     def scheduler(self) -> Any:
         """The sampler's schedule of noise levels (diffusers' FlowMatchEulerDiscreteScheduler)."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        return FlowMatchEulerDiscreteScheduler.from_pretrained(self.folder("scheduler"), local_files_only=True)
+        return FlowMatchEulerDiscreteScheduler.from_config(self.part("scheduler").config())
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """(c, h, w) of the latents of a picture in pixels."""

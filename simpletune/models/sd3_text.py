@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simpletune.models.weights import fingerprint
+from simpletune.models.parts import Part, load_text_model
 
 
 @dataclass(frozen=True)
@@ -37,26 +37,31 @@ class Prompts:
     """The text side of a pipeline.
 
     Args:
-        folder: gives the local folder of a part by its name.
+        part: gives the place of a part by its name.
         t5_length: tokens of the T5 part.
         t5: whether T5 is used; if not, its part is zeros.
         width: e, the width of the prompt's embedding.
         dtype: the type in which encoders run and embeddings are kept.
     """
 
-    def __init__(self, folder: Callable[[str], Path], t5_length: int, t5: bool, width: int, dtype: torch.dtype):
-        self.folder, self.t5_length, self.t5, self.width, self.dtype = folder, t5_length, t5, width, dtype
+    def __init__(self, part: Callable[[str], Part], t5_length: int, t5: bool, width: int, dtype: torch.dtype):
+        self.part, self.t5_length, self.t5, self.width, self.dtype = part, t5_length, t5, width, dtype
 
     @property
     def encoders(self) -> tuple[Encoder, ...]:
         """The encoders in use."""
         return ENCODERS if self.t5 else ENCODERS[:2]
 
+    def _tokenizer_folder(self, encoder: Encoder) -> Path:
+        folder = self.part(encoder.tokenizer).folder
+        assert folder is not None  # no single file holds tokenizers
+        return folder
+
     def fingerprint(self, encoder: Encoder) -> str:
         """What an encoder's output depends on, beside the prompt: weights, tokenizer, length, type."""
         length = f"-{self.t5_length}" if encoder.is_t5 else ""
-        tokens = _folder_hash(self.folder(encoder.tokenizer))
-        weights = fingerprint(self.folder(encoder.model))
+        tokens = _folder_hash(self._tokenizer_folder(encoder))
+        weights = self.part(encoder.model).fingerprint()
         return f"{encoder.name}-{weights}-{tokens}-{str(self.dtype).removeprefix('torch.')}{length}"
 
     def encode(
@@ -68,9 +73,9 @@ class Prompts:
             For each prompt ``hidden`` [L or T, width], for CLIP also ``pooled`` [width], and ``tokens`` [1]: how many
             tokens the prompt has, before it was cut to the encoder's length.
         """
-        tokenizer = _tokenizer(encoder, self.folder(encoder.tokenizer))
+        tokenizer = _tokenizer(encoder, self._tokenizer_folder(encoder))
         length = self.t5_length if encoder.is_t5 else tokenizer.model_max_length
-        model = _text_model(encoder, self.folder(encoder.model), self.dtype).to(device)
+        model = load_text_model(self.part(encoder.model), self.dtype).eval().to(device)
         for start in range(0, len(prompts), batch_size):
             batch = prompts[start : start + batch_size]
             counts = [len(ids) for ids in tokenizer(batch).input_ids]
@@ -106,15 +111,6 @@ def _tokenizer(encoder: Encoder, folder: Path) -> Any:
     from transformers import CLIPTokenizer, T5TokenizerFast
 
     return (T5TokenizerFast if encoder.is_t5 else CLIPTokenizer).from_pretrained(folder, local_files_only=True)
-
-
-def _text_model(encoder: Encoder, folder: Path, dtype: torch.dtype) -> Any:
-    from transformers import CLIPTextModelWithProjection, T5EncoderModel
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    kind = T5EncoderModel if encoder.is_t5 else CLIPTextModelWithProjection
-    return kind.from_pretrained(folder, dtype=dtype, local_files_only=True, use_safetensors=True).eval()
 
 
 def _encode_clip(model: Any, ids: Tensor) -> dict[str, Tensor]:

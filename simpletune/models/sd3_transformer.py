@@ -12,6 +12,7 @@ from accelerate import init_empty_weights
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
+from simpletune.models.single_file import OriginalReader
 from simpletune.models.weights import WeightReader, own_tensors, set_tensor, to_device, weight_files
 from simpletune.options import UserError
 from simpletune.quant.precision import WeightPrecision
@@ -73,7 +74,7 @@ def load(
 
     Args:
         config: the transformer's ``config.json``.
-        source: the folder of its weights; None for random ones.
+        source: the folder of its weights, or a single file in the original layout; None for random ones.
         precision: how weights are held; a quantised layer replaces its linear as soon as that is loaded.
         device: where to.
         seed: for random weights.
@@ -81,7 +82,7 @@ def load(
     Raises:
         UserError: tensors are missing, unexpected, or of another shape.
     """
-    tensors: TensorSource = RandomTensors(config, seed) if source is None else WeightReader(weight_files(source))
+    tensors: TensorSource = RandomTensors(config, seed) if source is None else _open(source)
     with init_empty_weights():
         model = SD3Transformer2DModel.from_config(config)
     _compare(model, tensors, source)
@@ -98,6 +99,10 @@ def load(
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, precision.convert(module))
     return model.eval().requires_grad_(False)
+
+
+def _open(source: Path) -> TensorSource:
+    return OriginalReader(source) if source.is_file() else WeightReader(weight_files(source))
 
 
 def _compare(model: nn.Module, tensors: TensorSource, source: Path | None) -> None:

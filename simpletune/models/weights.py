@@ -74,13 +74,30 @@ def fingerprint(folder: Path) -> str:
     for file in weight_files(folder):
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}".encode())
-        with open(file, "rb") as handle:
-            for number in range(SAMPLED_CHUNKS):
-                handle.seek(number * max(size - CHUNK, 0) // (SAMPLED_CHUNKS - 1))
-                digest.update(handle.read(CHUNK))
-                if size <= CHUNK:
-                    break
+        _hash_samples(digest, file, 0, size)
     return digest.hexdigest()[:16]
+
+
+def fingerprint_of_range(file: Path, about: str, start: int, end: int) -> str:
+    """A short name for the bytes from ``start`` to ``end`` of a file, sampled as ``fingerprint`` does.
+
+    Args:
+        about: what else counts: names, types, shapes.
+    """
+    digest = hashlib.sha256(f"{about}:{end - start}".encode())
+    _hash_samples(digest, file, start, end)
+    return digest.hexdigest()[:16]
+
+
+def _hash_samples(digest: Any, file: Path, start: int, end: int) -> None:
+    """Chunks from all over a part of a file."""
+    size = end - start
+    with open(file, "rb") as handle:
+        for number in range(SAMPLED_CHUNKS):
+            handle.seek(start + number * max(size - CHUNK, 0) // (SAMPLED_CHUNKS - 1))
+            digest.update(handle.read(min(CHUNK, size)))
+            if size <= CHUNK:
+                break
 
 
 class WeightReader:

@@ -1,0 +1,51 @@
+"""Single files and data sets from the hub, by the same means as the parts of a model."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from pathlib import Path
+
+from simpletune.models.hub import fetch_files, listing, snapshot
+from simpletune.models.hub_download import Repository
+from simpletune.models.hub_errors import Unreachable
+from simpletune.options import UserError
+
+
+def repository_file(name: str, file: str, revision: str | None = None) -> Path:
+    """One file of a hub repository, fetched if need be.
+
+    Raises:
+        UserError: the repository has no such file, or cannot be reached.
+    """
+    repository = Repository(name, revision)
+    try:
+        found = [each for each in listing(repository) if each.path == file]
+    except Unreachable as reason:
+        if not (place := snapshot(repository) / file).exists():
+            raise reason from None
+        return place
+    if not found:
+        raise UserError(f"{name} has no {file}. Check the name")
+    fetch_files(found)
+    return found[0].place
+
+
+def data_set_folder(name: str, patterns: list[str]) -> Path:
+    """The local folder of a data set's files that fit the patterns, fetched from the hub if need be.
+
+    Raises:
+        UserError: there is no such data set, or it cannot be reached.
+    """
+    repository = Repository(name, kind="dataset")
+    try:
+        held = listing(repository)
+    except Unreachable as reason:
+        if not snapshot(repository).is_dir():
+            raise reason from None
+        return snapshot(repository)
+    found = [file for file in held if any(fnmatch(file.path, pattern) for pattern in patterns)]
+    if not found:
+        first = ", ".join(file.path for file in held[:8]) or "nothing"
+        raise UserError(f"{name} has no file that fits {' or '.join(patterns)}. It holds {first}")
+    fetch_files(found)
+    return repository.cache / "snapshots" / found[0].commit

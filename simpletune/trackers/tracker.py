@@ -1,0 +1,33 @@
+"""What every tracker offers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Json = dict[str, Any]
+
+
+class Tracker(Protocol):
+    """Shows a run: any of its methods may fail, which switches it off (``Trackers``)."""
+
+    @property
+    def place(self) -> str:
+        """Where to look, in words."""
+
+    def config(self, values: Json) -> None:
+        """Log the run's configuration, once."""
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Log numbers at a step."""
+
+    def picture(self, step: int, name: str, image: Image) -> None:
+        """Log a picture at a step."""
+
+    def summary(self, values: Json) -> None:
+        """Log what the run was, at its end."""
+
+    def close(self, failed: bool) -> None:
+        """Flush and close."""

@@ -1,0 +1,528 @@
+"""Pictures and captions as people have them: buckets, caption sources, odd files, and what is said about bad ones."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from simpletune.data.buckets import bucket_sizes, covering_size, nearest_bucket
+from simpletune.data.folder import Folder, read_metadata
+from simpletune.data.pictures import MAX_PIXELS, UnusablePicture, cut, decode, picture_size
+from simpletune.data.plan import make_samples
+from simpletune.data.source import Picture
+from simpletune.options import UserError
+from simpletune.prepare import report_rejected
+
+TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.swapaxes(0, 1),
+    6: lambda a: a.swapaxes(0, 1)[:, ::-1],
+    7: lambda a: a.swapaxes(0, 1)[::-1, ::-1],
+    8: lambda a: a.swapaxes(0, 1)[::-1],
+}
+"""What a viewer must do with the stored pixels for each EXIF orientation (TIFF 6.0)."""
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def rotated(orientation: int, kind: str, width: int = 24, height: int = 16) -> bytes:
+    """A picture that says in its EXIF how to hold it."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encoded(noise(width, height), kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG of any size in a few bytes."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = chunk(b"IDAT", zlib.compress(bytes(100)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b"")
+
+
+def put(path: Path, files: dict[str, bytes | str]) -> Path:
+    """A folder with these files."""
+    for name, content in files.items():
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def captions(path: Path, **options: object) -> dict[str, str]:
+    scan = Folder(path=str(path), **options).scan(path)
+    assert scan.rejected == []
+    return {picture.name: picture.caption for picture in scan.pictures}
+
+
+def reasons(path: Path, **options: object) -> dict[str, str]:
+    return {each.name: each.reason for each in Folder(path=str(path), **options).scan(path).rejected}
+
+
+PICTURE = encoded(noise(8, 8))
+
+
+# Buckets
+
+
+@pytest.mark.parametrize(("resolution", "max_aspect"), [(1024, 4.0), (512, 2.0), (256, 8.0), (64, 4.0), (48, 1.0)])
+def test_buckets_have_steps_of_16_equal_area_and_bounded_aspect(resolution: int, max_aspect: float) -> None:
+    sizes = bucket_sizes(resolution, max_aspect)
+    assert (resolution, resolution) in sizes
+    assert set(sizes) == {(height, width) for width, height in sizes}
+    for width, height in sizes:
+        assert width % 16 == height % 16 == 0
+        assert max(width / height, height / width) <= max_aspect
+        assert resolution**2 - 16 * max(width, height) < width * height <= resolution**2
+
+
+@pytest.mark.parametrize(
+    ("picture", "bucket"),
+    [((300, 200), (80, 48)), ((10, 12), (64, 64)), ((1, 9), (32, 128)), ((9000, 1), (128, 32)), ((1, 1), (64, 64))],
+)
+def test_nearest_bucket_by_hand(picture: tuple[int, int], bucket: tuple[int, int]) -> None:
+    assert nearest_bucket(picture, 64, 4.0) == bucket
+
+
+@pytest.mark.parametrize("size", [(1605, 3400), (3400, 1605), (4032, 3024), (1920, 1080), (1000, 1000)])
+def test_pictures_keep_their_aspect_in_buckets_and_lose_it_only_when_asked(size: tuple[int, int]) -> None:
+    picture = Picture("a.jpg", "a", size, "0" * 64, bytes)
+    (bucketed,) = make_samples([picture], Folder(path="x", resolution=1024))
+    assert bucketed.bucket[0] / bucketed.bucket[1] == pytest.approx(size[0] / size[1], rel=0.02)
+    (square,) = make_samples([picture], Folder(path="x", resolution=1024, aspect="square"))
+    assert square.bucket == (1024, 1024)
+
+
+@pytest.mark.parametrize(
+    ("picture", "bucket", "covering"),
+    [
+        ((200, 100), (64, 64), (128, 64)),
+        ((100, 200), (64, 64), (64, 128)),
+        ((10, 10), (80, 48), (80, 80)),
+        ((1605, 3400), (704, 1488), (704, 1491)),
+        ((64, 64), (64, 64), (64, 64)),
+    ],
+)
+def test_covering_size_by_hand(picture: tuple[int, int], bucket: tuple[int, int], covering: tuple[int, int]) -> None:
+    assert covering_size(picture, bucket) == covering
+
+
+@pytest.mark.parametrize(
+    ("resolution", "message"), [(1000, "not a multiple of 16. Use 992 or 1008"), (40, "Use 32 or 48")]
+)
+def test_resolution_must_be_a_multiple_of_16(resolution: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Folder(path="x", resolution=resolution)
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", TURNS)
+def test_exif_orientation(orientation: int, kind: str) -> None:
+    data = rotated(orientation, kind)
+    upright = TURNS[orientation](np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+    picture = decode(data)
+    assert picture_size(data) == picture.size == (upright.shape[1], upright.shape[0])
+    np.testing.assert_array_equal(np.asarray(picture), upright)
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 300])
+def test_an_orientation_that_does_not_exist_is_no_orientation(orientation: int) -> None:
+    data = rotated(orientation, "JPEG")
+    assert picture_size(data) == decode(data).size == (24, 16)
+
+
+def test_alpha_is_flattened_on_white() -> None:
+    pixels = np.array([[[255, 0, 0, 255], [255, 0, 0, 0], [0, 0, 255, 51]]], dtype=np.uint8)
+    expected = [[[255, 0, 0], [255, 255, 255], [204, 204, 255]]]  # a fifth of blue over white
+    np.testing.assert_array_equal(np.asarray(decode(encoded(Image.fromarray(pixels)))), expected)
+
+
+def test_grey_with_alpha_is_flattened_on_white() -> None:
+    image = Image.fromarray(np.array([[[0, 255], [0, 0], [100, 255]]], dtype=np.uint8), "LA")
+    np.testing.assert_array_equal(np.asarray(decode(encoded(image)))[0, :, 1], [0, 255, 100])
+
+
+def test_palette_with_and_without_a_transparent_entry() -> None:
+    image = Image.new("P", (3, 1))
+    image.putpalette([10, 20, 30, 40, 50, 60, 70, 80, 90])
+    image.putdata([0, 1, 2])
+    opaque = [[10, 20, 30], [40, 50, 60], [70, 80, 90]]
+    np.testing.assert_array_equal(np.asarray(decode(encoded(image)))[0], opaque)
+    clear = np.asarray(decode(encoded(image, transparency=1)))[0]
+    np.testing.assert_array_equal(clear, [opaque[0], [255, 255, 255], opaque[2]])
+
+
+@pytest.mark.parametrize(("transparency", "first"), [({}, 0), ({"transparency": 0}, 255)])
+def test_16_bit_grey_is_scaled_not_clipped(transparency: dict[str, int], first: int) -> None:
+    image = Image.fromarray(np.array([[0, 257 * 64, 65534, 65535]], dtype=np.uint16))
+    picture = decode(encoded(image, **transparency))
+    assert picture.mode == "RGB"
+    np.testing.assert_array_equal(np.asarray(picture)[0, :, 0], [first, 64, 254, 255])
+
+
+def test_cmyk_becomes_rgb() -> None:
+    image = Image.new("CMYK", (8, 8), (255, 0, 0, 0))
+    picture = decode(encoded(image, "JPEG", quality=100))
+    assert picture.mode == "RGB"
+    np.testing.assert_allclose(np.asarray(picture)[4, 4], [0, 255, 255], atol=3)
+
+
+@pytest.mark.parametrize("mode", ["1", "L"])
+def test_grey_and_black_and_white_become_rgb(mode: str) -> None:
+    image = Image.fromarray(np.array([[0, 255]], dtype=np.uint8)).convert(mode)
+    np.testing.assert_array_equal(np.asarray(decode(encoded(image)))[0], [[0, 0, 0], [255, 255, 255]])
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "the file is empty"),
+        (b"not a picture", "is not a picture that Pillow can read"),
+        (png_header(20_000, 10_000), f"has more than {MAX_PIXELS:,} pixels"),
+    ],
+    ids=["empty", "text", "bomb"],
+)
+def test_what_is_no_picture_is_told_from_its_header(data: bytes, reason: str) -> None:
+    for read in (picture_size, decode):
+        with pytest.raises(UnusablePicture, match=reason):
+            read(data)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_a_truncated_picture_is_damaged_wherever_it_ends(kind: str) -> None:
+    data = rotated(6, kind)
+    refused = 0
+    for length in range(len(data)):
+        try:
+            decode(data[:length])
+        except UnusablePicture:
+            refused += 1
+    assert refused > 0.9 * len(data)  # what follows the pixels may be missing
+    with pytest.raises(UnusablePicture, match="is damaged|can read"):
+        decode(data[: len(data) // 2])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about EXIF
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_flipped_bytes_give_a_reason_never_another_exception(kind: str) -> None:
+    data, draw, refused = rotated(6, kind), np.random.default_rng(1), 0
+    for _ in range(300):
+        broken = bytearray(data)
+        for place in draw.integers(0, min(len(data), draw.choice([100, len(data)])), size=3):
+            broken[place] = draw.integers(256)
+        for read in (picture_size, decode):
+            try:
+                read(bytes(broken))
+            except UnusablePicture:
+                refused += 1
+    assert refused > 0
+
+
+def test_damaged_exif_is_a_reason() -> None:
+    data = rotated(6, "WEBP")
+    place = data.index(b"MM\x00*")
+    with pytest.raises(UnusablePicture, match="is damaged .not a TIFF file"):
+        picture_size(data[:place] + b"XX" + data[place + 2 :])
+
+
+# The cut
+
+
+def test_cut_maps_bytes_to_minus_one_to_one() -> None:
+    image = Image.fromarray(np.array([[[0, 255, 51]] * 16] * 32, dtype=np.uint8))
+    pixels = cut(image, (16, 32))
+    assert pixels.shape == (3, 32, 16)
+    assert pixels.dtype == np.float32
+    np.testing.assert_allclose(pixels[:, 5, 7], [-1.0, 1.0, -0.6], atol=1e-6)
+
+
+@pytest.mark.parametrize(("offset", "left"), [((0.0, 0.0), 0), ((0.5, 0.5), 16), ((0.999, 0.3), 31), ((0.25, 0.9), 8)])
+def test_cut_stands_where_the_offset_says(offset: tuple[float, float], left: int) -> None:
+    """48x16 in a bucket of 16x16: no scaling, 32 spare columns, no spare rows."""
+    image = noise(48, 16)
+    expected = np.asarray(image).astype(np.float32).transpose(2, 0, 1)[:, :, left : left + 16] / 127.5 - 1
+    np.testing.assert_array_equal(cut(image, (16, 16), offset), expected)
+
+
+def test_cut_of_a_tall_picture_takes_the_offset_of_the_height() -> None:
+    image = noise(16, 48)
+    expected = np.asarray(image).astype(np.float32).transpose(2, 0, 1)[:, 8:24] / 127.5 - 1
+    np.testing.assert_array_equal(cut(image, (16, 16), (0.9, 0.25)), expected)
+
+
+def test_cut_centres_by_default_and_mirrors_when_asked() -> None:
+    image = noise(70, 33)
+    centre = cut(image, (32, 32))
+    np.testing.assert_array_equal(centre, cut(image, (32, 32), (0.5, 0.5)))
+    np.testing.assert_array_equal(cut(image, (32, 32), flip=True), centre[:, :, ::-1])
+    assert not np.array_equal(centre, centre[:, :, ::-1])
+
+
+def test_cut_scales_to_cover_the_bucket() -> None:
+    """Left half black, right half white, twice as wide as high: the centre square keeps the edge in its middle."""
+    pixels = np.zeros((50, 100, 3), dtype=np.uint8)
+    pixels[:, 50:] = 255
+    got = cut(Image.fromarray(pixels), (32, 32))
+    np.testing.assert_allclose(got[:, :, :12], -1, atol=0.02)
+    np.testing.assert_allclose(got[:, :, -12:], 1, atol=0.02)
+
+
+@pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1), (1, 1), (3, 4000)])
+def test_the_narrowest_pictures_are_cut_without_scaling_them_whole(
+    size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    resize = Image.Image.resize
+    monkeypatch.setattr(Image.Image, "resize", lambda self, to, *rest: (asked.append(to), resize(self, to, *rest))[1])
+    bucket = nearest_bucket(size, 64, 4.0)
+    pixels = cut(noise(*size), bucket, (0.999, 0.999))
+    assert pixels.shape == (3, bucket[1], bucket[0])
+    assert pixels.std() > 0 or size == (1, 1)
+    assert max(width * height for width, height in asked) <= 8 * 64 * 64
+
+
+def test_what_is_cut_before_scaling_is_what_would_be_cut_after() -> None:
+    """A ramp of 2000 rows, smooth enough for no difference in the order of rounding."""
+    ramp = np.repeat(np.linspace(0, 255, 2000)[:, None], 20, axis=1)
+    image = Image.fromarray(np.repeat(ramp[:, :, None], 3, axis=2).astype(np.uint8))
+    whole = np.asarray(image.resize((32, 3200), Image.Resampling.LANCZOS))[1584:1616] / 127.5 - 1
+    np.testing.assert_allclose(cut(image, (32, 32)), whole.transpose(2, 0, 1), atol=1.01 / 127.5)
+
+
+# Captions
+
+
+def test_captions_from_text_files_beside_the_pictures(tmp_path: Path) -> None:
+    put(
+        tmp_path,
+        {"b.png": PICTURE, "b.txt": "\ufeff a bear \n", "sub/my.cat.png": PICTURE, "sub/my.cat.txt": "Käse ☕"},
+    )
+    assert captions(tmp_path) == {"b.png": "a bear", "sub/my.cat.png": "Käse ☕"}
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_captions_from_metadata(tmp_path: Path, newline: str) -> None:
+    rows = [
+        {"file_name": "b.png", "text": " a bear\u2028with two lines\x85 "},
+        {"file_name": "./sub/c.png", "text": "ice", "more": 1},
+        {"file_name": "elsewhere.png", "text": "not here"},
+    ]
+    text = newline.join(["", *(json.dumps(row, ensure_ascii=False) for row in rows), ""])
+    put(tmp_path, {"b.png": PICTURE, "sub/c.png": PICTURE, "metadata.jsonl": text, "b.txt": "not this"})
+    assert captions(tmp_path) == {"b.png": "a bear\u2028with two lines", "sub/c.png": "ice"}
+
+
+def test_captions_from_file_names(tmp_path: Path) -> None:
+    names = ["a_red-fox  7.png", "emoji 🦊 fox.png", "Größe.JPEG", "UPPER_case.Png"]
+    put(tmp_path, {name: PICTURE for name in names})
+    assert captions(tmp_path) == {
+        "a_red-fox  7.png": "a red fox 7",
+        "emoji 🦊 fox.png": "emoji 🦊 fox",
+        "Größe.JPEG": "Größe",
+        "UPPER_case.Png": "UPPER case",
+    }
+
+
+def test_one_prompt_for_all_needs_no_captions(tmp_path: Path) -> None:
+    put(tmp_path, {"1.png": PICTURE, "2.png": PICTURE, "2.txt": "not this", "metadata.jsonl": "broken"})
+    assert captions(tmp_path, prompt="a photo of sks dog") == dict.fromkeys(["1.png", "2.png"], "a photo of sks dog")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "told"),
+    [
+        ("auto", "from jsonl", "metadata.jsonl"),
+        ("jsonl", "from jsonl", "metadata.jsonl"),
+        ("txt", "from txt", ".txt files"),
+        ("filename", "name here", "the file names"),
+    ],
+)
+def test_where_captions_come_from_can_be_chosen(tmp_path: Path, kind: str, expected: str, told: str) -> None:
+    metadata = json.dumps({"file_name": "name_here.png", "text": "from jsonl"})
+    put(tmp_path, {"name_here.png": PICTURE, "name_here.txt": "from txt", "metadata.jsonl": metadata})
+    assert captions(tmp_path, captions=kind) == {"name_here.png": expected}
+    assert told in Folder(path=str(tmp_path), captions=kind).scan(tmp_path).captions
+
+
+def test_auto_takes_text_files_if_there_is_one(tmp_path: Path) -> None:
+    put(tmp_path, {"a.png": PICTURE, "a.txt": "from txt", "b.png": PICTURE})
+    assert reasons(tmp_path) == {"b.png": "has no caption: b.txt is missing"}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"", "its caption a.txt is empty"),
+        (b" \n\t\n", "its caption a.txt is empty"),
+        ("Käse".encode("latin-1"), "its caption a.txt is not UTF-8 text"),
+        ("a".encode("utf-16"), "its caption a.txt is not UTF-8 text"),
+    ],
+)
+def test_unusable_text_files(tmp_path: Path, text: bytes, reason: str) -> None:
+    put(tmp_path, {"a.png": PICTURE, "a.txt": text, "b.png": PICTURE, "b.txt": "fine"})
+    assert reasons(tmp_path) == {"a.png": reason}
+
+
+@pytest.mark.parametrize(
+    ("options", "files", "reason"),
+    [
+        ({}, {"0001.png": PICTURE}, "its file name has no words. Set data.prompt, or write 0001.txt"),
+        ({}, {"a.png": PICTURE, "metadata.jsonl": ""}, "has no line in metadata.jsonl"),
+        (
+            {},
+            {"a.png": PICTURE, "metadata.jsonl": '{"file_name": "a.png", "text": " "}'},
+            "its text in metadata.jsonl is empty",
+        ),
+    ],
+)
+def test_pictures_without_a_caption(tmp_path: Path, options: dict, files: dict, reason: str) -> None:
+    assert [reason in each for each in reasons(put(tmp_path, files), **options).values()] == [True]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"file_name": "../secret.png", "text": "a"}', "'../secret.png' leads out of the folder"),
+        ('{"file_name": "sub/../../x.png", "text": "a"}', "leads out of the folder. Use paths inside it"),
+        ('{"file_name": "/etc/x.png", "text": "a"}', "'/etc/x.png' leads out of the folder"),
+        ('{"file_name": "ok.png", "text": "again"}', "'ok.png' has a line already. Keep one"),
+        ('{"file_name": "./ok.png", "text": "again"}', "'ok.png' has a line already"),
+        ('{"file_name": "a.png", "text": "cut sho', 'not a JSON object with "file_name" and "text". Mend that line'),
+        ('{"file_name": "a.png"}', 'not a JSON object with "file_name" and "text"'),
+        ('["a.png", "text"]', "not a JSON object"),
+        ("null", "not a JSON object"),
+        ('{"file_name": "a.png", "text": null}', "file_name and text must be strings"),
+        ('{"file_name": 3, "text": "a"}', "file_name and text must be strings"),
+        ('{"file_name": "a.png", "text": "\\ud83e"}', "half of a surrogate pair"),
+    ],
+)
+def test_metadata_that_cannot_be_used_names_the_line(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "metadata.jsonl"
+    file.write_text('{"file_name": "ok.png", "text": "fine"}\n\n' + line + "\n")
+    with pytest.raises(UserError, match=f"metadata.jsonl:3: .*{message}"):
+        read_metadata(file)
+
+
+def test_metadata_that_is_missing_or_no_text(tmp_path: Path) -> None:
+    put(tmp_path, {"a.png": PICTURE})
+    with pytest.raises(UserError, match="data.captions: .*metadata.jsonl cannot be read as UTF-8 text .*No such file"):
+        Folder(path=str(tmp_path), captions="jsonl").scan(tmp_path)
+    (tmp_path / "metadata.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="metadata.jsonl cannot be read as UTF-8 text"):
+        Folder(path=str(tmp_path)).scan(tmp_path)
+
+
+# The folder
+
+
+def test_pictures_are_found_in_the_order_of_their_names(tmp_path: Path) -> None:
+    names = ["b.png", "B.png", "a b.png", "a/z.png", "a.jpg", "10.webp", "2.jpeg", "ä.png"]
+    hidden = [".hidden.png", ".cache/a.png", "a/.b/c.png"]
+    others = ["notes.md", "film.mp4", "picture.tiff", "thumbs.db"]
+    put(tmp_path, {name: PICTURE for name in reversed([*names, *hidden, *others])})
+    (tmp_path / "folder.png").mkdir()
+    scan = Folder(path=str(tmp_path), prompt="x").scan(tmp_path)
+    assert [picture.name for picture in scan.pictures] == sorted(names)
+    assert scan.rejected == []
+
+
+def test_a_wrong_extension_does_no_harm_if_it_is_a_picture(tmp_path: Path) -> None:
+    put(tmp_path, {"a.jpg": encoded(noise(9, 5)), "b.png": encoded(noise(5, 9), "JPEG"), "c.png": "<html>404</html>"})
+    scan = Folder(path=str(tmp_path), prompt="x").scan(tmp_path)
+    assert [(picture.name, picture.size) for picture in scan.pictures] == [("a.jpg", (9, 5)), ("b.png", (5, 9))]
+    assert [each.name for each in scan.rejected] == ["c.png"]
+
+
+def test_sizes_and_digests_are_those_of_the_files(tmp_path: Path) -> None:
+    put(tmp_path, {"a.jpg": rotated(6, "JPEG"), "one.png": encoded(noise(1, 1)), "same.png": encoded(noise(1, 1))})
+    turned, one, same = Folder(path=str(tmp_path), prompt="x").scan(tmp_path).pictures
+    assert (turned.size, one.size) == ((16, 24), (1, 1))
+    assert one.digest == same.digest != turned.digest
+    assert one.read() == (tmp_path / "one.png").read_bytes()
+
+
+def test_each_bad_picture_is_named_with_its_reason(tmp_path: Path) -> None:
+    bad = {
+        "bomb.png": png_header(50_000, 50_000),
+        "empty.webp": b"",
+        "half.png": encoded(noise(40, 40))[:2000],
+        "html.jpg": "<html>",
+        "no exif 🦊.webp": rotated(6, "WEBP").replace(b"MM\x00*", b"XX\x00*"),
+    }
+    put(tmp_path, {**bad, "good.png": PICTURE})
+    (tmp_path / "link.png").symlink_to(tmp_path / "gone.png")
+    found = reasons(tmp_path, prompt="x")
+    assert list(found) == ["bomb.png", "empty.webp", "half.png", "html.jpg", "link.png", "no exif 🦊.webp"]
+    for name, reason in {
+        "bomb.png": "pixels",
+        "empty.webp": "the file is empty",
+        "half.png": "is damaged (image file is truncated",
+        "html.jpg": "is not a picture",
+        "link.png": "cannot be read (No such file or directory)",
+        "no exif 🦊.webp": "is damaged (not a TIFF file",
+    }.items():
+        assert reason in found[name]
+    rejected = Folder(path=str(tmp_path), prompt="x").scan(tmp_path).rejected
+    with pytest.raises(UserError, match="^data.path: 6 pictures cannot be used:\n") as error:
+        report_rejected(rejected, "stop")
+    assert all(f"\n  {name}: {reason}\n" in str(error.value) for name, reason in found.items())
+    assert str(error.value).endswith("Mend or remove them, or set data.on_error=skip to go on without them")
+
+
+def test_a_file_name_that_is_no_text_is_a_reason(tmp_path: Path) -> None:
+    put(tmp_path, {"good.png": PICTURE})
+    (tmp_path / b"caf\xe9.png".decode("utf-8", "surrogateescape")).write_bytes(PICTURE)
+    assert reasons(tmp_path) == {"caf?.png": "its file name is not UTF-8 text. Rename it"}
+
+
+def test_many_bad_pictures_take_no_more_than_a_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(tmp_path, {f"{number:02d}.png": b"" for number in range(25)})
+    report_rejected(Folder(path=str(tmp_path), prompt="x").scan(tmp_path).rejected, "skip")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "25 pictures cannot be used and left out:"
+    assert lines[20:] == ["  19.png: the file is empty", "  and 5 more"]
+
+
+def test_nothing_is_said_when_all_pictures_are_good(capsys: pytest.CaptureFixture[str]) -> None:
+    report_rejected([], "stop")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gone", "gone does not exist"),
+        ("a.txt", "a.txt is a file. Give the folder"),
+        ("empty", "empty holds no picture"),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_told_before_anything_is_opened(tmp_path: Path, name: str, message: str) -> None:
+    put(tmp_path, {"a.txt": "x", "empty/.hidden.png": PICTURE})
+    (problem,) = Folder(path=name).problems(tmp_path / name)
+    assert problem.path == "data.path"
+    assert message in problem.message

@@ -1,0 +1,80 @@
+"""What is said about cards that cannot do bf16, or that the torch build does not know; no GPU needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from simpletune.devices import choose_device
+from simpletune.explain import explain
+from simpletune.options import UserError
+from simpletune.reading import validate
+
+CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120", "compute_120"]
+CUDA_12 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch):
+    """Pretends that there is a card."""
+
+    def card(name: str, capability: tuple[int, int], built_for: list[str]) -> None:
+        memory = type("Properties", (), {"total_memory": 16 * 2**30})
+        for function, answer in (
+            ("is_available", True), ("get_device_name", name), ("get_device_capability", capability),
+            ("get_arch_list", built_for), ("current_device", 0),
+        ):  # fmt: skip
+            monkeypatch.setattr(torch.cuda, function, lambda *_, answer=answer: answer)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+
+    return card
+
+
+@pytest.mark.parametrize(("name", "capability"), [("Tesla T4", (7, 5)), ("Tesla V100", (7, 0))])
+def test_no_bf16_on_older_cards(name: str, capability: tuple[int, int], card) -> None:
+    card(name, capability, CUDA_12)
+    sm = "sm_" + "".join(map(str, capability))
+    message = (
+        f"bf16 needs a card of sm_80 or newer, and {name} is {sm}; in fp16, which it has, SD3 diverges. Use precis"
+    )
+    with pytest.raises(UserError, match=message):
+        choose_device("auto", "bf16", False)
+    assert choose_device("auto", "fp32", False)[1] == f"{name} ({sm}, 16.0 GiB)"
+
+
+@pytest.mark.parametrize(
+    ("capability", "message"),
+    [
+        (
+            (7, 0),
+            r"this GPU is sm_70, and torch .* is built for sm_75, .*CUDA 13 builds begin at sm_75 \(T4\); for older",
+        ),
+        ((6, 1), "SIMPLETUNE_TORCH_INDEX=https://download.pytorch.org/whl/cu126"),
+    ],
+)
+def test_a_build_without_the_card(capability: tuple[int, int], message: str, card) -> None:
+    card("old", capability, CUDA_13)
+    with pytest.raises(UserError, match=message):
+        choose_device("cuda", "fp32", False)
+
+
+def test_a_card_newer_than_the_build(card) -> None:
+    card("new", (12, 0), CUDA_12)
+    with pytest.raises(UserError, match="is sm_120, .* The card is newer than the build: install a newer torch"):
+        choose_device("cuda", "bf16", False)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1)])
+def test_cards_that_a_build_runs_on(capability: tuple[int, int], card) -> None:
+    card("card", capability, CUDA_13)
+    assert choose_device("cuda", "bf16", False)[0].type == "cuda"
+
+
+def test_check_says_what_happens_on_such_cards(tiny_config) -> None:
+    note = "T4, V100 and RTX 20 are refused at the start: there, use precision.compute=fp32, weights int8 or fp32"
+    tiny_config["precision"] = {"weights": "int8"}
+    assert note not in explain(validate(tiny_config, "on the CPU"))
+    tiny_config["device"] = "auto"
+    assert note in explain(validate(tiny_config, "bf16"))
+    tiny_config["precision"]["compute"] = "fp32"
+    assert note not in explain(validate(tiny_config, "fp32"))

@@ -1,0 +1,299 @@
+"""Models from the hub: only what is needed, resumed after a cut, and every failure in plain words (exit code 2)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fake_hub
+import pytest
+from fake_hub import COMMIT, TOKEN, Failure, FakeHub
+from huggingface_hub import constants
+
+from simpletune.__main__ import main
+from simpletune.models import hub as ours
+from simpletune.models import hub_download
+from simpletune.models.hub import HubPart, fetch, is_hub_name, needed, part_folder
+from simpletune.models.hub_download import HubFile, Repository
+from simpletune.options import UserError
+
+NAME = "owner/tiny-sd3"
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+DUPLICATES = {
+    "transformer/diffusion_pytorch_model.fp16.safetensors": b"half",
+    "text_encoder/model.fp16.safetensors": b"half",
+    "text_encoder/pytorch_model.bin": b"pickle",
+    "text_encoder_3/model.safetensors.index.fp16.json": b"{}",
+    "text_encoder_3/model.fp16-00001-of-00002.safetensors": b"half",
+    "sd3_medium.safetensors": b"original",
+    "README.md": b"text",
+}
+
+
+@pytest.fixture
+def hub(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub with the tiny pipeline, an empty cache, a token, and no long waits."""
+    with fake_hub.serve(tiny_pipeline, **DUPLICATES) as hub:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.5)
+        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
+        monkeypatch.setattr(hub_download, "PAUSE", 0.0)
+        forget()
+        yield hub
+        forget()
+
+
+def forget() -> None:
+    """As a new process begins: nothing is known of the hub."""
+    ours.listing.cache_clear()
+    ours._FETCHED.clear()
+
+
+@pytest.fixture
+def run(tiny_config: dict, write_config, capsys):
+    """Runs ``simpletune train`` or ``prepare`` on the hub's model; gives the exit code and what was said."""
+
+    def run(verb: str = "prepare", **model: object) -> tuple[int, str]:
+        forget()
+        data = {**tiny_config, "model": {"pretrained": NAME, "t5_length": 8, **model}}
+        data["train"] = {**data["train"], "steps": 1}
+        code = main([verb, str(write_config(data))])
+        said = capsys.readouterr()
+        assert TOKEN not in said.out + said.err
+        assert "Traceback" not in said.err
+        return code, said.out + said.err
+
+    return run
+
+
+def error(said: str) -> str:
+    """The message, which is one paragraph."""
+    assert said.count("error: ") == 1
+    message = said.split("error: ")[1].strip()
+    assert "\n" not in message
+    return message
+
+
+def test_trains_with_only_the_needed_files(hub: FakeHub, run, tmp_path: Path) -> None:
+    code, said = run("train")
+    assert code == 0, said
+    assert (tmp_path / "runs" / "tiny" / "pytorch_lora_weights.safetensors").exists()
+    assert not hub.fetched() & set(DUPLICATES)
+    assert hub.fetched() == {path for path in hub.files if "/" in path} - set(DUPLICATES)
+    assert "fetching 0.0" in said and f"files from {NAME}" in said
+    assert all(seen for _, _, _, seen in hub.requests)  # HF_TOKEN went along
+
+    hub.requests.clear()
+    assert run("train")[0] == 0
+    assert len(hub.requests) == 1  # the listing: all is in the cache
+
+
+def test_no_t5_when_it_is_off(hub: FakeHub, run) -> None:
+    assert run(t5=False)[0] == 0
+    assert not [path for path in hub.fetched() if path.startswith(("text_encoder_3", "tokenizer_3"))]
+
+
+def test_only_the_configuration_for_training_from_scratch(hub: FakeHub, run) -> None:
+    assert run(init="random")[0] == 0
+    assert "transformer/config.json" in hub.fetched() and WEIGHTS not in hub.fetched()
+
+
+def test_a_single_file_takes_only_tokenizers_from_the_hub(hub: FakeHub, run, tiny_pipeline, tmp_path: Path) -> None:
+    import original_layout
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "pipeline"
+    shutil.copytree(tiny_pipeline, folder)
+    clip = load_file(folder / "text_encoder" / "model.safetensors")
+    clip["text_projection.weight"] = torch.eye(len(clip["text_projection.weight"]))
+    save_file(clip, folder / "text_encoder" / "model.safetensors", {"format": "pt"})
+    file = original_layout.write(folder, tmp_path / "sd3.safetensors", "transformer clip")
+    code, said = run(pretrained=str(file), text_encoders=NAME, vae=NAME)
+    assert "does not fit its configuration (SD3 Medium, bundled)" in error(said) and code == 2
+    parts = {path.split("/")[0] for path in hub.fetched()}
+    assert parts == {"vae", "tokenizer", "tokenizer_2", "tokenizer_3", "text_encoder_3"}
+
+
+def test_resumes_after_a_cut_without_fetching_anything_twice(hub: FakeHub, run) -> None:
+    hub.cut_at, hub.cuts = 1000, 3
+    assert run()[0] == 0
+    assert hub.sent[WEIGHTS] == len(hub.files[WEIGHTS])
+    ranges = [asked for _, path, asked, _ in hub.requests if path.endswith(".safetensors") and asked]
+    assert ranges == ["bytes=1000-", "bytes=2000-", "bytes=3000-"]
+
+
+def test_a_cut_for_good_says_so_and_the_next_run_goes_on(hub: FakeHub, run, monkeypatch) -> None:
+    monkeypatch.setattr(hub_download, "RETRIES", -1)  # the first cut is the last
+    hub.cut_at, hub.cuts = 1000, 1
+    code, said = run()
+    assert code == 2
+    size = len(hub.files[WEIGHTS])
+    expected = (
+        f"{NAME}: the connection was cut at 1,000 of {size:,} bytes of {WEIGHTS}. They stay: start again to fetch"
+    )
+    assert error(said).startswith(expected)
+
+    code, said = run()
+    assert code == 0
+    assert f"fetch {WEIGHTS}: 0 of" in said and "are here, the rest follows" in said
+    assert hub.sent[WEIGHTS] == size  # over both runs
+
+
+def test_a_damaged_file_is_thrown_away(hub: FakeHub, run, tmp_path: Path) -> None:
+    hub.damage = True
+    code, said = run()
+    assert code == 2 and error(said) == (
+        f"{NAME}: {WEIGHTS} arrived damaged (its sha256 differs) and was deleted. Start again"
+    )
+    hub.damage = False
+    assert run()[0] == 0
+
+
+FAILURES = {
+    "gated, no access": (
+        Failure(403, "GatedRepo", on="resolve"),
+        f"{NAME} is gated, and the account of your token has not accepted its licence (403). Accept it at",
+    ),
+    "gated, token refused": (
+        Failure(401, "GatedRepo", on="resolve"),
+        f"{NAME} is gated, and the token was not accepted (401). Accept its licence at huggingface.co/{NAME}, then",
+    ),
+    "gated, at the listing": (Failure(403, "GatedRepo"), "Accept it at huggingface.co/"),
+    "not found": (Failure(404, "RepoNotFound"), f"{NAME} was not found on the hub, or it is private (404). Check the"),
+    "not found, unknown": (Failure(401, "RepoNotFound"), "was not found on the hub, or it is private (401). Check the"),
+    "not found, a mirror": (
+        Failure(404),
+        "was not found on the hub, or it is private (404). Check the name, or log in",
+    ),
+    "bad token": (Failure(401), f"{NAME}: the hub does not accept your token (401): mistyped or expired? Anew, log in"),
+    "forbidden": (Failure(403), f"{NAME}: your token may not read it (403). Use one with read access"),
+    "many requests": (Failure(429), f"{NAME}: the hub asks for fewer requests (429). Wait some minutes"),
+    "trouble": (Failure(500), f"{NAME}: the hub has trouble of its own (status 500). Try again later, or give a local"),
+    "trouble with files": (Failure(500, on="weights"), "the hub has trouble of its own (status 500)"),
+    "no file": (Failure(404, "EntryNotFound", on="weights"), f"{NAME} has no {WEIGHTS} (404)"),
+    "hangs up": (Failure(None), f"{NAME} is not in the local cache, and the hub cannot be reached (RemoteProtocolErr"),
+    "hangs up on files": (Failure(None, on="weights"), "the connection was cut at 0 of "),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_failures_in_plain_words(case: str, hub: FakeHub, run) -> None:
+    hub.failure, expected = FAILURES[case]
+    code, said = run()
+    assert code == 2
+    assert expected in error(said)
+
+
+def test_a_wrong_revision(hub: FakeHub, run) -> None:
+    code, said = run(revision="v9")
+    assert code == 2
+    assert error(said) == f"{NAME} has no revision 'v9' (404). Check the revision: a branch, tag or commit"
+    assert run(revision=COMMIT)[0] == 0
+
+
+def test_a_slow_hub(hub: FakeHub, run) -> None:
+    hub.delay = 0.7
+    code, said = run()
+    assert code == 2
+    assert "is not in the local cache, and the hub did not answer in time. Check the network and HTTPS_PROXY" in said
+
+
+def test_no_network(hub: FakeHub, run, monkeypatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    code, said = run()
+    assert code == 2
+    assert "the hub cannot be reached (ConnectError). Check the network and HTTPS_PROXY, try again, or give" in error(
+        said
+    )
+
+
+def test_offline_uses_the_cache_or_says_what_is_missing(hub: FakeHub, run, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    code, said = run()
+    assert code == 2
+    assert error(said).startswith(f"{NAME} is not in the local cache, and HF_HUB_OFFLINE forbids asking the hub. Unset")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert run(t5=False)[0] == 0
+    hub.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    code, said = run("train", t5=False)
+    assert code == 0 and not hub.requests
+    assert "the hub is not asked or does not answer; transformer comes from the cache" in said
+    assert run()[0] == 2  # T5 was not fetched
+
+
+def test_the_disk_is_looked_at_first(hub: FakeHub, run, monkeypatch, tmp_path: Path) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    monkeypatch.setattr(ours, "GB", 1000)
+    code, said = run()
+    assert code == 2
+    size = sum(len(data) for path, data in hub.files.items() if "/" in path and path not in DUPLICATES)
+    assert f"{NAME}: {size / 1000:.2f} GB are to be fetched, 10.00 GB are free at {tmp_path / 'hf'}. Free " in error(
+        said
+    )
+    t5 = sum(len(d) for path, d in hub.files.items() if path.startswith("text_encoder_3/") and path not in DUPLICATES)
+    assert f"or set model.t5=false (saves {t5 / 1000:.1f} GB)" in said
+    assert not hub.fetched()  # nothing was begun
+
+
+def test_a_pipeline_of_another_kind(hub: FakeHub, run) -> None:
+    hub.files = {"unet/config.json": b"{}", "vae/config.json": b"{}", "scheduler/scheduler_config.json": b"{}"}
+    code, said = run()
+    assert code == 2
+    assert error(said).startswith(
+        f"{NAME} has no transformer/ folder (diffusers' layout) but scheduler, unet, vae. Name an SD3 pipeline"
+    )
+
+
+def test_shards_but_no_other_precision() -> None:
+    def listed(*paths: str) -> list[HubFile]:
+        return [HubFile(Repository(NAME), COMMIT, path, 1, None) for path in paths]
+
+    paths = ["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"]
+    paths += ["model-00002-of-00002.safetensors"]
+    half = ["model.safetensors.index.fp16.json", "model.fp16-00001-of-00002.safetensors", "model.fp16.safetensors"]
+    files = listed(*(f"text_encoder_3/{path}" for path in [*paths, *half, "tf_model.h5", "onnx/config.json"]))
+    part = HubPart(Repository(NAME), "text_encoder_3", weights=True)
+    assert {file.path for file in needed(part, files)} == {f"text_encoder_3/{path}" for path in paths}
+    with pytest.raises(UserError, match="text_encoder_3/ holds no diffusion_pytorch_model.safetensors but config.json"):
+        needed(part, listed("text_encoder_3/config.json", "text_encoder_3/model.fp16.safetensors"))
+
+
+def test_a_repository_of_an_autoencoder_alone(hub: FakeHub, tiny_pipeline) -> None:
+    hub.files = {file.name: file.read_bytes() for file in (tiny_pipeline / "vae").iterdir()}
+    part = HubPart(Repository(NAME), "vae", weights=True)
+    fetch([part])
+    assert {file.name for file in part_folder(part).iterdir()} == {"config.json", Path(WEIGHTS).name}
+
+
+def test_names() -> None:
+    assert is_hub_name("stabilityai/stable-diffusion-3-medium-diffusers")
+    assert not is_hub_name("models/sd3_medium.safetensors") and not is_hub_name("a/b/c")
+
+
+def test_environment_and_exit_code_in_a_process_of_its_own(hub: FakeHub, tiny_config, write_config, tmp_path) -> None:
+    """HF_ENDPOINT, HF_HOME and HF_TOKEN are huggingface_hub's own; the message and exit code are ours."""
+    hub.failure = Failure(401, "GatedRepo", on="resolve")
+    config = write_config({**tiny_config, "model": {"pretrained": NAME}})
+    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+    done = subprocess.run(
+        [sys.executable, "-m", "simpletune", "prepare", str(config)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {NAME} is gated, and the token was not accepted (401).")
+    assert TOKEN not in done.stdout + done.stderr and "Traceback" not in done.stderr
+    assert str(tmp_path / "home" / "hub") in done.stdout
+    assert json.loads(config.read_text())["model"]["pretrained"] == NAME

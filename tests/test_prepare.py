@@ -1,0 +1,411 @@
+"""The prepare stages: each prompt and picture once, and never a picture with what belongs to another."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import hashlib
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from diffusers import AutoencoderKL, ModelMixin
+from PIL import Image
+from transformers import PreTrainedModel
+
+from simpletune.data.cache import Cache, view_key
+from simpletune.data.pictures import cut, decode
+from simpletune.models import sd3_text
+from simpletune.models.sd3 import SD3
+from simpletune.options import UserError
+from simpletune.places import resolved
+from simpletune.prepare import Prepared, TextCache, prepare
+from simpletune.reading import validate
+from simpletune.stages import Stages
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_are_not_collected() -> Iterator[None]:
+    """Each stage ends with a garbage collection, which over all that torch imported takes a quarter of a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Calls:
+    """What went through the encoders since the last ``clear``."""
+
+    def __init__(self) -> None:
+        self.prompts: list[tuple[str, str]] = []
+        self.pictures = 0
+        self.autoencoders = 0
+
+    def clear(self) -> None:
+        self.__init__()
+
+    def of(self, encoder: str) -> list[str]:
+        return [prompt for name, prompt in self.prompts if name == encoder]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Counts what the real encoders do."""
+    found, encode, encode_pictures, load_vae = Calls(), sd3_text.Prompts.encode, SD3.encode_pictures, SD3.load_vae
+
+    def count_prompts(self: sd3_text.Prompts, encoder: sd3_text.Encoder, prompts: list[str], *rest: object) -> Iterator:
+        found.prompts += [(encoder.name, prompt) for prompt in prompts]
+        return encode(self, encoder, prompts, *rest)
+
+    def count_pictures(self: SD3, vae: object, pixels: torch.Tensor) -> torch.Tensor:
+        found.pictures += len(pixels)
+        return encode_pictures(self, vae, pixels)
+
+    def count_autoencoders(self: SD3, *rest: object) -> object:
+        found.autoencoders += 1
+        return load_vae(self, *rest)
+
+    monkeypatch.setattr(SD3, "load_vae", count_autoencoders)
+    monkeypatch.setattr(sd3_text.Prompts, "encode", count_prompts)
+    monkeypatch.setattr(SD3, "encode_pictures", count_pictures)
+    return found
+
+
+@pytest.fixture
+def data(tiny_config: dict, tmp_path: Path) -> dict:
+    """A run on three pictures of its own (a square, an upright, a lying one) with a cache of its own."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number, (name, size) in enumerate({"a": (32, 32), "b": (16, 64), "c": (64, 16)}.items()):
+        write_picture(folder / f"{name}.png", number, size)
+        (folder / f"{name}.txt").write_text(f"a {('red', 'green', 'blue')[number]} circle")
+    config = copy.deepcopy(tiny_config)
+    config["data"]["path"], config["output"]["cache"] = str(folder), str(tmp_path / "cache")
+    config["model"]["t5"] = False  # two small encoders are enough for most tests
+    return config
+
+
+def write_picture(file: Path, seed: int, size: tuple[int, int] = (32, 32)) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file)
+
+
+def run(data: dict) -> Prepared:
+    return prepare(resolved(validate(data, "test")), Accelerator(cpu=True), Stages(False))
+
+
+def files(data: dict) -> list[Path]:
+    return sorted(file for file in Path(data["output"]["cache"]).rglob("*") if file.is_file())
+
+
+def assert_as_encoded_afresh(data: dict, prepared: Prepared) -> None:
+    """Every sample's tensors are those of its own file and its own caption, encoded here without the cache."""
+    config, folder = resolved(validate(data, "test")), Path(data["data"]["path"])
+    vae, prompts = config.model.load_vae(CPU, torch.float32), config.model.prompts(torch.float32)
+    captions = [sample.picture.caption for sample in prepared.plan.samples]
+    parts = {encoder.name: list(prompts.encode(encoder, captions, CPU)) for encoder in prompts.encoders}
+    assert captions == [file.read_text() for file in sorted(folder.glob("*.txt"))]
+    for index, sample in enumerate(prepared.plan.samples):
+        view = prepared.plan.view(sample, 0)
+        pixels = torch.from_numpy(cut(decode((folder / sample.picture.name).read_bytes()), sample.bucket))
+        z_0 = config.model.encode_pictures(vae, pixels[None])[0]
+        torch.testing.assert_close(prepared.latents.load(view), z_0)
+        expected = prompts.assemble({name: each[index] for name, each in parts.items()})
+        torch.testing.assert_close(prepared.text.load(captions[index]), expected)
+
+
+def test_each_prompt_and_picture_is_encoded_once(data: dict, calls: Calls) -> None:
+    data["model"]["t5"] = True
+    data["data"] |= {"repeats": 3, "caption_dropout": 0.5}
+    write_picture(Path(data["data"]["path"]) / "d.png", 9)
+    (Path(data["data"]["path"]) / "d.txt").write_text("a red circle")  # as a's
+    prepared = run(data)
+    for encoder in ("clip_l", "clip_g", "t5"):
+        assert sorted(calls.of(encoder)) == ["", "a blue circle", "a green circle", "a red circle"]
+    assert calls.pictures == 4
+    calls.clear()
+    assert run(data).plan.manifest() == prepared.plan.manifest()
+    assert (calls.prompts, calls.pictures, calls.autoencoders) == ([], 0, 0)
+    data["data"]["repeats"] = 1
+    assert_as_encoded_afresh(data, run(data))
+
+
+def test_the_same_picture_under_two_names_is_encoded_once(data: dict, calls: Calls) -> None:
+    folder = Path(data["data"]["path"])
+    (folder / "copy.png").write_bytes((folder / "a.png").read_bytes())
+    (folder / "copy.txt").write_text("a red circle")
+    prepared = run(data)
+    assert (len(prepared.plan.samples), calls.pictures) == (4, 3)
+
+
+def test_a_changed_caption_encodes_only_itself(data: dict, calls: Calls) -> None:
+    run(data)
+    calls.clear()
+    (Path(data["data"]["path"]) / "b.txt").write_text("a yellow square")
+    prepared = run(data)
+    assert calls.prompts == [("clip_l", "a yellow square"), ("clip_g", "a yellow square")]
+    assert calls.pictures == 0
+    assert_as_encoded_afresh(data, prepared)
+
+
+def test_a_changed_picture_encodes_only_itself(data: dict, calls: Calls) -> None:
+    run(data)
+    calls.clear()
+    write_picture(Path(data["data"]["path"]) / "b.png", 77, (16, 64))
+    prepared = run(data)
+    assert (calls.prompts, calls.pictures) == ([], 1)
+    assert_as_encoded_afresh(data, prepared)
+
+
+def test_swapped_captions_and_renamed_pictures_never_pair_wrongly(data: dict, calls: Calls) -> None:
+    folder = Path(data["data"]["path"])
+    before = run(data)
+    calls.clear()
+    first, second = (folder / "a.txt").read_text(), (folder / "c.txt").read_text()
+    (folder / "a.txt").write_text(second)
+    (folder / "c.txt").write_text(first)
+    (folder / "b.png").rename(folder / "z.png")
+    (folder / "c.png").rename(folder / "b.png")
+    (folder / "z.png").rename(folder / "c.png")
+    after = run(data)
+    assert (calls.prompts, calls.pictures) == ([], 0)
+    assert after.plan.manifest() != before.plan.manifest()
+    assert_as_encoded_afresh(data, after)
+
+
+def test_a_picture_changed_after_the_scan_is_refused_not_cached_under_its_old_content(
+    data: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, fill = Path(data["data"]["path"]) / "b.png", TextCache.fill
+    original = hashlib.sha256(file.read_bytes()).hexdigest()
+    monkeypatch.setattr(TextCache, "fill", lambda *rest: (write_picture(file, 88, (16, 64)), fill(*rest))[1])
+    with pytest.raises(UserError, match="b.png: was changed since the folder was scanned. Start again"):
+        run(data)
+    monkeypatch.undo()
+    prepared = run(data)
+    assert original not in [sample.picture.digest for sample in prepared.plan.samples]
+    assert_as_encoded_afresh(data, prepared)
+
+
+def test_killed_among_the_prompts_it_continues_where_it_was(
+    data: dict, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, saved = Cache.save, []
+
+    def save_four(self: Cache, key: str, tensors: dict) -> None:
+        if len(saved) == 4:
+            raise KeyboardInterrupt
+        saved.append(key)
+        save(self, key, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cache, "save", save_four)
+        with pytest.raises(KeyboardInterrupt):
+            run(data)
+    calls.clear()
+    prepared = run(data)
+    assert saved == [
+        "a red circle",
+        "a green circle",
+        "a blue circle",
+        "a red circle",
+    ]  # three of CLIP-L, one of CLIP-G
+    assert calls.prompts == [("clip_g", "a green circle"), ("clip_g", "a blue circle")]
+    assert_as_encoded_afresh(data, prepared)
+
+
+def test_killed_among_the_pictures_it_continues_where_it_was(
+    data: dict, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode_pictures = SD3.encode_pictures
+
+    def second_fails(self: SD3, vae: object, pixels: torch.Tensor) -> torch.Tensor:
+        if calls.pictures == 2:
+            raise RuntimeError("out of memory")
+        return encode_pictures(self, vae, pixels)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SD3, "encode_pictures", second_fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run(data)
+    calls.clear()
+    prepared = run(data)
+    assert (calls.prompts, calls.pictures) == ([], 1)
+    assert_as_encoded_afresh(data, prepared)
+
+
+def test_killed_while_writing_leaves_no_file_that_counts(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("simpletune.models.weights.flush_to_disk", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(data)
+    assert [file.suffix for file in files(data)] == [".part"]
+    prepared = run(data)
+    assert not any(file.suffix == ".part" for file in files(data))
+    assert_as_encoded_afresh(data, prepared)
+
+
+def test_without_t5_its_part_is_zeros(data: dict, tiny_pipeline: Path) -> None:
+    embeds, pooled = run(data).text.load("a red circle")
+    assert embeds.shape == (77 + 8, 32)  # t5_length 8, width 32
+    assert pooled.shape == (32,)
+    assert torch.count_nonzero(embeds[77:]) == 0
+    assert torch.count_nonzero(embeds[:77]) > 0
+    data["model"]["t5"] = True
+    with_t5, same = run(data).text.load("a red circle")
+    assert torch.count_nonzero(with_t5[77:]) > 0
+    torch.testing.assert_close((with_t5[:77], same), (embeds[:77], pooled))
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "prompts", "pictures"),
+    [
+        ("model", {"vae": "other"}, 0, 3),
+        ("precision", {"weights": "bf16"}, 6, 3),
+        ("data", {"aspect": "square"}, 0, 2),  # a is square already
+        ("data", {"crop": "random"}, 0, 3),
+        ("data", {"resolution": 48}, 0, 3),
+    ],
+    ids=["autoencoder", "dtype", "square", "crop", "resolution"],
+)
+def test_what_changes_the_tensors_makes_other_files(
+    section: str,
+    change: dict,
+    prompts: int,
+    pictures: int,
+    data: dict,
+    calls: Calls,
+    tiny_pipeline: Path,
+    tmp_path: Path,
+) -> None:
+    run(data)
+    before = {file: file.read_bytes() for file in files(data)}
+    calls.clear()
+    if "vae" in change:
+        change = {"vae": str(other_autoencoder(tiny_pipeline, tmp_path / "vae"))}
+    data[section] |= change
+    run(data)
+    assert (len(calls.prompts), calls.pictures) == (prompts, pictures)
+    assert len(files(data)) == len(before) + prompts + pictures
+    assert {file: file.read_bytes() for file in before} == before
+
+
+def other_autoencoder(pipeline: Path, folder: Path) -> Path:
+    """The same autoencoder with one weight changed."""
+    vae = AutoencoderKL.from_pretrained(pipeline / "vae")
+    next(vae.parameters()).data.view(-1)[0] += 1
+    vae.save_pretrained(folder)
+    return folder
+
+
+def test_a_longer_t5_encodes_only_t5(data: dict, calls: Calls) -> None:
+    data["model"]["t5"] = True
+    run(data)
+    calls.clear()
+    data["model"]["t5_length"] = 12
+    embeds, _ = run(data).text.load("a red circle")
+    assert {name for name, _ in calls.prompts} == {"t5"}
+    assert embeds.shape == (77 + 12, 32)
+
+
+def test_encoders_are_loaded_one_at_a_time_and_freed(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When one is loaded, none of those before is alive; nor is any when all is done."""
+    data["model"]["t5"] = True
+    alive: list[weakref.ref] = []
+    at_load: list[int] = []
+
+    def watch(kind: type) -> None:
+        load = kind.from_pretrained.__func__
+
+        def load_and_watch(cls: type, *args: object, **options: object) -> torch.nn.Module:
+            at_load.append(sum(reference() is not None for reference in alive))
+            model = load(cls, *args, **options)
+            alive.append(weakref.ref(model))
+            return model
+
+        monkeypatch.setattr(kind, "from_pretrained", classmethod(load_and_watch))
+
+    watch(PreTrainedModel)
+    watch(ModelMixin)
+    prepared = run(data)
+    assert at_load == [0, 0, 0, 0]
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 4
+    assert len(prepared.plan.samples) == 3
+
+
+def half_a_jpeg(folder: Path) -> None:
+    """Its header is whole, so that it is found out only when it is decoded."""
+    write_picture(folder / "bad.jpg", 5)
+    data = (folder / "bad.jpg").read_bytes()
+    (folder / "bad.jpg").write_bytes(data[: len(data) * 2 // 3])
+    (folder / "bad.txt").write_text("a broken circle")
+
+
+def test_a_picture_that_fails_only_when_decoded_is_named(data: dict) -> None:
+    half_a_jpeg(Path(data["data"]["path"]))
+    with pytest.raises(UserError, match="1 picture cannot be used:\n  bad.jpg: is damaged .*truncated"):
+        run(data)
+
+
+def test_a_picture_that_fails_only_when_decoded_is_left_out(data: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    half_a_jpeg(Path(data["data"]["path"]))
+    data["data"]["on_error"] = "skip"
+    prepared = run(data)
+    assert [sample.picture.name for sample in prepared.plan.samples] == ["a.png", "b.png", "c.png"]
+    assert "1 picture cannot be used and left out:\n  bad.jpg: is damaged" in capsys.readouterr().out
+    assert all(view_key(view) in prepared.latents.cache for view in prepared.plan.views())
+
+
+def test_none_left_is_an_error_even_when_skipping(data: dict) -> None:
+    folder = Path(data["data"]["path"])
+    data["data"]["on_error"] = "skip"
+    for name in "abc":
+        (folder / f"{name}.png").write_bytes(b"")
+    with pytest.raises(UserError, match="data.path: .* holds no usable picture. Put some there"):
+        run(data)
+    for name in "abc":
+        (folder / f"{name}.png").unlink()
+    half_a_jpeg(folder)
+    with pytest.raises(UserError, match="holds no usable picture"):
+        run(data)
+
+
+def test_a_cache_file_of_another_key_is_refused(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.save("one", {"x": torch.ones(2)})
+    torch.testing.assert_close(cache.load("one"), {"x": torch.ones(2)})
+    assert "one" in cache
+    assert "two" not in cache
+    cache.file("one").rename(cache.file("two"))
+    with pytest.raises(ValueError, match="was made for another key: remove it and start again"):
+        cache.load("two")
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        cache.load("one")
+
+
+def test_prompts_longer_than_clip_are_told(data: dict) -> None:
+    long = "a red circle " * 30
+    data["data"]["prompt"] = long
+    prepared = run(data)
+    assert prepared.text.too_long([long]) == [long]
+    assert prepared.text.too_long([long], limit=200) == []
+
+
+def test_validation_prompts_are_prepared_too(data: dict, calls: Calls) -> None:
+    data["validation"]["prompts"] = ["a purple star"]
+    data["validation"]["negative_prompt"] = "blurry"
+    prepared = run(data)
+    assert {"a purple star", "blurry"} < set(calls.of("clip_l"))
+    data["validation"]["prompts"] = None
+    assert [request.prompt for request in run(data).requests] == ["a red circle"]
+    assert prepared.requests[0].prompt == "a purple star"

@@ -1,0 +1,293 @@
+"""Single files in the original layout: the same losses as the folder, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import original_layout
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
+from safetensors.torch import load_file, save_file
+
+from simpletune.demo import tiny_sd3
+from simpletune.explain import explain
+from simpletune.models.original_names import origin_of
+from simpletune.models.parts import bundled_configs
+from simpletune.models.sd3_shapes import parameter_shapes, sd3_medium_config
+from simpletune.models.sd3_transformer import load
+from simpletune.models.single_file import OriginalReader, open_file
+from simpletune.options import ConfigError, UserError
+from simpletune.quant.int8 import Int8
+from simpletune.quant.plain import FP32
+from simpletune.reading import read_config, validate
+from simpletune.train import train
+
+SD35 = {"qk_norm": "rms_norm", "dual_attention_layers": [0, 1]}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers; CLIP-L's projection is the identity, as in SD3 Medium: the original layout does not hold it."""
+    folder = tmp_path_factory.mktemp("original") / "pipeline"
+    tiny_sd3.build(folder, **{**tiny_sd3.MINIMAL, "layers": 3, "heads": 3}, seed=1, dtype="fp32")
+    file = folder / "text_encoder" / "model.safetensors"
+    state = load_file(file)
+    state["text_projection.weight"] = torch.eye(len(state["text_projection.weight"]))
+    save_file(state, file, {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipeline_35(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with SD3.5 Medium's norms of queries and keys, and second attentions in two blocks."""
+    folder = tmp_path_factory.mktemp("original35") / "pipeline"
+    shutil.copytree(pipeline, folder)
+    config = SD3Transformer2DModel.load_config(folder / "transformer")
+    torch.manual_seed(5)
+    model = SD3Transformer2DModel.from_config({**config, **SD35})
+    for name, parameter in model.named_parameters():
+        if ".norm_" in name and parameter.dim() == 1:  # ones at the start: a swap of two of them would not show
+            parameter.data.uniform_(0.5, 1.5)
+    model.save_pretrained(folder / "transformer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def descriptions(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pipeline without a single weight: tokenizers, scheduler and configs."""
+    folder = tmp_path_factory.mktemp("descriptions") / "pipeline"
+    shutil.copytree(pipeline, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole_file(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return original_layout.write(pipeline, tmp_path_factory.mktemp("file") / "sd3_incl_clips_t5xxl.safetensors")
+
+
+def losses(tiny_config: dict, name: str, **model: object) -> list[float]:
+    data = {**copy.deepcopy(tiny_config), "name": name}
+    data["model"] = {"t5_length": 8, **model}
+    data["train"]["steps"] = 2
+    run = train(validate(data, name))
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def check(tiny_config: dict, **model: object) -> str:
+    """What ``check`` says to a model: the explanation, or the problems."""
+    try:
+        return explain(validate({**tiny_config, "model": {"t5_length": 8, **model}}, "test"))
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("version", ["sd3", "sd3.5"])
+@pytest.mark.parametrize("precision", [FP32(), Int8(compute="fp32")], ids=["fp32", "int8"])
+def test_two_steps_give_the_losses_of_the_folder(
+    version: str, precision, pipeline, pipeline_35, descriptions, tiny_config, tmp_path: Path
+) -> None:
+    folder = pipeline if version == "sd3" else pipeline_35
+    file = original_layout.write(folder, tmp_path / "sd3_incl_clips_t5xxl.safetensors")
+    tiny_config["precision"] = json.loads(precision.model_dump_json())
+    expected = losses(tiny_config, "folder", pretrained=str(folder))
+    assert losses(tiny_config, "file", pretrained=str(file), text_encoders=str(descriptions)) == expected
+    assert len(set(expected)) == 2
+
+
+def test_without_text_encoders_they_come_from_the_folder(pipeline, descriptions, tiny_config, tmp_path: Path) -> None:
+    file = original_layout.write(pipeline, tmp_path / "sd3_medium.safetensors", "transformer vae")
+    expected = losses(tiny_config, "folder", pretrained=str(pipeline))
+    assert losses(tiny_config, "file", pretrained=str(file), text_encoders=str(pipeline)) == expected
+    alone = original_layout.write(pipeline, tmp_path / "alone.safetensors", "transformer")
+    state = load_file(alone)  # some files come without the prefix
+    save_file({k.removeprefix(original_layout.MMDIT): v for k, v in state.items()}, alone)
+    assert losses(tiny_config, "alone", pretrained=str(pipeline), transformer=str(alone)) == expected
+
+
+def test_t5_in_fp8_is_widened(pipeline, descriptions, tiny_config, tmp_path: Path) -> None:
+    fp8 = original_layout.write(pipeline, tmp_path / "sd3_t5xxl_fp8.safetensors", t5_dtype=torch.float8_e4m3fn)
+    widened = tmp_path / "widened"
+    shutil.copytree(pipeline, widened)
+    encoder = widened / "text_encoder_3" / "model.safetensors"
+    rounded = {k: v.to(torch.float8_e4m3fn).float() if v.dim() == 2 else v for k, v in load_file(encoder).items()}
+    save_file(rounded, encoder, {"format": "pt"})
+    expected = losses(tiny_config, "widened", pretrained=str(widened))
+    assert losses(tiny_config, "fp8", pretrained=str(fp8), text_encoders=str(descriptions)) == expected
+    assert expected != losses(tiny_config, "full", pretrained=str(pipeline))
+
+
+@pytest.mark.parametrize("version", ["sd3", "sd3.5"])
+def test_tensors_equal_those_of_diffusers_converter(version: str, pipeline, pipeline_35, tmp_path: Path) -> None:
+    folder = pipeline if version == "sd3" else pipeline_35
+    file = original_layout.write(folder, tmp_path / "sd3.safetensors", "transformer")
+    theirs = convert_sd3_transformer_checkpoint_to_diffusers(load_file(file))
+    ours = OriginalReader(file)
+    assert ours.names == set(theirs)
+    torch.testing.assert_close({name: ours.get(name) for name in theirs}, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(theirs, original_layout.state_of(folder / "transformer"), rtol=0, atol=0)
+    config = {"qk_norm": None, **SD3Transformer2DModel.load_config(folder / "transformer"), "sample_size": 128}
+    config["dual_attention_layers"] = list(config.get("dual_attention_layers", []))
+    inferred = open_file(file).transformer_config
+    assert inferred == {key: config[key] for key in inferred}
+
+
+def test_the_autoencoder_equals_diffusers(pipeline, whole_file, descriptions) -> None:
+    from diffusers import AutoencoderKL
+
+    from simpletune.models.sd3 import SD3
+
+    model = SD3().model_copy(update={"pretrained": str(whole_file), "text_encoders": str(descriptions)})
+    ours = model.load_vae(CPU, torch.float32).state_dict()
+    theirs = AutoencoderKL.from_single_file(str(whole_file), config=str(pipeline / "vae"), local_files_only=True)
+    torch.testing.assert_close(ours, dict(theirs.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.data
+def test_names_and_config_of_the_published_file(real_data: Path, tmp_path: Path) -> None:
+    published = (real_data / "sd3_keys" / "sd3_medium_mmdit_singlefile_keys.txt").read_text().split()
+    shapes = {**parameter_shapes(sd3_medium_config()), "pos_embed.pos_embed": (1, 192**2, 1536)}
+    assert {original_layout.MMDIT + origin_of(name, 24).name for name in shapes} == set(published)
+    state = original_layout.mmdit({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, 24)
+    assert {original_layout.MMDIT + name for name in state} == set(published)
+    file = header_only(tmp_path / "sd3_medium.safetensors", {original_layout.MMDIT + k: v for k, v in state.items()})
+    inferred, known = open_file(file).transformer_config, sd3_medium_config()
+    assert {k: inferred[k] for k in known if not k.startswith("_")} == {
+        k: v for k, v in known.items() if not k.startswith("_")
+    }
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(("part", "prefix"), [("text_encoder", "CLIP_L"), ("text_encoder_2", "CLIP_G")])
+def test_clip_names_of_the_published_file(part: str, prefix: str, real_data: Path) -> None:
+    from accelerate import init_empty_weights
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    published = (real_data / "sd3_keys" / "sd3_medium_clip_singlefile_keys.txt").read_text().split()
+    prefix = getattr(original_layout, prefix)
+    held = {name.removeprefix(prefix) for name in published if name.startswith(prefix)}
+    with init_empty_weights():
+        model = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(bundled_configs()[part]))
+    lacking = {"text_projection.weight"} if part == "text_encoder" else set()
+    assert set(model.state_dict()) == held | lacking
+
+
+def header_only(file: Path, tensors: dict[str, torch.Tensor], dtype: str = "F16", width: int = 2) -> Path:
+    """A file of the right header and length, whose bytes take no room on the disk."""
+    header, offset = {}, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * width
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    with open(file, "wb") as handle:
+        handle.write(len(text).to_bytes(8, "little") + text)
+        handle.truncate(8 + len(text) + offset)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["conditioner.embedders.1.model.ln_final.bias", "model.diffusion_model.label_emb.0.0.bias"], "Diffusion XL"),
+        (["double_blocks.0.img_attn.norm.key_norm.scale"], "Flux"),
+        (["cond_stage_model.transformer.text_model.final_layer_norm.bias"], "Stable Diffusion 1.5"),
+        (["cond_stage_model.model.ln_final.bias"], "Stable Diffusion 2"),
+        (["transformer.transformer_blocks.0.attn.to_q.lora_A.weight"], "a LoRA"),
+        (["transformer_blocks.0.attn.add_q_proj.weight"], "SD3's transformer in diffusers' names: give the folder"),
+        (["encoder.conv_in.weight"], "an autoencoder alone"),
+        (["something.else"], "It begins with something.else"),
+    ],
+)
+def test_foreign_files_are_named(names: list[str], kind: str, tiny_config, tmp_path: Path) -> None:
+    file = header_only(tmp_path / "other.safetensors", {name: torch.zeros(2, 2) for name in names})
+    said = check(tiny_config, pretrained=str(file))
+    assert f"model.pretrained: {file} holds no SD3 in the original layout" in said
+    assert kind in said and "1 problem" in said
+
+
+def test_what_a_file_lacks_is_named_with_the_remedy(pipeline, descriptions, tiny_config, tmp_path: Path) -> None:
+    bare = str(original_layout.write(pipeline, tmp_path / "sd3_medium.safetensors", "transformer vae"))
+    remedy = "Set model.text_encoders to a folder in diffusers' layout or to a hub name"
+    assert f"{bare} holds no CLIP-L, CLIP-G, T5, tokenizers. {remedy}" in check(tiny_config, pretrained=bare)
+    assert f"{bare} holds no CLIP-L, CLIP-G, tokenizers. {remedy}" in check(tiny_config, pretrained=bare, t5=False)
+    clips = str(original_layout.write(pipeline, tmp_path / "clips.safetensors", "transformer vae clip"))
+    assert f"{clips} holds no T5, tokenizers. {remedy}" in check(tiny_config, pretrained=clips)
+    assert f"{clips} holds no tokenizers. {remedy}" in check(tiny_config, pretrained=clips, t5=False)
+    assert "(single file), no T5" in check(tiny_config, pretrained=clips, t5=False, text_encoders=str(descriptions))
+    no_vae = str(original_layout.write(pipeline, tmp_path / "no_vae.safetensors", "transformer clip t5"))
+    said = check(tiny_config, pretrained=no_vae, text_encoders=str(descriptions))
+    assert f"{no_vae} holds no autoencoder (VAE). Set model.vae to a folder or hub name that has one" in said
+    said = check(tiny_config, pretrained=no_vae, text_encoders=str(descriptions), vae=str(pipeline))
+    assert "(single file), T5 with 8 tokens" in said
+
+
+def test_damaged_files(whole_file, descriptions, tiny_config, tmp_path: Path) -> None:
+    def said(name: str, data: bytes) -> str:
+        (tmp_path / name).write_bytes(data)
+        return check(tiny_config, pretrained=str(tmp_path / name), text_encoders=str(descriptions))
+
+    data = whole_file.read_bytes()
+    assert "cut.safetensors is cut short: " in said("cut.safetensors", data[:-1])
+    assert "is not a safetensors file, or it is damaged. Fetch it again" in said("web.safetensors", b"<!doctype html>")
+    assert "is not a .safetensors file. Pickled checkpoints" in said("old.ckpt", data)
+    assert "nowhere.safetensors does not exist" in check(tiny_config, pretrained="/nowhere.safetensors")
+
+    state = load_file(whole_file)
+    del state[original_layout.MMDIT + "joint_blocks.1.x_block.mlp.fc1.weight"]
+    save_file(state, tmp_path / "part.safetensors")
+    said_of_part = check(tiny_config, pretrained=str(tmp_path / "part.safetensors"), text_encoders=str(descriptions))
+    assert "is not a whole SD3 transformer; missing: joint_blocks.1.x_block.mlp.fc1.weight" in said_of_part
+
+
+def test_scaled_fp8_is_refused(whole_file, descriptions, tiny_config, tmp_path: Path) -> None:
+    state = load_file(whole_file)
+    state[original_layout.T5 + "scaled_fp8"] = torch.zeros(1)
+    save_file(state, tmp_path / "scaled.safetensors")
+    said = check(tiny_config, pretrained=str(tmp_path / "scaled.safetensors"), text_encoders=str(descriptions))
+    assert "its text_encoder_3 is in fp8 with scales (scaled_fp8), which is not read. Use the fp16 or bf16 file" in said
+
+
+def test_configs_that_do_not_fit_are_listed(whole_file, pipeline, tiny_config, tmp_path: Path) -> None:
+    tokenizers = tmp_path / "tokenizers"
+    shutil.copytree(pipeline, tokenizers, ignore=lambda folder, names: [n for n in names if n.startswith("text_e")])
+    with pytest.raises(
+        UserError, match=r"does not fit its configuration \(SD3 Medium, bundled\)\. missing: .*of another"
+    ):
+        losses(tiny_config, "odd", pretrained=str(whole_file), text_encoders=str(tokenizers))
+
+
+def test_an_unknown_tensor_is_listed(pipeline, tmp_path: Path) -> None:
+    file = original_layout.write(pipeline, tmp_path / "sd3.safetensors", "transformer")
+    save_file({**load_file(file), original_layout.MMDIT + "extra.weight": torch.zeros(1)}, file)
+    with pytest.raises(UserError, match="unexpected: extra.weight"):
+        load(open_file(file).transformer_config, file, FP32(), CPU)
+
+
+def test_check_reads_headers_only(whole_file, descriptions, tiny_config, write_config) -> None:
+    """Of a file of SD3 Medium's size, in under a second and without torch."""
+    shapes = {**parameter_shapes(sd3_medium_config()), "pos_embed.pos_embed": (1, 192**2, 1536)}
+    state = original_layout.mmdit({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, 24)
+    file = header_only(
+        descriptions / "medium.safetensors", {original_layout.MMDIT + name: tensor for name, tensor in state.items()}
+    )
+    model = {"pretrained": str(descriptions), "transformer": str(file), "vae": str(descriptions)}
+    config = write_config({**tiny_config, "model": model})
+    script = (
+        "import sys; from simpletune.__main__ import main; code = main(['check', sys.argv[1]]);"
+        "assert not {'torch', 'diffusers', 'transformers', 'huggingface_hub'} & set(sys.modules); sys.exit(code)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", script, str(config)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "of 2,028,328,000 in the base" in done.stdout
+    print(f"check took {time.perf_counter() - start:.2f} s")
+    assert read_config(config, [])[0].model.transformer == str(file)

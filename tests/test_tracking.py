@@ -1,0 +1,255 @@
+"""Trackers: what reaches them, what they never do (ask, wait, leak), and runs that outlive them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import netrc
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from simpletune.options import UserError
+from simpletune.reading import validate
+from simpletune.step import StepCore
+from simpletune.trackers import Trackers, weights_and_biases
+from simpletune.trackers.tensor_board import TensorBoard
+from simpletune.trackers.weights_and_biases import Wandb, has_credentials, run_id
+from simpletune.train import train
+
+MARKER = "c0ffee" * 6 + "abcd"  # 40 characters, the form of an API key
+
+
+@pytest.fixture(autouse=True)
+def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine that knows nothing of wandb, and whose terminal must not be read."""
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("builtins.input", refuse)
+
+
+def refuse(*args: object) -> str:
+    raise AssertionError("a tracker asked at the prompt")
+
+
+def run_with(tiny_config: dict, resume: str | None = None, **changes: Any) -> Path:
+    data = copy.deepcopy(tiny_config)
+    for section, values in changes.items():
+        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
+    return train(validate(data, "test"), resume)
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())
+
+
+def wandb_records(run: Path) -> list[Any]:
+    """What wandb's offline files of a run hold, read by wandb's own reader."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    records = []
+    for file in sorted(run.glob("wandb/offline-run-*/*.wandb")):
+        store = DataStore()
+        store.open_for_scan(str(file))
+        while (data := store.scan_data()) is not None:
+            records.append(wandb_internal_pb2.Record())
+            records[-1].ParseFromString(data)
+    return records
+
+
+def history(records: list[Any]) -> list[dict[str, Any]]:
+    rows = [record.history for record in records if record.WhichOneof("record_type") == "history"]
+    return [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in row.item} for row in rows]
+
+
+def test_wandb_offline_has_everything_in_the_runs_folder_and_no_secret(
+    tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", MARKER)
+    monkeypatch.setenv("HF_TOKEN", MARKER)
+    changes = {"validation": {"prompts": ["a red disc"], "steps": 2, "eval_samples": 4}, "train": {"steps": 3}}
+    run = run_with(tiny_config, **changes, tracking={"wandb": "offline", "wandb_project": "discs"})
+    records = wandb_records(run)
+    rows = history(records)
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
+    assert all({"lr", "seconds", "grad_norm"} <= set(row) for row in rows if "loss" in row)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [0, 3]
+    assert [row["samples/_type"] for row in rows if "samples/_type" in row] == ["image-file"]
+    assert len(list(run.glob("wandb/offline-run-*/files/media/images/*.png"))) == 1
+    started = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+    assert (started.project, started.display_name, started.run_id) == ("discs", "tiny", run_id(run))
+    configs = [record.config for record in records if record.WhichOneof("record_type") == "config"]
+    logged = {i.key or "/".join(i.nested_key): i.value_json for c in [*configs, started.config] for i in c.update}
+    assert json.loads(logged["adapter"])["rank"] == 2
+    summaries = [record.summary for record in records if record.WhichOneof("record_type") == "summary"]
+    assert "eval_loss_after" in {i.key for summary in summaries for i in summary.update}
+    assert summary_of(run)["warnings"] == []
+    files = [file for place in (run, tmp_path / "profiles") for file in place.rglob("*") if file.is_file()]
+    assert len(files) > 10
+    assert [file for file in files if MARKER.encode() in file.read_bytes()] == []
+    assert [f for f in (tmp_path / "home").rglob("*") if f.is_file()] == [], "wandb wrote outside the run's folder"
+
+
+def test_a_resumed_run_is_the_same_run_in_wandb(tiny_config: dict) -> None:
+    run = run_with(tiny_config, train={"steps": 2}, tracking={"wandb": "offline"})
+    first = run_id(run)
+    run_with(tiny_config, "latest", train={"steps": 4}, tracking={"wandb": "offline"})
+    records = wandb_records(run)
+    ids = {record.run.run_id for record in records if record.WhichOneof("record_type") == "run"}
+    assert ids == {first}
+    assert [row["step"] for row in history(records) if "loss" in row] == [1, 2, 3, 4]
+    another = run_with(tiny_config, train={"steps": 1}, tracking={"wandb": "offline"})
+    assert run_id(another) != first
+
+
+def test_online_without_credentials_goes_offline_and_says_so(
+    tiny_config: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_with(tiny_config, train={"steps": 1}, tracking={"wandb": "online"})
+    line = "wandb: online needs an API key (WANDB_API_KEY or `wandb login`), and there is none: goes on offline"
+    shown = capsys.readouterr().out
+    assert shown.count(line) == 1
+    assert summary_of(run)["warnings"] == [line]
+    assert f"wandb sync {run}/wandb/offline-run-*" in shown
+    assert list(run.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_online_without_an_answer_goes_offline(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", MARKER)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(weights_and_biases, "INIT_SECONDS", 2)
+    run = run_with(tiny_config, train={"steps": 1}, tracking={"wandb": "online"})
+    (warning,) = summary_of(run)["warnings"]
+    assert "wandb: the server gave no run (CommError" in warning and warning.endswith("goes on offline")
+    assert [row["step"] for row in history(wandb_records(run)) if "loss" in row] == [1]
+    assert MARKER not in capsys.readouterr().out
+    files = [file for file in run.rglob("*") if file.is_file()]
+    assert [file for file in files if MARKER.encode() in file.read_bytes()] == []
+
+
+@pytest.mark.parametrize("broken", ["__init__", "config", "scalars", "picture", "summary", "close"])
+@pytest.mark.parametrize(("name", "kind"), [("TensorBoard", TensorBoard), ("wandb", Wandb)])
+def test_a_tracker_that_fails_is_said_once_and_is_off(
+    name: str, kind: type, broken: str, tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    calls = []
+
+    def fail(self, *args: object) -> None:
+        calls.append(broken)
+        raise RuntimeError("no space\nleft")
+
+    monkeypatch.setattr(kind, "__init__", lambda self, *args: None)
+    for method in ("config", "scalars", "picture", "summary", "close"):
+        monkeypatch.setattr(kind, method, lambda self, *args: None)
+    monkeypatch.setattr(kind, "place", "nowhere")
+    monkeypatch.setattr(kind, broken, fail)
+    on = {"tensorboard": name == "TensorBoard", "wandb": "offline" if name == "wandb" else "disabled"}
+    validation = {"prompts": ["a red disc"], "steps": 1}
+    run = run_with(tiny_config, train={"steps": 2}, validation=validation, tracking=on)
+    line = f"{name} failed and is off for the rest of the run (RuntimeError: no space left)"
+    assert len(calls) == 1
+    assert capsys.readouterr().out.count(line) == 1
+    assert summary_of(run)["warnings"] == [line]
+
+
+def test_one_failing_tracker_leaves_the_other(tiny_config: dict, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    run = run_with(tiny_config, train={"steps": 1}, tracking={"wandb": "offline"})
+    assert "wandb failed and is off" in summary_of(run)["warnings"][0]
+    assert list((tmp_path / "profiles" / "tiny").glob("events.*"))
+
+
+def test_tensorboard_shows_config_and_summary(tiny_config: dict, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_with(tiny_config, train={"steps": 1})
+    events = EventAccumulator(str(tmp_path / "profiles" / "tiny")).Reload()
+    texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    assert '"rank": 2' in texts["config/text_summary"] and '"final_loss"' in texts["summary/text_summary"]
+
+
+def test_nothing_is_loaded_or_written_when_all_is_off(tiny_config: dict, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    run = run_with(tiny_config, train={"steps": 1}, tracking={"tensorboard": False})
+    assert summary_of(run)["warnings"] == []
+    assert not (tmp_path / "profiles").exists() and not (run / "wandb").exists()
+
+
+def test_a_run_that_fails_is_closed_as_failed(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    monkeypatch.setattr(TensorBoard, "close", lambda self, failed: closed.append(failed))
+    run_with(tiny_config, train={"steps": 1})
+    honest = StepCore.loss
+    monkeypatch.setattr(StepCore, "loss", lambda self, model, batch: honest(self, model, batch) * float("nan"))
+    with pytest.raises(UserError, match="the loss is nan"):
+        run_with(tiny_config, train={"steps": 1})
+    assert closed == [False, True]
+
+
+def test_only_the_first_process_logs(tiny_config: dict, tmp_path: Path) -> None:
+    from simpletune.trackers import open_trackers
+
+    with open_trackers(validate(tiny_config, "test"), tmp_path, 0, writes=False) as trackers:
+        trackers.scalars(1, {"loss": 1.0})
+        trackers.picture(1, "samples", Image.new("RGB", (2, 2)))
+    assert trackers.warnings == [] and not (tmp_path / "profiles").exists()
+
+
+def test_errors_that_are_no_exceptions_pass() -> None:
+    def stop(warn: object) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Trackers({"x": stop}, {})
+
+
+@pytest.mark.parametrize(
+    ("environment", "entry", "expected"),
+    [
+        ({}, None, False),
+        ({"WANDB_API_KEY": ""}, None, False),
+        ({"WANDB_API_KEY": MARKER}, None, True),
+        ({}, f"machine api.wandb.ai login user password {MARKER}", True),
+        ({}, f"machine other.org login user password {MARKER}", False),
+        ({"WANDB_BASE_URL": "https://other.org"}, f"machine other.org login user password {MARKER}", True),
+        ({}, "machine api.wandb.ai login", False),
+    ],
+)
+def test_what_counts_as_credentials(environment: dict, entry: str | None, expected: bool, tmp_path: Path) -> None:
+    if entry is not None:
+        file = tmp_path / "home" / ".netrc"
+        file.write_text(entry + "\n")
+        file.chmod(0o600)
+    assert has_credentials({"HOME": str(tmp_path / "home"), **environment}) is expected
+
+
+
+@pytest.mark.parametrize(
+    ("tracking", "message"),
+    [
+        ({"wandb": "on"}, "tracking.wandb"),
+        ({"wandb": True}, "tracking.wandb"),
+        ({"tensorboard": "true"}, "tracking.tensorboard: .*true or false, without quotes"),
+        ({"wandb_project": "a/b"}, "tracking.wandb_project"),
+        ({"wand": "online"}, "tracking.wand: unknown field.*did you mean wandb|tracking.wand: .*wandb"),
+    ],
+)
+def test_the_section_is_strict(tracking: dict, message: str, tiny_config: dict) -> None:
+    with pytest.raises(UserError, match=message):
+        validate({**tiny_config, "tracking": tracking}, "test")
+
+
+def test_without_a_terminal_nothing_waits(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    run = run_with(tiny_config, train={"steps": 1}, tracking={"wandb": "online"})
+    assert len(summary_of(run)["warnings"]) == 1
