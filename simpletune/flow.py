@@ -22,9 +22,9 @@ class Objective(Option):
 
     sigma: Literal["logit_normal", "uniform"] = "logit_normal"
     """Density of the noise level sigma: logit-normal (the paper's best, arXiv:2403.03206 section 3.1) or uniform."""
-    logit_mean: float = 0.0
+    logit_mean: Annotated[float, Field(ge=-10, le=10)] = 0.0
     """Mean of the logit-normal density; positive values mean more noise."""
-    logit_std: Annotated[float, Field(gt=0)] = 1.0
+    logit_std: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Standard deviation of the logit-normal density."""
     shift: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Timestep shift s in sigma' = s sigma / (1 + (s - 1) sigma); auto: 3 at 1024 px, in proportion to the side, at

@@ -268,6 +268,7 @@ def test_shards_but_no_other_precision() -> None:
     files = listed(*(f"text_encoder_3/{path}" for path in [*paths, *half, "tf_model.h5", "onnx/config.json"]))
     part = HubPart(Repository(NAME), "text_encoder_3", weights=True)
     assert {file.path for file in needed(part, files)} == {f"text_encoder_3/{path}" for path in paths}
+    assert needed(part, files)[-1].path == "text_encoder_3/config.json"  # its presence tells that the part is whole
     with pytest.raises(UserError, match="text_encoder_3/ holds no diffusion_pytorch_model.safetensors but config.json"):
         needed(part, listed("text_encoder_3/config.json", "text_encoder_3/model.fp16.safetensors"))
 

@@ -151,6 +151,17 @@ def test_the_autoencoder_equals_diffusers(pipeline, whole_file, descriptions) ->
     torch.testing.assert_close(ours, dict(theirs.state_dict()), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_transformer_in_fp8_is_widened_exactly(dtype: torch.dtype, pipeline, tmp_path: Path) -> None:
+    file = original_layout.write(pipeline, tmp_path / "sd3.safetensors", "transformer")
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+    name = "transformer_blocks.1.attn.add_k_proj.weight"
+    expected = original_layout.state_of(pipeline / "transformer")[name].to(dtype).float()
+    tensor = OriginalReader(file).get(name)
+    assert tensor.dtype == torch.bfloat16
+    torch.testing.assert_close(tensor.float(), expected, rtol=0, atol=0)
+
+
 @pytest.mark.data
 def test_names_and_config_of_the_published_file(real_data: Path, tmp_path: Path) -> None:
     published = (real_data / "sd3_keys" / "sd3_medium_mmdit_singlefile_keys.txt").read_text().split()

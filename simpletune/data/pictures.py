@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 EXIF_ORIENTATION = 0x0112
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # not those that start other programs, as EPS does
 MAX_PIXELS = 178_956_970  # where Pillow refuses to open what may be a decompression bomb
 MAX_SPARE = 8  # a scaled picture's area over its bucket's, up to which it is scaled whole
 DAMAGE = (OSError, ValueError, SyntaxError, struct.error)  # what Pillow raises for damaged data, EXIF included
@@ -33,7 +34,7 @@ def _open(data: bytes) -> Image.Image:
     if not data:
         raise UnusablePicture("the file is empty")
     try:
-        image = Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise UnusablePicture("is not a picture that Pillow can read") from None
     except Image.DecompressionBombError:

@@ -120,18 +120,16 @@ def load_text_model(part: Part, dtype: torch.dtype) -> Any:
 
 
 def _text_tensors(part: Part) -> dict[str, Tensor]:
-    """A text encoder's tensors under transformers' names; fp8 as bf16, which holds its numbers exactly.
+    """A text encoder's tensors under transformers' names, in the types they have on disk.
 
     The original CLIP-L comes without a projection; it is the identity (diffusers' and ComfyUI's rule).
     """
     import torch
 
     assert part.file is not None
-    tensors = {}
-    for key, tensor in open_file(part.file).read(part.name).items():
-        if not key.endswith(("position_ids", "logit_scale")) and key != "encoder.embed_tokens.weight":
-            is_fp8 = tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-            tensors[key] = tensor.to(torch.bfloat16) if is_fp8 else tensor
+    read = open_file(part.file).read(part.name)
+    unused = ("position_ids", "logit_scale", "encoder.embed_tokens.weight")
+    tensors = {key: tensor for key, tensor in read.items() if not key.endswith(unused)}
     if part.name == "text_encoder" and "text_projection.weight" not in tensors:
         width = tensors["text_model.embeddings.token_embedding.weight"].shape[1]
         tensors["text_projection.weight"] = torch.eye(width)

@@ -139,7 +139,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[
     """
     from safetensors.torch import save_file
 
-    aside = file.with_name(f".{file.name}.part")
+    aside = file.with_name(f".{file.name}.{os.getpid()}.part")  # two runs may share a cache
     host = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     save_file(host, aside, {"format": "pt", **metadata})
     flush_to_disk(aside)

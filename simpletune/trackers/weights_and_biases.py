@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FOLDER, ID = "wandb", "run_id"
 INIT_SECONDS, FINISH_SECONDS = 30, 120  # an unreachable server costs this much and no more
-SERVER = "https://api.wandb.ai"
+SERVERS = ("https://api.wandb.ai", "https://api.forge.coreweave.com")  # the same, by its old and its new name
 
 
 class Wandb:
@@ -72,7 +72,7 @@ class Wandb:
     @property
     def place(self) -> str:
         """The run's page, or the command that sends it there."""
-        return self._run.url or f"wandb sync {self._folder}/offline-run-*"
+        return (None if self._run.offline else self._run.url) or f"wandb sync {self._folder}/offline-run-*"
 
     def config(self, values: Json) -> None:
         """Log the run's configuration; a resumed run may have changed it."""
@@ -112,13 +112,14 @@ def has_credentials(environment: Mapping[str, str]) -> bool:
         return True
     named = environment.get("NETRC")
     home = Path(environment.get("HOME") or Path.home())
-    server = environment.get("WANDB_BASE_URL") or SERVER
+    asked = environment.get("WANDB_BASE_URL")
+    hosts = [urlsplit(server).netloc for server in ([asked] if asked else SERVERS)]
     for file in [Path(named).expanduser()] if named else [home / ".netrc", home / "_netrc"]:
         try:
-            entry = netrc.netrc(file).authenticators(urlsplit(server).netloc)
+            entries = netrc.netrc(file).hosts
         except (OSError, netrc.NetrcParseError):
             continue
-        if entry is not None and entry[2]:
+        if any(entries[host][2] for host in hosts if host in entries):
             return True
     return False
 
