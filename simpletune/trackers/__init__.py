@@ -60,7 +60,9 @@ class Trackers:
             By name, where to look.
         """
         self._each(lambda tracker: tracker.summary(summary))
-        places = {name: tracker.place for name, tracker in self._open.items()}
+        places: dict[str, str] = {}
+        for name, tracker in list(self._open.items()):
+            self._guarded(name, lambda name=name, tracker=tracker: places.update({name: tracker.place}))  # type: ignore[misc]
         self.close()
         return places
 
