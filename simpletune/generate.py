@@ -18,7 +18,17 @@ from simpletune.options import UserError
 from simpletune.places import resolved
 from simpletune.prepare import TextCache, free_memory
 from simpletune.quant import Precision
-from simpletune.results import BASE, Weights, find_run, full_model_of, load_weights, lora_weights, result_of, run_config
+from simpletune.results import (
+    BASE,
+    Weights,
+    find_run,
+    full_model_of,
+    load_weights,
+    lora_weights,
+    precision_of,
+    result_of,
+    run_config,
+)
 from simpletune.sampling import Request, draw, save_png
 from simpletune.stages import Stages
 from simpletune.terminal import say
@@ -147,8 +157,9 @@ def generate(args: argparse.Namespace) -> Path:
     pictures, seconds = studio.draw(weights, [request])
     folder = studio.run / "inference" if studio.run else Path("inference-out")
     output = args.output or folder / f"{name}.png"
-    save_png(pictures[0], output, request, weights=weights.label, precision=studio.config.precision.weights)
-    say(f"{output}: {weights.label}, {studio.config.precision.weights} weights on {studio.reason}")
+    precision = getattr(precision_of(studio.config, weights), "weights")  # noqa: B009 members own it
+    save_png(pictures[0], output, request, weights=weights.label, precision=precision)
+    say(f"{output}: {weights.label}, {precision} weights on {studio.reason}")
     say(f"  prompt {request.prompt!r}, seed {request.seed}, {request.steps} steps, guidance {request.guidance:g}")
     say(f"  {seconds:.2f} s per picture, peak memory {studio.memory()}")
     return output

@@ -12,6 +12,7 @@ from simpletune.models.hub import is_hub_name
 from simpletune.models.hub_files import repository_file
 from simpletune.options import UserError
 from simpletune.quant.plain import BF16, FP32
+from simpletune.quant.precision import WeightPrecision
 from simpletune.runs import CONFIG, newest_run
 
 if TYPE_CHECKING:
@@ -97,6 +98,14 @@ def full_model_of(run: Path) -> Weights:
     return Weights(f"base with {weights.lora} folded in", lora=weights.lora, merged=True)
 
 
+def precision_of(config: TrainConfig, weights: Weights) -> WeightPrecision:
+    """How the weights are held: as the configuration says, but a merged model is not quantised."""
+    precision = config.precision
+    if weights.merged and not precision.trainable:
+        return BF16() if precision.compute == "bf16" else FP32()
+    return precision
+
+
 def load_weights(config: TrainConfig, weights: Weights, device: torch.device) -> nn.Module:
     """The transformer with these weights.
 
@@ -107,12 +116,10 @@ def load_weights(config: TrainConfig, weights: Weights, device: torch.device) ->
     """
     from simpletune.adapters.lora_file import fold_lora, load_lora
 
-    model, precision = config.model, config.precision
+    model = config.model
     if weights.transformer is not None:
         model = model.model_copy(update={"transformer": str(weights.transformer), "init": "pretrained"})
-    if weights.merged and not precision.trainable:
-        precision = BF16() if precision.compute == "bf16" else FP32()
-    transformer = model.load_transformer(precision, device)
+    transformer = model.load_transformer(precision_of(config, weights), device)
     if weights.lora is not None:
         load_lora(transformer, weights.lora, weights.scale)
     if weights.merged:

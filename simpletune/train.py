@@ -151,10 +151,10 @@ def loop(run: Run) -> list[Path]:
             lr = config.optimizer.lr * config.schedule.factor(step, run.steps)
             set_learning_rate(run.core.optimizer, lr)
             loss, norm = run.core.step(batches)
-            traces.after_step()
-
             value = run.accelerator.reduce(loss, "mean").item()
             run.seconds.append(time.perf_counter() - clock)
+            traces.after_step()  # writes a trace now and then: not part of the step's time
+
             if not math.isfinite(value):
                 raise not_finite(run.folder, step, value, batches)
             if not run.main:
