@@ -298,3 +298,19 @@ def test_environment_and_exit_code_in_a_process_of_its_own(hub: FakeHub, tiny_co
     assert TOKEN not in done.stdout + done.stderr and "Traceback" not in done.stderr
     assert str(tmp_path / "home" / "hub") in done.stdout
     assert json.loads(config.read_text())["model"]["pretrained"] == NAME
+
+
+def test_a_lora_comes_from_a_repository(hub: FakeHub) -> None:
+    from simpletune.results import lora_weights
+
+    hub.files["pytorch_lora_weights.safetensors"] = b"a lora"
+    weights = lora_weights(NAME, 0.5)
+    assert weights.lora is not None and weights.lora.read_bytes() == b"a lora"
+    assert weights.label == "LoRA owner/tiny-sd3 x 0.5"
+
+
+def test_a_repository_without_a_lora_is_told(hub: FakeHub) -> None:
+    from simpletune.results import lora_weights
+
+    with pytest.raises(UserError, match="owner/tiny-sd3 has no pytorch_lora_weights.safetensors. Check the name"):
+        lora_weights(NAME, 1.0)
