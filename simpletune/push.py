@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from simpletune.card import CARD, GRID, for_repository, shareable
 from simpletune.models.hub import HUB_NAME
@@ -14,6 +14,9 @@ from simpletune.options import UserError
 from simpletune.results import result_of, run_config
 from simpletune.runs import CONFIG
 from simpletune.terminal import say
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
 
 Upload = dict[str, Path | bytes]
 """By path in the repository, a file or its content."""
@@ -132,7 +135,7 @@ def told_errors(repository: str) -> Iterator[None]:
     Raises:
         UserError: for each of them.
     """
-    import httpx
+    import httpx2
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     try:
@@ -140,21 +143,23 @@ def told_errors(repository: str) -> Iterator[None]:
     except HFValidationError as error:
         raise UserError(f"push: {repository} is no name for a repository ({error})") from None
     except HfHubHTTPError as error:
-        raise UserError(f"push: {_refusal(repository, error.response.status_code, str(error))}") from None
+        raise UserError(f"push: {_refusal(repository, error)}") from None
     except OfflineModeIsEnabled:
         raise UserError("push: HF_HUB_OFFLINE is set, so nothing is uploaded. Unset it and try again") from None
-    except (httpx.HTTPError, ConnectionError, TimeoutError) as error:
-        reason = f"{type(error).__name__}: {error}"
+    except (httpx2.HTTPError, ConnectionError, TimeoutError) as error:
+        reason = type(error).__name__  # its text may hold a signed address
         raise UserError(f"push: the hub cannot be reached ({reason}). Check the network and try again") from None
+    except RuntimeError as error:  # hf_xet's, of large files
+        raise UserError(f"push: the upload failed ({type(error).__name__}). Try again: no commit was made") from None
 
 
-def _refusal(repository: str, status: int, message: str) -> str:
+def _refusal(repository: str, error: HfHubHTTPError) -> str:
     """What an HTTP status means here, and what to do."""
-    owner = repository.partition("/")[0]
+    owner, status = repository.partition("/")[0], error.response.status_code
     known = {
         401: "the hub does not know the token (401). Log in again with `hf auth login`, or mend HF_TOKEN",
         403: f"the token may not write to {repository} (403). Use one with write access that belongs to {owner}",
         404: f"{repository} was not found (404). Check the owner's name, and that the token may see it",
     }
-    detail = re.sub(r"\s+", " ", message)[:300]
-    return known.get(status, f"the hub answered {status} ({detail}). No commit was made: try again later")
+    said = f": {' '.join(error.server_message.split())[:300]}" if error.server_message else ""
+    return known.get(status, f"the hub answered {status}{said}. No commit was made: try again later")

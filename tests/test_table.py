@@ -96,9 +96,7 @@ def test_a_damaged_file_and_a_missing_one(tiny_config: dict, tmp_path: Path) -> 
     file.write_bytes(b"PAR1 no more")
     with pytest.raises(UserError, match="t.parquet is not a .parquet file, or it is damaged"):
         Table(path=str(file)).scan(file)
-    with pytest.raises(
-        ConfigError, match="data.path: nowhere.parquet does not exist. Give a parquet file"
-    ):
+    with pytest.raises(ConfigError, match="data.path: nowhere.parquet does not exist. Give a parquet file"):
         validate({**tiny_config, "data": {"source": "table", "path": "nowhere.parquet"}}, "x")
     with pytest.raises(ConfigError, match="data.image_column: unknown field"):
         validate({**tiny_config, "data": {**tiny_config["data"], "image_column": "x"}}, "x")

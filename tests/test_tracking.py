@@ -267,7 +267,6 @@ def test_what_counts_as_credentials(environment: dict, entry: str | None, expect
     assert has_credentials({"HOME": str(tmp_path / "home"), **environment}) is expected
 
 
-
 @pytest.mark.parametrize(
     ("tracking", "message"),
     [
