@@ -49,7 +49,14 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
         f"{data.path} ({data.source}), {captions}, {data.resolution} px in {data.aspect}, on_error {data.on_error}",
     )
     yield "saves", f"{run_folder(config) / config.adapter.output_name}, {_checkpoints(config)}"
-    yield "shows", f"{run_folder(config) / 'samples'}; tensorboard --logdir {profile_folder(config).parent}"
+    yield "shows", f"{run_folder(config) / 'samples'}; {_trackers(config)}"
+
+
+def _trackers(config: TrainConfig) -> str:
+    """Where a run's figures are shown."""
+    board = f"tensorboard --logdir {profile_folder(config).parent}" if config.tracking.tensorboard else "no TensorBoard"
+    wandb = config.tracking.wandb
+    return board if wandb == "disabled" else f"{board}; wandb ({wandb}), project {config.tracking.wandb_project}"
 
 
 def _checkpoints(config: TrainConfig) -> str:

@@ -13,6 +13,7 @@ from PIL import Image
 from pydantic import TypeAdapter
 
 from simpletune.config import TrainConfig
+from simpletune.data.folder import Folder
 from simpletune.devices import choose_device
 from simpletune.options import UserError
 from simpletune.places import resolved
@@ -88,7 +89,7 @@ def open_studio(args: argparse.Namespace) -> Studio:
     """
     run = None if args.model and not args.run else find_run(args.run, args.runs)
     if run is None:
-        config = TrainConfig.model_validate({"name": "generate", "data": {"path": "demo:pictures"}})
+        config = TrainConfig(name="generate", data=Folder(path="demo:pictures"))
     else:
         config = run_config(run)
     changes: dict[str, object] = {}

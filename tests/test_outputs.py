@@ -213,3 +213,12 @@ def test_compare_draws_base_and_strengths_from_the_same_noise(tiny_config, tmp_p
     assert min(figures[2]["difference_from_base"]) > 0
     base = Image.open(run / "compare" / "base" / "000.png")
     assert list(base.getdata()) == list(Image.open(run / "samples" / "base" / "prompt-00.png").getdata())
+
+
+def test_generate_with_a_model_alone_needs_no_run(tiny_pipeline, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--model", str(tiny_pipeline), "--base", "--device", "cpu", "--size", "32x32", "--steps", "2"]
+    drawn = generate(arguments(*words, "--prompt", "a red disc"))
+    assert drawn == Path("inference-out/base.png") and Image.open(drawn).size == (32, 32)
+    with pytest.raises(UserError, match="--prompt: say what to draw"):
+        generate(arguments(*words))
