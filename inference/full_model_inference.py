@@ -4,7 +4,7 @@ from _venv import enter
 
 enter()
 
-from simpletune.scripts import draw_one  # noqa: E402
+from simpletune.scripts import run_verb  # noqa: E402
 
 if __name__ == "__main__":
-    draw_one(__doc__, "full")
+    run_verb("generate", "--full")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from simpletune import __version__
+from simpletune.devices import prepare_environment
 from simpletune.options import UserError
 
 STARTED = time.perf_counter()
@@ -35,9 +36,6 @@ def read(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # the type 
 def train(args: argparse.Namespace) -> None:
     """prepare, train, validate, export"""
     config = read(args)
-    from simpletune.devices import prepare_environment
-
-    prepare_environment()
     from simpletune.train import train as run
 
     run(config, args.resume, STARTED)
@@ -60,9 +58,6 @@ def schema(args: argparse.Namespace) -> None:
 def prepare(args: argparse.Namespace) -> None:
     """fill the cache (prompts and pictures through the encoders) and stop"""
     config = read(args)
-    from simpletune.devices import prepare_environment
-
-    prepare_environment()
     from simpletune.train import prepare_only
 
     prepare_only(config)
@@ -70,9 +65,6 @@ def prepare(args: argparse.Namespace) -> None:
 
 def generate(args: argparse.Namespace) -> None:
     """draw a picture with a run's result, a LoRA, or the base"""
-    from simpletune.devices import prepare_environment
-
-    prepare_environment()
     from simpletune.generate import generate as run
 
     run(args)
@@ -80,9 +72,6 @@ def generate(args: argparse.Namespace) -> None:
 
 def compare(args: argparse.Namespace) -> None:
     """draw the same pictures with several models, side by side"""
-    from simpletune.devices import prepare_environment
-
-    prepare_environment()
     from simpletune.compare import compare as run
 
     run(args)
@@ -90,9 +79,6 @@ def compare(args: argparse.Namespace) -> None:
 
 def push(args: argparse.Namespace) -> None:
     """upload a run's result and its model card to the hub"""
-    from simpletune.devices import prepare_environment
-
-    prepare_environment()
     from simpletune.push import push as run
 
     run(args.run, args.repository, args.private, args.yes)
@@ -169,6 +155,7 @@ def main(argv: list[str] | None = None) -> int:
         0; 2 for configuration and input, 4 for a loss that is not finite, 130 after Ctrl-C.
     """
     args = parse(argv)
+    prepare_environment()
     try:
         VERBS[args.verb][0](args)
     except UserError as error:
