@@ -13,6 +13,7 @@ from simpletune.adapters.lora import Lora
 from simpletune.data import Data
 from simpletune.data.buckets import STEP
 from simpletune.flow import Objective
+from simpletune.memory import Memory
 from simpletune.models import Model
 from simpletune.models.sd3_shapes import Shape
 from simpletune.optim import Optimizer
@@ -41,8 +42,6 @@ class Train(Option):
     """Everything random follows from it and the step."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this norm over all parameters; null: not clipped."""
-    gradient_checkpointing: bool = True
-    """Compute activations twice instead of keeping them: about a third slower, several times less memory."""
 
 
 class Checkpoint(Option):
@@ -142,6 +141,8 @@ class TrainConfig(Option):
     """How noise levels are drawn."""
     train: Train = Train()
     """How long and in what portions."""
+    memory: Memory = Memory()
+    """What is given for less memory."""
     checkpoint: Checkpoint = Checkpoint()
     """When the state is saved."""
     validation: Validation = Validation()

@@ -254,7 +254,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
 def attach(config: TrainConfig, transformer: Any) -> torch.optim.Optimizer:
     """The adapter on the loaded model, and the optimizer over what trains."""
     config.adapter.attach(transformer, config.train.seed)
-    if config.train.gradient_checkpointing:
+    if config.memory.checkpointing == "all":
         transformer.enable_gradient_checkpointing()
     return config.optimizer.build([parameter for parameter in transformer.parameters() if parameter.requires_grad])
 

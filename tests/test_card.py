@@ -223,7 +223,7 @@ def finished(tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tmp_p
     config = {
         "name": "tiny", "device": "cpu", "model": {"pretrained": str(tiny_pipeline), "t5_length": 8},
         "data": {"path": str(tiny_pictures), "resolution": 32}, "precision": {"weights": "fp32"}, "output": output,
-        "train": {"steps": 4, "gradient_checkpointing": False}, "profile": {"max_traces": 0},
+        "train": {"steps": 4}, "memory": {"checkpointing": "none"}, "profile": {"max_traces": 0},
     }  # fmt: skip
     return make_run(config)
 

@@ -62,8 +62,8 @@ def test_first_losses(inputs: tuple[Path, Path], method: str, sigma: str, tiny_c
         "optimizer": {"lr": 3e-3, "weight_decay": 0.01},
         "train": {
             "steps": STEPS, "batch_size": 2, "gradient_accumulation": 2, "seed": 11, "clip_norm": 0.5,
-            "gradient_checkpointing": True,
         },
+        "memory": {"checkpointing": "all"},
     }  # fmt: skip
     lora = initial_lora(config, tmp_path) if method == "lora" else None
     run = train(validate(config, "ours"))

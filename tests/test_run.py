@@ -116,8 +116,9 @@ def test_resume_is_exact_with_accumulation_dropout_and_schedule(tiny_config: dic
     changes: dict = {
         "adapter": {"dropout": 0.3}, "schedule": {"name": "cosine", "warmup_steps": 2},
         "data": {"caption_dropout": 0.5, "flip": True, "crop": "random", "variants": 2, "repeats": 2},
+        "memory": {"checkpointing": "all"},
     }  # fmt: skip
-    portions = {"batch_size": 2, "gradient_accumulation": 2, "gradient_checkpointing": True}
+    portions = {"batch_size": 2, "gradient_accumulation": 2}
     whole = run_with(tiny_config, **changes, name="whole", train={"steps": 6, **portions}, checkpoint={"every": 3})
     stopped = run_with(tiny_config, **changes, name="again", train={"steps": 6, **portions}, checkpoint={"every": 3})
     checkpoint.shutil.rmtree(stopped / "checkpoints" / "step-000006")

@@ -129,12 +129,11 @@ def transformer(layers: int, text_width: int, pooled_width: int) -> SD3Transform
     return model
 
 
-def autoencoder(channels: tuple[int, ...], dtype: Dtype) -> AutoencoderKL:
-    """An 8x autoencoder whose scale and shift give the demo's pictures latents of mean 0 and deviation 1."""
-    import torch
+def plain_autoencoder(channels: tuple[int, ...]) -> AutoencoderKL:
+    """An 8x autoencoder of 16 latent channels as diffusers initialises it, one layer a level."""
     from diffusers import AutoencoderKL
 
-    vae = AutoencoderKL(
+    return AutoencoderKL(
         block_out_channels=channels,
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -145,7 +144,14 @@ def autoencoder(channels: tuple[int, ...], dtype: Dtype) -> AutoencoderKL:
         use_post_quant_conv=False,
         sample_size=64,
         force_upcast=False,
-    ).eval()
+    )
+
+
+def autoencoder(channels: tuple[int, ...], dtype: Dtype) -> AutoencoderKL:
+    """An 8x autoencoder whose scale and shift give the demo's pictures latents of mean 0 and deviation 1."""
+    import torch
+
+    vae = plain_autoencoder(channels).eval()
     cast(cast(vae, dtype), "fp32")  # measure the weights that will be saved
     with torch.no_grad():
         z_0 = vae.encode(_demo_pixels()).latent_dist.mode()  # [b, 16, 8, 8]

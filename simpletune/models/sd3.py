@@ -6,7 +6,7 @@ width, p = 2048 pooled width (for SD3 Medium; other sizes follow from the config
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -87,13 +87,20 @@ class SD3(Option):
         config = self.transformer_config(fetch)
         return None if config is None else parameter_shapes(config)
 
-    def load_transformer(self, precision: WeightPrecision, device: torch.device, seed: int = 0) -> nn.Module:
+    def load_transformer(
+        self,
+        precision: WeightPrecision,
+        device: torch.device,
+        seed: int = 0,
+        on_host: Callable[[str], bool] = lambda name: False,
+    ) -> nn.Module:
         """The transformer, frozen, quantised while loading: host memory holds one layer at a time.
 
         Args:
             precision: how weights are held.
             device: where to.
             seed: for random weights (``init: random``).
+            on_host: whether the module of that name stays in host memory.
 
         Raises:
             UserError: weights are missing or do not fit the config.
@@ -103,7 +110,8 @@ class SD3(Option):
         config = self.transformer_config()
         assert config is not None
         part = self.part("transformer")
-        return load(config, None if self.init == "random" else part.file or part.folder, precision, device, seed)
+        source = None if self.init == "random" else part.file or part.folder
+        return load(config, source, precision, device, seed, on_host)
 
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The autoencoder (AutoencoderKL, or AutoencoderTiny), frozen."""

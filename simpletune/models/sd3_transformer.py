@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from simpletune.models.single_file import OriginalReader
-from simpletune.models.weights import WeightReader, own_tensors, set_tensor, to_device, weight_files
+from simpletune.models.weights import WeightReader, move_own_tensors, own_tensors, set_tensor, to_device, weight_files
 from simpletune.options import UserError
 from simpletune.quant.precision import WeightPrecision
 from simpletune.streams import key_of
@@ -68,7 +68,12 @@ class RandomTensors:
 
 
 def load(
-    config: Mapping[str, Any], source: Path | None, precision: WeightPrecision, device: torch.device, seed: int = 0
+    config: Mapping[str, Any],
+    source: Path | None,
+    precision: WeightPrecision,
+    device: torch.device,
+    seed: int = 0,
+    on_host: Callable[[str], bool] = lambda name: False,
 ) -> nn.Module:
     """Build the transformer on the meta device and fill it layer by layer.
 
@@ -78,6 +83,7 @@ def load(
         precision: how weights are held; a quantised layer replaces its linear as soon as that is loaded.
         device: where to.
         seed: for random weights.
+        on_host: whether the module of that name stays in host memory. It is quantised on the device all the same.
 
     Raises:
         UserError: tensors are missing, unexpected, or of another shape.
@@ -97,7 +103,10 @@ def load(
             set_tensor(module, own, to_device(tensor, device, None if quantised else precision.base_dtype()))
         if quantised:
             parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, precision.convert(module))
+            module = precision.convert(module)
+            setattr(model.get_submodule(parent), leaf, module)
+        if on_host(name):
+            move_own_tensors(module, torch.device("cpu"))
     return model.eval().requires_grad_(False)
 
 

@@ -190,6 +190,12 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in own if tensor is not None]
 
 
+def move_own_tensors(module: nn.Module, device: torch.device) -> None:
+    """Move a module's own frozen tensors, without those of its children (which may not be loaded yet)."""
+    for name, tensor in own_tensors(module):
+        set_tensor(module, name, tensor.detach().to(device))
+
+
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of its own on a device: never a view of a memory-mapped file."""
     return tensor.to(device=device, dtype=dtype or tensor.dtype, copy=True)
