@@ -19,15 +19,17 @@ import torch
 from torch import nn
 
 from simpletune.config import TrainConfig
+from simpletune.ema import Average, averaged
 from simpletune.models.weights import WeightReader, flush_to_disk, replace_folder, write_safetensors
 from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
 from simpletune.options import UserError
 
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
+AVERAGE = "ema.safetensors"
 NAME = re.compile(r"^step-(\d{6,})$")
 # What a resumed run must share with the one that was saved: its weights, and which samples each step sees.
 PINNED = (
-    "model", "adapter", "precision", "objective", "optimizer.name", "train.seed", "train.batch_size",
+    "model", "adapter", "precision", "objective", "ema", "optimizer.name", "train.seed", "train.batch_size",
     "train.gradient_accumulation",
 )  # fmt: skip
 
@@ -60,6 +62,7 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     manifest: list[dict[str, Any]],
+    average: Average | None = None,
 ) -> Path:
     """Write a checkpoint and remove the oldest beyond ``checkpoint.keep_last``.
 
@@ -70,6 +73,7 @@ def save(
         model: the transformer with its adapter, not wrapped.
         optimizer: not wrapped.
         manifest: what the order of samples depends on (``Plan.manifest``).
+        average: of the weights, if one is kept; it is what is exported.
     """
     folder = checkpoint_folder(run, step)
     aside = folder.with_name(f".{folder.name}.part")
@@ -79,8 +83,11 @@ def save(
     write_safetensors(trainable_tensors(model), aside / TRAINABLE, metadata)
     tensors, scalars = state_to_tensors(optimizer)
     write_safetensors(tensors, aside / OPTIMIZER, {})
+    if average is not None:
+        write_safetensors(average.tensors(), aside / AVERAGE, {})
     if config.adapter.exports_to_checkpoints:
-        config.adapter.export(model, aside, metadata)
+        with averaged(average):
+            config.adapter.export(model, aside, metadata)
     state = {
         "step": step,
         "config": config.model_dump(mode="json", by_alias=True),
@@ -179,8 +186,14 @@ def check_resumable(saved: SavedState, config: TrainConfig, manifest: list[dict[
     return changes
 
 
-def restore(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer, option: OptimizerOption) -> None:
-    """Put a checkpoint's weights and optimizer state in place, bit for bit."""
+def restore(
+    saved: SavedState,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    option: OptimizerOption,
+    average: Average | None = None,
+) -> None:
+    """Put a checkpoint's weights, their average and optimizer state in place, bit for bit."""
     reader = WeightReader([saved.folder / TRAINABLE])
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if reader.names != set(parameters):
@@ -191,6 +204,8 @@ def restore(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimize
         for name, parameter in parameters.items():
             parameter.copy_(reader.get(name))
     load_state(option, optimizer, WeightReader([saved.folder / OPTIMIZER]).get_all(), saved.optimizer)
+    if average is not None:
+        average.load(WeightReader([saved.folder / AVERAGE]).get_all(), saved.step)
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:

@@ -12,6 +12,7 @@ from simpletune.adapters import Adapter
 from simpletune.adapters.lora import Lora
 from simpletune.data import Data
 from simpletune.data.buckets import STEP
+from simpletune.ema import Ema
 from simpletune.flow import Objective
 from simpletune.memory import Memory
 from simpletune.models import Model
@@ -141,6 +142,8 @@ class TrainConfig(Option):
     """How noise levels are drawn."""
     train: Train = Train()
     """How long and in what portions."""
+    ema: Ema | None = None
+    """Average the trained weights over steps; null: the last step's weights are the result."""
     memory: Memory = Memory()
     """What is given for less memory."""
     checkpoint: Checkpoint = Checkpoint()

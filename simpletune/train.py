@@ -18,6 +18,7 @@ from simpletune import checkpoint
 from simpletune.card import shareable, write_card
 from simpletune.config import Profile, TrainConfig, profile_folder, run_folder
 from simpletune.devices import choose_device
+from simpletune.ema import Average, averaged
 from simpletune.feed import Batch, Feed
 from simpletune.options import UserError
 from simpletune.places import resolved
@@ -46,6 +47,7 @@ class Run:
         prepared: plan and caches.
         transformer: the model with its adapter, not wrapped.
         core: the step core.
+        average: of the trained weights, if one is kept: what is drawn, evaluated and exported.
         start: steps done before.
         steps: steps of the whole run.
         total: parameters of the base model.
@@ -62,6 +64,7 @@ class Run:
     transformer: nn.Module
     core: StepCore
     feed: Feed
+    average: Average | None
     previews: Previews
     trackers: Trackers
     start: int
@@ -79,11 +82,12 @@ class Run:
         """Write a checkpoint."""
         with self.stages.stage("save"):
             manifest = self.prepared.plan.manifest()
-            checkpoint.save(self.folder, step, self.config, self.transformer, self.core.optimizer, manifest)
+            optimizer = self.core.optimizer
+            checkpoint.save(self.folder, step, self.config, self.transformer, optimizer, manifest, self.average)
 
     def validate(self, step: int) -> None:
         """Draw the validation pictures; at step 0 those of the base."""
-        with self.stages.stage("validate"):
+        with self.stages.stage("validate"), averaged(self.average):
             if step == 0:
                 self.previews.draw_base(self.transformer)
                 return
@@ -94,7 +98,7 @@ class Run:
 
     def evaluate(self, step: int) -> float | None:
         """The evaluation loss; kept by step, so that a resumed run knows the first one."""
-        with self.stages.stage("validate"):
+        with self.stages.stage("validate"), averaged(self.average):
             count = self.config.validation.eval_samples
             loss = evaluation_loss(self.transformer, self.core.loss, self.feed, self.prepared.plan, count)
         if loss is not None:
@@ -151,6 +155,8 @@ def loop(run: Run) -> list[Path]:
             lr = config.optimizer.lr * config.schedule.factor(step, run.steps)
             set_learning_rate(run.core.optimizer, lr)
             loss, norm = run.core.step(batches)
+            if run.average is not None:
+                run.average.update()
             value = run.accelerator.reduce(loss, "mean").item()
             run.seconds.append(time.perf_counter() - clock)
             traces.after_step()  # writes a trace now and then: not part of the step's time
@@ -180,7 +186,7 @@ def due(every: int | None, step: int) -> bool:
 def finish(run: Run, seconds_setup: float, traces: list[Path]) -> None:
     """Save, export, then look: what is trained is safe before the last pictures are drawn."""
     run.save(run.steps)
-    with run.stages.stage("save"):
+    with run.stages.stage("save"), averaged(run.average):
         metadata = checkpoint.metadata_of(shareable(run.config), run.steps)
         output = run.config.adapter.export(run.transformer, run.folder, metadata)
     eval_after = run.evaluate(run.steps)
@@ -227,8 +233,9 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
         transformer = here.model.load_transformer(config.precision, accelerator.device, config.train.seed)
         total = sum(parameter.numel() for parameter in transformer.parameters())
         optimizer = attach(config, transformer)
+        average = config.ema.build(trained_parameters(transformer)) if config.ema else None
         if saved:
-            checkpoint.restore(saved, transformer, optimizer, config.optimizer)
+            checkpoint.restore(saved, transformer, optimizer, config.optimizer, average)
         core = StepCore(config, accelerator.prepare_model(transformer), optimizer, accelerator)
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
@@ -241,6 +248,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
         prepared=prepared,
         transformer=transformer,
         core=core,
+        average=average,
         feed=Feed(prepared.text, prepared.latents, config.train.seed, accelerator.device),
         previews=Previews(here, prepared.requests, prepared.text, folder / "samples"),
         trackers=open_trackers(config, folder, saved.step if saved else 0, accelerator.is_main_process),
@@ -256,7 +264,12 @@ def attach(config: TrainConfig, transformer: Any) -> torch.optim.Optimizer:
     config.adapter.attach(transformer, config.train.seed)
     if config.memory.checkpointing == "all":
         transformer.enable_gradient_checkpointing()
-    return config.optimizer.build([parameter for parameter in transformer.parameters() if parameter.requires_grad])
+    return config.optimizer.build(trained_parameters(transformer).values())
+
+
+def trained_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, by name."""
+    return {name: parameter for name, parameter in transformer.named_parameters() if parameter.requires_grad}
 
 
 def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:

@@ -16,7 +16,7 @@ LAYERS = [
     {"validation", "summary", "checkpoint", "runs", "trackers", "card", "step", "places", "results"},
     {"feed", "prepare", "sampling"},
     {"config", "devices", "profiling"},
-    {"demo", "data", "models", "adapters", "quant", "optim", "memory"},
+    {"demo", "data", "models", "adapters", "quant", "optim", "memory", "ema"},
     {"flow", "options", "streams", "stages", "terminal"},
 ]
 MAX_FILE, MAX_FUNCTION, MAX_NESTING = 320, 60, 4

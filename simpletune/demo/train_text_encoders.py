@@ -1,0 +1,200 @@
+"""Trains the tiny SD3's three text encoders on captions alone: step two of `make tiny-sd3`.
+
+Each encoder learns to say what a caption shows, from its pooled output and from the mean of its states, and to keep
+every token told apart, words without a meaning included: fine-tuning is to teach those.
+
+Legend: b captions, t tokens, w an encoder's width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from simpletune.demo import networks, pictures, vocabulary
+from simpletune.demo.checker import ATTRIBUTES
+
+CLIP_WIDTHS, T5_WIDTH = (32, 48), 96
+POOL, BATCH, PEAK_LR = 32_768, 64, 2e-3
+T5_TOKENS = 32
+TABLES: Mapping[str, tuple[str, ...]] = {
+    "shape": tuple(pictures.SHAPES),
+    "colour": tuple(pictures.COLOURS),
+    "background": tuple(pictures.BACKGROUNDS),
+    "size": tuple(pictures.SIZES),
+    "position": tuple(pictures.POSITIONS),
+    "style": pictures.STYLES,
+}
+UNKNOWN = -100  # cross-entropy's own mark for "not asked": the style of a caption that names a trigger word
+
+
+@dataclass
+class Reader:
+    """An encoder with what reads its output during training.
+
+    Args:
+        name: the folder it is saved in.
+        tokenizer: of the encoder.
+        encoder: a CLIP text model or a T5 encoder.
+        length: t.
+    """
+
+    name: str
+    tokenizer: Any
+    encoder: Any
+    length: int
+
+    def __post_init__(self) -> None:
+        width = self.encoder.config.hidden_size
+        self.heads = nn.ModuleDict({name: nn.Linear(width, len(table)) for name, table in TABLES.items()})
+        self.pooled_heads = nn.ModuleDict({name: nn.Linear(width, len(table)) for name, table in TABLES.items()})
+        self.words = nn.Linear(width, len(self.tokenizer))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All that trains."""
+        parts = (self.encoder, self.heads, self.pooled_heads, self.words)
+        return [parameter for part in parts for parameter in part.parameters()]
+
+    def tokens(self, captions: list[str]) -> Tensor:
+        """Token ids, [b, t]."""
+        options = {"padding": "max_length", "max_length": self.length, "truncation": True, "return_tensors": "pt"}
+        return self.tokenizer(captions, **options).input_ids
+
+    def states(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What SD3 reads, [b, t, w], and CLIP's pooled output, [b, w]."""
+        if self.name == "text_encoder_3":
+            return self.encoder(ids)[0], None
+        output = self.encoder(ids, output_hidden_states=True)
+        return output.hidden_states[-2], output.text_embeds
+
+    def loss(self, captions: list[str], labels: Mapping[str, Tensor]) -> Tensor:
+        """Attributes from the mean state and the pooled output, each token from its own state; and unit size."""
+        ids = self.tokens(captions)
+        hidden, pooled = self.states(ids)
+        real = (ids != self.tokenizer.pad_token_id).float()[..., None]  # [b, t, 1]
+        mean = (hidden * real).sum(1) / real.sum(1)
+        loss = _attribute_loss(self.heads, mean, labels)
+        loss = loss + 0.5 * functional.cross_entropy(self.words(hidden).flatten(0, 1), ids.flatten())
+        loss = loss + 0.1 * (hidden.square().mean() - 1.0).square()
+        if pooled is not None:
+            loss = loss + _attribute_loss(self.pooled_heads, pooled, labels)
+            loss = loss + 0.1 * (pooled.square().mean() - 1.0).square()
+        return loss
+
+    @torch.no_grad()
+    def accuracy(self, captions: list[str], labels: Mapping[str, Tensor]) -> float:
+        """Share of attributes read rightly from the pooled output (T5: from the mean state)."""
+        ids = self.tokens(captions)
+        hidden, pooled = self.states(ids)
+        real = (ids != self.tokenizer.pad_token_id).float()[..., None]
+        heads, source = self.pooled_heads, pooled
+        if pooled is None:
+            heads, source = self.heads, (hidden * real).sum(1) / real.sum(1)
+        return float(np.mean([(heads[name](source).argmax(-1) == labels[name]).float().mean() for name in ATTRIBUTES]))
+
+
+def _attribute_loss(heads: nn.ModuleDict, source: Tensor, labels: Mapping[str, Tensor]) -> Tensor:
+    losses = [functional.cross_entropy(heads[name](source), labels[name]) for name in ATTRIBUTES]
+    return torch.stack(losses).nan_to_num().mean()  # a batch with no known style has no mean
+
+
+def captions_of(count: int, seed: int, held_out: bool = False) -> tuple[list[str], dict[str, Tensor]]:
+    """Captions of random scenes and what they show.
+
+    A sixth names a trigger word instead of its style, a sixth has stray words and letters put in.
+
+    Args:
+        count: b.
+        seed: of everything.
+        held_out: plain captions of the triples that training never sees.
+
+    Returns:
+        The captions, and for each of `ATTRIBUTES` the value's number in its table, [b].
+    """
+    rng = np.random.default_rng([seed, 7])
+    captions, scenes = [], pictures.sample_scenes(count, seed, held_out=held_out)
+    known = {name: [TABLES[name].index(getattr(scene, name)) for scene in scenes] for name in ATTRIBUTES}
+    for index, scene in enumerate(scenes):
+        kind = 5 if held_out else int(rng.integers(6))
+        trigger = None
+        if kind == 0:
+            trigger = (pictures.STYLE_TRIGGER, pictures.SUBJECT_TRIGGER)[int(rng.integers(2))]
+            known["style"][index] = UNKNOWN
+        text = pictures.caption(scene, int(rng.integers(len(pictures.TEMPLATES))), trigger)
+        captions.append(_with_strays(text, rng) if kind == 1 else text)
+    return captions, {name: torch.tensor(values) for name, values in known.items()}
+
+
+def _with_strays(text: str, rng: np.random.Generator) -> str:
+    """Put one to three strings of random letters, or trigger words, between the words of a caption."""
+    words = text.split()
+    for _ in range(int(rng.integers(1, 4))):
+        letters = "".join(chr(97 + code) for code in rng.integers(26, size=int(rng.integers(1, 4))))
+        stray = (letters, pictures.STYLE_TRIGGER, pictures.SUBJECT_TRIGGER)[int(rng.integers(3))]
+        words.insert(int(rng.integers(len(words) + 1)), stray)
+    return " ".join(words)
+
+
+def train(folder: Path, steps: int, seed: int = 0) -> None:
+    """Train and write tokenizers and encoders in the pipeline's layout.
+
+    Args:
+        folder: must not hold them yet; gets `tokenizer*/`, `text_encoder*/` and `text_log.jsonl`.
+        steps: of 64 captions; a few minutes, so there is nothing to resume.
+        seed: of weights and captions.
+    """
+    from transformers import CLIPTokenizer, T5TokenizerFast
+
+    torch.manual_seed(seed)
+    readers = []
+    for suffix, width in zip(("", "_2"), CLIP_WIDTHS, strict=True):
+        vocabulary.write_clip(folder / f"tokenizer{suffix}", pictures.words())
+        encoder = networks.clip(folder / f"tokenizer{suffix}", width, "gelu" if suffix else "quick_gelu")
+        tokenizer = CLIPTokenizer.from_pretrained(folder / f"tokenizer{suffix}", local_files_only=True)
+        readers.append(Reader(f"text_encoder{suffix}", tokenizer, encoder, vocabulary.CLIP_LENGTH))
+    vocabulary.write_t5(folder / "tokenizer_3", pictures.words())
+    tokenizer = T5TokenizerFast.from_pretrained(folder / "tokenizer_3", local_files_only=True)
+    readers.append(Reader("text_encoder_3", tokenizer, networks.t5(folder / "tokenizer_3", T5_WIDTH), T5_TOKENS))
+
+    optimizer = torch.optim.AdamW([p for reader in readers for p in reader.parameters()], lr=PEAK_LR)
+    pool, shown = captions_of(POOL, seed=seed + 2)
+    held_out = captions_of(512, seed=seed + 1, held_out=True)
+    began = time.monotonic()
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = PEAK_LR * min(1.0, (step + 1) / 100, 2.0 * (1.0 - step / steps))
+        rows = np.random.default_rng([seed, step]).integers(0, POOL, BATCH)
+        captions, labels = [pool[row] for row in rows], {name: values[rows] for name, values in shown.items()}
+        loss = torch.stack([reader.loss(captions, labels) for reader in readers]).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if (step + 1) % 250 == 0 or step + 1 == steps:
+            scores = {reader.name: round(reader.accuracy(*held_out), 4) for reader in readers}
+            line = {"step": step + 1, "loss": round(loss.item(), 4), "held_out": scores}
+            _log(folder / "text_log.jsonl", {**line, "seconds": round(time.monotonic() - began, 1)})
+    for reader in readers:
+        reader.encoder.save_pretrained(folder / reader.name)
+
+
+def _log(file: Path, line: dict[str, object]) -> None:
+    with file.open("a", encoding="utf-8") as handle:
+        handle.write(json.dumps(line) + "\n")
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="train the tiny SD3's text encoders")
+    parser.add_argument("folder", type=Path, help="where tokenizers, encoders and the log go")
+    parser.add_argument("--steps", type=int, default=3000)
+    arguments = parser.parse_args()
+    train(arguments.folder, arguments.steps)
