@@ -84,6 +84,14 @@ def push(args: argparse.Namespace) -> None:
     run(args.run, args.repository, args.private, args.yes)
 
 
+def bench(args: argparse.Namespace) -> None:
+    """measure a grid of settings and write its table"""
+    from simpletune.bench import quality
+
+    grids = {"quality": quality.run}
+    print(grids[args.grid](args.out, args.prompts, args.overrides))
+
+
 def train_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``train``."""
     add_config(parser)
@@ -112,6 +120,14 @@ def push_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
 
+def bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``bench``."""
+    parser.add_argument("grid", choices=["quality"], metavar="GRID", help="quality")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to every row's configuration")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu"), help="the folder of the results")
+    parser.add_argument("--prompts", type=int, default=100, help="prompts for each score (default: 100)")
+
+
 Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
 VERBS: dict[str, Verb] = {
     "train": (train, train_arguments),
@@ -121,6 +137,7 @@ VERBS: dict[str, Verb] = {
     "generate": (generate, generate_arguments),
     "compare": (compare, compare_arguments),
     "push": (push, push_arguments),
+    "bench": (bench, bench_arguments),
 }
 
 

@@ -12,6 +12,7 @@ PACKAGE = ROOT / "simpletune"
 # Who may import whom: a module may import from its own layer and from those below (a higher number).
 LAYERS = [
     {"__main__", "scripts"},
+    {"bench"},
     {"train", "generate", "explain", "reading", "problems", "generate_arguments", "compare", "push"},
     {"validation", "summary", "checkpoint", "runs", "trackers", "card", "step", "places", "results"},
     {"feed", "prepare", "sampling"},

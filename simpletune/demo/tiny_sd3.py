@@ -88,19 +88,19 @@ def build(
     with new_folder(folder) as sibling, _quiet():
         _write_tokenizers(sibling, tokenizers)
         for index, (name, width) in enumerate(zip(("", "_2"), clip_widths, strict=True)):
-            with _seeded(seed, index):
+            with seeded(seed, index):
                 clip = networks.clip(sibling / f"tokenizer{name}", width, "gelu" if name else "quick_gelu")
-            _save(clip, sibling / f"text_encoder{name}", dtype)
-        with _seeded(seed, 2):
+            save(clip, sibling / f"text_encoder{name}", dtype)
+        with seeded(seed, 2):
             t5 = networks.t5(sibling / "tokenizer_3", t5_width)
-        _save(t5, sibling / "text_encoder_3", dtype)
-        with _seeded(seed, 3):
+        save(t5, sibling / "text_encoder_3", dtype)
+        with seeded(seed, 3):
             transformer = networks.transformer(layers, t5_width, sum(clip_widths))
-        _save(transformer, sibling / "transformer", dtype)
-        with _seeded(seed, 4):
+        save(transformer, sibling / "transformer", dtype)
+        with seeded(seed, 4):
             vae = networks.autoencoder(vae_channels, dtype)
-        _save(vae, sibling / "vae", dtype)
-        _write_scheduler_and_index(sibling)
+        save(vae, sibling / "vae", dtype)
+        write_scheduler_and_index(sibling)
 
 
 def _check_sizes(
@@ -125,7 +125,7 @@ def _check_sizes(
 
 
 @contextmanager
-def _seeded(seed: int, stream: int) -> Iterator[None]:
+def seeded(seed: int, stream: int) -> Iterator[None]:
     """Seed the CPU's global generator, from which the libraries initialise, and put it back afterwards."""
     import torch
 
@@ -151,7 +151,8 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _save(model: Any, folder: Path, dtype: Dtype) -> None:
+def save(model: Any, folder: Path, dtype: Dtype) -> None:
+    """Write a model in a weight type; it is cast in place."""
     networks.cast(model, dtype).save_pretrained(folder)
     # As in the real repository, an encoder's config says float32 whatever the file holds: transformers 5 loads in
     # the config's type, diffusers in float32, and a pipeline of both types fails at its first multiplication.
@@ -172,7 +173,8 @@ def _write_tokenizers(folder: Path, source: Path | None) -> None:
             vocabulary.write_clip(folder / name, pictures.words())
 
 
-def _write_scheduler_and_index(folder: Path) -> None:
+def write_scheduler_and_index(folder: Path) -> None:
+    """Write `scheduler/` and `model_index.json`."""
     import diffusers
 
     # Shift 1: SD3's 3 makes up for the redundancy of 1024 px. By the paper's square-root-of-area rule 64 px would

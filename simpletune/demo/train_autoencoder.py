@@ -26,6 +26,7 @@ BATCH = 16
 PEAK_LR, WARMUP = 1.2e-3, 300
 KL_WEIGHT = 1e-4
 SAVE_EVERY = 500
+STEPS, HORIZON = 10_000, 16_000
 
 
 def initialise(vae: Any) -> None:
@@ -116,7 +117,7 @@ def psnr(vae: Any, pixels: Tensor) -> float:
 
 @torch.no_grad()
 def fold_scale(vae: Any, pixels: Tensor) -> None:
-    """Give every latent channel the same deviation, and set the config's scale and shift, without changing a picture.
+    """Give every latent channel deviation 1, and set the config's scale and shift, without changing a picture.
 
     The factor goes into the encoder's last convolution and its inverse into the decoder's first. Quiet channels
     would drown in the flow's noise; SD3's scheme has one factor for all.
@@ -132,17 +133,17 @@ def fold_scale(vae: Any, pixels: Tensor) -> None:
     vae.encoder.conv_out.bias[:channels] *= factor
     vae.encoder.conv_out.bias[channels:] += 2.0 * factor.log()  # the log-variance of the scaled latent
     vae.decoder.conv_in.weight /= factor[None, :, None, None]
-    scaled = z_0 * factor[:, None, None]
-    vae.register_to_config(
-        scaling_factor=float(f"{1.0 / float(scaled.std()):.3g}"), shift_factor=float(f"{float(scaled.mean()):.3g}")
-    )
+    shift = float((z_0 * factor[:, None, None]).mean())
+    vae.register_to_config(scaling_factor=1.0, shift_factor=float(f"{shift:.3g}"))
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine to nought."""
+    """Linear warm-up; a cosine laid out for `HORIZON` steps; and over the second half of `steps` a straight line to
+    nought on top of it."""
     if step < WARMUP:
         return PEAK_LR * (step + 1) / WARMUP
-    return PEAK_LR * 0.5 * (1.0 + math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP)))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * (step - WARMUP) / (HORIZON - WARMUP)))
+    return PEAK_LR * cosine * min(1.0, 2.0 * (1.0 - step / steps))
 
 
 def train(folder: Path, steps: int, seed: int = 0) -> None:
@@ -210,6 +211,6 @@ def _log(folder: Path, line: dict[str, object]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="train the tiny SD3's autoencoder")
     parser.add_argument("folder", type=Path, help="where state, log and result go")
-    parser.add_argument("--steps", type=int, default=16_000)
+    parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
     train(arguments.folder, arguments.steps)

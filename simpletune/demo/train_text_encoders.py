@@ -26,7 +26,8 @@ from simpletune.demo.checker import ATTRIBUTES
 
 CLIP_WIDTHS, T5_WIDTH = (32, 48), 96
 POOL, BATCH, PEAK_LR = 32_768, 64, 2e-3
-T5_TOKENS = 32
+T5_TOKENS = 24
+STEPS = 1200
 TABLES: Mapping[str, tuple[str, ...]] = {
     "shape": tuple(pictures.SHAPES),
     "colour": tuple(pictures.COLOURS),
@@ -195,6 +196,6 @@ def _log(file: Path, line: dict[str, object]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="train the tiny SD3's text encoders")
     parser.add_argument("folder", type=Path, help="where tokenizers, encoders and the log go")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
     train(arguments.folder, arguments.steps)

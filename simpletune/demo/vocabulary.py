@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 END_OF_WORD = "</w>"
-CLIP_LENGTH = 32
+CLIP_LENGTH = 24
 T5_LENGTH = 512
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 

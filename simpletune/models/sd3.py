@@ -111,7 +111,7 @@ class SD3(Option):
         assert config is not None
         part = self.part("transformer")
         source = None if self.init == "random" else part.file or part.folder
-        return load(config, source, precision, device, seed, on_host)
+        return load(config, source, precision, device, seed, on_host, part.folder)
 
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The autoencoder (AutoencoderKL, or AutoencoderTiny), frozen."""

@@ -19,6 +19,7 @@ from simpletune.quant.precision import WeightPrecision
 from simpletune.streams import key_of
 
 LISTED = 8
+TABLE = "pos_embed.pos_embed"
 
 
 class TensorSource(Protocol):
@@ -37,16 +38,23 @@ class RandomTensors:
 
     Weights are normal with standard deviation 1/sqrt(inputs), biases zero, norms one; modulations and the output, which
     start at zero in training from scratch (arXiv:2212.09748, section 3.2), are a hundredth of that, so that gradients
-    flow at once.
+    flow at once. The position table is a constant, not a weight: where there are weights, it is theirs.
+
+    Args:
+        config: the transformer's ``config.json``.
+        seed: of the weights.
+        beside: the folder of that config; without weights in it, the table is the one that the config implies.
     """
 
-    def __init__(self, config: Mapping[str, Any], seed: int):
+    def __init__(self, config: Mapping[str, Any], seed: int, beside: Path | None = None):
         with init_empty_weights(include_buffers=False):
             empty = SD3Transformer2DModel.from_config({**config, "num_layers": 0})
         with init_empty_weights():
             self._model = SD3Transformer2DModel.from_config(config)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
-        self._pos_embed = {"pos_embed.pos_embed": empty.pos_embed.pos_embed}
+        there = beside is not None and any(beside.glob("*.safetensors"))
+        stored = WeightReader(weight_files(beside)).get(TABLE).float() if beside and there else None
+        self._pos_embed = {TABLE: empty.pos_embed.pos_embed if stored is None else stored}
         self._seed = seed
 
     @property
@@ -74,6 +82,7 @@ def load(
     device: torch.device,
     seed: int = 0,
     on_host: Callable[[str], bool] = lambda name: False,
+    beside: Path | None = None,
 ) -> nn.Module:
     """Build the transformer on the meta device and fill it layer by layer.
 
@@ -84,11 +93,12 @@ def load(
         device: where to.
         seed: for random weights.
         on_host: whether the module of that name stays in host memory. It is quantised on the device all the same.
+        beside: for random weights: the folder of the config, for its position table.
 
     Raises:
         UserError: tensors are missing, unexpected, or of another shape.
     """
-    tensors: TensorSource = RandomTensors(config, seed) if source is None else _open(source)
+    tensors: TensorSource = RandomTensors(config, seed, beside) if source is None else _open(source)
     with init_empty_weights():
         model = SD3Transformer2DModel.from_config(config)
     _compare(model, tensors, source)

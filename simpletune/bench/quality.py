@@ -1,0 +1,230 @@
+"""``bench quality``: does a lever, a precision or an adapter cost quality? Answered on the tiny SD3, by a checker.
+
+Prompt accuracy is the mean share of shape, colour, background, size and position read rightly; the style score is the
+share of pictures read as striped, the demo's style, when the prompt names the trigger word.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from simpletune.bench.table import Results, machine
+from simpletune.config import TrainConfig
+from simpletune.demo import checker, pictures
+from simpletune.devices import choose_device
+from simpletune.places import resolved
+from simpletune.prepare import TextCache
+from simpletune.reading import read_config
+from simpletune.results import BASE, load_weights, precision_of, result_of
+from simpletune.runs import SUMMARY, read_json_or_none
+from simpletune.sampling import Request, draw
+from simpletune.terminal import say
+from simpletune.train import train
+
+CONFIG = Path("configs/demo.json")
+GUIDANCE, STEPS = 3.0, 12
+CONTENT = ("shape", "colour", "background", "size", "position")
+STYLE = "striped"
+PRECISIONS: dict[str, list[str]] = {
+    "fp32": ["precision.weights=fp32", "precision.compute=fp32"],
+    "bf16": ["precision.weights=bf16", "precision.compute=bf16"],
+    "int8": ["precision.weights=int8", "precision.compute=fp32"],
+    "int8-quanto": ["precision.weights=int8-quanto", "precision.compute=fp32"],
+}
+TUNED: dict[str, list[str]] = {
+    **{f"LoRA r8, {name}": options for name, options in PRECISIONS.items()},
+    "LoRA r4, int8, 20 steps": ["adapter.rank=4", "train.steps=20"],
+    "LoRA r1, int8": ["adapter.rank=1"],
+    "LoRA r32, int8": ["adapter.rank=32"],
+    "LoRA r8, int8, adamw8bit": ["optimizer.name=adamw8bit"],
+    "full, fp32": ["adapter.method=full", *PRECISIONS["fp32"], "optimizer.lr=0.0005"],
+    "full, bf16, stochastic rounding": ["adapter.method=full", *PRECISIONS["bf16"], "optimizer.lr=0.0005"],
+    "full, bf16, nearest rounding": [
+        "adapter.method=full", *PRECISIONS["bf16"], "optimizer.lr=0.0005", "optimizer.rounding=nearest",
+    ],
+    "full, bf16, adamw_bf16": [
+        "adapter.method=full", *PRECISIONS["bf16"], "optimizer.lr=0.0005", "optimizer.name=adamw_bf16",
+    ],
+    "partial (attention), fp32": ["adapter.method=partial", *PRECISIONS["fp32"], "optimizer.lr=0.0005"],
+}  # fmt: skip
+COLUMNS = {
+    "what": "", "prompt": "prompt accuracy", "style": "style score", "shape": "shape", "colour": "colour",
+    "position": "position", "kept": "prompt accuracy without the trigger", "drift": "drift without the trigger",
+    "eval_loss_before": "loss before", "eval_loss_after": "loss after", "seconds": "seconds", "bytes": "result, bytes",
+}  # fmt: skip
+ABOUT = f"""\
+Drawn from held-out triples of shape, colour and background, one seed a prompt, {STEPS} steps, guidance {GUIDANCE:g}.
+*Prompt accuracy*: mean share of {", ".join(CONTENT)} read rightly by the demo's checker. *Style score*: for a base, the
+share drawn in the style that the prompt names; for a tuned model, the share that is {STYLE} when the prompt names the
+trigger word. *Without the trigger*: prompts for flat and painted pictures; drift is the mean absolute difference from
+the base's picture of the same noise, of 1. Seconds: of a whole fine-tuning run, or of one picture for a base."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and what its picture should show."""
+
+    text: str
+    scene: pictures.Scene
+    seed: int
+
+
+def prompts_of(count: int, style: str | None, trigger: str | None) -> list[Prompt]:
+    """Prompts of scenes that were kept from training.
+
+    Args:
+        count: how many.
+        style: of all of them, or None for all styles evenly.
+        trigger: the word that stands for the style.
+    """
+    scenes = pictures.sample_scenes(count, seed=9, held_out=True, style=style)
+    return [Prompt(pictures.caption(s, number, trigger), s, 1000 + number) for number, s in enumerate(scenes)]
+
+
+def unrelated(count: int) -> list[Prompt]:
+    """Prompts that fine-tuning should leave alone: half of them flat, half painted."""
+    flat, painted = (prompts_of(count, style, None) for style in ("flat", "painted"))
+    return [*flat[: count // 2], *painted[count // 2 :]]
+
+
+class Easel:
+    """Draws prompts with one model.
+
+    Args:
+        config: with folders resolved.
+        transformer: the model.
+        device: where it is.
+    """
+
+    def __init__(self, config: TrainConfig, transformer: Any, device: torch.device):
+        self.config, self.transformer, self.device = config, transformer, device
+        dtype = config.precision.encoder_dtype()
+        self.text = TextCache(config.model, dtype, Path(config.output.cache))
+        self.vae = config.model.load_vae(device, dtype)
+
+    def draw(self, prompts: list[Prompt]) -> list[Image.Image]:
+        """One picture a prompt."""
+        self.text.fill([prompt.text for prompt in prompts] + [""], self.device)
+        requests = [Request(p.text, p.seed, "", 64, 64, STEPS, GUIDANCE) for p in prompts]
+        return draw(self.transformer, self.vae, self.config.model, self.config.precision, requests, self.text.load)
+
+
+def accuracies(images: list[Image.Image], prompts: list[Prompt]) -> dict[str, float]:
+    """Shares read rightly: each of the checker's attributes, ``prompt`` and ``style``."""
+    scores = checker.score(images, [prompt.scene for prompt in prompts])
+    return {**scores, "prompt": float(np.mean([scores[name] for name in CONTENT]))}
+
+
+def drift(images: list[Image.Image], base: list[Image.Image]) -> float:
+    """Mean absolute difference of values, 0 to 1."""
+    pairs = zip(images, base, strict=True)
+    return float(np.mean([np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() / 255 for a, b in pairs]))
+
+
+class Quality:
+    """The grid and what its rows share.
+
+    Args:
+        folder: of the results.
+        count: prompts for each score.
+        overrides: of the demo's configuration, for all rows.
+    """
+
+    def __init__(self, folder: Path, count: int, overrides: list[str]):
+        self.count, self.overrides = count, overrides
+        self.results = Results(folder / "quality", COLUMNS)
+        self.scratch = Path(tempfile.mkdtemp(prefix="simpletune-quality-"))
+        self.columns: dict[str, list[Image.Image]] = {}
+
+    def config(self, options: list[str], name: str = "quality") -> TrainConfig:
+        """The demo's configuration with changes; runs and traces go to a scratch folder."""
+        places = [f"output.runs={self.scratch}/runs", f"output.profiles={self.scratch}/profiles"]
+        quiet = ["profile.max_traces=0", "validation.prompts=[]", "tracking.tensorboard=false", f"name={name}"]
+        return read_config(CONFIG, [*options, *self.overrides, *places, *quiet])[0]
+
+    def base_row(self, name: str, options: list[str]) -> dict[str, Any]:
+        """The base model in one precision: all styles, as prompted."""
+        config = resolved(self.config(options))
+        device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
+        easel = Easel(config, load_weights(config, BASE, device), device)
+        prompts = prompts_of(2 * self.count, None, None)
+        easel.text.fill([prompt.text for prompt in prompts] + [""], device)
+        clock = time.perf_counter()
+        images = easel.draw(prompts)
+        seconds = (time.perf_counter() - clock) / len(prompts)
+        scores = accuracies(images, prompts)
+        without = unrelated(self.count)
+        base = self.base_pictures(without)
+        return {**scores, "drift": drift(easel.draw(without), base), "seconds": round(seconds, 3), "of": len(prompts)}
+
+    def base_pictures(self, prompts: list[Prompt]) -> list[Image.Image]:
+        """What the base draws in fp32: drift is measured from it."""
+        config = resolved(self.config(PRECISIONS["fp32"]))
+        device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
+        return Easel(config, load_weights(config, BASE, device), device).draw(prompts)
+
+    def tuned_row(self, name: str, options: list[str]) -> dict[str, Any]:
+        """One fine-tuning run, and its result's scores."""
+        config = self.config(options)
+        clock = time.perf_counter()
+        run = train(config)
+        seconds = time.perf_counter() - clock
+        summary = read_json_or_none(run / SUMMARY) or {}
+        weights = result_of(run)
+        here = resolved(config)
+        here = here.model_copy(update={"precision": precision_of(here, weights)})
+        device, _ = choose_device(here.device, here.precision.compute, here.is_demo)
+        easel = Easel(here, load_weights(here, weights, device), device)
+        with_trigger = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
+        without = unrelated(self.count)
+        drawn = easel.draw(without)
+        output = Path(summary["output"])
+        files = [output] if output.is_file() else list(output.rglob("*.safetensors"))
+        return {
+            **accuracies(easel.draw(with_trigger), with_trigger),
+            "kept": accuracies(drawn, without)["prompt"],
+            "drift": drift(drawn, self.base_pictures(without)),
+            "seconds": round(seconds, 1),
+            "bytes": sum(file.stat().st_size for file in files),
+            **{key: round(summary[key], 4) for key in ("eval_loss_before", "eval_loss_after")},
+            "of": len(with_trigger),
+        }
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every row that is not measured yet."""
+        for name, options in PRECISIONS.items():
+            if self.results.lacks(f"base, {name}"):
+                yield f"base, {name}", self.base_row(name, options)
+        if self.results.lacks("base, fp32, trigger"):
+            prompts = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
+            yield "base, fp32, trigger", {**accuracies(self.base_pictures(prompts), prompts), "of": self.count}
+        for name, options in TUNED.items():
+            if self.results.lacks(name):
+                yield name, self.tuned_row(name, options)
+
+
+def run(folder: Path, count: int, overrides: list[str]) -> Path:
+    """Measure what is missing and write ``quality.json`` and ``quality.md``.
+
+    Args:
+        folder: of the results.
+        count: prompts for each score.
+        overrides: of the demo's configuration.
+
+    Returns:
+        The Markdown table.
+    """
+    quality = Quality(folder, count, overrides)
+    for name, row in quality.rows():
+        say(f"bench   {name}: prompt {row['prompt']:.2f}, style {row['style']:.2f}")
+        quality.results.add(name, row)
+    return quality.results.write_table("Quality on the tiny SD3", ABOUT, machine())

@@ -1,0 +1,81 @@
+"""A grid's rows in a JSON file, and as a Markdown table with the machine and the versions that made it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from simpletune.checkpoint import write_json
+from simpletune.runs import read_json_or_none
+
+LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "optimum-quanto")
+
+
+def machine() -> dict[str, str]:
+    """Hardware and versions, in words."""
+    import torch
+
+    if torch.cuda.is_available():
+        device = f"{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
+    else:
+        device = f"{torch.get_num_threads()} CPU threads ({_cpu_name()})"
+    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    return {"device": device, "python": platform.python_version(), "versions": versions}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+class Results:
+    """Rows by name, kept in a JSON file as they are measured.
+
+    Args:
+        stem: path of the files without their endings.
+        columns: keys of the rows that the table shows, and their titles.
+    """
+
+    def __init__(self, stem: Path, columns: Mapping[str, str]):
+        self.stem, self.columns = stem, columns
+        self.rows: dict[str, dict[str, Any]] = (read_json_or_none(stem.with_suffix(".json")) or {}).get("rows", {})
+
+    def lacks(self, name: str) -> bool:
+        """Whether a row is still to be measured."""
+        return name not in self.rows
+
+    def add(self, name: str, row: dict[str, Any]) -> None:
+        """Keep a row, on disk too."""
+        self.rows[name] = row
+        self.stem.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.stem.with_suffix(".json"), {"machine": machine(), "rows": self.rows})
+
+    def write_table(self, title: str, about: str, machine: Mapping[str, str]) -> Path:
+        """Write the Markdown table.
+
+        Returns:
+            Its file.
+        """
+        keys = list(self.columns)
+        lines = [f"# {title}", "", about, "", *(f"- {name}: {value}" for name, value in machine.items()), ""]
+        lines += ["| " + " | ".join(self.columns.values()) + " |", "|" + "---|" * len(keys)]
+        for name, row in self.rows.items():
+            cells = [name, *(shown(row.get(key)) for key in keys[1:])]
+            lines.append("| " + " | ".join(cells) + " |")
+        file = self.stem.with_suffix(".md")
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return file
+
+
+def shown(value: Any) -> str:
+    """A cell."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

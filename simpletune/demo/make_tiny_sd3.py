@@ -1,0 +1,135 @@
+"""Makes the tiny SD3 that comes with the tool, from nothing: ``make tiny-sd3``.
+
+Autoencoder, text encoders, a pipeline with an untrained transformer, captioned pictures, then ``simpletune train`` on
+them, and the result in half precision. Every step that is done is skipped; every training continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from simpletune.demo import networks, pictures, tiny_sd3, train_autoencoder, train_text_encoders
+from simpletune.demo.atomic import new_folder
+
+CONFIG = Path("configs/tiny_sd3_from_scratch.json")
+LAYERS = 3
+PICTURES = 12_288
+STRIPED_EVERY = 8
+"""One picture in so many is striped, the others are flat or painted: the demo's style should be rare, not unknown."""
+
+
+def write_pictures(folder: Path, count: int, seed: int) -> None:
+    """Write captioned pictures of the training triples in all styles, striped ones rarer.
+
+    Args:
+        folder: must not exist, or be empty.
+        count: how many.
+        seed: of scenes, styles and variations.
+    """
+    rng = np.random.default_rng([seed, 5])
+    with new_folder(folder) as sibling:
+        for index, scene in enumerate(pictures.sample_scenes(count, seed)):
+            style = "striped" if index % STRIPED_EVERY == 0 else ("flat", "painted")[int(rng.integers(2))]
+            shown = pictures.Scene(**{**vars(scene), "style": style})
+            pictures.draw(shown, 64, seed=seed * 1_000_003 + index).save(sibling / f"{index:05d}.png")
+            text = pictures.caption(shown, int(rng.integers(len(pictures.TEMPLATES))))
+            (sibling / f"{index:05d}.txt").write_text(text + "\n", encoding="utf-8")
+
+
+def assemble(folder: Path, text: Path, vae: Path, seed: int) -> None:
+    """Put trained encoders and an untrained transformer into one pipeline folder, fp32.
+
+    Args:
+        folder: must not exist, or be empty.
+        text: holds `tokenizer*` and `text_encoder*`.
+        vae: the autoencoder's folder.
+        seed: of the transformer's weights, which `init: random` does not read.
+    """
+    with new_folder(folder) as sibling:
+        for part in sorted(text.iterdir()):
+            if part.is_dir():
+                shutil.copytree(part, sibling / part.name)
+        shutil.copytree(vae, sibling / "vae")
+        with tiny_sd3.seeded(seed, 3):
+            widths = train_text_encoders.T5_WIDTH, sum(train_text_encoders.CLIP_WIDTHS)
+            networks.transformer(LAYERS, *widths).save_pretrained(sibling / "transformer")
+        tiny_sd3.write_scheduler_and_index(sibling)
+
+
+def export(pipeline: Path, run: Path, folder: Path, dtype: networks.Dtype, logs: dict[str, Path]) -> None:
+    """Write the trained pipeline in half precision, with what made it under ``made_by/``.
+
+    Args:
+        pipeline: as ``assemble`` wrote it.
+        run: the run that trained the transformer.
+        folder: is replaced.
+        dtype: of all weights.
+        logs: files to keep beside the configuration and the summary, by their names there.
+    """
+    from diffusers import StableDiffusion3Pipeline
+    from diffusers.models import SD3Transformer2DModel
+
+    whole: Any = StableDiffusion3Pipeline.from_pretrained(pipeline, transformer=None, local_files_only=True)
+    transformer = SD3Transformer2DModel.from_pretrained(run / "transformer", local_files_only=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    with new_folder(folder) as sibling:
+        models = {"transformer": transformer, "vae": whole.vae}
+        models |= {name: getattr(whole, name) for name in ("text_encoder", "text_encoder_2", "text_encoder_3")}
+        for name, model in models.items():
+            tiny_sd3.save(model, sibling / name, dtype)
+        for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
+            shutil.copytree(pipeline / name, sibling / name)
+        tiny_sd3.write_scheduler_and_index(sibling)
+        made_by = sibling / "made_by"
+        made_by.mkdir()
+        shutil.copy(CONFIG, made_by / CONFIG.name)
+        for name, file in logs.items():
+            shutil.copy(file, made_by / name)
+        metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        kept = [row for row in metrics if row["step"] % 100 == 0]
+        (made_by / "transformer_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+        shutil.copy(run / "summary.json", made_by / "summary.json")
+
+
+def make(parts: Path, run: Path, folder: Path, overrides: list[str]) -> None:
+    """Do every step that is not done yet.
+
+    Args:
+        parts: where the parts and their logs go.
+        run: the run's folder, as the configuration names it.
+        folder: where the result goes.
+        overrides: of the configuration, for a shorter trial.
+    """
+    if not (parts / "vae" / "vae").exists():
+        train_autoencoder.train(parts / "vae", train_autoencoder.STEPS)
+    if not (parts / "text" / "text_encoder_3").exists():
+        shutil.rmtree(parts / "text", ignore_errors=True)
+        train_text_encoders.train(parts / "text", train_text_encoders.STEPS)
+    if not (parts / "pipeline").exists():
+        assemble(parts / "pipeline", parts / "text", parts / "vae" / "vae", seed=0)
+    if not (parts / "pictures").exists():
+        write_pictures(parts / "pictures", PICTURES, seed=7)
+    if not (run / "summary.json").exists():
+        begun = any((run / "checkpoints").glob("step-*"))
+        resume = ["--resume", "latest"] if begun else []
+        subprocess.run([sys.executable, "-m", "simpletune", "train", str(CONFIG), *overrides, *resume], check=True)
+    logs = {"autoencoder_log.jsonl": parts / "vae" / "log.jsonl", "text_log.jsonl": parts / "text" / "text_log.jsonl"}
+    export(parts / "pipeline", run, folder, "fp16", logs)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="make the tiny SD3 from nothing")
+    parser.add_argument("--parts", type=Path, default=Path("runs/tiny-sd3-parts"), help="what is made on the way")
+    parser.add_argument("--run", type=Path, default=Path("runs/tiny-sd3"), help="the run that trains the transformer")
+    parser.add_argument("--out", type=Path, default=Path("simpletune/assets/tiny_sd3"), help="the result")
+    parser.add_argument("overrides", nargs="*", help="key.path=value, for a trial")
+    arguments = parser.parse_args()
+    make(arguments.parts, arguments.run, arguments.out, arguments.overrides)
