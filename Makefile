@@ -3,7 +3,7 @@ SHELL := /usr/bin/env bash
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test slow gpu clean
+.PHONY: help setup quality style test slow gpu tiny-sd3 clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ slow: setup  ## the tests that take minutes or many GiB
 
 gpu: setup  ## the tests that need an NVIDIA GPU
 	$(PY) -m pytest -m gpu
+
+tiny-sd3: setup  ## make the tiny Stable Diffusion 3 that comes with the tool, from nothing; hours on 2 cores, resumable
+	$(PY) -m simpletune.demo.make_tiny_sd3
 
 clean:  ## remove caches and built files; keeps .venv, runs/ and profiles/
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

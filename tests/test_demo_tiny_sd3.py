@@ -1,4 +1,4 @@
-"""The tiny SD3 is a true diffusers pipeline folder, the same bytes every time, and trainable."""
+"""The untrained tiny SD3 is a true diffusers pipeline folder, the same bytes every time, and trainable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from diffusers import StableDiffusion3Pipeline
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from simpletune import demo
 from simpletune.demo import networks, pictures, tiny_sd3, vocabulary
 
 REAL_CONFIG = Path(__file__).parents[2] / "shared/data/sd3_medium_config"
@@ -28,7 +27,9 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo.resolve("demo:tiny-sd3", tmp_path_factory.mktemp("cache"))
+    folder = tmp_path_factory.mktemp("untrained") / "model"
+    tiny_sd3.build(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,8 @@ def _load(folder: Path) -> Any:
 
 def _encode(pipeline: Any, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
-        prompt_embeds, _, pooled, _ = pipeline.encode_prompt(prompts, None, None, max_sequence_length=32)
-    return prompt_embeds, pooled  # [b, 77 + 32, text width], [b, pooled width]
+        prompt_embeds, _, pooled, _ = pipeline.encode_prompt(prompts, None, None, max_sequence_length=24)
+    return prompt_embeds, pooled  # [b, CLIP's length + 24, text width], [b, pooled width]
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -74,7 +75,7 @@ def test_the_index_and_real_tokenizers_are_the_real_ones(tmp_path: Path) -> None
     tiny_sd3.build(tmp_path / "model", tokenizers=REAL_CONFIG, **tiny_sd3.MINIMAL)
     pipeline = _load(tmp_path / "model")
     prompt_embeds, pooled = _encode(pipeline, ["A photo of a dog", ""])
-    assert prompt_embeds.shape == (2, 77 + 32, 32) and torch.isfinite(prompt_embeds).all()
+    assert prompt_embeds.shape == (2, 77 + 24, 32) and torch.isfinite(prompt_embeds).all()
     assert pipeline.text_encoder.config.vocab_size == 49408
     assert (pipeline.text_encoder.config.eos_token_id, pipeline.tokenizer_2.pad_token) == (49407, "!")
     assert not torch.equal(pooled[0], pooled[1])
@@ -140,7 +141,7 @@ def test_clip_pools_at_the_end_of_the_text(pipeline: Any) -> None:
         (pipeline.text_encoder_2, pipeline.tokenizer_2),
     ):
         ids = tokenizer(PROMPTS, padding="max_length", return_tensors="pt").input_ids
-        assert ids.shape == (3, 77) and ids[0, 0] == 0
+        assert ids.shape == (3, vocabulary.CLIP_LENGTH) and ids[0, 0] == 0
         with torch.no_grad():
             out = encoder(ids)
         end = [row.tolist().index(1) for row in ids]

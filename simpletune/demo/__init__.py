@@ -1,4 +1,5 @@
-"""What works without a download: a tiny SD3 and small folders of captioned pictures, made on the spot.
+"""What works without a download: a trained tiny SD3 that comes with the tool, and small folders of captioned pictures,
+drawn on the spot.
 
 Names that begin with `demo:` stand for them wherever a configuration takes a folder.
 """
@@ -6,18 +7,22 @@ Names that begin with `demo:` stand for them wherever a configuration takes a fo
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 PREFIX = "demo:"
+TINY_SD3 = "demo:tiny-sd3"
+SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "tiny_sd3"
+"""The tiny SD3's pipeline folder; `make tiny-sd3` made it."""
 
 
 def resolve(name: str, cache: Path) -> Path:
-    """Make the named thing, unless a former call did, and say where it is.
+    """Say where the named thing is; pictures are drawn, unless a former call did.
 
     Args:
-        name: `demo:tiny-sd3`, a pipeline folder with random weights; `demo:pictures`, 24 striped pictures with
+        name: `demo:tiny-sd3`, the pipeline folder that comes with the tool; `demo:pictures`, 24 striped pictures with
             captions that call their style by a trigger word; `demo:subject`, 5 pictures of one particular figure.
         cache: Folder that keeps what was made, under `demo/` and with the version of its maker in the name.
 
@@ -27,10 +32,12 @@ def resolve(name: str, cache: Path) -> Path:
     Raises:
         ValueError: There is no such name.
     """
+    if name == TINY_SD3:
+        return SHIPPED
     if name not in _MAKERS:
-        near = difflib.get_close_matches(name, _MAKERS, n=1)
+        near = difflib.get_close_matches(name, [TINY_SD3, *_MAKERS], n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{name}: unknown demo name.{hint} Known are {', '.join(_MAKERS)}.")
+        raise ValueError(f"{name}: unknown demo name.{hint} Known are {', '.join([TINY_SD3, *_MAKERS])}.")
     version, make = _MAKERS[name]()
     folder = cache / "demo" / f"{name.removeprefix(PREFIX)}-v{version}"
     if not folder.exists():
@@ -42,17 +49,8 @@ def resolve(name: str, cache: Path) -> Path:
 
 
 def transformer_config() -> dict[str, Any]:
-    """The tiny SD3's transformer configuration, before it is made."""
-    from simpletune.demo.networks import transformer_config as config
-
-    return config(layers=3, text_width=96, pooled_width=32 + 48)
-
-
-def _tiny_sd3() -> tuple[str, Callable[[Path], None]]:
-    from simpletune.demo import pictures, tiny_sd3
-
-    # The pictures' words are the tokenizers' vocabulary, and the latents' scale is measured on them.
-    return f"{tiny_sd3.VERSION}.{pictures.VERSION}", tiny_sd3.build
+    """The tiny SD3's transformer configuration."""
+    return json.loads((SHIPPED / "transformer" / "config.json").read_text())
 
 
 def _pictures() -> tuple[str, Callable[[Path], None]]:
@@ -71,7 +69,6 @@ def _subject() -> tuple[str, Callable[[Path], None]]:
 
 
 _MAKERS: dict[str, Callable[[], tuple[str, Callable[[Path], None]]]] = {
-    "demo:tiny-sd3": _tiny_sd3,
     "demo:pictures": _pictures,
     "demo:subject": _subject,
 }

@@ -20,6 +20,7 @@ from simpletune.demo import networks, pictures, tiny_sd3, train_autoencoder, tra
 from simpletune.demo.atomic import new_folder
 
 CONFIG = Path("configs/tiny_sd3_from_scratch.json")
+CARD = Path(__file__).with_name("tiny_sd3_card.md")
 LAYERS = 3
 PICTURES = 12_288
 STRIPED_EVERY = 8
@@ -88,6 +89,7 @@ def export(pipeline: Path, run: Path, folder: Path, dtype: networks.Dtype, logs:
         for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
             shutil.copytree(pipeline / name, sibling / name)
         tiny_sd3.write_scheduler_and_index(sibling)
+        shutil.copy(CARD, sibling / "README.md")
         made_by = sibling / "made_by"
         made_by.mkdir()
         shutil.copy(CONFIG, made_by / CONFIG.name)
