@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,8 @@ from accelerate import init_empty_weights
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
+from simpletune.data.buckets import Size
+from simpletune.memory.positions import TABLE, crop_positions
 from simpletune.models.single_file import OriginalReader
 from simpletune.models.weights import WeightReader, move_own_tensors, own_tensors, set_tensor, to_device, weight_files
 from simpletune.options import UserError
@@ -41,13 +43,10 @@ class RandomTensors:
     """
 
     def __init__(self, config: Mapping[str, Any], seed: int):
-        with init_empty_weights(include_buffers=False):
-            empty = SD3Transformer2DModel.from_config({**config, "num_layers": 0})
-        with init_empty_weights():
-            self._model = SD3Transformer2DModel.from_config(config)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
-        self._pos_embed = {"pos_embed.pos_embed": empty.pos_embed.pos_embed}
-        self._seed = seed
+        with init_empty_weights(include_buffers=True):
+            model = SD3Transformer2DModel.from_config(config)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._config, self._seed = config, seed
 
     @property
     def names(self) -> set[str]:
@@ -56,8 +55,9 @@ class RandomTensors:
 
     def get(self, name: str) -> Tensor:
         """One tensor in fp32, on the CPU."""
-        if name in self._pos_embed:
-            return self._pos_embed[name]
+        if name == TABLE:
+            with init_empty_weights(include_buffers=False):  # diffusers computes the table as it builds a model
+                return SD3Transformer2DModel.from_config({**self._config, "num_layers": 0}).pos_embed.pos_embed
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape) if "norm" in name and name.endswith(".weight") else torch.zeros(shape)
@@ -74,6 +74,7 @@ def load(
     device: torch.device,
     seed: int = 0,
     on_host: Callable[[str], bool] = lambda name: False,
+    sizes: Collection[Size] | None = None,
 ) -> nn.Module:
     """Build the transformer on the meta device and fill it layer by layer.
 
@@ -84,12 +85,13 @@ def load(
         device: where to.
         seed: for random weights.
         on_host: whether the module of that name stays in host memory. It is quantised on the device all the same.
+        sizes: (width, height) in pixels of all pictures it will see: positions are cut to them; None: kept whole.
 
     Raises:
         UserError: tensors are missing, unexpected, or of another shape.
     """
-    tensors: TensorSource = RandomTensors(config, seed) if source is None else _open(source)
-    with init_empty_weights():
+    tensors = _tensors_of(config, source, seed)
+    with init_empty_weights(include_buffers=True):
         model = SD3Transformer2DModel.from_config(config)
     _compare(model, tensors, source)
     for name in [name for name, _ in model.named_modules()]:  # names only: a replaced layer must not be kept alive
@@ -101,6 +103,9 @@ def load(
                 shapes = f"{list(tensor.shape)}, not {list(expected.shape)} as its config.json says"
                 raise UserError(f"{source}: {name}.{own} has shape {shapes}")
             set_tensor(module, own, to_device(tensor, device, None if quantised else precision.base_dtype()))
+        if name == "pos_embed" and sizes is not None:
+            again = _tensors_of(config, source, seed)  # of its own: what the first has read must not stay mapped
+            crop_positions(module, sizes, _reader_of(again, TABLE, precision.base_dtype()))
         if quantised:
             parent, _, leaf = name.rpartition(".")
             module = precision.convert(module)
@@ -110,8 +115,14 @@ def load(
     return model.eval().requires_grad_(False)
 
 
-def _open(source: Path) -> TensorSource:
+def _tensors_of(config: Mapping[str, Any], source: Path | None, seed: int) -> TensorSource:
+    if source is None:
+        return RandomTensors(config, seed)
     return OriginalReader(source) if source.is_file() else WeightReader(weight_files(source))
+
+
+def _reader_of(tensors: TensorSource, name: str, dtype: torch.dtype) -> Callable[[], Tensor]:
+    return lambda: tensors.get(name).to(dtype)
 
 
 def _compare(model: nn.Module, tensors: TensorSource, source: Path | None) -> None:
