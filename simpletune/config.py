@@ -16,7 +16,7 @@ from simpletune.ema import Ema
 from simpletune.flow import Objective
 from simpletune.memory import Memory
 from simpletune.models import Model
-from simpletune.models.sd3_shapes import Shape
+from simpletune.models.sd3_shapes import Shape, is_conditioning
 from simpletune.optim import Optimizer
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.schedule import Constant, Schedule
@@ -180,6 +180,13 @@ class TrainConfig(Option):
                 f"{self.precision.weights} weights are frozen, and adapter.method {self.adapter.method} trains them. "
                 "Use precision.weights bf16 or fp32, or adapter.method lora",
             )
+        if self.memory.modulation == "plan" and self.adapter.trains_base:
+            yield Problem(
+                "memory.modulation",
+                "plan keeps the modulation weights apart from the model, frozen, and adapter.method "
+                f"{self.adapter.method} trains and exports the model itself. Use memory.modulation resident, or "
+                "adapter.method lora",
+            )
         if self.train.steps is not None and self.train.epochs is not None:
             yield Problem("train.epochs", "steps and epochs are both given. Keep one of them")
         if self.train.steps is not None and self.schedule.warmup_steps >= self.train.steps:
@@ -194,6 +201,15 @@ class TrainConfig(Option):
     def shape_rules(self, shapes: dict[str, Shape]) -> Iterator[Problem]:
         """Rules that need the base model's parameters."""
         yield from self.adapter.problems(shapes)
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
+        trained = [name for name in modules if is_conditioning(name) and not self.adapter.leaves_alone(name)]
+        if self.memory.modulation == "plan" and trained and not self.adapter.trains_base:
+            more = f" and {len(trained) - 1} more" if len(trained) > 1 else ""
+            yield Problem(
+                "memory.modulation",
+                f"plan needs frozen modulation weights, and adapter.targets trains {trained[0]}{more}. Use "
+                "adapter.targets attention, or memory.modulation resident",
+            )
 
 
 def run_folder(config: TrainConfig) -> Path:

@@ -64,13 +64,14 @@ class Studio:
         with self.stages.stage("text"):
             text.fill([prompt for r in requests for prompt in (r.prompt, r.negative_prompt)], self.device)
         with self.stages.stage("load"):
-            transformer = load_weights(config, weights, self.device)
+            sizes = {(request.width, request.height) for request in requests}
+            transformer, modulation = load_weights(config, weights, self.device, sizes)
             vae = config.model.load_vae(self.device, config.precision.encoder_dtype())
         with self.stages.stage("draw"):
             clock = time.perf_counter()
-            pictures = draw(transformer, vae, config.model, config.precision, list(requests), text.load)
+            pictures = draw(transformer, vae, config.model, config.precision, list(requests), text.load, modulation)
             seconds = (time.perf_counter() - clock) / len(requests)
-        del transformer, vae
+        del transformer, modulation, vae
         free_memory(self.device)
         return pictures, seconds
 
@@ -97,6 +98,8 @@ def open_studio(args: argparse.Namespace) -> Studio:
         changes["model"] = config.model.model_copy(update={"pretrained": args.model, "init": "pretrained"})
     if args.precision:
         changes["precision"] = TypeAdapter(Precision).validate_python({"weights": args.precision})
+    if args.modulation:
+        changes["memory"] = config.memory.model_copy(update={"modulation": args.modulation})
     if args.device:
         changes["device"] = args.device
     config = config.model_copy(update=changes)

@@ -38,6 +38,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=size, metavar="WIDTHxHEIGHT", help="in pixels, multiples of 16: 1024x1024")
     parser.add_argument("--seed", type=int, help="of the starting noise")
     parser.add_argument("--precision", choices=("bf16", "fp32", "int8", "int8-quanto"), help="how weights are held")
+    parser.add_argument(
+        "--modulation", choices=("resident", "plan"), help="plan: a third of the weights stay in host memory"
+    )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help="default: the run's")
 
 

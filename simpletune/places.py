@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from simpletune.config import DEMO, TrainConfig
-from simpletune.demo import resolve
-from simpletune.options import Problem, UserError
+from simpletune.demo import resolve, transformer_config
+from simpletune.models.sd3_shapes import parameter_shapes
+from simpletune.options import ConfigError, Problem, UserError
 
 MODEL_DEMOS = ["demo:tiny-sd3"]
 DATA_DEMOS = ["demo:pictures", "demo:subject"]
@@ -20,7 +21,8 @@ def file_problems(config: TrainConfig) -> list[Problem]:
     else:
         found += config.data.problems(Path(config.data.path))
     if config.is_demo:
-        return found + _demo_problems("model.pretrained", config.model.pretrained, MODEL_DEMOS)
+        unknown = _demo_problems("model.pretrained", config.model.pretrained, MODEL_DEMOS)
+        return found + (unknown or list(config.shape_rules(parameter_shapes(transformer_config()))))
     model = list(config.model.problems())
     if model:
         return found + model
@@ -34,6 +36,21 @@ def file_problems(config: TrainConfig) -> list[Problem]:
             Problem("model.pretrained", f"the transformer's config.json lacks {error}. It is not an SD3 model"),
         ]
     return found + (list(config.shape_rules(dict(shapes))) if shapes else [])
+
+
+def require_fit(config: TrainConfig) -> None:
+    """The rules that need the model's shapes, once it is here: ``check`` does not know those of every hub model.
+
+    Args:
+        config: with folders resolved.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    shapes = config.model.shapes()
+    problems = list(config.shape_rules(dict(shapes))) if shapes else []
+    if problems:
+        raise ConfigError(problems)
 
 
 def _demo_problems(path: str, name: str, known: list[str]) -> list[Problem]:

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from simpletune.config import TrainConfig
+from simpletune.data.buckets import Size
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.pictures import UnusablePicture, cut, decode
 from simpletune.data.plan import Plan, View, make_samples, too_small
@@ -61,6 +62,10 @@ class TextCache:
     def load(self, prompt: str) -> tuple[Tensor, Tensor]:
         """(prompt_embeds [t, e], pooled [p]) of one prompt."""
         return self.prompts.assemble({name: cache.load(prompt) for name, cache in self.caches.items()})
+
+    def pooled(self, prompt: str) -> Tensor:
+        """The pooled embedding [p] of one prompt, without reading T5's part."""
+        return self.prompts.pool({name: self.caches[name].load(prompt) for name in ("clip_l", "clip_g")})
 
     def too_long(self, prompts: Iterable[str], limit: int = 77) -> list[str]:
         """Prompts of which CLIP sees only the first 77 tokens."""
@@ -166,6 +171,10 @@ class Prepared:
     latents: LatentCache
     requests: list[Request]
     captions: str
+
+    def sizes(self) -> set[Size]:
+        """(width, height) in pixels of every picture that the transformer will see."""
+        return {*self.plan.buckets, *((request.width, request.height) for request in self.requests)}
 
 
 def prepare(config: TrainConfig, accelerator: Accelerator, stages: Stages) -> Prepared:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.adapters.lora import OUTPUT as LORA_FILE
 from simpletune.config import TrainConfig
+from simpletune.data.buckets import Size
 from simpletune.models.hub import is_hub_name
 from simpletune.models.hub_files import repository_file
 from simpletune.options import UserError
@@ -18,6 +20,8 @@ from simpletune.runs import CONFIG, newest_run
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from simpletune.memory.modulation import Modulation
 
 TRANSFORMER = "transformer"
 
@@ -106,22 +110,33 @@ def precision_of(config: TrainConfig, weights: Weights) -> WeightPrecision:
     return precision
 
 
-def load_weights(config: TrainConfig, weights: Weights, device: torch.device) -> nn.Module:
+def load_weights(
+    config: TrainConfig, weights: Weights, device: torch.device, sizes: Collection[Size]
+) -> tuple[nn.Module, Modulation | None]:
     """The transformer with these weights.
+
+    Nothing trains here, so with the modulation plan the modulation is taken out whatever the weights are, with the
+    updates that a LoRA may have made to it.
 
     Args:
         config: with folders resolved; its precision holds, but for a merged model, which is not quantised.
         weights: which.
         device: where to.
+        sizes: (width, height) in pixels of the pictures to draw.
+
+    Returns:
+        The transformer, and its modulation if it was taken out.
     """
     from simpletune.adapters.lora_file import fold_lora, load_lora
+    from simpletune.loading import load_base, take_out_modulation
 
     model = config.model
     if weights.transformer is not None:
         model = model.model_copy(update={"transformer": str(weights.transformer), "init": "pretrained"})
-    transformer = model.load_transformer(precision_of(config, weights), device)
+    precision = precision_of(config, weights)
+    transformer = load_base(model, config.memory, precision, device, sizes)
     if weights.lora is not None:
         load_lora(transformer, weights.lora, weights.scale)
     if weights.merged:
         fold_lora(transformer)
-    return transformer
+    return transformer, take_out_modulation(transformer, config.memory, precision, device)

@@ -6,7 +6,7 @@ Shapes as in models/sd3.py: b pictures, c channels, h and w an eighth of the pic
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor, nn
 
+from simpletune.memory.modulation import Modulation
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.quant.precision import WeightPrecision
 
@@ -67,11 +68,15 @@ def sample_latents(
     request: Request,
     positive: Embeddings,
     negative: Embeddings,
+    modulation: Modulation | None = None,
 ) -> Tensor:  # [1, c, h, w], fp32
     """Integrate dz/dsigma = velocity from noise to a picture's latents: Euler's method (arXiv:2206.00364, alg. 1).
 
     Noise levels are those of diffusers' scheduler; z stays in fp32. With guidance g the velocity is
     v_negative + g (v_positive - v_negative) (arXiv:2207.12598), both halves in one batch.
+
+    Args:
+        modulation: of the transformer, where it was taken out.
     """
     device = next(transformer.parameters()).device
     dtype = precision.compute_dtype()
@@ -83,17 +88,33 @@ def sample_latents(
     prompt_embeds = torch.stack([embeds for embeds, _ in rows]).to(device)
     pooled = torch.stack([vector for _, vector in rows]).to(device)
     z = starting_noise(request, model).to(device)
+    conditions = conditions_of(pooled, sigmas[:-1], modulation)
     with autocast_of(precision, device):
-        for sigma, sigma_next in zip(sigmas[:-1], sigmas[1:], strict=True):
+        for sigma, sigma_next, condition in zip(sigmas[:-1], sigmas[1:], conditions, strict=True):
             levels = sigma.expand(len(rows)).to(device)
             velocity = predict_velocity(
-                transformer, z.expand(len(rows), -1, -1, -1), levels, prompt_embeds, pooled, dtype
+                transformer, z.expand(len(rows), -1, -1, -1), levels, prompt_embeds, condition, dtype
             )
             velocity = velocity.float()
             if guided:
                 velocity = velocity[:1] + request.guidance * (velocity[1:] - velocity[:1])
             z = z + (sigma_next - sigma).to(device) * velocity
     return z
+
+
+def conditions_of(
+    pooled: Tensor,  # [r, p]
+    sigmas: Tensor,  # [s], fp32
+    modulation: Modulation | None,
+) -> Iterator[Tensor]:  # s times [r, p] or [r, m]
+    """What the transformer takes beside the tokens at each noise level: the pooled prompts, or where its modulation was
+    taken out its modulations, as many levels at once as a window has steps."""
+    if modulation is None:
+        yield from (pooled for _ in sigmas)
+        return
+    for levels in sigmas.split(modulation.window):
+        rows = modulation(levels.repeat_interleave(len(pooled)), pooled.repeat(len(levels), 1))
+        yield from rows.view(len(levels), len(pooled), -1)
 
 
 def draw(
@@ -103,13 +124,13 @@ def draw(
     precision: WeightPrecision,
     requests: list[Request],
     embeddings: Callable[[str], Embeddings],
+    modulation: Modulation | None = None,
 ) -> list[Image.Image]:
     """Pictures for requests, one at a time: a picture does not depend on its neighbours."""
     pictures = []
     for request in requests:
-        z = sample_latents(
-            transformer, model, precision, request, embeddings(request.prompt), embeddings(request.negative_prompt)
-        )
+        positive, negative = embeddings(request.prompt), embeddings(request.negative_prompt)
+        z = sample_latents(transformer, model, precision, request, positive, negative, modulation)
         with torch.no_grad():
             pictures.append(to_image(model.decode_latents(vae, z)[0]))
     return pictures

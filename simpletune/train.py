@@ -20,8 +20,9 @@ from simpletune.config import Profile, TrainConfig, profile_folder, run_folder
 from simpletune.devices import choose_device
 from simpletune.ema import Average, averaged
 from simpletune.feed import Batch, Feed
+from simpletune.loading import load_base, take_out_modulation
 from simpletune.options import UserError
-from simpletune.places import resolved
+from simpletune.places import require_fit, resolved
 from simpletune.prepare import Prepared, prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.runs import CONFIG, EVALUATION, SUMMARY, append_metrics, open_again, open_fresh, read_json_or_none
@@ -99,8 +100,7 @@ class Run:
     def evaluate(self, step: int) -> float | None:
         """The evaluation loss; kept by step, so that a resumed run knows the first one."""
         with self.stages.stage("validate"), averaged(self.average):
-            count = self.config.validation.eval_samples
-            loss = evaluation_loss(self.transformer, self.core.loss, self.feed, self.prepared.plan, count)
+            loss = evaluation_loss(self.transformer, self.core.loss, self.feed, self.config.validation.eval_samples)
         if loss is not None:
             self.trackers.scalars(step, {"eval_loss": loss})
         return loss
@@ -149,8 +149,7 @@ def loop(run: Run) -> list[Path]:
             clock = time.perf_counter()
             traces.before_step(step)
             with phase("data"):
-                micros = range(config.train.gradient_accumulation)
-                batches = [run.feed.load(plan.micro_batch(step, micro, process)) for micro in micros]
+                batches = run.feed.step(step)
             reseed_global(config.train.seed, "step", step, process)
             lr = config.optimizer.lr * config.schedule.factor(step, run.steps)
             set_learning_rate(run.core.optimizer, lr)
@@ -212,7 +211,8 @@ def finish(run: Run, seconds_setup: float, traces: list[Path]) -> None:
 def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
     """Everything before the first step: device, data, caches, folder, model."""
     accelerator, reason = make_accelerator(config)
-    stages = Stages(cuda=accelerator.device.type == "cuda")
+    device = accelerator.device
+    stages = Stages(cuda=device.type == "cuda")
     saved = checkpoint.find(resume, run_folder(config)) if resume else None
     say(
         f"simpletune {config.name} on {reason}: {config.precision.weights} weights, {config.precision.compute} products"
@@ -220,6 +220,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
     if config.is_demo:
         say("        the tiny model has random weights: its loss falls, its pictures stay noise")
     here = resolved(config)
+    require_fit(here)
     prepared = prepare(here, accelerator, stages)
     tell_data(prepared)
     steps = config.steps(prepared.plan.steps_per_epoch)
@@ -230,8 +231,11 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
         folder = open_again(config, saved.step) if saved else open_fresh(config)
         checkpoint.write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
     with stages.stage("load"):
-        transformer = here.model.load_transformer(config.precision, accelerator.device, config.train.seed)
+        transformer = load_base(
+            here.model, config.memory, config.precision, device, prepared.sizes(), config.train.seed
+        )
         total = sum(parameter.numel() for parameter in transformer.parameters())
+        modulation = take_out_modulation(transformer, config.memory, config.precision, device)
         optimizer = attach(config, transformer)
         average = config.ema.build(trained_parameters(transformer)) if config.ema else None
         if saved:
@@ -249,8 +253,8 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
         transformer=transformer,
         core=core,
         average=average,
-        feed=Feed(prepared.text, prepared.latents, config.train.seed, accelerator.device),
-        previews=Previews(here, prepared.requests, prepared.text, folder / "samples"),
+        feed=Feed(prepared, config.train.seed, device, accelerator.process_index, modulation),
+        previews=Previews(here, prepared.requests, prepared.text, folder / "samples", modulation),
         trackers=open_trackers(config, folder, saved.step if saved else 0, accelerator.is_main_process),
         start=saved.step if saved else 0,
         steps=steps,

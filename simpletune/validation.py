@@ -11,8 +11,8 @@ from PIL import Image
 from torch import nn
 
 from simpletune.config import TrainConfig
-from simpletune.data.plan import Plan
 from simpletune.feed import Batch, Feed
+from simpletune.memory.modulation import Modulation
 from simpletune.prepare import TextCache, free_memory
 from simpletune.sampling import Request, draw, grid, save_png
 
@@ -28,10 +28,19 @@ class Previews:
         requests: what to draw.
         text: prompt embeddings.
         folder: the run's ``samples`` folder.
+        modulation: of the transformer, where it was taken out.
     """
 
-    def __init__(self, config: TrainConfig, requests: list[Request], text: TextCache, folder: Path):
+    def __init__(
+        self,
+        config: TrainConfig,
+        requests: list[Request],
+        text: TextCache,
+        folder: Path,
+        modulation: Modulation | None = None,
+    ):
         self.config, self.requests, self.text, self.folder = config, requests, text, folder
+        self.modulation = modulation
 
     def draw_base(self, transformer: nn.Module) -> None:
         """Pictures of the base model. Full fine-tuning changes the base, so this comes before training."""
@@ -50,7 +59,8 @@ class Previews:
         was_training = transformer.training
         transformer.eval()
         vae = self.config.model.load_vae(device, self.config.precision.encoder_dtype())
-        pictures = draw(transformer, vae, self.config.model, self.config.precision, self.requests, self.text.load)
+        config, load = self.config, self.text.load
+        pictures = draw(transformer, vae, config.model, config.precision, self.requests, load, self.modulation)
         del vae
         free_memory(device)
         transformer.train(was_training)
@@ -78,13 +88,13 @@ class Previews:
 
 @torch.no_grad()
 def evaluation_loss(
-    transformer: nn.Module, loss: Callable[[nn.Module, Batch], torch.Tensor], feed: Feed, plan: Plan, count: int
+    transformer: nn.Module, loss: Callable[[nn.Module, Batch], torch.Tensor], feed: Feed, count: int
 ) -> float | None:
     """The mean loss over a fixed set of (picture, noise level, noise); None if the set is empty."""
     if count == 0:
         return None
     was_training = transformer.training
     transformer.eval()
-    losses = [loss(transformer, feed.load([each])) for each in plan.evaluation(count)]
+    losses = [loss(transformer, batch) for batch in feed.singly(feed.plan.evaluation(count))]
     transformer.train(was_training)
     return torch.stack(losses).mean().item()

@@ -11,6 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 from simpletune import checkpoint
+from simpletune.memory.modulation import take_out
+from simpletune.models.sd3 import SD3, predict_velocity
+from simpletune.models.sd3_shapes import is_conditioning
+from simpletune.models.sd3_transformer import load
+from simpletune.models.weights import own_tensors
+from simpletune.quant.int8 import Int8
+from simpletune.quant.int8_quanto import Int8Quanto
+from simpletune.quant.plain import BF16
+from simpletune.quant.precision import WeightPrecision
 from simpletune.reading import validate
 from simpletune.runs import read_metrics
 from simpletune.train import train
@@ -71,3 +80,52 @@ def test_the_trace_holds_device_time_under_names_that_tensorboard_knows(tiny_con
     categories = {event.get("cat") for event in json.loads(gzip.open(trace).read())["traceEvents"]}
     assert "kernel" in categories and "Runtime" in categories
     assert "cuda_runtime" not in categories
+
+
+@pytest.mark.parametrize("weights", ["fp32", "int8", "int8-quanto"])
+def test_the_modulation_plan_gives_the_losses_of_the_resident_path(weights: str, tiny_config: dict) -> None:
+    changes = {"precision": {"weights": weights, "compute": "fp32"}, "train": {"steps": 6, "batch_size": 2}}
+    losses = []
+    for kind in ("resident", "plan"):
+        memory = {"modulation": kind, "modulation_window": 4}
+        run = run_on(tiny_config, "cuda", name=kind, memory=memory, **changes)
+        losses.append([row["loss"] for row in read_metrics(run)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", [BF16(), Int8(), Int8Quanto()], ids=lambda p: p.weights)
+def test_the_modulation_plan_frees_the_device_of_its_weights(precision: WeightPrecision, tiny_pipeline: Path) -> None:
+    """Wide enough layers that the allocator's rounding to 512 bytes does not count."""
+    device = torch.device("cuda")
+    config = SD3(pretrained=str(tiny_pipeline)).transformer_config() | {"num_layers": 2, "num_attention_heads": 8}
+    config |= {"caption_projection_dim": 512}
+    allocated, parts = [], []
+    for on_host in (lambda name: False, is_conditioning):
+        before = torch.cuda.memory_allocated()
+        model = load(config, None, precision, device, on_host=on_host)
+        allocated.append(torch.cuda.memory_allocated() - before)
+        parts.append(model)
+    resident, planned = parts
+    expected = sum(t.untyped_storage().nbytes() for name, module in resident.named_modules() if is_conditioning(name)
+                   for _, t in own_tensors(module) if type(t.data) is torch.Tensor)  # fmt: skip
+    if precision.weights != "int8-quanto":
+        assert allocated[0] - allocated[1] == pytest.approx(expected, rel=0.02)
+    assert allocated[1] < 0.8 * allocated[0]
+
+    modulation = take_out(planned, precision, device, 4)
+    plain = [
+        tensor for layer in modulation.layers for _, tensor in own_tensors(layer) if type(tensor.data) is torch.Tensor
+    ]
+    assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in plain)
+    sigma, pooled = torch.rand(8), torch.randn(8, config["pooled_projection_dim"])
+    modulation(sigma, pooled)  # the first product makes cuBLAS's workspace
+    before = torch.cuda.memory_allocated()
+    rows = modulation(sigma, pooled)
+    assert torch.cuda.memory_allocated() - before == pytest.approx(rows.nbytes, abs=4096)
+    given = {"z_t": torch.randn(8, 16, 4, 4, device=device), "sigma": sigma.to(device),
+             "prompt_embeds": torch.randn(8, 5, config["joint_attention_dim"], device=device)}  # fmt: skip
+    dtype = precision.compute_dtype()
+    with torch.no_grad():
+        theirs = predict_velocity(resident, **given, pooled=pooled.to(device), dtype=dtype)
+        ours = predict_velocity(planned, **given, pooled=rows, dtype=dtype)
+    assert torch.equal(ours, theirs)

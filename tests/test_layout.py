@@ -15,7 +15,7 @@ LAYERS = [
     {"bench"},
     {"train", "generate", "explain", "reading", "problems", "generate_arguments", "compare", "push"},
     {"validation", "summary", "checkpoint", "runs", "trackers", "card", "step", "places", "results"},
-    {"feed", "prepare", "sampling"},
+    {"feed", "prepare", "sampling", "loading"},
     {"config", "devices", "profiling"},
     {"demo", "data", "models", "adapters", "quant", "optim", "memory", "ema"},
     {"flow", "options", "streams", "stages", "terminal"},

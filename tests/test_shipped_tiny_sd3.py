@@ -16,7 +16,7 @@ from simpletune.bench.quality import Easel, accuracies, prompts_of
 from simpletune.demo import checker, pictures, train_autoencoder
 from simpletune.places import resolved
 from simpletune.reading import validate
-from simpletune.results import BASE, load_weights
+from simpletune.results import BASE
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def easel(tmp_path_factory: pytest.TempPathFactory) -> Easel:
         "output": {"cache": str(tmp_path_factory.mktemp("cache"))},
     }  # fmt: skip
     config = resolved(validate(data, "shipped"))
-    return Easel(config, load_weights(config, BASE, CPU), CPU)
+    return Easel(config, BASE, CPU)
 
 
 def test_it_is_small_and_says_how_it_was_made() -> None:

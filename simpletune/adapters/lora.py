@@ -48,10 +48,17 @@ class Lora(TrainingMethod):
     def modules(self, shapes: Shapes) -> list[str]:
         """Names of the linear layers that get an update, from the base model's shapes."""
         linears = [name.removesuffix(".weight") for name, shape in shapes.items() if _is_linear(name, shape)]
+        return [name for name in linears if self._is_target(name)]
+
+    def _is_target(self, linear: str) -> bool:
         if self.targets == "all_linear":
-            return [name for name in linears if name.startswith("transformer_blocks.")]
+            return linear.startswith("transformer_blocks.")
         endings = NAMED_TARGETS[self.targets] if isinstance(self.targets, str) else self.targets
-        return [name for name in linears if any(name == e or name.endswith("." + e) for e in endings)]
+        return any(linear == e or linear.endswith("." + e) for e in endings)
+
+    def leaves_alone(self, module: str) -> bool:
+        """Every module without an update."""
+        return not self._is_target(module)
 
     def describe(self, shapes: Shapes) -> str:
         """What is trained, in words."""

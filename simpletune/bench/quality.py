@@ -24,14 +24,14 @@ from simpletune.devices import choose_device
 from simpletune.places import resolved
 from simpletune.prepare import TextCache
 from simpletune.reading import read_config
-from simpletune.results import BASE, load_weights, precision_of, result_of
+from simpletune.results import BASE, Weights, load_weights, precision_of, result_of
 from simpletune.runs import SUMMARY, read_json_or_none
 from simpletune.sampling import Request, draw
 from simpletune.terminal import say
 from simpletune.train import train
 
 CONFIG = Path("configs/demo.json")
-GUIDANCE, STEPS = 3.0, 12
+GUIDANCE, STEPS, SIZE = 3.0, 12, (64, 64)
 CONTENT = ("shape", "colour", "background", "size", "position")
 STYLE = "striped"
 PRECISIONS: dict[str, list[str]] = {
@@ -101,12 +101,13 @@ class Easel:
 
     Args:
         config: with folders resolved.
-        transformer: the model.
-        device: where it is.
+        weights: which.
+        device: where to.
     """
 
-    def __init__(self, config: TrainConfig, transformer: Any, device: torch.device):
-        self.config, self.transformer, self.device = config, transformer, device
+    def __init__(self, config: TrainConfig, weights: Weights, device: torch.device):
+        self.config, self.device = config, device
+        self.transformer, self.modulation = load_weights(config, weights, device, [SIZE])
         dtype = config.precision.encoder_dtype()
         self.text = TextCache(config.model, dtype, Path(config.output.cache))
         self.vae = config.model.load_vae(device, dtype)
@@ -115,7 +116,8 @@ class Easel:
         """One picture a prompt."""
         self.text.fill([prompt.text for prompt in prompts] + [""], self.device)
         requests = [Request(p.text, p.seed, "", 64, 64, STEPS, GUIDANCE) for p in prompts]
-        return draw(self.transformer, self.vae, self.config.model, self.config.precision, requests, self.text.load)
+        model, precision = self.config.model, self.config.precision
+        return draw(self.transformer, self.vae, model, precision, requests, self.text.load, self.modulation)
 
 
 def accuracies(images: list[Image.Image], prompts: list[Prompt]) -> dict[str, float]:
@@ -155,7 +157,7 @@ class Quality:
         """The base model in one precision: all styles, as prompted."""
         config = resolved(self.config(options))
         device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
-        easel = Easel(config, load_weights(config, BASE, device), device)
+        easel = Easel(config, BASE, device)
         prompts = prompts_of(2 * self.count, None, None)
         easel.text.fill([prompt.text for prompt in prompts] + [""], device)
         clock = time.perf_counter()
@@ -170,7 +172,7 @@ class Quality:
         """What the base draws in fp32: drift is measured from it."""
         config = resolved(self.config(PRECISIONS["fp32"]))
         device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
-        return Easel(config, load_weights(config, BASE, device), device).draw(prompts)
+        return Easel(config, BASE, device).draw(prompts)
 
     def tuned_row(self, name: str, options: list[str]) -> dict[str, Any]:
         """One fine-tuning run, and its result's scores."""
@@ -183,7 +185,7 @@ class Quality:
         here = resolved(config)
         here = here.model_copy(update={"precision": precision_of(here, weights)})
         device, _ = choose_device(here.device, here.precision.compute, here.is_demo)
-        easel = Easel(here, load_weights(here, weights, device), device)
+        easel = Easel(here, weights, device)
         with_trigger = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
         without = unrelated(self.count)
         drawn = easel.draw(without)

@@ -6,15 +6,16 @@ width, p = 2048 pooled width (for SD3 Medium; other sizes follow from the config
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from simpletune.data.buckets import Size
 from simpletune.models import sd3_sources
 from simpletune.models.hub import fetch, is_hub_name
 from simpletune.models.parts import Part, load_autoencoder
-from simpletune.models.sd3_shapes import Shape, parameter_shapes, sd3_medium_config
+from simpletune.models.sd3_shapes import Shape, parameter_shapes, sd3_medium_config, timestep_of
 from simpletune.models.single_file import open_file
 from simpletune.options import Option, Problem
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from simpletune.models.sd3_text import Prompts
+    from simpletune.models.sd3_transformer import TensorSource
     from simpletune.quant.precision import WeightPrecision
 
 SD3_MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
@@ -93,6 +95,7 @@ class SD3(Option):
         device: torch.device,
         seed: int = 0,
         on_host: Callable[[str], bool] = lambda name: False,
+        sizes: Collection[Size] | None = None,
     ) -> nn.Module:
         """The transformer, frozen, quantised while loading: host memory holds one layer at a time.
 
@@ -101,17 +104,27 @@ class SD3(Option):
             device: where to.
             seed: for random weights (``init: random``).
             on_host: whether the module of that name stays in host memory.
+            sizes: (width, height) in pixels of all pictures it will see: positions are cut to them; None: kept whole.
 
         Raises:
             UserError: weights are missing or do not fit the config.
         """
-        from simpletune.models.sd3_transformer import load
+        from simpletune.models.sd3_transformer import RandomTensors, crop_to, load, open_tensors
 
-        config = self.transformer_config()
+        config, part = self.transformer_config(), self.part("transformer")
         assert config is not None
-        part = self.part("transformer")
-        source = None if self.init == "random" else part.file or part.folder
-        return load(config, source, precision, device, seed, on_host, part.folder)
+
+        def tensors() -> TensorSource:
+            if self.init == "random":
+                return RandomTensors(config, seed, part.folder)
+            source = part.file or part.folder
+            assert source is not None
+            return open_tensors(source)
+
+        model = load(config, tensors(), precision, device, on_host, part.place)
+        if sizes is not None:
+            crop_to(model, sizes, tensors, precision.base_dtype())
+        return model
 
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The autoencoder (AutoencoderKL, or AutoencoderTiny), frozen."""
@@ -159,7 +172,7 @@ def predict_velocity(
     z_t: Tensor,  # [b, c, h, w]
     sigma: Tensor,  # [b], fp32
     prompt_embeds: Tensor,  # [b, t, e]
-    pooled: Tensor,  # [b, p]
+    pooled: Tensor,  # [b, p]; with a modulation plan its rows, [b, m]
     dtype: torch.dtype,
 ) -> Tensor:  # [b, c, h, w]
     """The velocity that the transformer sees at z_t; its timestep is 1000 sigma.
@@ -169,7 +182,7 @@ def predict_velocity(
     """
     return model(
         hidden_states=z_t.to(dtype),
-        timestep=1000.0 * sigma,
+        timestep=timestep_of(sigma),
         encoder_hidden_states=prompt_embeds.to(dtype),
         pooled_projections=pooled.to(dtype),
         return_dict=False,

@@ -103,8 +103,11 @@ class Prompts:
         clip = torch.cat([parts["clip_l"]["hidden"], parts["clip_g"]["hidden"]], dim=-1)
         clip = torch.nn.functional.pad(clip, (0, self.width - clip.shape[-1]))
         t5 = parts["t5"]["hidden"] if self.t5 else clip.new_zeros(self.t5_length, self.width)
-        pooled = torch.cat([parts["clip_l"]["pooled"], parts["clip_g"]["pooled"]], dim=-1)
-        return torch.cat([clip, t5], dim=0), pooled
+        return torch.cat([clip, t5], dim=0), self.pool(parts)
+
+    def pool(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
+        """One prompt's pooled embedding [768 + 1280], from CLIP-L's and CLIP-G's outputs."""
+        return torch.cat([parts["clip_l"]["pooled"], parts["clip_g"]["pooled"]], dim=-1)
 
 
 def _tokenizer(encoder: Encoder, folder: Path) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,8 @@ from accelerate import init_empty_weights
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
+from simpletune.data.buckets import Size
+from simpletune.memory.positions import TABLE, crop_positions
 from simpletune.models.single_file import OriginalReader
 from simpletune.models.weights import WeightReader, move_own_tensors, own_tensors, set_tensor, to_device, weight_files
 from simpletune.options import UserError
@@ -19,7 +21,6 @@ from simpletune.quant.precision import WeightPrecision
 from simpletune.streams import key_of
 
 LISTED = 8
-TABLE = "pos_embed.pos_embed"
 
 
 class TensorSource(Protocol):
@@ -47,15 +48,10 @@ class RandomTensors:
     """
 
     def __init__(self, config: Mapping[str, Any], seed: int, beside: Path | None = None):
-        with init_empty_weights(include_buffers=False):
-            empty = SD3Transformer2DModel.from_config({**config, "num_layers": 0})
-        with init_empty_weights():
-            self._model = SD3Transformer2DModel.from_config(config)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
-        there = beside is not None and any(beside.glob("*.safetensors"))
-        stored = WeightReader(weight_files(beside)).get(TABLE).float() if beside and there else None
-        self._pos_embed = {TABLE: empty.pos_embed.pos_embed if stored is None else stored}
-        self._seed = seed
+        with init_empty_weights(include_buffers=True):
+            model = SD3Transformer2DModel.from_config(config)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._config, self._seed, self._beside = config, seed, beside
 
     @property
     def names(self) -> set[str]:
@@ -64,8 +60,11 @@ class RandomTensors:
 
     def get(self, name: str) -> Tensor:
         """One tensor in fp32, on the CPU."""
-        if name in self._pos_embed:
-            return self._pos_embed[name]
+        if name == TABLE:
+            if self._beside is not None and any(self._beside.glob("*.safetensors")):
+                return WeightReader(weight_files(self._beside)).get(TABLE).float()
+            with init_empty_weights(include_buffers=False):  # diffusers computes the table as it builds a model
+                return SD3Transformer2DModel.from_config({**self._config, "num_layers": 0}).pos_embed.pos_embed
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape) if "norm" in name and name.endswith(".weight") else torch.zeros(shape)
@@ -77,54 +76,78 @@ class RandomTensors:
 
 def load(
     config: Mapping[str, Any],
-    source: Path | None,
+    tensors: TensorSource,
     precision: WeightPrecision,
     device: torch.device,
-    seed: int = 0,
     on_host: Callable[[str], bool] = lambda name: False,
-    beside: Path | None = None,
+    place: str = "the model",
 ) -> nn.Module:
     """Build the transformer on the meta device and fill it layer by layer.
 
     Args:
         config: the transformer's ``config.json``.
-        source: the folder of its weights, or a single file in the original layout; None for random ones.
+        tensors: its weights.
         precision: how weights are held; a quantised layer replaces its linear as soon as that is loaded.
         device: where to.
-        seed: for random weights.
         on_host: whether the module of that name stays in host memory. It is quantised on the device all the same.
-        beside: for random weights: the folder of the config, for its position table.
+        place: where the weights are, for messages.
 
     Raises:
         UserError: tensors are missing, unexpected, or of another shape.
     """
-    tensors: TensorSource = RandomTensors(config, seed, beside) if source is None else _open(source)
-    with init_empty_weights():
-        model = SD3Transformer2DModel.from_config(config)
-    _compare(model, tensors, source)
+    model = empty_transformer(config)
+    _compare(model, tensors, place)
     for name in [name for name, _ in model.named_modules()]:  # names only: a replaced layer must not be kept alive
         module = model.get_submodule(name)
-        quantised = isinstance(module, nn.Linear) and precision.quantises(name)
+        linear = module if isinstance(module, nn.Linear) and precision.quantises(name) else None
         for own, expected in own_tensors(module):
             tensor = tensors.get(f"{name}.{own}")
             if tensor.shape != expected.shape:
                 shapes = f"{list(tensor.shape)}, not {list(expected.shape)} as its config.json says"
-                raise UserError(f"{source}: {name}.{own} has shape {shapes}")
-            set_tensor(module, own, to_device(tensor, device, None if quantised else precision.base_dtype()))
-        if quantised:
-            parent, _, leaf = name.rpartition(".")
-            module = precision.convert(module)
-            setattr(model.get_submodule(parent), leaf, module)
+                raise UserError(f"{place}: {name}.{own} has shape {shapes}")
+            set_tensor(module, own, to_device(tensor, device, precision.base_dtype() if linear is None else None))
+        if linear is not None:
+            module = precision.convert(linear)
+            put_module(model, name, module)
         if on_host(name):
             move_own_tensors(module, torch.device("cpu"))
     return model.eval().requires_grad_(False)
 
 
-def _open(source: Path) -> TensorSource:
+def empty_transformer(config: Mapping[str, Any]) -> nn.Module:
+    """The transformer with all its tensors on the meta device.
+
+    Args:
+        config: its ``config.json``.
+    """
+    with init_empty_weights(include_buffers=True):
+        return SD3Transformer2DModel.from_config(config)
+
+
+def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of the one of that name."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def open_tensors(source: Path) -> TensorSource:
+    """The tensors of a folder in diffusers' layout, or of a single file in the original one."""
     return OriginalReader(source) if source.is_file() else WeightReader(weight_files(source))
 
 
-def _compare(model: nn.Module, tensors: TensorSource, source: Path | None) -> None:
+def crop_to(model: nn.Module, sizes: Collection[Size], whole: Callable[[], TensorSource], dtype: torch.dtype) -> None:
+    """Cut a model's table of positions to the pictures that it will see, in place.
+
+    Args:
+        model: loaded.
+        sizes: (width, height) in pixels.
+        whole: opens the tensors again, for an export of the whole table.
+        dtype: of the table.
+    """
+    crop_positions(model.pos_embed, sizes, lambda: whole().get(TABLE).to(dtype))  # type: ignore[arg-type]
+
+
+def _compare(model: nn.Module, tensors: TensorSource, place: str) -> None:
     """Names in the file against names in the model."""
     expected = set(model.state_dict())
     complaints = []
@@ -133,4 +156,4 @@ def _compare(model: nn.Module, tensors: TensorSource, source: Path | None) -> No
             more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
             complaints.append(f"{title}: {', '.join(sorted(names)[:LISTED])}{more}")
     if complaints:
-        raise UserError(f"{source}: the weights do not fit their config.json. " + "; ".join(complaints))
+        raise UserError(f"{place}: the weights do not fit their config.json. " + "; ".join(complaints))

@@ -147,13 +147,19 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[
     return file
 
 
-def write_model_folder(model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
-    """Write a diffusers model as a folder that ``from_pretrained`` loads: config.json and one safetensors file."""
+def write_model_folder(
+    model: nn.Module, folder: Path, metadata: dict[str, str], instead: Mapping[str, Tensor] | None = None
+) -> Path:
+    """Write a diffusers model as a folder that ``from_pretrained`` loads: config.json and one safetensors file.
+
+    Args:
+        instead: tensors to write in the place of the model's own of the same names.
+    """
     aside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     model.save_config(aside)  # type: ignore[operator]
-    write_safetensors(model.state_dict(), aside / f"{NAMES[0]}.safetensors", metadata)
+    write_safetensors({**model.state_dict(), **(instead or {})}, aside / f"{NAMES[0]}.safetensors", metadata)
     replace_folder(aside, folder)
     return folder
 

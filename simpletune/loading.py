@@ -1,0 +1,51 @@
+"""Loading the base model as the memory options say: for training and for drawing alike."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from simpletune.data.buckets import Size
+from simpletune.memory import Memory
+from simpletune.memory.modulation import Modulation, take_out
+from simpletune.models import Model
+from simpletune.models.sd3_shapes import is_conditioning
+from simpletune.quant.precision import WeightPrecision
+
+
+def load_base(
+    model: Model,
+    memory: Memory,
+    precision: WeightPrecision,
+    device: torch.device,
+    sizes: Collection[Size],
+    seed: int = 0,
+) -> nn.Module:
+    """The base model, its positions cut to the pictures, and what a modulation plan needs in host memory.
+
+    Args:
+        model: with folders resolved.
+        memory: what stays where.
+        precision: how weights are held.
+        device: where to.
+        sizes: (width, height) in pixels of every picture that it will see.
+        seed: for random weights.
+    """
+    return model.load_transformer(
+        precision,
+        device,
+        seed,
+        on_host=is_conditioning if memory.modulation == "plan" else lambda name: False,
+        sizes=sizes if memory.crop_positions else None,
+    )
+
+
+def take_out_modulation(
+    transformer: nn.Module, memory: Memory, precision: WeightPrecision, device: torch.device
+) -> Modulation | None:
+    """With the modulation plan: the modulation of a transformer, taken out of it; else None."""
+    if memory.modulation != "plan":
+        return None
+    return take_out(transformer, precision, device, memory.modulation_window)

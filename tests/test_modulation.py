@@ -1,0 +1,355 @@
+"""The modulation plan against the resident path: outputs, gradients, losses, resuming, pictures, bytes, refusals."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import weakref
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from simpletune import checkpoint
+from simpletune.adapters.lora import Lora
+from simpletune.demo import pictures, tiny_sd3
+from simpletune.generate import generate
+from simpletune.generate_arguments import add_arguments
+from simpletune.memory.modulation import Modulation, ModulationPlan, take_out
+from simpletune.models.sd3 import SD3, predict_velocity
+from simpletune.models.sd3_shapes import is_conditioning, is_modulation, parameter_shapes, sd3_medium_config
+from simpletune.options import ConfigError
+from simpletune.places import require_fit
+from simpletune.quant.int8 import Int8
+from simpletune.quant.int8_quanto import Int8Quanto
+from simpletune.quant.plain import BF16, FP32
+from simpletune.quant.precision import WeightPrecision
+from simpletune.reading import validate
+from simpletune.runs import read_metrics
+from simpletune.sampling import Request, autocast_of, sample_latents
+from simpletune.train import set_up, train
+
+CPU = torch.device("cpu")
+PRECISIONS = {
+    "fp32": FP32(), "fp32-bf16": FP32(compute="bf16"), "bf16": BF16(), "int8-fp32": Int8(compute="fp32"),
+    "int8-bf16": Int8(), "quanto-fp32": Int8Quanto(compute="fp32"), "quanto-bf16": Int8Quanto(),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A two-layer pipeline (one whole block, one last block) and pictures of several shapes."""
+    root = tmp_path_factory.mktemp("modulation")
+    tiny_sd3.build(root / "pipeline", **{**tiny_sd3.MINIMAL, "layers": 2, "heads": 2}, seed=5, dtype="fp32")
+    pictures.write_folder(root / "data", 6, seed=4, style="striped", pixels=64)
+    for number, size in enumerate([(96, 32), (32, 96)]):
+        file = root / "data" / f"00{number}.png"
+        Image.open(file).resize(size).save(file)
+    return root / "pipeline", root / "data"
+
+
+@pytest.fixture
+def config_json(inputs: tuple[Path, Path], tiny_config: dict) -> dict:
+    """Several buckets, accumulation, caption dropout, checkpointing; the window ends amid the run."""
+    return tiny_config | {
+        "model": {"pretrained": str(inputs[0]), "t5_length": 8},
+        "data": {"path": str(inputs[1]), "resolution": 32, "caption_dropout": 0.3},
+        "train": {"steps": 6, "batch_size": 2, "gradient_accumulation": 2},
+        "memory": {"checkpointing": "all", "modulation": "plan", "modulation_window": 4},
+    }
+
+
+def run_with(data: dict, resume: str | None = None, **changes: object) -> Path:
+    data = copy.deepcopy(data)
+    for section, values in changes.items():
+        data[section] = {**data[section], **values} if isinstance(values, dict) else values
+    return train(validate(data, "test"), resume)
+
+
+def losses_of(run: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run)]
+
+
+def model_of(pipeline: Path, precision: WeightPrecision) -> nn.Module:
+    return SD3(pretrained=str(pipeline)).load_transformer(precision, CPU)
+
+
+def arguments(model: nn.Module, rows: int, tokens: int = 7) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    config = model.config
+    return {
+        "z_t": torch.randn(rows, config.in_channels, 4, 6, generator=generator),
+        "sigma": torch.rand(rows, generator=generator),
+        "prompt_embeds": torch.randn(rows, tokens, config.joint_attention_dim, generator=generator),
+        "pooled": torch.randn(rows, config.pooled_projection_dim, generator=generator),
+    }
+
+
+def velocity_and_gradients(
+    model: nn.Module, precision: WeightPrecision, given: dict[str, Tensor]
+) -> tuple[Tensor, list]:
+    with autocast_of(precision, CPU):
+        velocity = predict_velocity(model, **given, dtype=precision.compute_dtype())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(velocity.float().square().mean(), trained, allow_unused=True)
+    return velocity.detach(), [gradient for gradient in gradients if gradient is not None]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_outputs_and_lora_gradients_are_those_of_the_resident_path_bit_for_bit(name, checkpointing, inputs) -> None:
+    precision, adapter = PRECISIONS[name], Lora(rank=2)
+    resident, planned = model_of(inputs[0], precision), model_of(inputs[0], precision)
+    modulation = take_out(planned, precision, CPU, 4)
+    for model in (resident, planned):
+        adapter.attach(model, seed=1)
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:
+                torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(3), std=0.1)
+        if checkpointing:
+            model.train().enable_gradient_checkpointing()
+    given = arguments(resident, rows=3)
+    expected = velocity_and_gradients(resident, precision, given)
+    rows = modulation(given["sigma"], given["pooled"])
+    actual = velocity_and_gradients(planned, precision, given | {"pooled": rows})
+    assert rows.dtype == precision.encoder_dtype()
+    assert torch.equal(actual[0], expected[0])
+    assert len(actual[1]) == len(expected[1]) > 10
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual[1], expected[1], strict=True))
+
+
+def test_sd3_5_with_dual_attention() -> None:
+    torch.manual_seed(0)
+    model = SD3Transformer2DModel(
+        sample_size=8, num_layers=3, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=24,
+        caption_projection_dim=16, pooled_projection_dim=14, pos_embed_max_size=8, dual_attention_layers=(0, 2),
+        qk_norm="rms_norm",
+    ).requires_grad_(False)  # fmt: skip
+    given = arguments(model, rows=2)
+    expected = predict_velocity(model, **given, dtype=torch.float32)
+    modulation = take_out(model, FP32(), CPU, 4)
+    assert modulation.width == (9 + 6 + 6 + 6 + 9 + 2 + 2) * 16
+    rows = modulation(given["sigma"], given["pooled"])
+    assert torch.equal(predict_velocity(model, **given | {"pooled": rows}, dtype=torch.float32), expected)
+
+
+PLANNED = [("fp32", 1e-6), ("fp32-bf16", 5e-3), ("bf16", 5e-3), ("int8-fp32", 1e-6), ("int8-bf16", 5e-3),
+           ("quanto-fp32", 1e-6)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, tolerance", PLANNED)
+def test_losses_are_those_of_the_resident_path(name: str, tolerance: float, config_json: dict) -> None:
+    config_json["precision"] = PRECISIONS[name].model_dump()
+    config_json["validation"] |= {"eval_samples": 6}
+    runs = [run_with(config_json, name=kind, memory={"modulation": kind}) for kind in ("plan", "resident")]
+    ours, theirs = (losses_of(run) for run in runs)
+    print(f"{name}: largest relative difference {max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)):.2e}")
+    assert ours == pytest.approx(theirs, rel=tolerance)
+    assert len(set(ours)) == len(ours) == 6
+    for key in ("eval_loss_before", "eval_loss_after"):
+        ours, theirs = (json.loads((run / "summary.json").read_text())[key] for run in runs)
+        assert ours == pytest.approx(theirs, rel=tolerance)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8-bf16"])
+def test_losses_and_weights_are_bit_for_bit_where_the_rows_are_the_same(name: str, config_json: dict) -> None:
+    config_json["precision"] = PRECISIONS[name].model_dump()
+    config_json["train"] = {"steps": 5, "batch_size": 2}
+    kinds = ({"modulation": "plan", "modulation_window": 1}, {"modulation": "resident"})
+    runs = [run_with(config_json, name=kind["modulation"], memory=kind) for kind in kinds]
+    assert losses_of(runs[0]) == losses_of(runs[1])
+    ours, theirs = (load_file(checkpoint.checkpoint_folder(run, 5) / checkpoint.TRAINABLE) for run in runs)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8-bf16"])
+@pytest.mark.parametrize("done", [3, 5])
+def test_resuming_amid_a_window_is_bit_for_bit(done: int, name: str, config_json: dict) -> None:
+    config_json["precision"] = PRECISIONS[name].model_dump()
+    whole = run_with(config_json, name="whole", train={"steps": 7})
+    run_with(config_json, name="halves", train={"steps": done})
+    halves = run_with(config_json, "latest", name="halves", train={"steps": 7})
+    assert losses_of(halves) == losses_of(whole)
+    ours, theirs = (load_file(checkpoint.checkpoint_folder(run, 7) / checkpoint.TRAINABLE) for run in (halves, whole))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict) -> None:
+    run = set_up(validate(config_json, "test"), None, 0.0)
+    run.trackers.__exit__(None, None, None)
+    asked: list[int] = []
+    planned = run.feed.modulations
+    assert planned is not None
+
+    class Counting(Modulation):
+        def __init__(self) -> None:
+            self.__dict__ |= planned.modulation.__dict__
+
+        def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:
+            asked.append(len(sigma))
+            return super().__call__(sigma, pooled)
+
+    def rows_of(*steps: int) -> list[Tensor]:
+        counting = ModulationPlan(Counting(), run.prepared.plan, run.prepared.text.pooled)
+        return [counting.of_step(step) for step in steps]
+
+    forward = rows_of(0, 1, 2, 3, 4, 5)
+    assert asked == [4 * 2 * 2] * 2
+    for step in (5, 2):
+        assert torch.equal(rows_of(step)[0], forward[step])
+    assert asked == [4 * 2 * 2] * 4
+    for micro, draws in enumerate(run.prepared.plan.micro_batch(3, micro) for micro in range(2)):
+        single = planned.of_draws(draws)
+        torch.testing.assert_close(forward[3][micro], single, rtol=1e-5, atol=1e-6)
+    captions = [d.caption for step, micro in itertools.product(range(6), range(2))
+                for d in run.prepared.plan.micro_batch(step, micro)]  # fmt: skip
+    assert "" in captions, "caption dropout is part of what is compared"
+    assert len({batch.z_0.shape for step in range(6) for batch in run.feed.step(step)}) > 1, "and so are buckets"
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of all that a model holds, each storage once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("name, size", [("fp32", 4), ("bf16", 2), ("int8-bf16", 1)])
+def test_what_stays_on_the_device_is_less_by_the_modulation(name: str, size: int, inputs: tuple[Path, Path]) -> None:
+    resident, planned = (model_of(inputs[0], PRECISIONS[name]) for _ in range(2))
+    modulation = take_out(planned, PRECISIONS[name], CPU, 4)
+    shapes = parameter_shapes(resident.config)
+    plain = PRECISIONS[name].compute_dtype().itemsize
+    expected = 0
+    for parameter, shape in shapes.items():
+        module = parameter.rpartition(".")[0]
+        if is_conditioning(module):
+            quantised = size == 1 and module.startswith("transformer_blocks.")
+            scales = 4 * shape[0] if quantised and len(shape) == 2 else 0
+            expected += math.prod(shape) * (1 if quantised and len(shape) == 2 else plain) + scales
+    assert held_bytes(resident) - held_bytes(planned) == expected
+    assert sum(held_bytes(module) for module in (modulation.embed, *modulation.layers)) == expected
+    assert not [name for name, _ in planned.named_parameters() if is_conditioning(name.rpartition(".")[0])]
+
+
+def test_the_share_of_sd3_medium() -> None:
+    shapes = parameter_shapes(sd3_medium_config())
+    modulations = sum(math.prod(s) for name, s in shapes.items() if is_modulation(name.rpartition(".")[0]))
+    width = sum(s[0] for name, s in shapes.items() if is_modulation(name.removesuffix(".bias")))
+    assert width == 286 * 1536 and 2 * width == pytest.approx(0.88e6, rel=1e-2)
+    assert modulations / sum(math.prod(s) for s in shapes.values()) == pytest.approx(1 / 3, abs=2e-3)
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8-bf16", "quanto-bf16"])
+def test_one_layer_at_a_time_is_on_the_device_and_nothing_stays(name: str, inputs: tuple[Path, Path]) -> None:
+    """Host and device are both RAM here, so the only way between them is watched, and makes copies."""
+    model = model_of(inputs[0], PRECISIONS[name])
+    given = arguments(model, rows=3)
+    modulation = take_out(model, PRECISIONS[name], CPU, 4)
+    expected = modulation(given["sigma"], given["pooled"])
+    alive: dict[int, int] = {}
+    peaks: list[int] = []
+
+    def bring(tensor: Tensor) -> Tensor:
+        copied = tensor.detach().to("cpu", copy=True)  # a clone of quanto's tensors would be dequantised
+        alive[id(copied)] = tensor.numel()
+        weakref.finalize(copied, alive.pop, id(copied))
+        peaks.append(sum(alive.values()))
+        return copied
+
+    modulation.bring = bring  # type: ignore[method-assign]
+    assert torch.equal(modulation(given["sigma"], given["pooled"]), expected)
+    modules = (modulation.embed, *modulation.layers)
+    sizes = [sum(t.numel() for t in (*m.parameters(), *m.buffers())) for m in modules]
+    assert max(peaks) == max(sizes) < sum(sizes)
+    assert not alive
+
+
+def test_pictures_are_those_of_the_resident_path(inputs: tuple[Path, Path]) -> None:
+    family, precision = SD3(pretrained=str(inputs[0])), FP32()
+    generator = torch.Generator().manual_seed(0)
+    width, pooled = (parameter_shapes(family.transformer_config())[f"{name}.weight"][1]
+                     for name in ("context_embedder", "time_text_embed.text_embedder.linear_1"))  # fmt: skip
+    prompts = [(torch.randn(7, width, generator=generator), torch.randn(pooled, generator=generator)) for _ in "ab"]
+    for guidance, steps in itertools.product((1.0, 4.5), (3, 9)):
+        request = Request("", seed=1, width=32, height=48, steps=steps, guidance=guidance)
+        resident, planned = model_of(inputs[0], precision), model_of(inputs[0], precision)
+        modulation = take_out(planned, precision, CPU, window=4)
+        expected = sample_latents(resident, family, precision, request, *prompts)
+        actual = sample_latents(planned, family, precision, request, *prompts, modulation)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        assert (expected - expected.mean()).abs().max() > 0.1
+
+
+def pixels(file: Path) -> Tensor:
+    return torch.frombuffer(bytearray(Image.open(file).convert("RGB").tobytes()), dtype=torch.uint8).int()
+
+
+def test_a_run_draws_base_and_tuned_with_the_plan_and_generate_follows_it(config_json: dict, tmp_path: Path) -> None:
+    config_json["validation"] = {"prompts": ["a red disc"], "steps": 3, "eval_samples": 0}
+    config_json["optimizer"] = {"lr": 0.05}
+    runs = [run_with(config_json, name=kind, memory={"modulation": kind}) for kind in ("plan", "resident")]
+    for state in ("base", "step-000006"):
+        ours, theirs = (pixels(run / "samples" / state / "prompt-00.png") for run in runs)
+        assert (ours - theirs).abs().max() <= 1
+    base, tuned = (pixels(runs[0] / "samples" / state / "prompt-00.png") for state in ("base", "step-000006"))
+    assert (base - tuned).abs().max() > 4
+
+    parser = ArgumentParser()
+    add_arguments(parser)
+    for more in ([], ["--modulation", "resident"], ["--full"], ["--full", "--modulation", "resident"]):
+        given = ["--run", str(runs[0]), "--output", str(tmp_path / "drawn.png"), *more]
+        assert (pixels(generate(parser.parse_args(given))) - tuned).abs().max() <= 1
+
+
+def test_generate_plans_a_lora_that_updates_modulations(config_json: dict, tmp_path: Path) -> None:
+    config_json["validation"] = {"prompts": ["a red disc"], "steps": 3, "eval_samples": 0}
+    adapter = {"method": "lora", "rank": 2, "targets": ["norm1.linear", "time_text_embed.text_embedder.linear_1"]}
+    run = run_with(config_json, adapter=adapter, optimizer={"lr": 0.05}, memory={"modulation": "resident"})
+    parser = ArgumentParser()
+    add_arguments(parser)
+    given = ["--run", str(run), "--output", str(tmp_path / "drawn.png"), "--modulation", "plan"]
+    tuned = pixels(run / "samples" / "step-000006" / "prompt-00.png")
+    assert (pixels(generate(parser.parse_args(given))) - tuned).abs().max() <= 1
+    assert (pixels(run / "samples" / "base" / "prompt-00.png") - tuned).abs().max() > 4
+
+
+FULL_REMEDY = "Use memory.modulation resident, or adapter.method lora"
+TARGETS_REMEDY = "Use adapter.targets attention, or memory.modulation resident"
+
+
+@pytest.mark.parametrize(
+    "adapter, message",
+    [
+        ({"method": "full"}, f"adapter.method full trains and exports the model itself. {FULL_REMEDY}"),
+        ({"method": "partial"}, f"adapter.method partial trains and exports the model itself. {FULL_REMEDY}"),
+        ({"targets": "all_linear"}, rf"trains transformer_blocks.0.norm1.linear and 3 more. {TARGETS_REMEDY}"),
+        ({"targets": ["norm_out.linear", "attn.to_q"]}, rf"trains norm_out.linear. {TARGETS_REMEDY}"),
+        ({"targets": ["timestep_embedder.linear_1"]}, rf"trains time_text_embed.timestep_.*. {TARGETS_REMEDY}"),
+    ],
+    ids=str,
+)
+def test_refuses_what_trains_the_modulation(adapter: dict, message: str, config_json: dict) -> None:
+    config_json["adapter"] = adapter
+    with pytest.raises(ConfigError, match=f"memory.modulation: plan .*{message}"):
+        validate(config_json, "test")
+    config_json["memory"]["modulation"] = "resident"
+    validate(config_json, "test")
+
+
+def test_refuses_the_same_for_the_demo_and_once_an_unknown_model_is_here(config_json: dict) -> None:
+    demo = config_json | {"model": {"pretrained": "demo:tiny-sd3"}, "adapter": {"targets": "all_linear"}}
+    with pytest.raises(ConfigError, match="memory.modulation: plan .*norm1.linear and 5 more"):
+        validate(demo, "test")
+    config = validate(config_json, "test").model_copy(update={"adapter": Lora(targets="all_linear")})
+    with pytest.raises(ConfigError, match="memory.modulation: plan .*norm1.linear and 3 more"):
+        require_fit(config)
+    model = model_of(Path(config.model.pretrained), FP32()).requires_grad_(True)
+    with pytest.raises(ValueError, match="only while they are frozen; time_text_embed trains"):
+        take_out(model, FP32(), CPU, 4)
