@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.adapters.lora import OUTPUT as LORA_FILE
-from simpletune.config import TrainConfig
+from simpletune.config import TrainConfig, cache_of_bases
 from simpletune.models.hub import is_hub_name
 from simpletune.models.hub_files import repository_file
 from simpletune.options import UserError
@@ -116,10 +116,11 @@ def load_weights(config: TrainConfig, weights: Weights, device: torch.device) ->
     """
     from simpletune.adapters.lora_file import fold_lora, load_lora
 
-    model = config.model
+    model, cache = config.model, cache_of_bases(config)
     if weights.transformer is not None:
         model = model.model_copy(update={"transformer": str(weights.transformer), "init": "pretrained"})
-    transformer = model.load_transformer(precision_of(config, weights), device)
+        cache = None  # a result is drawn with a few times; a base, by every run
+    transformer = model.load_transformer(precision_of(config, weights), device, cache=cache)
     if weights.lora is not None:
         load_lora(transformer, weights.lora, weights.scale)
     if weights.merged:

@@ -16,7 +16,7 @@ from torch import nn
 
 from simpletune import checkpoint
 from simpletune.card import shareable, write_card
-from simpletune.config import Profile, TrainConfig, profile_folder, run_folder
+from simpletune.config import Profile, TrainConfig, cache_of_bases, profile_folder, run_folder
 from simpletune.devices import choose_device
 from simpletune.feed import Batch, Feed
 from simpletune.options import UserError
@@ -224,8 +224,10 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
         folder = open_again(config, saved.step) if saved else open_fresh(config)
         checkpoint.write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
     with stages.stage("load"):
-        transformer = here.model.load_transformer(config.precision, accelerator.device, config.train.seed)
-        total = sum(parameter.numel() for parameter in transformer.parameters())
+        transformer = here.model.load_transformer(
+            config.precision, accelerator.device, config.train.seed, cache=cache_of_bases(config)
+        )
+        total = here.model.parameter_count()
         optimizer = attach(config, transformer)
         if saved:
             checkpoint.restore(saved, transformer, optimizer, config.optimizer)

@@ -13,3 +13,6 @@ class Memory(Option):
     checkpointing: Literal["all", "none"] = "all"
     """Gradient checkpointing. all: every block computes its activations twice instead of keeping them, about a third
     slower and several times less memory; none: they are kept. Exact."""
+    cache_quantised: bool = True
+    """Keep the quantised base under output.cache: the next start reads it, and neither reads nor quantises the
+    full-precision weights. It takes the disk what the quantised weights take the device. Exact."""

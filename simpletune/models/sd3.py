@@ -6,7 +6,9 @@ width, p = 2048 pooled width (for SD3 Medium; other sizes follow from the config
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -93,6 +95,7 @@ class SD3(Option):
         device: torch.device,
         seed: int = 0,
         on_host: Callable[[str], bool] = lambda name: False,
+        cache: Path | None = None,
     ) -> nn.Module:
         """The transformer, frozen, quantised while loading: host memory holds one layer at a time.
 
@@ -101,6 +104,7 @@ class SD3(Option):
             device: where to.
             seed: for random weights (``init: random``).
             on_host: whether the module of that name stays in host memory.
+            cache: the cache's root, where a quantised base is kept for the next start; None: it is not kept.
 
         Raises:
             UserError: weights are missing or do not fit the config.
@@ -111,7 +115,19 @@ class SD3(Option):
         assert config is not None
         part = self.part("transformer")
         source = None if self.init == "random" else part.file or part.folder
-        return load(config, source, precision, device, seed, on_host)
+        if cache is None or source is None or not precision.cacheable:
+            return load(config, source, precision, device, seed, on_host)
+        from simpletune.models.quantised_cache import QuantisedBase
+
+        kept = QuantisedBase(cache, config, part, precision, device)
+        found = kept.load(on_host)
+        return kept.keep(load(config, source, precision, device, seed, on_host)) if found is None else found
+
+    def parameter_count(self) -> int:
+        """Parameters of the transformer: quantised layers count as what they stand for."""
+        shapes = self.shapes()
+        assert shapes is not None
+        return sum(math.prod(shape) for shape in shapes.values())
 
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The autoencoder (AutoencoderKL, or AutoencoderTiny), frozen."""

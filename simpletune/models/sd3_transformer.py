@@ -89,8 +89,7 @@ def load(
         UserError: tensors are missing, unexpected, or of another shape.
     """
     tensors: TensorSource = RandomTensors(config, seed) if source is None else _open(source)
-    with init_empty_weights():
-        model = SD3Transformer2DModel.from_config(config)
+    model = empty_transformer(config)
     _compare(model, tensors, source)
     for name in [name for name, _ in model.named_modules()]:  # names only: a replaced layer must not be kept alive
         module = model.get_submodule(name)
@@ -102,12 +101,27 @@ def load(
                 raise UserError(f"{source}: {name}.{own} has shape {shapes}")
             set_tensor(module, own, to_device(tensor, device, None if quantised else precision.base_dtype()))
         if quantised:
-            parent, _, leaf = name.rpartition(".")
-            module = precision.convert(module)
-            setattr(model.get_submodule(parent), leaf, module)
+            module = precision.convert(name, module)
+            put_module(model, name, module)
         if on_host(name):
             move_own_tensors(module, torch.device("cpu"))
     return model.eval().requires_grad_(False)
+
+
+def empty_transformer(config: Mapping[str, Any]) -> nn.Module:
+    """The transformer with its parameters on the meta device.
+
+    Args:
+        config: its ``config.json``.
+    """
+    with init_empty_weights():
+        return SD3Transformer2DModel.from_config(config)
+
+
+def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of the one of that name."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
 
 
 def _open(source: Path) -> TensorSource:
