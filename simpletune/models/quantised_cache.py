@@ -2,7 +2,7 @@
 
 ``<cache>/quantised/<key>/`` holds ``transformer.safetensors``, every tensor of the model as it is after quantising, and
 ``made_from.json``: what the key stands for, and the file's size and SHA-256. The folder is written aside and renamed,
-so it is whole or it is not there. A GPU and the CPU may round weights that lie halfway differently, so each has its own.
+so it is whole or it is not there. A GPU and the CPU may round differently what lies halfway, so each has its own.
 """
 
 from __future__ import annotations
