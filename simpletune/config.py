@@ -220,3 +220,8 @@ def run_folder(config: TrainConfig) -> Path:
 def profile_folder(config: TrainConfig) -> Path:
     """Where a run leaves what TensorBoard shows."""
     return Path(config.output.profiles) / config.name
+
+
+def cache_of_bases(config: TrainConfig) -> Path | None:
+    """Where quantised bases are kept; None: they are not."""
+    return Path(config.output.cache) if config.memory.cache_quantised else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ def load_base(
     device: torch.device,
     sizes: Collection[Size],
     seed: int = 0,
+    cache: Path | None = None,
 ) -> nn.Module:
     """The base model, its positions cut to the pictures, and what a modulation plan needs in host memory.
 
@@ -32,6 +34,7 @@ def load_base(
         device: where to.
         sizes: (width, height) in pixels of every picture that it will see.
         seed: for random weights.
+        cache: the cache's root, where a quantised base is kept; None: it is not.
     """
     return model.load_transformer(
         precision,
@@ -39,6 +42,7 @@ def load_base(
         seed,
         on_host=is_conditioning if memory.modulation == "plan" else lambda name: False,
         sizes=sizes if memory.crop_positions else None,
+        cache=cache,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.adapters.lora import OUTPUT as LORA_FILE
-from simpletune.config import TrainConfig
+from simpletune.config import TrainConfig, cache_of_bases
 from simpletune.data.buckets import Size
 from simpletune.models.hub import is_hub_name
 from simpletune.models.hub_files import repository_file
@@ -130,11 +130,12 @@ def load_weights(
     from simpletune.adapters.lora_file import fold_lora, load_lora
     from simpletune.loading import load_base, take_out_modulation
 
-    model = config.model
+    model, cache = config.model, cache_of_bases(config)
     if weights.transformer is not None:
         model = model.model_copy(update={"transformer": str(weights.transformer), "init": "pretrained"})
+        cache = None  # a result is drawn with a few times; a base, by every run
     precision = precision_of(config, weights)
-    transformer = load_base(model, config.memory, precision, device, sizes)
+    transformer = load_base(model, config.memory, precision, device, sizes, cache=cache)
     if weights.lora is not None:
         load_lora(transformer, weights.lora, weights.scale)
     if weights.merged:

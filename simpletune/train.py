@@ -16,7 +16,7 @@ from torch import nn
 
 from simpletune import checkpoint
 from simpletune.card import shareable, write_card
-from simpletune.config import Profile, TrainConfig, profile_folder, run_folder
+from simpletune.config import Profile, TrainConfig, cache_of_bases, profile_folder, run_folder
 from simpletune.devices import choose_device
 from simpletune.ema import Average, averaged
 from simpletune.feed import Batch, Feed
@@ -232,9 +232,15 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
         checkpoint.write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
     with stages.stage("load"):
         transformer = load_base(
-            here.model, config.memory, config.precision, device, prepared.sizes(), config.train.seed
+            here.model,
+            config.memory,
+            config.precision,
+            device,
+            prepared.sizes(),
+            config.train.seed,
+            cache_of_bases(here),
         )
-        total = sum(parameter.numel() for parameter in transformer.parameters())
+        total = here.model.parameter_count()
         modulation = take_out_modulation(transformer, config.memory, config.precision, device)
         optimizer = attach(config, transformer)
         average = config.ema.build(trained_parameters(transformer)) if config.ema else None

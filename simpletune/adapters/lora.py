@@ -90,7 +90,7 @@ class Lora(TrainingMethod):
 
         model.requires_grad_(False)
         reseed_global(seed, "adapter")
-        shapes = {f"{name}.weight": tuple(module.weight.shape) for name, module in _linears(model)}
+        shapes = {f"{name}.weight": (module.out_features, module.in_features) for name, module in _linears(model)}
         config = LoraConfig(
             r=self.rank,
             lora_alpha=self.scale * self.rank,

@@ -25,3 +25,6 @@ class Memory(Option):
     modulation_window: Annotated[int, Field(ge=1, le=1024)] = 16
     """Steps whose modulations are computed at once: for SD3 Medium each takes 0.9 MB a sample in bf16, and each window
     moves the modulation weights to the device once."""
+    cache_quantised: bool = True
+    """Keep the quantised base under output.cache: the next start reads it, and neither reads nor quantises the
+    full-precision weights. It takes the disk what the quantised weights take the device. Exact."""

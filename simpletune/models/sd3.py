@@ -6,7 +6,9 @@ width, p = 2048 pooled width (for SD3 Medium; other sizes follow from the config
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -96,6 +98,7 @@ class SD3(Option):
         seed: int = 0,
         on_host: Callable[[str], bool] = lambda name: False,
         sizes: Collection[Size] | None = None,
+        cache: Path | None = None,
     ) -> nn.Module:
         """The transformer, frozen, quantised while loading: host memory holds one layer at a time.
 
@@ -105,10 +108,12 @@ class SD3(Option):
             seed: for random weights (``init: random``).
             on_host: whether the module of that name stays in host memory.
             sizes: (width, height) in pixels of all pictures it will see: positions are cut to them; None: kept whole.
+            cache: the cache's root, where a quantised base is kept for the next start; None: it is not kept.
 
         Raises:
             UserError: weights are missing or do not fit the config.
         """
+        from simpletune.models.quantised_cache import QuantisedBase
         from simpletune.models.sd3_transformer import RandomTensors, crop_to, load, open_tensors
 
         config, part = self.transformer_config(), self.part("transformer")
@@ -121,10 +126,23 @@ class SD3(Option):
             assert source is not None
             return open_tensors(source)
 
-        model = load(config, tensors(), precision, device, on_host, part.place)
+        def fresh() -> nn.Module:
+            return load(config, tensors(), precision, device, on_host, part.place)
+
+        if cache is None or self.init == "random" or not precision.cacheable:
+            model = fresh()
+        else:
+            kept = QuantisedBase(cache, config, part, precision, device)
+            model = kept.load(on_host) or kept.keep(fresh())
         if sizes is not None:
             crop_to(model, sizes, tensors, precision.base_dtype())
         return model
+
+    def parameter_count(self) -> int:
+        """Parameters of the transformer: quantised layers count as what they stand for."""
+        shapes = self.shapes()
+        assert shapes is not None
+        return sum(math.prod(shape) for shape in shapes.values())
 
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The autoencoder (AutoencoderKL, or AutoencoderTiny), frozen."""

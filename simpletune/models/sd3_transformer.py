@@ -107,7 +107,7 @@ def load(
                 raise UserError(f"{place}: {name}.{own} has shape {shapes}")
             set_tensor(module, own, to_device(tensor, device, precision.base_dtype() if linear is None else None))
         if linear is not None:
-            module = precision.convert(linear)
+            module = precision.convert(name, linear)
             put_module(model, name, module)
         if on_host(name):
             move_own_tensors(module, torch.device("cpu"))

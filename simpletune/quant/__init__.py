@@ -8,6 +8,7 @@ from pydantic import Field
 
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_quanto import Int8Quanto
+from simpletune.quant.nf4 import Nf4
 from simpletune.quant.plain import BF16, FP32
 
-Precision = Annotated[BF16 | FP32 | Int8 | Int8Quanto, Field(discriminator="weights")]
+Precision = Annotated[BF16 | FP32 | Int8 | Int8Quanto | Nf4, Field(discriminator="weights")]

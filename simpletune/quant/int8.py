@@ -9,25 +9,18 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from simpletune.quant.precision import WeightPrecision, in_blocks
+from simpletune.quant.precision import QuantisedPrecision
 
 
-class Int8(WeightPrecision):
+class Int8(QuantisedPrecision):
     """int8 weights in the blocks, one scale per output channel; the base is frozen."""
 
     weights: Literal["int8"] = "int8"
     """int8 weights, 1 byte each, for a frozen base."""
-    compute: Literal["bf16", "fp32"] = "bf16"
-    """The type of products and activations."""
 
-    trainable: ClassVar[bool] = False
     bytes_per_weight: ClassVar[float] = 1
 
-    def quantises(self, name: str) -> bool:
-        """Every linear layer inside the blocks."""
-        return in_blocks(name)
-
-    def convert(self, linear: Any) -> Any:
+    def convert(self, name: str, linear: Any) -> Any:
         """The int8 twin of a linear layer."""
         from simpletune.quant.int8_linear import Int8Linear
 

@@ -8,25 +8,18 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from simpletune.quant.precision import WeightPrecision, in_blocks
+from simpletune.quant.precision import QuantisedPrecision
 
 
-class Int8Quanto(WeightPrecision):
+class Int8Quanto(QuantisedPrecision):
     """int8 weights in the blocks by optimum-quanto; the base is frozen."""
 
     weights: Literal["int8-quanto"] = "int8-quanto"
     """int8 weights by optimum-quanto, 1 byte each, for a frozen base."""
-    compute: Literal["bf16", "fp32"] = "bf16"
-    """The type of products and activations."""
 
-    trainable: ClassVar[bool] = False
     bytes_per_weight: ClassVar[float] = 1
 
-    def quantises(self, name: str) -> bool:
-        """Every linear layer inside the blocks."""
-        return in_blocks(name)
-
-    def convert(self, linear: Any) -> Any:
+    def convert(self, name: str, linear: Any) -> Any:
         """quanto's twin of a linear layer, frozen: only the int8 weight and its scales are left."""
         from optimum.quanto import QLinear, qint8
 

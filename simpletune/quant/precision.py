@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from simpletune.options import Option
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 
 class WeightPrecision(Option):
@@ -19,6 +18,8 @@ class WeightPrecision(Option):
 
     trainable: ClassVar[bool] = True
     """Whether base weights in this precision can be trained; quantised ones serve only as a frozen base."""
+    cacheable: ClassVar[bool] = False
+    """Whether a base in this precision is worth a file of its own: see ``models/quantised_cache.py``."""
     bytes_per_weight: ClassVar[float]
     """Bytes of one weight of a linear layer inside the blocks, scales left out."""
 
@@ -47,19 +48,36 @@ class WeightPrecision(Option):
         """Whether the linear layer of that name is quantised."""
         return False
 
-    def convert(self, linear: nn.Linear) -> nn.Module:
+    def convert(self, name: str, linear: Any) -> Any:
         """The quantised twin of a linear layer, on the same device.
 
+        On the meta device it gives the shapes of the twin's tensors, which a cached base then fills.
+
         Args:
+            name: the layer's, inside the transformer.
             linear: loaded in the type that it has on disk; only those for which ``quantises`` holds.
         """
         raise TypeError(f"{type(self).__name__} does not quantise")
 
 
-def in_blocks(name: str) -> bool:
-    """Whether a layer stands inside a transformer block.
+class QuantisedPrecision(WeightPrecision):
+    """Quantised weights in the blocks, for a frozen base. Members define ``weights`` and ``convert``."""
 
-    What stands outside (patch and text embedders, norm_out, proj_out; 1% of the weights) is left in the compute type:
-    every one of its errors would reach all tokens.
-    """
-    return name.startswith("transformer_blocks.")
+    compute: Literal["bf16", "fp32"] = "bf16"
+    """The type of products and activations."""
+
+    trainable: ClassVar[bool] = False
+    cacheable: ClassVar[bool] = True
+
+    def quantises(self, name: str) -> bool:
+        """Every linear layer inside the blocks.
+
+        What stands outside (patch and text embedders, norm_out, proj_out; 1% of the weights) is left in the compute
+        type: every one of its errors would reach all tokens.
+        """
+        return name.startswith("transformer_blocks.")
+
+
+def is_modulation(name: str) -> bool:
+    """Whether a layer computes a block's adaLN modulation (shifts, scales and gates; arXiv:2212.09748, section 3.2)."""
+    return name.startswith("transformer_blocks.") and name.endswith((".norm1.linear", ".norm1_context.linear"))

@@ -1,0 +1,213 @@
+"""A quantised base kept on disk: the next start reads it, and neither reads nor quantises the full-precision weights.
+
+``<cache>/quantised/<key>/`` holds ``transformer.safetensors``, every tensor of the model as it is after quantising, and
+``made_from.json``: what the key stands for, and the file's size and SHA-256. The folder is written aside and renamed,
+so it is whole or it is not there. A GPU and the CPU may round differently what lies halfway, so each has its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from simpletune.models.parts import Part
+from simpletune.models.sd3_transformer import empty_transformer, put_module
+from simpletune.models.weights import WeightReader, flush_to_disk, to_device, weight_files, write_safetensors
+from simpletune.options import UserError
+from simpletune.quant.precision import WeightPrecision
+from simpletune.terminal import say
+
+VERSION = 1  # raise when quantisation or the layout of a quantised layer changes
+FILE, ABOUT = "transformer.safetensors", "made_from.json"
+ROOM = 2**30  # bytes left free on the disk: the run itself has checkpoints to write
+STALE = 3600  # seconds after which an unfinished folder is nobody's work
+LISTED = 4
+
+
+class _Damaged(Exception):
+    """What is wrong with a kept base, in words."""
+
+
+class QuantisedBase:
+    """One quantised transformer on disk, or the place for it.
+
+    Args:
+        cache: the cache's root.
+        config: the transformer's ``config.json``.
+        part: where its full-precision weights are.
+        precision: how weights are held; one that is ``cacheable``.
+        device: where they are quantised.
+    """
+
+    def __init__(
+        self, cache: Path, config: Mapping[str, Any], part: Part, precision: WeightPrecision, device: torch.device
+    ):
+        self._config, self._precision, self._device = config, precision, device
+        self.made_from: dict[str, Any] = {
+            "version": VERSION,
+            "weights": part.fingerprint(),
+            "files": list(_stamps(part)),
+            "config": dict(config),
+            "precision": precision.model_dump(mode="json"),
+            "device": device.type,
+        }
+        key = hashlib.sha256(json.dumps(self.made_from, sort_keys=True).encode()).hexdigest()[:16]
+        self.folder = cache / "quantised" / key
+        self._what = f"base    {self.made_from['precision']['weights']} weights"
+        self._place = part.place
+
+    def load(self, on_host: Callable[[str], bool]) -> nn.Module | None:
+        """The transformer, frozen, as it was when it was kept; None if it is not there, or damaged (which is said).
+
+        Args:
+            on_host: whether the module of that name stays in host memory.
+        """
+        if not self.folder.is_dir():
+            return None
+        try:
+            self._check_bytes()
+            model = self._read(on_host)
+        except (_Damaged, UserError, OSError, SafetensorError) as error:
+            self._set_aside(str(error))
+            return None
+        say(f"{self._what} read from {self.folder}, quantised before")
+        return model.eval().requires_grad_(False)
+
+    def keep(self, model: nn.Module) -> nn.Module:
+        """Write a freshly quantised transformer; where that fails it is said, and the run goes on without.
+
+        Returns:
+            The same transformer.
+        """
+        if os.environ.get("RANK", "0") != "0":  # of several processes the first writes
+            return model
+        aside = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.part")
+        try:
+            size = self._write(model, aside)
+        except (OSError, SafetensorError) as error:
+            _say_once(
+                f"{self._what} are not kept in {self.folder}: {error}. This run goes on without; the next start will "
+                "quantise again. Free some space or set output.cache to another disk, or memory.cache_quantised=false"
+            )
+        else:
+            say(f"{self._what} kept in {self.folder} ({size / 2**30:.2f} GiB): the next start reads them")
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        return model
+
+    def _write(self, model: nn.Module, aside: Path) -> int:
+        """Write aside, flush, rename; the file's size."""
+        tensors = model.state_dict()
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self._remove_stale()
+        free = shutil.disk_usage(self.folder.parent).free
+        if free < needed + ROOM:
+            raise OSError(
+                f"they take {needed / 2**30:.2f} GiB, and of {free / 2**30:.2f} GiB that are free {ROOM / 2**30:g} "
+                "are left to the run"
+            )
+        aside.mkdir()
+        about = json.dumps(self.made_from | {"place": self._place}, sort_keys=True)
+        file = write_safetensors(tensors, aside / FILE, {"simpletune_quantised_from": about})
+        size = file.stat().st_size
+        sums = {"place": self._place, "size": size, "sha256": _sha256(file)}
+        (aside / ABOUT).write_text(json.dumps({**self.made_from, **sums}, indent=2) + "\n")
+        flush_to_disk(aside / ABOUT)
+        try:
+            os.replace(aside, self.folder)
+        except OSError:
+            if not self.folder.is_dir():
+                raise
+            return size  # another run was first, with the same bytes
+        flush_to_disk(self.folder.parent)
+        return size
+
+    def _check_bytes(self) -> None:
+        """The file against its size and SHA-256: a second for each GB or two, which reading it costs anyway."""
+        try:
+            about = json.loads((self.folder / ABOUT).read_text())
+            size, checksum = about["size"], about["sha256"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise _Damaged(f"{ABOUT} cannot be read ({error!r})") from None
+        file = self.folder / FILE
+        if file.stat().st_size != size:
+            raise _Damaged(f"{FILE} has {file.stat().st_size:,} of {size:,} bytes")
+        if _sha256(file) != checksum:
+            raise _Damaged(f"{FILE} does not have its SHA-256")
+
+    def _read(self, on_host: Callable[[str], bool]) -> nn.Module:
+        """The model on the meta device with quantised layers in place, then each tensor from the memory-mapped file."""
+        model = empty_transformer(self._config)
+        names = [name for name, _ in model.named_modules()]
+        for name in names:
+            module = model.get_submodule(name)
+            if isinstance(module, nn.Linear) and self._precision.quantises(name):
+                put_module(model, name, self._precision.convert(name, module))
+        reader = WeightReader([self.folder / FILE])
+        expected = model.state_dict()
+        if odd := sorted(reader.names ^ set(expected)):
+            raise _Damaged(f"{FILE} does not fit the model: {', '.join(odd[:LISTED])}")
+        host, owners = torch.device("cpu"), set(names)
+        tensors = {}
+        for name, shaped in expected.items():
+            tensors[name] = to_device(reader.get(name), host if on_host(_owner(name, owners)) else self._device)
+            if tensors[name].shape != shaped.shape:
+                raise _Damaged(f"{FILE}: {name} has shape {list(tensors[name].shape)}, not {list(shaped.shape)}")
+        model.load_state_dict(tensors, assign=True)
+        return model
+
+    def _set_aside(self, reason: str) -> None:
+        """Rename a damaged folder, so that it can be looked at and is not read again."""
+        place = self.folder.with_name(f"{self.folder.name}.damaged")
+        try:
+            shutil.rmtree(place, ignore_errors=True)
+            os.replace(self.folder, place)
+        except OSError as error:
+            say(f"{self._what} in {self.folder} are damaged: {reason}. Remove them: they cannot be set aside ({error})")
+        else:
+            say(f"{self._what} in {self.folder} are damaged: {reason}. Set aside as {place}; quantising again")
+
+    def _remove_stale(self) -> None:
+        """Remove what runs that were killed left of this base."""
+        for folder in self.folder.parent.glob(f".{self.folder.name}.*.part"):
+            if time.time() - folder.stat().st_mtime > STALE:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stamps(part: Part) -> Iterator[tuple[str, int, int]]:
+    """Name, size and time of the files of the weights.
+
+    A fingerprint samples a file: two results of partial fine-tuning may agree in every sample.
+    """
+    for file in [part.file] if part.file else weight_files(part.folder or Path()):
+        stat = file.stat()
+        yield file.name, stat.st_size, stat.st_mtime_ns
+
+
+def _owner(tensor: str, modules: set[str]) -> str:
+    """The module that a tensor belongs to; a tensor's own name may have dots (quanto's ``weight._data``)."""
+    while tensor not in modules:
+        tensor = tensor.rpartition(".")[0]
+    return tensor
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+@lru_cache(maxsize=32)
+def _say_once(text: str) -> None:
+    say(text)

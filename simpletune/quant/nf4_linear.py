@@ -1,0 +1,128 @@
+"""The lean frozen nf4 linear layer: plain tensors, and bitsandbytes' kernels for the 4-bit arithmetic.
+
+Shapes: n rows (samples x tokens), i input and o output features, k = ceil(o i / 64) blocks, g = ceil(k / 256) groups of
+them.
+
+bitsandbytes' own ``Linear4bit`` keeps its weight outside of autograd's sight, where a streamed block's buffer may be
+overwritten before the backward pass has read it (bitsandbytes #2034). Here the tensors are the module's own, so they
+move, stream and save as any others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bitsandbytes  # noqa: F401 registers the kernels
+import torch
+from torch import Tensor, nn
+
+BLOCK, GROUP = 64, 256
+
+
+def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:  # [o, i] -> uint8 [ceil(o i / 2), 1], fp32 [k]
+    """Each weight as the nearest of 16 quantiles times its block's largest magnitude (arXiv:2305.14314, eq. 4)."""
+    return torch.ops.bitsandbytes.quantize_4bit.default(weight.float().contiguous(), BLOCK, "nf4", torch.uint8)
+
+
+def quantise_scales(absmax: Tensor) -> tuple[Tensor, Tensor]:  # fp32 [k] -> uint8 [g, 256], fp32 [g, 2]
+    """Scales in 8 bits: 256 even steps from the smallest to the largest of each group; |error| <= step / 2.
+
+    bitsandbytes looks 8 bits up in a table of uneven steps around one mean. Scales of blocks lie close together: even
+    steps over each group's own range are as exact, and need no table on every device.
+
+    Returns:
+        The steps, the last group filled up; and each group's smallest scale and step.
+    """
+    filled = torch.cat([absmax, absmax[-1:].expand(-len(absmax) % GROUP)]).view(-1, GROUP)
+    low, high = filled.amin(dim=1), filled.amax(dim=1)
+    step = (high - low) / (GROUP - 1)
+    step = torch.where(step > 0, step, torch.ones_like(step))
+    q = ((filled - low[:, None]) / step[:, None]).round_().clamp_(0, GROUP - 1).to(torch.uint8)
+    return q, torch.stack([low, step], dim=1)
+
+
+def _dequantise(
+    packed: Tensor,  # uint8 [ceil(o i / 2), 1]
+    absmax: Tensor,  # fp32 [k], or uint8 [g, 256]
+    steps: Tensor | None,  # fp32 [g, 2] where absmax is uint8
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> Tensor:  # [o, i]
+    """The weight that the tensors stand for."""
+    if steps is not None:
+        blocks = -(-shape[0] * shape[1] // BLOCK)
+        absmax = (absmax * steps[:, 1:]).add_(steps[:, :1]).view(-1)[:blocks]
+    return torch.ops.bitsandbytes.dequantize_4bit.default(packed, absmax, BLOCK, "nf4", shape, dtype)
+
+
+class _FrozenNf4Product(torch.autograd.Function):
+    """y = x W^T + bias; only references to the quantised tensors are kept for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        packed: Tensor,
+        absmax: Tensor,
+        steps: Tensor | None,
+        shape: tuple[int, int],
+    ) -> Tensor:
+        ctx.save_for_backward(packed, absmax, *([] if steps is None else [steps]))
+        ctx.shape = shape
+        y = x @ _dequantise(packed, absmax, steps, shape, x.dtype).t()
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None, None]:
+        (grad_y,) = grads  # [..., o]
+        packed, absmax, *steps = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            weight = _dequantise(packed, absmax, steps[0] if steps else None, ctx.shape, grad_y.dtype)
+            grad_x = grad_y @ weight
+        return grad_x, None, None, None, None, None
+
+
+class Nf4Linear(nn.Linear):
+    """A frozen ``nn.Linear`` with packed nf4 weight, one scale a block, and an optional bias [o].
+
+    PEFT wraps it as any linear layer; the logical shape of the weight is (``out_features``, ``in_features``). Its
+    scales must not be cast: it is moved by ``to(device)``, never ``to(dtype)``.
+    """
+
+    absmax: Tensor
+    steps: Tensor | None
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, dtype: torch.dtype, double: bool) -> Nf4Linear:
+        """Quantise a linear layer on its device.
+
+        Args:
+            linear: weights in any floating type.
+            dtype: the type of the bias.
+            double: whether the scales are quantised too.
+        """
+        twin = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        packed, absmax = quantise_blocks(linear.weight.detach())
+        steps = None
+        if double:
+            absmax, steps = quantise_scales(absmax)
+        twin.weight = nn.Parameter(packed, requires_grad=False)
+        twin.register_buffer("absmax", absmax)
+        twin.register_buffer("steps", steps)
+        if linear.bias is not None:
+            twin.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)
+        return twin
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
+        """The product with the dequantised weight, in the input's type."""
+        return _FrozenNf4Product.apply(x, self.bias, self.weight, self.absmax, self.steps, self._shape)
+
+    def dequantise(self) -> Tensor:  # fp32 [o, i]
+        """The weight that the layer stands for."""
+        return _dequantise(self.weight, self.absmax, self.steps, self._shape, torch.float32)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features

@@ -1,0 +1,292 @@
+"""Quantised bases on disk: bit for bit what quantising gives, read instead of the weights, and safe when damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from simpletune.config import cache_of_bases
+from simpletune.models import quantised_cache, sd3_transformer
+from simpletune.models.sd3 import SD3
+from simpletune.options import UserError
+from simpletune.quant.int8 import Int8
+from simpletune.quant.int8_quanto import Int8Quanto
+from simpletune.quant.nf4 import Nf4
+from simpletune.quant.plain import BF16
+from simpletune.quant.precision import WeightPrecision
+from simpletune.reading import validate
+from simpletune.results import BASE, load_weights
+from simpletune.train import train
+
+CPU = torch.device("cpu")
+QUANTISED = [
+    Int8(), Int8(compute="fp32"), Int8Quanto(), Int8Quanto(compute="fp32"), Nf4(), Nf4(compute="fp32"),
+    Nf4(double_quantisation=False, modulation="nf4"),
+]  # fmt: skip
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def name_of(precision: WeightPrecision) -> str:
+    return "-".join(str(value) for value in precision.model_dump().values())
+
+
+@pytest.fixture
+def model(tiny_pipeline: Path, tmp_path: Path) -> SD3:
+    """The tiny model in a folder of the test's own."""
+    shutil.copytree(tiny_pipeline, tmp_path / "pipeline")
+    return SD3().model_copy(update={"pretrained": str(tmp_path / "pipeline")})
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def no_quantising(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, opening the full-precision weights fails the test."""
+
+    def fail(source: Path) -> None:
+        raise AssertionError(f"{source} was opened")
+
+    return lambda: monkeypatch.setattr(sd3_transformer, "open_tensors", fail)
+
+
+def folders(cache: Path) -> list[Path]:
+    return sorted(folder for folder in (cache / "quantised").iterdir() if not folder.name.endswith(".damaged"))
+
+
+def assert_equal_models(ours: nn.Module, theirs: nn.Module) -> None:
+    """The same modules, types, modes and bits."""
+    assert [(n, type(m)) for n, m in ours.named_modules()] == [(n, type(m)) for n, m in theirs.named_modules()]
+    assert not ours.training and not any(p.requires_grad for p in ours.parameters())
+    one, other = ours.state_dict(), theirs.state_dict()
+    assert list(one) == list(other)
+    for name, tensor in other.items():
+        assert (one[name].dtype, one[name].device) == (tensor.dtype, tensor.device)
+        assert torch.equal(one[name], tensor), name
+
+
+@pytest.mark.parametrize("precision", QUANTISED, ids=name_of)
+def test_the_second_load_is_the_first_bit_for_bit_and_opens_no_weights(
+    precision: WeightPrecision, model: SD3, cache: Path, no_quantising: Callable, capsys
+) -> None:
+    uncached = model.load_transformer(precision, CPU)
+    first = model.load_transformer(precision, CPU, cache=cache)
+    assert "kept in" in capsys.readouterr().out
+    no_quantising()
+    second = model.load_transformer(precision, CPU, cache=cache)
+    assert "quantised before" in capsys.readouterr().out
+    assert_equal_models(first, uncached)
+    assert_equal_models(second, uncached)
+    generator = torch.Generator().manual_seed(0)
+    z_t = torch.randn(1, 16, 4, 4, generator=generator).to(precision.compute_dtype())
+    text = torch.randn(1, 85, uncached.config.joint_attention_dim, generator=generator).to(z_t.dtype)
+    pooled = torch.randn(1, uncached.config.pooled_projection_dim, generator=generator).to(z_t.dtype)
+    with torch.no_grad():
+        outputs = [each(z_t, text, pooled, torch.tensor([500.0]))[0] for each in (uncached, second)]
+    assert torch.equal(*outputs)
+
+
+def test_its_tensors_are_its_own(model: SD3, cache: Path) -> None:
+    model.load_transformer(Nf4(), CPU, cache=cache)
+    loaded = model.load_transformer(Nf4(), CPU, cache=cache)
+    before = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
+    file = folders(cache)[0] / quantised_cache.FILE
+    file.write_bytes(bytes(file.stat().st_size))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_modules_that_stay_on_the_host_are_asked_for_by_name(model: SD3, cache: Path) -> None:
+    model.load_transformer(Int8Quanto(), CPU, cache=cache)
+    asked: list[str] = []
+    model.load_transformer(Int8Quanto(), CPU, on_host=lambda name: asked.append(name) or False, cache=cache)
+    names = {name for name, _ in model.load_transformer(Int8Quanto(), CPU).named_modules()}
+    assert "transformer_blocks.0.norm1.linear" in asked and set(asked) <= names
+
+
+def test_modules_stay_on_the_host(model: SD3, cache: Path) -> None:
+    """On the meta device as the device, what is elsewhere than on the host has no bytes."""
+    meta = torch.device("meta")
+    part, config = model.part("transformer"), model.transformer_config()
+    base = quantised_cache.QuantisedBase(cache, config, part, Nf4(), CPU)
+    base.keep(model.load_transformer(Nf4(), CPU))
+    base._device = meta
+    loaded = base.load(lambda name: name.startswith("transformer_blocks.0.norm1"))
+    on_host = {name for name, tensor in loaded.state_dict().items() if tensor.device == CPU}
+    assert on_host == {name for name in loaded.state_dict() if name.startswith("transformer_blocks.0.norm1")}
+    assert on_host
+
+
+def test_the_header_says_what_it_was_made_from(model: SD3, cache: Path) -> None:
+    model.load_transformer(Nf4(), CPU, cache=cache)
+    (folder,) = folders(cache)
+    with safe_open(folder / quantised_cache.FILE, framework="pt") as handle:
+        about = json.loads(handle.metadata()["simpletune_quantised_from"])
+    assert about["precision"] == Nf4().model_dump(mode="json")
+    assert about["weights"] == model.part("transformer").fingerprint()
+    assert about["place"].endswith("pipeline/transformer")
+    assert {path.name for path in folder.iterdir()} == {quantised_cache.FILE, quantised_cache.ABOUT}
+
+
+def test_every_precision_has_its_own(model: SD3, cache: Path) -> None:
+    for precision in QUANTISED:
+        model.load_transformer(precision, CPU, cache=cache)
+    assert len(folders(cache)) == len(QUANTISED)
+
+
+def test_other_weights_have_their_own(model: SD3, cache: Path) -> None:
+    """A change of one number, by the file's time: a fingerprint only samples the file."""
+    model.load_transformer(Int8(), CPU, cache=cache)
+    file = Path(model.pretrained) / "transformer" / WEIGHTS
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 0x40
+    file.write_bytes(content)
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
+    changed = model.load_transformer(Int8(), CPU, cache=cache)
+    assert len(folders(cache)) == 2
+    assert_equal_models(changed, model.load_transformer(Int8(), CPU))
+
+
+@pytest.mark.parametrize("precision", [BF16(), Int8()], ids=name_of)
+def test_nothing_is_kept_of_what_is_not_quantised_or_not_from_files(
+    precision: WeightPrecision, model: SD3, cache: Path
+) -> None:
+    random = model.model_copy(update={"init": "random"})
+    random.load_transformer(precision, CPU, cache=cache)
+    if not precision.cacheable:
+        model.load_transformer(precision, CPU, cache=cache)
+    assert not cache.exists()
+
+
+def cut(folder: Path) -> None:
+    file = folder / quantised_cache.FILE
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def flip(folder: Path) -> None:
+    file = folder / quantised_cache.FILE
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def garble(folder: Path) -> None:
+    (folder / quantised_cache.ABOUT).write_text("{")
+
+
+def lose(folder: Path) -> None:
+    (folder / quantised_cache.FILE).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [(cut, "has .* of .* bytes"), (flip, "SHA-256"), (garble, "cannot be read"), (lose, "No such file")],
+)
+def test_a_damaged_one_is_named_set_aside_and_made_again(
+    damage: Callable, reason: str, model: SD3, cache: Path, capsys
+) -> None:
+    first = model.load_transformer(Nf4(), CPU, cache=cache)
+    (folder,) = folders(cache)
+    damage(folder)
+    capsys.readouterr()
+    second = model.load_transformer(Nf4(), CPU, cache=cache)
+    said = capsys.readouterr().out
+    assert re.search(reason, said)
+    assert f"{folder} are damaged" in said and f"Set aside as {folder}.damaged" in said and "kept in" in said
+    assert_equal_models(second, first)
+    assert Path(f"{folder}.damaged").is_dir()
+    model.load_transformer(Nf4(), CPU, cache=cache)
+    assert "quantised before" in capsys.readouterr().out
+
+
+def test_one_that_does_not_fit_the_model_is_made_again(model: SD3, cache: Path, capsys) -> None:
+    model.load_transformer(Nf4(), CPU, cache=cache)
+    nf4 = folders(cache)[0]
+    model.load_transformer(Int8(), CPU, cache=cache)
+    int8 = next(folder for folder in folders(cache) if folder != nf4)
+    shutil.rmtree(int8)
+    shutil.copytree(nf4, int8)
+    model.load_transformer(Int8(), CPU, cache=cache)
+    assert "does not fit the model: transformer_blocks.0" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_said_once_and_the_run_goes_on(
+    model: SD3, cache: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 2**40 - 2**29, 2**29))
+    for _ in range(2):
+        loaded = model.load_transformer(Int8(), CPU, cache=cache)
+    assert_equal_models(loaded, model.load_transformer(Int8(), CPU))
+    said = capsys.readouterr().out
+    assert said.count("are not kept") == 1
+    assert "of 0.50 GiB that are free 1 are left to the run" in said and "memory.cache_quantised=false" in said
+    assert list((cache / "quantised").iterdir()) == []
+
+
+def test_a_write_that_fails_half_way_leaves_nothing(model: SD3, cache: Path, capsys) -> None:
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        model.load_transformer(Int8(), CPU, cache=cache)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert "are not kept" in capsys.readouterr().out
+    assert list((cache / "quantised").iterdir()) == []
+
+
+def test_a_killed_run_s_remains_are_removed_when_they_are_old(model: SD3, cache: Path) -> None:
+    model.load_transformer(Int8(), CPU, cache=cache)
+    (folder,) = folders(cache)
+    shutil.rmtree(folder)
+    old, young = (folder.with_name(f".{folder.name}.{pid}.part") for pid in (1, 2))
+    for each in (old, young):
+        each.mkdir()
+    os.utime(old, (0, time.time() - quantised_cache.STALE - 60))
+    model.load_transformer(Int8(), CPU, cache=cache)
+    assert folder.is_dir() and young.is_dir() and not old.exists()
+
+
+def test_of_several_processes_the_first_writes(model: SD3, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    model.load_transformer(Int8(), CPU, cache=cache)
+    assert not cache.exists()
+
+
+def test_a_mistake_in_the_weights_is_still_told(model: SD3, cache: Path) -> None:
+    (Path(model.pretrained) / "transformer" / WEIGHTS).unlink()
+    with pytest.raises(UserError, match="holds no diffusion_pytorch_model.safetensors"):
+        model.load_transformer(Int8(), CPU, cache=cache)
+
+
+def test_runs_and_pictures_use_it(tiny_config: dict, tmp_path: Path, no_quantising: Callable, capsys) -> None:
+    tiny_config["output"]["cache"] = str(tmp_path / "own")
+    tiny_config |= {"precision": {"weights": "nf4"}, "train": {"steps": 1}}
+    run = train(validate(tiny_config, "first"))
+    assert "nf4 weights kept in" in capsys.readouterr().out
+    no_quantising()
+    train(validate(tiny_config | {"name": "again"}, "second"))
+    config = validate(tiny_config, "drawing")
+    load_weights(config, BASE, CPU)
+    assert capsys.readouterr().out.count("quantised before") == 2
+    assert (run / "summary.json").exists()
+    off = validate(tiny_config | {"memory": {"checkpointing": "none", "cache_quantised": False}}, "off")
+    assert cache_of_bases(off) is None and cache_of_bases(config) == tmp_path / "own"
+    with pytest.raises(AssertionError, match="was opened"):
+        load_weights(off, BASE, CPU)
