@@ -1,9 +1,11 @@
-"""The step core: noise, predict, loss, backward, clip, update, without reading from the device.
+"""The step core: noise, predict, loss, backward, clip, update, without reading from the device; and its assembly.
 
 Only so does it run under fake tensors, without synchronisation, and under compile.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -65,6 +67,26 @@ class StepCore:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return mean, norm
+
+
+def assemble(config: TrainConfig, transformer: Any, accelerator: Accelerator) -> StepCore:
+    """Everything between a loaded model and its first step: the trainer's and the memory simulation's one way.
+
+    Args:
+        config: of the run.
+        transformer: loaded, quantised, frozen.
+        accelerator: knows the processes.
+    """
+    optimizer = attach(config, transformer)
+    return StepCore(config, accelerator.prepare_model(transformer), optimizer, accelerator)
+
+
+def attach(config: TrainConfig, transformer: Any) -> torch.optim.Optimizer:
+    """The adapter on the loaded model, and the optimizer over what trains."""
+    config.adapter.attach(transformer, config.train.seed)
+    if config.memory.checkpointing == "all":
+        transformer.enable_gradient_checkpointing()
+    return config.optimizer.build([parameter for parameter in transformer.parameters() if parameter.requires_grad])
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

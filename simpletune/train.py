@@ -6,9 +6,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from PIL import Image
@@ -25,7 +23,7 @@ from simpletune.prepare import Prepared, prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.runs import CONFIG, EVALUATION, SUMMARY, append_metrics, open_again, open_fresh, read_json_or_none
 from simpletune.stages import Stages
-from simpletune.step import StepCore, set_learning_rate
+from simpletune.step import StepCore, assemble, set_learning_rate
 from simpletune.streams import reseed_global
 from simpletune.summary import summarise, tell_data, tell_results
 from simpletune.terminal import TrainingLine, say
@@ -226,10 +224,9 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
     with stages.stage("load"):
         transformer = here.model.load_transformer(config.precision, accelerator.device, config.train.seed)
         total = sum(parameter.numel() for parameter in transformer.parameters())
-        optimizer = attach(config, transformer)
+        core = assemble(config, transformer, accelerator)
         if saved:
-            checkpoint.restore(saved, transformer, optimizer, config.optimizer)
-        core = StepCore(config, accelerator.prepare_model(transformer), optimizer, accelerator)
+            checkpoint.restore(saved, transformer, core.optimizer, config.optimizer)
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
     return Run(
@@ -249,14 +246,6 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
         total=total,
         started=started,
     )
-
-
-def attach(config: TrainConfig, transformer: Any) -> torch.optim.Optimizer:
-    """The adapter on the loaded model, and the optimizer over what trains."""
-    config.adapter.attach(transformer, config.train.seed)
-    if config.memory.checkpointing == "all":
-        transformer.enable_gradient_checkpointing()
-    return config.optimizer.build([parameter for parameter in transformer.parameters() if parameter.requires_grad])
 
 
 def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:

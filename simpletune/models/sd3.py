@@ -113,6 +113,27 @@ class SD3(Option):
         source = None if self.init == "random" else part.file or part.folder
         return load(config, source, precision, device, seed, on_host)
 
+    def empty_transformer(
+        self,
+        precision: WeightPrecision,
+        device: torch.device,
+        on_host: Callable[[str], bool] = lambda name: False,
+    ) -> nn.Module:
+        """The transformer as ``load_transformer`` makes it, without values; only its config is needed.
+
+        Under fake tensors it takes no memory; otherwise as much as the real one.
+
+        Args:
+            precision: how weights are held.
+            device: where to.
+            on_host: as for ``load_transformer``.
+        """
+        from simpletune.models.sd3_transformer import EmptyTensors, load
+
+        config = self.transformer_config(fetch=False) or self.transformer_config()
+        assert config is not None
+        return load(config, EmptyTensors(config), precision, device, on_host=on_host)
+
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The autoencoder (AutoencoderKL, or AutoencoderTiny), frozen."""
         return load_autoencoder(self.part("vae"), dtype).to(device).eval().requires_grad_(False)

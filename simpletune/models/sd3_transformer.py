@@ -12,6 +12,7 @@ from accelerate import init_empty_weights
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
+from simpletune.models.sd3_shapes import parameter_shapes
 from simpletune.models.single_file import OriginalReader
 from simpletune.models.weights import WeightReader, move_own_tensors, own_tensors, set_tensor, to_device, weight_files
 from simpletune.options import UserError
@@ -67,9 +68,27 @@ class RandomTensors:
         return torch.empty(shape).normal_(0, std, generator=generator)
 
 
+class EmptyTensors:
+    """Tensors that have shapes and no values, for fake tensors: nothing is read, nothing is drawn."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        self._shapes = parameter_shapes(config)
+        hidden = self._shapes["pos_embed.proj.bias"][0]
+        self._shapes["pos_embed.pos_embed"] = (1, config["pos_embed_max_size"] ** 2, hidden)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._shapes)
+
+    def get(self, name: str) -> Tensor:
+        """One tensor in fp32, on the CPU."""
+        return torch.empty(self._shapes[name])
+
+
 def load(
     config: Mapping[str, Any],
-    source: Path | None,
+    source: Path | TensorSource | None,
     precision: WeightPrecision,
     device: torch.device,
     seed: int = 0,
@@ -79,7 +98,8 @@ def load(
 
     Args:
         config: the transformer's ``config.json``.
-        source: the folder of its weights, or a single file in the original layout; None for random ones.
+        source: the folder of its weights, or a single file in the original layout; a source of tensors; None for
+            random ones.
         precision: how weights are held; a quantised layer replaces its linear as soon as that is loaded.
         device: where to.
         seed: for random weights.
@@ -110,11 +130,13 @@ def load(
     return model.eval().requires_grad_(False)
 
 
-def _open(source: Path) -> TensorSource:
+def _open(source: Path | TensorSource) -> TensorSource:
+    if not isinstance(source, Path):
+        return source
     return OriginalReader(source) if source.is_file() else WeightReader(weight_files(source))
 
 
-def _compare(model: nn.Module, tensors: TensorSource, source: Path | None) -> None:
+def _compare(model: nn.Module, tensors: TensorSource, source: Path | TensorSource | None) -> None:
     """Names in the file against names in the model."""
     expected = set(model.state_dict())
     complaints = []
