@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -40,10 +40,24 @@ def load_base(
         precision,
         device,
         seed,
-        on_host=is_conditioning if memory.modulation == "plan" else lambda name: False,
+        on_host=stays_on_host(memory),
         sizes=sizes if memory.crop_positions else None,
         cache=cache,
     )
+
+
+def empty_base(
+    model: Model, memory: Memory, precision: WeightPrecision, device: torch.device, sizes: Collection[Size]
+) -> nn.Module:
+    """As ``load_base``, without values: memory does not depend on them."""
+    return model.empty_transformer(
+        precision, device, on_host=stays_on_host(memory), sizes=sizes if memory.crop_positions else None
+    )
+
+
+def stays_on_host(memory: Memory) -> Callable[[str], bool]:
+    """Whether the module of a name stays in host memory when the base is loaded."""
+    return is_conditioning if memory.modulation == "plan" else lambda name: False
 
 
 def take_out_modulation(

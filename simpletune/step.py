@@ -1,9 +1,11 @@
-"""The step core: noise, predict, loss, backward, clip, update, without reading from the device.
+"""The step core: noise, predict, loss, backward, clip, update, without reading from the device; and its assembly.
 
 Only so does it run under fake tensors, without synchronisation, and under compile.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from simpletune.config import TrainConfig
 from simpletune.feed import Batch
 from simpletune.flow import flow_loss, interpolate, velocity_target
+from simpletune.loading import take_out_modulation
+from simpletune.memory.modulation import Modulation
 from simpletune.models.sd3 import predict_velocity
 from simpletune.profiling import phase
 from simpletune.sampling import autocast_of
@@ -25,12 +29,19 @@ class StepCore:
         model: the transformer, wrapped for the processes there are.
         optimizer: over what trains.
         accelerator: knows the processes.
+        modulation: of the transformer, where it was taken out: batches then carry modulations.
     """
 
     def __init__(
-        self, config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator
+        self,
+        config: TrainConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        accelerator: Accelerator,
+        modulation: Modulation | None = None,
     ):
         self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
+        self.modulation = modulation
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -65,6 +76,32 @@ class StepCore:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return mean, norm
+
+
+def assemble(config: TrainConfig, transformer: Any, accelerator: Accelerator) -> StepCore:
+    """Everything between a loaded model and its first step: the trainer's and the memory simulation's one way.
+
+    Args:
+        config: of the run.
+        transformer: loaded, quantised, frozen.
+        accelerator: knows the processes.
+    """
+    modulation = take_out_modulation(transformer, config.memory, config.precision, accelerator.device)
+    optimizer = attach(config, transformer)
+    return StepCore(config, accelerator.prepare_model(transformer), optimizer, accelerator, modulation)
+
+
+def attach(config: TrainConfig, transformer: Any) -> torch.optim.Optimizer:
+    """The adapter on the loaded model, and the optimizer over what trains."""
+    config.adapter.attach(transformer, config.train.seed)
+    if config.memory.checkpointing == "all":
+        transformer.enable_gradient_checkpointing()
+    return config.optimizer.build(trained_parameters(transformer).values())
+
+
+def trained_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, by name."""
+    return {name: parameter for name, parameter in transformer.named_parameters() if parameter.requires_grad}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

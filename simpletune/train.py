@@ -6,9 +6,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from PIL import Image
@@ -20,14 +18,14 @@ from simpletune.config import Profile, TrainConfig, cache_of_bases, profile_fold
 from simpletune.devices import choose_device
 from simpletune.ema import Average, averaged
 from simpletune.feed import Batch, Feed
-from simpletune.loading import load_base, take_out_modulation
+from simpletune.loading import load_base
 from simpletune.options import UserError
 from simpletune.places import require_fit, resolved
 from simpletune.prepare import Prepared, prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.runs import CONFIG, EVALUATION, SUMMARY, append_metrics, open_again, open_fresh, read_json_or_none
 from simpletune.stages import Stages
-from simpletune.step import StepCore, set_learning_rate
+from simpletune.step import StepCore, assemble, set_learning_rate, trained_parameters
 from simpletune.streams import reseed_global
 from simpletune.summary import summarise, tell_data, tell_results
 from simpletune.terminal import TrainingLine, say
@@ -241,12 +239,10 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
             cache_of_bases(here),
         )
         total = here.model.parameter_count()
-        modulation = take_out_modulation(transformer, config.memory, config.precision, device)
-        optimizer = attach(config, transformer)
+        core = assemble(config, transformer, accelerator)
         average = config.ema.build(trained_parameters(transformer)) if config.ema else None
         if saved:
-            checkpoint.restore(saved, transformer, optimizer, config.optimizer, average)
-        core = StepCore(config, accelerator.prepare_model(transformer), optimizer, accelerator)
+            checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
     return Run(
@@ -259,27 +255,14 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
         transformer=transformer,
         core=core,
         average=average,
-        feed=Feed(prepared, config.train.seed, device, accelerator.process_index, modulation),
-        previews=Previews(here, prepared.requests, prepared.text, folder / "samples", modulation),
+        feed=Feed(prepared, config.train.seed, device, accelerator.process_index, core.modulation),
+        previews=Previews(here, prepared.requests, prepared.text, folder / "samples", core.modulation),
         trackers=open_trackers(config, folder, saved.step if saved else 0, accelerator.is_main_process),
         start=saved.step if saved else 0,
         steps=steps,
         total=total,
         started=started,
     )
-
-
-def attach(config: TrainConfig, transformer: Any) -> torch.optim.Optimizer:
-    """The adapter on the loaded model, and the optimizer over what trains."""
-    config.adapter.attach(transformer, config.train.seed)
-    if config.memory.checkpointing == "all":
-        transformer.enable_gradient_checkpointing()
-    return config.optimizer.build(trained_parameters(transformer).values())
-
-
-def trained_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, by name."""
-    return {name: parameter for name, parameter in transformer.named_parameters() if parameter.requires_grad}
 
 
 def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:

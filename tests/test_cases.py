@@ -15,7 +15,8 @@ from simpletune.config import TrainConfig
 from simpletune.options import ConfigError, option_classes, union_of
 from simpletune.places import resolved
 from simpletune.reading import validate
-from simpletune.train import attach, train
+from simpletune.step import attach
+from simpletune.train import train
 
 
 def members(field: str) -> list[dict]:

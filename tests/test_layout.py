@@ -13,7 +13,7 @@ PACKAGE = ROOT / "simpletune"
 LAYERS = [
     {"__main__", "scripts"},
     {"bench"},
-    {"train", "generate", "explain", "reading", "problems", "generate_arguments", "compare", "push"},
+    {"train", "simulate", "generate", "explain", "reading", "problems", "generate_arguments", "compare", "push"},
     {"validation", "summary", "checkpoint", "runs", "trackers", "card", "step", "places", "results"},
     {"feed", "prepare", "sampling", "loading"},
     {"config", "devices", "profiling"},

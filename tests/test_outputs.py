@@ -25,7 +25,8 @@ from simpletune.prepare import TextCache
 from simpletune.quant.plain import FP32
 from simpletune.reading import validate
 from simpletune.sampling import Request, sample_latents
-from simpletune.train import attach, train
+from simpletune.step import attach
+from simpletune.train import train
 
 
 def run_with(tiny_config: dict, **changes: dict) -> Path:

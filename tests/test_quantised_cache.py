@@ -283,10 +283,10 @@ def test_runs_and_pictures_use_it(tiny_config: dict, tmp_path: Path, no_quantisi
     no_quantising()
     train(validate(tiny_config | {"name": "again"}, "second"))
     config = validate(tiny_config, "drawing")
-    load_weights(config, BASE, CPU)
+    load_weights(config, BASE, CPU, [(32, 32)])
     assert capsys.readouterr().out.count("quantised before") == 2
     assert (run / "summary.json").exists()
     off = validate(tiny_config | {"memory": {"checkpointing": "none", "cache_quantised": False}}, "off")
     assert cache_of_bases(off) is None and cache_of_bases(config) == tmp_path / "own"
     with pytest.raises(AssertionError, match="was opened"):
-        load_weights(off, BASE, CPU)
+        load_weights(off, BASE, CPU, [(32, 32)])

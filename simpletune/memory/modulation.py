@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from simpletune.data.plan import Draw, Plan
+from simpletune.memory import accounting
 from simpletune.models.sd3_shapes import is_modulation, timestep_of
 from simpletune.models.weights import own_tensors, set_tensor
 from simpletune.quant.precision import WeightPrecision
@@ -94,6 +95,7 @@ class Modulation:
                 stop = start + _outputs(layer)
                 rows[:, start:stop] = self._on_device(layer, condition)
                 start = stop
+        accounting.register([rows], "plan")
         return rows
 
     def _on_device(self, module: nn.Module, *inputs: Tensor) -> Tensor:
@@ -195,3 +197,4 @@ def _keep_on_host(module: nn.Module, pin: bool) -> None:
             host = tensor.detach().to("cpu")
             pinned = pin and type(host) is Tensor
             set_tensor(part, name, host.pin_memory() if pinned else host)
+            accounting.register([part._parameters.get(name, part._buffers.get(name))], accounting.HOST)

@@ -144,6 +144,32 @@ class SD3(Option):
         assert shapes is not None
         return sum(math.prod(shape) for shape in shapes.values())
 
+    def empty_transformer(
+        self,
+        precision: WeightPrecision,
+        device: torch.device,
+        on_host: Callable[[str], bool] = lambda name: False,
+        sizes: Collection[Size] | None = None,
+    ) -> nn.Module:
+        """The transformer as ``load_transformer`` makes it, without values; only its config is needed.
+
+        Under fake tensors it takes no memory; otherwise as much as the real one.
+
+        Args:
+            precision: how weights are held.
+            device: where to.
+            on_host: as for ``load_transformer``.
+            sizes: as for ``load_transformer``.
+        """
+        from simpletune.models.sd3_transformer import EmptyTensors, crop_to, load
+
+        config = self.transformer_config(fetch=False) or self.transformer_config()
+        assert config is not None
+        model = load(config, EmptyTensors(config), precision, device, on_host)
+        if sizes is not None:
+            crop_to(model, sizes, lambda: EmptyTensors(config), precision.base_dtype())
+        return model
+
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The autoencoder (AutoencoderKL, or AutoencoderTiny), frozen."""
         return load_autoencoder(self.part("vae"), dtype).to(device).eval().requires_grad_(False)

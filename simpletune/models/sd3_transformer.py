@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from simpletune.data.buckets import Size
 from simpletune.memory.positions import TABLE, crop_positions
+from simpletune.models.sd3_shapes import parameter_shapes
 from simpletune.models.single_file import OriginalReader
 from simpletune.models.weights import WeightReader, move_own_tensors, own_tensors, set_tensor, to_device, weight_files
 from simpletune.options import UserError
@@ -72,6 +73,24 @@ class RandomTensors:
         small = ".linear." in name and "norm" in name or name.startswith("proj_out")
         std = (0.01 if small else 1.0) / math.sqrt(math.prod(shape[1:]))
         return torch.empty(shape).normal_(0, std, generator=generator)
+
+
+class EmptyTensors:
+    """Tensors that have shapes and no values, for fake tensors: nothing is read, nothing is drawn."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        self._shapes = parameter_shapes(config)
+        hidden = self._shapes["pos_embed.proj.bias"][0]
+        self._shapes["pos_embed.pos_embed"] = (1, config["pos_embed_max_size"] ** 2, hidden)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._shapes)
+
+    def get(self, name: str) -> Tensor:
+        """One tensor in fp32, on the CPU."""
+        return torch.empty(self._shapes[name])
 
 
 def load(

@@ -1,0 +1,343 @@
+"""A tensor-byte accounting: what lives, how large, of which kind, and where the peak was. Needs no GPU.
+
+A dispatch mode sees every operation, also those of the backward pass, of checkpoints' recomputation and of autograd
+Functions, and counts each new storage until the storage dies (by a weak reference, so that nothing lives longer for
+being counted). Sizes are rounded up to 512 bytes as the CUDA caching allocator rounds them (torch's
+CUDACachingAllocator.cpp, kMinBlockSize). Real and fake tensors are counted alike.
+
+What it cannot see is what a kernel allocates for itself: device_terms.py has those terms.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+KINDS = ("weights", "adapter", "gradients", "optimizer", "activations", "plan", "workspace")
+"""Kinds that count. What lives in phases forward and backward and is none of the others is activations; what lives
+outside of them is workspace."""
+HOST = "host"
+"""The kind of what stays in host memory, pinned or paged: known, but never part of a total."""
+BLOCK = 512  # bytes: the caching allocator's smallest block
+MARKS = "## ", " ##"  # around the names of a step's phases (profiling.phase)
+ACTIVATION_PHASES = ("forward", "backward")
+
+Temporaries = Mapping[Any, Callable[..., int]]
+"""Bytes that an operation's kernel allocates and frees within the call, from the operation's arguments."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What lived at one moment."""
+
+    bytes: int = 0
+    """Of all kinds but the host's."""
+    by_kind: Mapping[str, int] = field(default_factory=dict)
+    """The same by kind."""
+    phase: str = ""
+    """forward, backward, recompute (a checkpoint's second forward pass), clip, optimizer; empty: outside of a step."""
+    place: str = ""
+    """The named module whose forward or backward pass was running; empty: none."""
+
+
+@dataclass
+class _Storage:
+    """A storage that lives."""
+
+    bytes: int
+    kind: str
+    visit: int  # number of the phase's visit in which it was born
+    alive: weakref.ref
+
+
+class Accounting(TorchDispatchMode):
+    """Counts live tensor bytes while it is entered.
+
+    Args:
+        temporaries: what kernels allocate within a call, by operation.
+    """
+
+    def __init__(self, temporaries: Temporaries | None = None):
+        super().__init__()
+        self._temporaries = temporaries or {}
+        self._storages: dict[int, _Storage] = {}
+        self._bytes: Counter[str] = Counter()
+        self._total = 0
+        self._phases: list[tuple[str, int]] = []
+        self._kinds: list[str] = []
+        self._visit = 0
+        self._place = ""
+        self._inside = 0  # watched modules whose forward pass is running
+        self.peak = Moment()
+        """The largest moment so far; of equal ones the last, in which states exist and carry their kinds."""
+        self.peaks: dict[str, Moment] = {}
+        """The largest moment of each phase."""
+
+    def __enter__(self) -> Accounting:
+        _ACTIVE.append(self)
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resized(self._resize)  # type: ignore[method-assign,assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        _ACTIVE.remove(self)
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, function: Any, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run one operation and count what it leaves."""
+        if function is torch.ops.prim.device.default:
+            return function(*args)  # fake tensors ask for it all the time
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper, such as quanto's weight: it unwraps itself, and its parts come by here
+        name = function.name() if function.namespace == "profiler" else ""
+        if name == "profiler::_record_function_exit._RecordFunction":
+            self._leave_phase()
+        output = function(*args, **(kwargs or {}))
+        if name == "profiler::_record_function_enter_new":
+            self._enter_phase(args[0])
+        grown = False
+        for leaf in output if isinstance(output, (tuple, list)) else (output,):
+            grown |= isinstance(leaf, Tensor) and self._see(leaf.untyped_storage())
+        temporary = self._temporaries.get(function)
+        if temporary is not None:
+            self._look(temporary(*args, **(kwargs or {})))
+        elif grown:
+            self._look()
+        return output
+
+    @property
+    def current(self) -> Moment:
+        """What lives now."""
+        by_kind = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}
+        return Moment(self._total, by_kind, self._moment_name(), self._place)
+
+    def forget_peak(self) -> None:
+        """Begin a new peak: what came before belonged to another stage."""
+        self.peak, self.peaks = Moment(), {}
+        self._look()
+
+    @property
+    def host_bytes(self) -> int:
+        """What lives in host memory now, of what was registered as such."""
+        return self._bytes[HOST]
+
+    def register(self, tensors: Iterable[Tensor | None], kind: str) -> None:
+        """Count some tensors as of a kind from now on, whether they were seen before or not.
+
+        Args:
+            tensors: of wrapper subclasses their inner tensors count; None is skipped.
+            kind: one of ``KINDS``, or ``HOST``.
+
+        Raises:
+            ValueError: an unknown kind.
+        """
+        _require_known(kind)
+        for tensor in tensors:
+            for plain in plain_tensors(tensor):
+                storage = plain.untyped_storage()
+                self._see(storage)
+                self._move(self._storages[storage._cdata], kind)
+        self._look()
+
+    @contextmanager
+    def allocating(self, kind: str) -> Iterator[None]:
+        """What is allocated in this context is of a kind.
+
+        Raises:
+            ValueError: an unknown kind.
+        """
+        _require_known(kind)
+        self._kinds.append(kind)
+        try:
+            yield
+        finally:
+            self._kinds.pop()
+
+    def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
+        """Count what becomes a parameter's ``.grad`` as gradients.
+
+        Returns:
+            The hooks' handles.
+        """
+
+        def mark(parameter: Tensor) -> None:
+            self.register([parameter.grad], "gradients")
+
+        return [parameter.register_post_accumulate_grad_hook(mark) for parameter in parameters]
+
+    def watch_places(self, modules: Iterable[tuple[str, nn.Module]]) -> list[Any]:
+        """Name where the computation is: forward and recomputation by the module entered, backward by whose outputs'
+        gradients are there.
+
+        Returns:
+            The hooks' handles.
+        """
+        return [handle for name, module in modules for handle in self._watch(name, module)]
+
+    def _watch(self, name: str, module: nn.Module) -> list[Any]:
+        def begin_forward(*_: Any) -> None:
+            self._place = name
+            self._inside += 1
+
+        def begin_backward(_: Tensor) -> None:
+            self._place = name
+
+        def end_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._inside -= 1
+            self._place = name if self._phase() == "backward" else ""  # after a recomputation its backward pass begins
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    leaf.register_hook(begin_backward)
+
+        # A checkpoint leaves the second forward pass by an exception, as soon as it has what it needs.
+        end = module.register_forward_hook(end_forward, always_call=True)
+        return [module.register_forward_pre_hook(begin_forward), end]
+
+    def _enter_phase(self, mark: str) -> None:
+        """Ranges of others, such as torch's ``Optimizer.step``, belong to the phase around them."""
+        if mark.startswith(MARKS[0]) and mark.endswith(MARKS[1]):
+            self._visit += 1
+            self._place = ""
+            self._phases.append((mark[len(MARKS[0]) : -len(MARKS[1])], self._visit))
+        else:
+            self._phases.append((self._phase(), 0))
+
+    def _leave_phase(self) -> None:
+        """What was born in the optimizer's phase and outlives it is its state."""
+        left, visit = self._phases.pop()
+        if visit:
+            self._place = ""
+        if visit and left == "optimizer":
+            for storage in self._storages.values():
+                if storage.visit >= visit and storage.kind == "workspace":
+                    self._move(storage, "optimizer")
+
+    def _moment_name(self) -> str:
+        phase = self._phase()
+        return "recompute" if phase == "backward" and self._inside else phase
+
+    def _phase(self) -> str:
+        return self._phases[-1][0] if self._phases else ""
+
+    def _kind(self) -> str:
+        if self._kinds:
+            return self._kinds[-1]
+        return "activations" if self._phase() in ACTIVATION_PHASES else "workspace"
+
+    def _see(self, storage: torch.UntypedStorage) -> bool:
+        """Count a storage; whether that made the total larger."""
+        key, size = storage._cdata, rounded(storage.nbytes())
+        known = self._storages.get(key)
+        if known is not None:
+            return self._change(known, size)
+        alive = weakref.ref(storage, lambda _: self._die(key))
+        self._storages[key] = _Storage(size, self._kind(), self._visit, alive)
+        self._add(self._storages[key].kind, size)
+        return size > 0
+
+    def _change(self, storage: _Storage, size: int) -> bool:
+        grown, storage.bytes = size - storage.bytes, size
+        if grown:
+            self._add(storage.kind, grown)
+        return grown > 0
+
+    def _move(self, storage: _Storage, kind: str) -> None:
+        self._add(storage.kind, -storage.bytes)
+        storage.kind = kind
+        self._add(kind, storage.bytes)
+
+    def _die(self, key: int) -> None:
+        storage = self._storages.pop(key)
+        self._add(storage.kind, -storage.bytes)
+
+    def _add(self, kind: str, size: int) -> None:
+        self._bytes[kind] += size
+        if kind != HOST:
+            self._total += size
+
+    def _look(self, temporary: int = 0) -> None:
+        """Is this the largest moment so far, with what a kernel held meanwhile?"""
+        temporary = rounded(temporary)
+        total, name = self._total + temporary, self._moment_name()
+        if total >= self.peak.bytes or total >= self.peaks.get(name, Moment()).bytes:
+            now = self.current
+            by_kind = dict(now.by_kind)
+            if temporary:
+                by_kind["workspace"] = by_kind.get("workspace", 0) + temporary
+            self.peaks[name] = Moment(total, by_kind, now.phase, now.place)
+            if total >= self.peak.bytes:
+                self.peak = self.peaks[name]
+
+    def _resized(self, resize: Callable[..., Any]) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
+        """``UntypedStorage.resize_`` is no operation that a dispatch mode sees."""
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resize(storage, size)
+            if storage._cdata in self._storages:
+                self._see(storage)
+                self._look()
+            return storage
+
+        return resize_
+
+
+_ACTIVE: list[Accounting] = []
+
+
+def register(tensors: Iterable[Tensor | None], kind: str) -> None:
+    """Tell the accounting, if there is one, of what kind some tensors are.
+
+    Args:
+        tensors: as for ``Accounting.register``.
+        kind: one of ``KINDS``, or ``HOST``.
+    """
+    for accounting in _ACTIVE[-1:]:
+        accounting.register(tensors, kind)
+
+
+@contextmanager
+def allocating(kind: str) -> Iterator[None]:
+    """What is allocated in this context is of a kind, if there is an accounting.
+
+    Args:
+        kind: one of ``KINDS``, or ``HOST``.
+    """
+    if not _ACTIVE:
+        yield
+        return
+    with _ACTIVE[-1].allocating(kind):
+        yield
+
+
+def plain_tensors(tensor: Tensor | None) -> Iterator[Tensor]:
+    """A tensor itself, or the plain tensors inside a wrapper subclass."""
+    if tensor is None:
+        return
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from plain_tensors(getattr(tensor, name))
+
+
+def rounded(size: int) -> int:
+    """Bytes as the caching allocator counts them: a multiple of 512."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def _require_known(kind: str) -> None:
+    if kind not in KINDS and kind != HOST:
+        raise ValueError(f"{kind!r} is no kind of memory. Use one of {', '.join((*KINDS, HOST))}")

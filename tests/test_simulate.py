@@ -1,0 +1,158 @@
+"""The simulated training stage: real and fake tensors take the same bytes, and the bytes are what arithmetic says."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from test_cases import CASES, case_json, is_allowed, name_of
+
+from simpletune.config import TrainConfig
+from simpletune.demo import tiny_sd3
+from simpletune.loading import load_base
+from simpletune.memory.accounting import rounded
+from simpletune.memory.fake import fake_tensors
+from simpletune.reading import validate
+from simpletune.simulate import CPU, Report, account, own_tensors, simulate, without_collection
+
+MIB = 2**20
+ALLOWED = [case for case in CASES if is_allowed(case)]
+CHECKPOINTING = TrainConfig.model_fields["memory"].annotation.model_fields["checkpointing"].annotation.__args__
+
+
+@pytest.fixture(scope="session")
+def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pipeline with three blocks."""
+    folder = tmp_path_factory.mktemp("three") / "pipeline"
+    sizes = tiny_sd3.MINIMAL | {"layers": 3, "heads": 3}
+    tiny_sd3.build(folder, **sizes, seed=1, dtype="fp32")
+    return folder
+
+
+def real(config: TrainConfig) -> Report:
+    with without_collection():
+        sizes = [(config.data.resolution, config.data.resolution)]
+        return account(config, load_base(config.model, config.memory, config.precision, CPU, sizes))
+
+
+@pytest.mark.parametrize(
+    ("case", "checkpointing"),
+    list(itertools.product(ALLOWED, CHECKPOINTING)),
+    ids=lambda part: part if isinstance(part, str) else name_of(part),
+)
+def test_real_and_fake_tensors_take_the_same_bytes(
+    case: tuple[dict, ...], checkpointing: str, tiny_config: dict
+) -> None:
+    data = case_json(tiny_config, case)
+    data["memory"] = {"checkpointing": checkpointing}
+    config = validate(data, "case")
+    measured, predicted = real(config), simulate(config)
+    assert predicted.peak == measured.peak
+    assert predicted.phases == measured.phases
+    assert predicted.steady == measured.steady
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int8-quanto", "nf4"])
+def test_the_empty_transformer_is_the_real_ones_twin(precision: str, tiny_config: dict) -> None:
+    config = validate(tiny_config | {"precision": {"weights": precision}}, "twin")
+    loaded = config.model.load_transformer(config.precision, CPU)
+    with fake_tensors():
+        empty = config.model.empty_transformer(config.precision, CPU)
+    kinds = [(type(tensor), tensor.shape, tensor.stride(), tensor.dtype) for tensor in own_tensors(loaded)]
+    twins = [(type(tensor), tensor.shape, tensor.stride(), tensor.dtype) for tensor in own_tensors(empty)]
+    assert [kind[1:] for kind in kinds] == [twin[1:] for twin in twins]
+    assert [type(module) for module in loaded.modules()] == [type(module) for module in empty.modules()]
+
+
+def with_blocks(tiny_config: dict, three_blocks: Path, **changes: object) -> TrainConfig:
+    data = copy.deepcopy(tiny_config) | changes
+    data["model"]["pretrained"] = str(three_blocks)
+    return validate(data, "three blocks")
+
+
+def test_weights_gradients_and_states_are_their_arithmetic(tiny_config: dict, three_blocks: Path) -> None:
+    config = with_blocks(tiny_config, three_blocks, adapter={"method": "full"})
+    model = load_base(config.model, config.memory, config.precision, CPU, [(32, 32)])
+    weights = sum(rounded(4 * tensor.numel()) for tensor in own_tensors(model))
+    parameters = [p for name, p in model.named_parameters() if ".2.attn.add_q_proj" not in name]  # gets no gradient
+    trained = sum(rounded(4 * parameter.numel()) for parameter in parameters)
+    report = simulate(config)
+    assert report.steady.by_kind == {
+        "weights": weights,
+        "optimizer": 2 * trained + rounded(4) * len(parameters),  # two means, and a step counter
+    }
+    assert report.phases["optimizer"].by_kind["gradients"] == trained
+    assert report.phases["optimizer"].by_kind["workspace"] >= trained  # the root of the squares, all at once
+    assert report.peak == max(report.phases.values(), key=lambda moment: moment.bytes)
+
+
+def test_a_lora_is_its_arithmetic(tiny_config: dict, three_blocks: Path) -> None:
+    config = with_blocks(tiny_config, three_blocks, adapter={"method": "lora", "rank": 2})
+    shapes = config.model.shapes()
+    sides = [side for name in config.adapter.modules(shapes) for side in shapes[f"{name}.weight"]]
+    report = simulate(config)
+    assert report.steady.by_kind["adapter"] == sum(rounded(4 * 2 * side) for side in sides)
+
+
+def test_checkpointing_keeps_the_blocks_boundaries_only(tiny_config: dict, three_blocks: Path) -> None:
+    peaks = {}
+    for checkpointing in CHECKPOINTING:
+        memory = {"checkpointing": checkpointing}
+        config = with_blocks(tiny_config, three_blocks, memory=memory, data=tiny_config["data"] | {"resolution": 256})
+        peaks[checkpointing] = simulate(config)
+    kept, whole = (peaks[name].phases["forward"].by_kind["activations"] for name in ("all", "none"))
+    assert kept < whole / 2
+    assert "recompute" in peaks["all"].phases and "recompute" not in peaks["none"].phases
+    assert peaks["all"].peak.place == "transformer_blocks.2"  # the first whose backward pass runs
+    assert peaks["all"].steady == peaks["none"].steady
+
+
+def test_accumulation_and_batches_and_text(tiny_config: dict) -> None:
+    train = {"steps": 4, "batch_size": 2, "gradient_accumulation": 3}
+    config = validate(tiny_config | {"train": train}, "accumulation")
+    single = simulate(validate(tiny_config, "single"))
+    report = simulate(config)
+    assert real(config).peak == report.peak
+    assert report.peak.by_kind["activations"] > 2 * single.peak.by_kind["activations"] * 0.9
+    longer = simulate(validate(tiny_config | {"model": tiny_config["model"] | {"t5_length": 64}}, "longer"))
+    assert longer.peak.by_kind["activations"] > single.peak.by_kind["activations"]
+
+
+def test_a_devices_libraries_are_added(tiny_config: dict) -> None:
+    config = validate(tiny_config, "device")
+    without, with_device = simulate(config), simulate(config, capability=(8, 9))
+    assert with_device.peak.bytes - without.peak.bytes == 2 * 8519680
+    assert with_device.peak.by_kind["workspace"] >= 2 * 8519680
+    assert with_device.peak.bytes == sum(with_device.peak.by_kind.values())
+
+
+def test_no_cycle_keeps_tensors_between_steps(tiny_config: dict, three_blocks: Path) -> None:
+    config = with_blocks(tiny_config, three_blocks, memory={"checkpointing": "all"})
+    assert set(simulate(config).steady.by_kind) <= {"weights", "adapter", "optimizer"}
+
+
+def test_simulating_leaves_nothing_behind(tiny_config: dict) -> None:
+    apply, resize = torch.nn.Module._apply, torch.UntypedStorage.resize_
+    simulate(validate(tiny_config, "once"))
+    assert (torch.nn.Module._apply, torch.UntypedStorage.resize_) == (apply, resize)
+    assert type(torch.zeros(1)) is torch.Tensor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "checkpointing", "mib"),
+    [("bf16", "all", 4673), ("int8", "all", 2667), ("int8-quanto", "all", 2790), ("bf16", "none", 8578)],
+)
+def test_sd3_medium_takes_what_an_independent_simulation_said(
+    precision: str, checkpointing: str, mib: int, tmp_path: Path
+) -> None:
+    data = {
+        "name": "medium", "data": {"path": str(tmp_path), "resolution": 1024}, "precision": {"weights": precision},
+        "memory": {"checkpointing": checkpointing},
+    }  # fmt: skip
+    report = simulate(validate(json.loads(json.dumps(data)), "medium"))
+    assert report.peak.bytes / MIB == pytest.approx(mib, rel=0.05)
