@@ -19,6 +19,7 @@ from simpletune.card import shareable, write_card
 from simpletune.config import Profile, TrainConfig, profile_folder, run_folder
 from simpletune.devices import choose_device
 from simpletune.feed import Batch, Feed
+from simpletune.memory import count_blocks
 from simpletune.options import UserError
 from simpletune.places import resolved
 from simpletune.prepare import Prepared, prepare
@@ -224,12 +225,13 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
         folder = open_again(config, saved.step) if saved else open_fresh(config)
         checkpoint.write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
     with stages.stage("load"):
-        transformer = here.model.load_transformer(config.precision, accelerator.device, config.train.seed)
+        on_host = config.memory.on_host(count_blocks(here.model.shapes() or ()))
+        transformer = here.model.load_transformer(config.precision, accelerator.device, config.train.seed, on_host)
         total = sum(parameter.numel() for parameter in transformer.parameters())
         optimizer = attach(config, transformer)
         if saved:
             checkpoint.restore(saved, transformer, optimizer, config.optimizer)
-        core = StepCore(config, accelerator.prepare_model(transformer), optimizer, accelerator)
+        core = StepCore(config, accelerator.prepare_model(transformer, device_placement=False), optimizer, accelerator)
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
     return Run(
@@ -252,10 +254,10 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
 
 
 def attach(config: TrainConfig, transformer: Any) -> torch.optim.Optimizer:
-    """The adapter on the loaded model, and the optimizer over what trains."""
+    """The adapter on the loaded model, the passes of its blocks, and the optimizer over what trains."""
     config.adapter.attach(transformer, config.train.seed)
-    if config.memory.checkpointing == "all":
-        transformer.enable_gradient_checkpointing()
+    device = transformer.proj_out.weight.device  # never streamed
+    config.memory.attach(transformer.transformer_blocks, device)
     return config.optimizer.build([parameter for parameter in transformer.parameters() if parameter.requires_grad])
 
 
