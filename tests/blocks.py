@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simpletune.adapters.lora import Lora
 from simpletune.flow import flow_loss
 from simpletune.memory.boundaries import HostBoundaries
 from simpletune.memory.checkpointing import set_passes
@@ -17,6 +18,9 @@ from simpletune.memory.copies import Ticket
 from simpletune.memory.streaming import StreamedBlocks
 from simpletune.models.sd3 import predict_velocity
 from simpletune.models.sd3_transformer import load
+from simpletune.quant.int8 import Int8
+from simpletune.quant.int8_quanto import Int8Quanto
+from simpletune.quant.plain import BF16, FP32
 from simpletune.quant.precision import WeightPrecision
 from simpletune.sampling import autocast_of
 
@@ -26,6 +30,11 @@ CONFIG = {
     "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 24, "caption_projection_dim": 32,
     "pooled_projection_dim": 16, "pos_embed_max_size": 8,
 }  # fmt: skip
+PRECISIONS = {
+    "fp32": FP32(), "fp32-autocast": FP32(compute="bf16"), "bf16": BF16(), "int8": Int8(compute="fp32"),
+    "int8-bf16": Int8(), "int8-quanto": Int8Quanto(compute="fp32"), "int8-quanto-bf16": Int8Quanto(),
+}  # fmt: skip
+STEPS, ACCUMULATION = 3, 2
 
 
 def transformer(precision: WeightPrecision, device: str = "cpu") -> Any:
@@ -79,6 +88,65 @@ def prepare(model: Any, setting: Setting, device: str = "cpu") -> StreamedBlocks
     boundaries = HostBoundaries(where, queue()) if setting.host else None
     set_passes(model.transformer_blocks, setting.checkpointed, boundaries, streaming)
     return streaming
+
+
+def lora_run(
+    precision: WeightPrecision, setting: Setting, dropout: float = 0.0, device: str = "cpu"
+) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """Losses of each micro-batch and gradients of each step."""
+    model = transformer(precision, device)
+    Lora(rank=2, targets="all_linear", dropout=dropout).attach(model, 7)
+    shake_updates(model)
+    prepare(model.train(), setting, device)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    losses, gradients = [], []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        for micro in range(ACCUMULATION):
+            loss = loss_of(model, precision, step * ACCUMULATION + micro, device)
+            loss.backward()
+            losses.append(loss.item())
+        gradients.append({n: p.grad.clone() for n, p in trained.items() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients
+
+
+def assert_same_run(ours: tuple[list[float], list[dict]], theirs: tuple[list[float], list[dict]]) -> None:
+    assert ours[0] == theirs[0]
+    assert len(set(ours[0])) == len(ours[0])
+    torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=0)
+    zero = {name for name, gradient in ours[1][-1].items() if gradient.abs().sum() == 0}
+    assert len(zero) < len(ours[1][-1]) / 8  # the last block's text query has none
+
+
+class UpdateInBackward:
+    """The least optimizer in the backward pass: a hook, and an optimizer for each parameter."""
+
+    def __init__(self, model: nn.Module, streamed: StreamedBlocks | None, kind: Any):
+        self.state: dict[nn.Parameter, dict] = {}
+        self.kind, self.streamed = kind, streamed
+        self.seen: set[tuple[str, ...]] = set()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.take)
+
+    def take(self, parameter: nn.Parameter) -> None:
+        state = self.state.setdefault(parameter, {})
+        if self.streamed is None:
+            self.update(parameter, state)
+        else:
+            with self.streamed.updating(parameter, state):
+                self.update(parameter, state)
+        parameter.grad = None
+
+    def update(self, parameter: nn.Parameter, state: dict) -> None:
+        shell = nn.Parameter(parameter.detach().clone())
+        shell.grad = parameter.grad
+        optimizer = self.kind([shell])
+        optimizer.state[shell] = state
+        optimizer.step()
+        parameter.data.copy_(shell.detach())
 
 
 class LateCopies:

@@ -12,7 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import BLOCKS, LateCopies, Setting, loss_of, prepare, shake_updates, transformer, write_pipeline
+from blocks import (
+    ACCUMULATION,
+    BLOCKS,
+    PRECISIONS,
+    STEPS,
+    LateCopies,
+    Setting,
+    UpdateInBackward,
+    assert_same_run,
+    lora_run,
+    loss_of,
+    prepare,
+    shake_updates,
+    transformer,
+    write_pipeline,
+)  # fmt: skip
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -23,52 +38,13 @@ from simpletune.memory import Memory, streaming
 from simpletune.memory.block_home import plain_tensors
 from simpletune.memory.streaming import StreamedBlocks
 from simpletune.options import ConfigError
-from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_linear import Int8Linear
-from simpletune.quant.int8_quanto import Int8Quanto
-from simpletune.quant.plain import BF16, FP32
-from simpletune.quant.precision import WeightPrecision
+from simpletune.quant.plain import FP32
 from simpletune.reading import validate
 from simpletune.runs import read_metrics
 from simpletune.train import train
 
-PRECISIONS = {
-    "fp32": FP32(), "fp32-autocast": FP32(compute="bf16"), "bf16": BF16(), "int8": Int8(compute="fp32"),
-    "int8-bf16": Int8(), "int8-quanto": Int8Quanto(compute="fp32"), "int8-quanto-bf16": Int8Quanto(),
-}  # fmt: skip
 RESIDENT = {"K=0": (0, 1, 2, 3), "K=1": (0, 1, 3), "K=2": (0, 2)}
-STEPS, ACCUMULATION = 3, 2
-
-
-def lora_run(
-    precision: WeightPrecision, setting: Setting, dropout: float = 0.0, device: str = "cpu"
-) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """Losses of each micro-batch and gradients of each step."""
-    model = transformer(precision, device)
-    Lora(rank=2, targets="all_linear", dropout=dropout).attach(model, 7)
-    shake_updates(model)
-    prepare(model.train(), setting, device)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
-    losses, gradients = [], []
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        for micro in range(ACCUMULATION):
-            loss = loss_of(model, precision, step * ACCUMULATION + micro, device)
-            loss.backward()
-            losses.append(loss.item())
-        gradients.append({n: p.grad.clone() for n, p in trained.items() if p.grad is not None})
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, gradients
-
-
-def assert_same_run(ours: tuple[list[float], list[dict]], theirs: tuple[list[float], list[dict]]) -> None:
-    assert ours[0] == theirs[0]
-    assert len(set(ours[0])) == len(ours[0])
-    torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=0)
-    zero = {name for name, gradient in ours[1][-1].items() if gradient.abs().sum() == 0}
-    assert len(zero) < len(ours[1][-1]) / 8  # the last block's text query has none
 
 
 @lru_cache
@@ -238,34 +214,6 @@ def test_the_turn_from_forward_to_backward_copies_nothing_twice(monkeypatch: pyt
     prepare(model, Setting(RESIDENT["K=0"]))
     loss_of(model, PRECISIONS["fp32"], 0).backward()
     assert filled == [0, 1, 2, 3, 1, 0]
-
-
-class UpdateInBackward:
-    """The least optimizer in the backward pass: a hook, and an optimizer for each parameter."""
-
-    def __init__(self, model: nn.Module, streamed: StreamedBlocks | None, kind: Any):
-        self.state: dict[nn.Parameter, dict] = {}
-        self.kind, self.streamed = kind, streamed
-        self.seen: set[tuple[str, ...]] = set()
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self.take)
-
-    def take(self, parameter: nn.Parameter) -> None:
-        state = self.state.setdefault(parameter, {})
-        if self.streamed is None:
-            self.update(parameter, state)
-        else:
-            with self.streamed.updating(parameter, state):
-                self.update(parameter, state)
-        parameter.grad = None
-
-    def update(self, parameter: nn.Parameter, state: dict) -> None:
-        shell = nn.Parameter(parameter.detach().clone())
-        shell.grad = parameter.grad
-        optimizer = self.kind([shell])
-        optimizer.state[shell] = state
-        optimizer.step()
-        parameter.data.copy_(shell.detach())
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
