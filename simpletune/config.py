@@ -187,6 +187,8 @@ class TrainConfig(Option):
                 f"{self.adapter.method} trains and exports the model itself. Use memory.modulation resident, or "
                 "adapter.method lora",
             )
+        yield from self._streaming_rules()
+        yield from self.memory.rules()
         if self.train.steps is not None and self.train.epochs is not None:
             yield Problem("train.epochs", "steps and epochs are both given. Keep one of them")
         if self.train.steps is not None and self.schedule.warmup_steps >= self.train.steps:
@@ -197,6 +199,23 @@ class TrainConfig(Option):
         for side in ("width", "height"):
             if (getattr(self.validation, side) or 0) > 4096:
                 yield Problem(f"validation.{side}", f"{getattr(self.validation, side)} is over 4096 px. Use less")
+
+    def _streaming_rules(self) -> Iterator[Problem]:
+        """What cannot be streamed block by block."""
+        if self.memory.resident_blocks is None:
+            return
+        if self.adapter.trains_base:
+            yield Problem(
+                "memory.resident_blocks",
+                f"adapter.method {self.adapter.method} trains the weights that would be streamed: they must be updated "
+                "while they are on the device, in the backward pass. Use null, or adapter.method lora",
+            )
+        if not self.precision.streamable:
+            yield Problem(
+                "memory.resident_blocks",
+                f"{self.precision.weights} weights cannot be brought in block by block. Use null, or precision.weights "
+                "int8",
+            )
 
     def shape_rules(self, shapes: dict[str, Shape]) -> Iterator[Problem]:
         """Rules that need the base model's parameters."""
@@ -210,6 +229,7 @@ class TrainConfig(Option):
                 f"plan needs frozen modulation weights, and adapter.targets trains {trained[0]}{more}. Use "
                 "adapter.targets attention, or memory.modulation resident",
             )
+        yield from self.memory.shape_rules(shapes)
 
 
 def run_folder(config: TrainConfig) -> Path:

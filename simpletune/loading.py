@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from simpletune.data.buckets import Size
-from simpletune.memory import Memory
+from simpletune.memory import Memory, count_blocks
 from simpletune.memory.modulation import Modulation, take_out
 from simpletune.models import Model
 from simpletune.models.sd3_shapes import is_conditioning
@@ -40,7 +41,7 @@ def load_base(
         precision,
         device,
         seed,
-        on_host=stays_on_host(memory),
+        on_host=stays_on_host(memory, model),
         sizes=sizes if memory.crop_positions else None,
         cache=cache,
     )
@@ -51,13 +52,15 @@ def empty_base(
 ) -> nn.Module:
     """As ``load_base``, without values: memory does not depend on them."""
     return model.empty_transformer(
-        precision, device, on_host=stays_on_host(memory), sizes=sizes if memory.crop_positions else None
+        precision, device, on_host=stays_on_host(memory, model), sizes=sizes if memory.crop_positions else None
     )
 
 
-def stays_on_host(memory: Memory) -> Callable[[str], bool]:
+def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
     """Whether the module of a name stays in host memory when the base is loaded."""
-    return is_conditioning if memory.modulation == "plan" else lambda name: False
+    streamed = memory.on_host(count_blocks(model.shapes() or ()))
+    planned = memory.modulation == "plan"
+    return lambda name: streamed(name) or (planned and is_conditioning(name))
 
 
 def take_out_modulation(
@@ -67,3 +70,8 @@ def take_out_modulation(
     if memory.modulation != "plan":
         return None
     return take_out(transformer, precision, device, memory.modulation_window)
+
+
+def device_of(transformer: Any) -> torch.device:
+    """Where a transformer computes: its output layer is never streamed."""
+    return transformer.proj_out.weight.device

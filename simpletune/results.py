@@ -128,7 +128,7 @@ def load_weights(
         The transformer, and its modulation if it was taken out.
     """
     from simpletune.adapters.lora_file import fold_lora, load_lora
-    from simpletune.loading import load_base, take_out_modulation
+    from simpletune.loading import device_of, load_base, take_out_modulation
 
     model, cache = config.model, cache_of_bases(config)
     if weights.transformer is not None:
@@ -140,4 +140,6 @@ def load_weights(
         load_lora(transformer, weights.lora, weights.scale)
     if weights.merged:
         fold_lora(transformer)
-    return transformer, take_out_modulation(transformer, config.memory, precision, device)
+    modulation = take_out_modulation(transformer, config.memory, precision, device)
+    config.memory.attach(transformer.transformer_blocks, device_of(transformer))  # type: ignore[arg-type]
+    return transformer, modulation

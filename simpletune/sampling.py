@@ -17,6 +17,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor, nn
 
+from simpletune.loading import device_of
 from simpletune.memory.modulation import Modulation
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.quant.precision import WeightPrecision
@@ -78,7 +79,7 @@ def sample_latents(
     Args:
         modulation: of the transformer, where it was taken out.
     """
-    device = next(transformer.parameters()).device
+    device = device_of(transformer)
     dtype = precision.compute_dtype()
     scheduler = model.scheduler()
     scheduler.set_timesteps(request.steps)

@@ -229,7 +229,7 @@ class OneProcess:
     def __init__(self, device: torch.device):
         self.device = device
 
-    def prepare_model(self, model: nn.Module) -> nn.Module:
+    def prepare_model(self, model: nn.Module, device_placement: bool = False) -> nn.Module:
         """As it is."""
         return model
 

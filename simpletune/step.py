@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from simpletune.config import TrainConfig
 from simpletune.feed import Batch
 from simpletune.flow import flow_loss, interpolate, velocity_target
-from simpletune.loading import take_out_modulation
+from simpletune.loading import device_of, take_out_modulation
 from simpletune.memory.modulation import Modulation
 from simpletune.models.sd3 import predict_velocity
 from simpletune.profiling import phase
@@ -88,14 +88,15 @@ def assemble(config: TrainConfig, transformer: Any, accelerator: Accelerator) ->
     """
     modulation = take_out_modulation(transformer, config.memory, config.precision, accelerator.device)
     optimizer = attach(config, transformer)
-    return StepCore(config, accelerator.prepare_model(transformer), optimizer, accelerator, modulation)
+    return StepCore(
+        config, accelerator.prepare_model(transformer, device_placement=False), optimizer, accelerator, modulation
+    )
 
 
 def attach(config: TrainConfig, transformer: Any) -> torch.optim.Optimizer:
-    """The adapter on the loaded model, and the optimizer over what trains."""
+    """The adapter on the loaded model, the passes of its blocks, and the optimizer over what trains."""
     config.adapter.attach(transformer, config.train.seed)
-    if config.memory.checkpointing == "all":
-        transformer.enable_gradient_checkpointing()
+    config.memory.attach(transformer.transformer_blocks, device_of(transformer))
     return config.optimizer.build(trained_parameters(transformer).values())
 
 

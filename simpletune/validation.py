@@ -12,6 +12,7 @@ from torch import nn
 
 from simpletune.config import TrainConfig
 from simpletune.feed import Batch, Feed
+from simpletune.loading import device_of
 from simpletune.memory.modulation import Modulation
 from simpletune.prepare import TextCache, free_memory
 from simpletune.sampling import Request, draw, grid, save_png
@@ -55,7 +56,7 @@ class Previews:
     def _draw(self, transformer: nn.Module, state: str, folder: Path) -> None:
         if not self.requests:
             return
-        device = next(transformer.parameters()).device
+        device = device_of(transformer)
         was_training = transformer.training
         transformer.eval()
         vae = self.config.model.load_vae(device, self.config.precision.encoder_dtype())

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from blocks import (
+    PRECISIONS,
+    STEPS,
+    Setting,
+    UpdateInBackward,
+    lora_run,
+    loss_of,
+    prepare,
+    transformer,
+    write_pipeline,
+)  # fmt: skip
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletune import checkpoint
+from simpletune.adapters.full import Full
+from simpletune.adapters.lora import Lora
+from simpletune.memory.copies import CudaCopies, host_bytes
 from simpletune.memory.modulation import take_out
+from simpletune.memory.streaming import StreamedBlocks
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.models.sd3_shapes import is_conditioning
-from simpletune.models.sd3_transformer import load
+from simpletune.models.sd3_transformer import RandomTensors, load
 from simpletune.models.weights import own_tensors
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_quanto import Int8Quanto
@@ -102,7 +120,7 @@ def test_the_modulation_plan_frees_the_device_of_its_weights(precision: WeightPr
     allocated, parts = [], []
     for on_host in (lambda name: False, is_conditioning):
         before = torch.cuda.memory_allocated()
-        model = load(config, None, precision, device, on_host=on_host)
+        model = load(config, RandomTensors(config, 0), precision, device, on_host=on_host)
         allocated.append(torch.cuda.memory_allocated() - before)
         parts.append(model)
     resident, planned = parts
@@ -129,3 +147,99 @@ def test_the_modulation_plan_frees_the_device_of_its_weights(precision: WeightPr
         theirs = predict_velocity(resident, **given, pooled=pooled.to(device), dtype=dtype)
         ours = predict_velocity(planned, **given, pooled=rows, dtype=dtype)
     assert torch.equal(ours, theirs)
+
+
+STREAMED = (0, 1, 3)
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+@pytest.fixture
+def slow_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block pauses on the device before its attention: copies that do not wait for the computation then run ahead
+    of it, over weights that are still to be used."""
+    build = StreamedBlocks.__init__
+
+    def with_pauses(self: StreamedBlocks, blocks: Any, *arguments: Any) -> None:
+        build(self, blocks, *arguments)
+        for block in blocks:
+            block.attn.register_forward_pre_hook(lambda *_: torch.cuda._sleep(2_000_000))
+
+    monkeypatch.setattr(StreamedBlocks, "__init__", with_pauses)
+
+
+@pytest.mark.usefixtures("slow_computation")
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_streamed_losses_and_gradients_are_the_resident_ones(precision: str, poison: bool) -> None:
+    option = PRECISIONS[precision]
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = lora_run(option, Setting(), device="cuda")
+        streamed = lora_run(option, Setting(STREAMED, host=True, poison=poison), device="cuda")
+    torch.testing.assert_close(streamed, plain, **CLOSE)
+
+
+@pytest.mark.usefixtures("slow_computation")
+@pytest.mark.parametrize("broken", ["mark", "wait"])
+def test_copies_that_do_not_wait_show(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = lora_run(PRECISIONS["int8"], Setting(), device="cuda")
+    monkeypatch.setattr(CudaCopies, broken, lambda self, *_: None)
+    streamed = lora_run(PRECISIONS["int8"], Setting(STREAMED, poison=True), device="cuda")
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(streamed, plain, **CLOSE)
+
+
+@pytest.mark.usefixtures("slow_computation")
+@pytest.mark.parametrize("precision", ["fp32", "fp32-autocast", "bf16"])
+def test_streamed_full_fine_tuning_is_the_resident_one(precision: str) -> None:
+    option, results = PRECISIONS[precision], []
+    for streamed in ((), STREAMED):
+        model = transformer(option, "cuda")
+        Full().attach(model, 0)
+        setting = Setting(streamed, host=True, poison=True, trained=True)
+        hooks = UpdateInBackward(model, prepare(model, setting, "cuda"), lambda p: torch.optim.AdamW(p, lr=1e-2))
+        with sdpa_kernel(SDPBackend.MATH):
+            for step in range(STEPS):
+                loss_of(model, option, step, "cuda").backward()
+        weights = {name: value.cpu() for name, value in model.state_dict().items()}
+        results.append((weights, [hooks.state[p]["exp_avg"].cpu() for p in model.parameters() if p in hooks.state]))
+        if streamed:
+            assert all(p.device.type == "cpu" for p in model.transformer_blocks[0].parameters())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-2, atol=1e-3)
+
+
+def test_streaming_frees_what_it_says() -> None:
+    model = transformer(PRECISIONS["fp32"], "cuda")
+    Lora(rank=2).attach(model, 0)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    streamed = prepare(model, Setting(STREAMED), "cuda")
+    gc.collect()
+    freed = before - torch.cuda.memory_allocated()
+    assert freed == pytest.approx(streamed.host_bytes - streamed.slot_bytes, abs=64 * 1024)
+
+
+def test_host_memory_is_pinned_at_its_own_size() -> None:
+    buffer = host_bytes(5000, torch.device("cuda"))
+    assert buffer.is_pinned() and buffer.numel() == 5000
+    view = buffer[512:1024]
+    del buffer
+    gc.collect()
+    assert view.is_pinned() and view.fill_(7).to("cuda", non_blocking=True).sum().item() == 7 * 512
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int8-quanto"])
+def test_whole_streamed_runs(weights: str, tiny_config: dict, tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "pipeline")
+    model = tiny_config["model"] | {"pretrained": str(tmp_path / "pipeline")}
+    losses = []
+    for name, memory in {
+        "resident": {"checkpointing": "all"},
+        "streamed": {"checkpointing": "all", "resident_blocks": 1, "boundaries": "host"},
+    }.items():
+        validation = {"prompts": ["a dot"], "steps": 2, "eval_samples": 2}
+        run = run_on(
+            tiny_config, "cuda", name=name, model=model, precision={"weights": weights}, memory=memory,
+            validation=validation,
+        )  # fmt: skip
+        losses.append([row["loss"] for row in read_metrics(run)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

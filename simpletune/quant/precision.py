@@ -20,6 +20,9 @@ class WeightPrecision(Option):
     """Whether base weights in this precision can be trained; quantised ones serve only as a frozen base."""
     cacheable: ClassVar[bool] = False
     """Whether a base in this precision is worth a file of its own: see ``models/quantised_cache.py``."""
+    streamable: ClassVar[bool] = True
+    """Whether a block's weights can be brought to the device for each pass: all of them are parameters and buffers, and
+    nothing keeps a copy or a pointer of its own."""
     bytes_per_weight: ClassVar[float]
     """Bytes of one weight of a linear layer inside the blocks, scales left out."""
 

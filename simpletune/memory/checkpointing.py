@@ -1,0 +1,139 @@
+"""Gradient checkpointing block by block (arXiv:1604.06174): inputs are kept, activations are computed again.
+
+Ours over the model's blocks, because the model's own switch is all or nothing, and because what a block's two passes
+need (its streamed weights, its inputs from the host) has to stand around exactly those passes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from simpletune.memory.boundaries import HostBoundaries
+from simpletune.options import UserError
+
+MIB = 2**20
+Context = AbstractContextManager[Any]
+
+
+class Passes(Protocol):
+    """What stands around the passes of a block."""
+
+    def forward(self, index: int) -> Context:
+        """Around its forward pass."""
+
+    def recomputation(self, index: int) -> Context:
+        """Around the forward pass that its backward pass starts with."""
+
+
+class NothingAround:
+    """Weights are where they are needed."""
+
+    def forward(self, index: int) -> Context:
+        """Nothing."""
+        return nullcontext()
+
+    def recomputation(self, index: int) -> Context:
+        """Nothing."""
+        return nullcontext()
+
+
+def set_passes(
+    blocks: Sequence[nn.Module],
+    checkpointed: int,
+    boundaries: HostBoundaries | None = None,
+    around: Passes | None = None,
+) -> None:
+    """Replace the blocks' forward: the first ``checkpointed`` of them keep their inputs only, when gradients are due.
+
+    The first, because the backward pass comes to them last: by then the others have freed their activations, so those
+    that are computed again, one block's at a time, come on top of inputs only. Among the last they would come on top
+    of all that is kept, and cost one block's activations more for the same time.
+
+    Args:
+        blocks: in the order of the forward pass; changed in place.
+        checkpointed: how many.
+        boundaries: keeps their inputs on the host.
+        around: stands around every block's passes.
+    """
+    for index, block in enumerate(blocks):
+        around_it = NothingAround() if around is None else around
+        block.forward = _passes(block, index, index < checkpointed, boundaries, around_it)
+
+
+def _passes(
+    block: nn.Module, index: int, checkpointed: bool, boundaries: HostBoundaries | None, around: Passes
+) -> Callable[..., Any]:
+    """The forward pass of one block."""
+    original = block.forward
+    signature = inspect.signature(original)
+    random = draws_random_numbers(block)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not (checkpointed and torch.is_grad_enabled()):
+            with around.forward(index):
+                return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)  # by position: only those inputs are seen by the hooks of boundaries
+        with nullcontext() if boundaries is None else boundaries.kept():
+            return checkpoint(
+                original,
+                *bound.args,
+                **bound.kwargs,
+                use_reentrant=False,
+                preserve_rng_state=random,
+                context_fn=lambda: (around.forward(index), around.recomputation(index)),
+            )
+
+    return forward
+
+
+def draws_random_numbers(block: nn.Module) -> bool:
+    """Whether a block's forward pass draws random numbers: a LoRA's dropout does, the base's of p = 0 does not."""
+    return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in block.modules())
+
+
+def fewest_checkpointed(blocks: int, peak_bytes: Callable[[int], int], budget_bytes: int) -> int:
+    """The smallest number of checkpointed blocks whose peak fits a budget.
+
+    By bisection over 0 to blocks - 1, where a peak falls with every checkpointed block. All of them are tried last: the
+    last block's backward pass follows its forward pass at once, so that checkpointing it hardly ever lowers the peak.
+
+    Args:
+        blocks: how many there are.
+        peak_bytes: the peak with so many of them checkpointed; asked about log2(blocks) times.
+        budget_bytes: what the peak must not exceed.
+
+    Raises:
+        UserError: it does not fit with all blocks checkpointed.
+    """
+    if blocks < 1:
+        raise ValueError(f"{blocks} blocks: there must be one at least")
+    low, high = 0, blocks - 1
+    least = peak_bytes(high)
+    if least > budget_bytes:
+        every = peak_bytes(blocks)
+        if every <= budget_bytes:
+            return blocks
+        raise UserError(
+            f"memory.budget_gib: {budget_bytes / 2**30:.3g} GiB is too little: with every block checkpointed the peak "
+            f"is {min(least, every) / MIB:.0f} MiB. Raise it to {_up(min(least, every)):.2f}, or take another lever: "
+            "memory.resident_blocks, a smaller precision.weights, train.batch_size or data.resolution"
+        )
+    while low < high:
+        middle = (low + high) // 2
+        if peak_bytes(middle) <= budget_bytes:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _up(count: int) -> float:
+    """GiB with two decimals, rounded up."""
+    return -(-count * 100 // 2**30) / 100

@@ -1,0 +1,200 @@
+"""What the tests of checkpointing and streaming share: a transformer of four blocks, its steps, an unkind queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simpletune.adapters.lora import Lora
+from simpletune.flow import flow_loss
+from simpletune.memory.boundaries import HostBoundaries
+from simpletune.memory.checkpointing import set_passes
+from simpletune.memory.copies import Ticket
+from simpletune.memory.streaming import StreamedBlocks
+from simpletune.models.sd3 import predict_velocity
+from simpletune.models.sd3_transformer import RandomTensors, load
+from simpletune.quant.int8 import Int8
+from simpletune.quant.int8_quanto import Int8Quanto
+from simpletune.quant.plain import BF16, FP32
+from simpletune.quant.precision import WeightPrecision
+from simpletune.sampling import autocast_of
+
+BLOCKS = 4
+CONFIG = {
+    "sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": BLOCKS,
+    "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 24, "caption_projection_dim": 32,
+    "pooled_projection_dim": 16, "pos_embed_max_size": 8,
+}  # fmt: skip
+PRECISIONS = {
+    "fp32": FP32(), "fp32-autocast": FP32(compute="bf16"), "bf16": BF16(), "int8": Int8(compute="fp32"),
+    "int8-bf16": Int8(), "int8-quanto": Int8Quanto(compute="fp32"), "int8-quanto-bf16": Int8Quanto(),
+}  # fmt: skip
+STEPS, ACCUMULATION = 3, 2
+
+
+def transformer(precision: WeightPrecision, device: str = "cpu") -> Any:
+    """An SD3 of four blocks with random weights, always the same."""
+    return load(CONFIG, RandomTensors(CONFIG, 3), precision, torch.device(device))
+
+
+def shake_updates(model: nn.Module) -> None:
+    """Make a LoRA's updates count from the first step on: PEFT starts lora_B at zero."""
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def loss_of(model: nn.Module, precision: WeightPrecision, key: int, device: str = "cpu") -> Tensor:
+    """The loss of one micro-batch of two samples that follows from its key."""
+    generator = torch.Generator().manual_seed(key)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    z_t, prompts, pooled, target = draw(2, 4, 8, 8), draw(2, 6, 24), draw(2, 16), draw(2, 4, 8, 8)
+    sigma = torch.tensor([0.3, 0.8], device=device)
+    with autocast_of(precision, z_t.device):
+        velocity = predict_velocity(model, z_t, sigma, prompts, pooled, precision.compute_dtype())
+    return flow_loss(velocity, target)
+
+
+@dataclass
+class Setting:
+    """How a model's blocks are run."""
+
+    streamed: tuple[int, ...] = ()
+    checkpointed: int = BLOCKS
+    host: bool = False
+    poison: bool = False
+    queue: Callable[[], Any] | None = None
+    trained: bool = False
+
+
+def prepare(model: Any, setting: Setting, device: str = "cpu") -> StreamedBlocks | None:
+    """Give a model's blocks their passes."""
+    queue = setting.queue or (lambda: None)
+    where = torch.device(device)
+    streaming = None
+    if setting.streamed:
+        streaming = StreamedBlocks(
+            model.transformer_blocks, setting.streamed, where, setting.trained, queue(), queue(), setting.poison
+        )
+    boundaries = HostBoundaries(where, queue()) if setting.host else None
+    set_passes(model.transformer_blocks, setting.checkpointed, boundaries, streaming)
+    return streaming
+
+
+def lora_run(
+    precision: WeightPrecision, setting: Setting, dropout: float = 0.0, device: str = "cpu"
+) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """Losses of each micro-batch and gradients of each step."""
+    model = transformer(precision, device)
+    Lora(rank=2, targets="all_linear", dropout=dropout).attach(model, 7)
+    shake_updates(model)
+    prepare(model.train(), setting, device)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    losses, gradients = [], []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        for micro in range(ACCUMULATION):
+            loss = loss_of(model, precision, step * ACCUMULATION + micro, device)
+            loss.backward()
+            losses.append(loss.item())
+        gradients.append({n: p.grad.clone() for n, p in trained.items() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients
+
+
+def assert_same_run(ours: tuple[list[float], list[dict]], theirs: tuple[list[float], list[dict]]) -> None:
+    assert ours[0] == theirs[0]
+    assert len(set(ours[0])) == len(ours[0])
+    torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=0)
+    zero = {name for name, gradient in ours[1][-1].items() if gradient.abs().sum() == 0}
+    assert len(zero) < len(ours[1][-1]) / 8  # the last block's text query has none
+
+
+class UpdateInBackward:
+    """The least optimizer in the backward pass: a hook, and an optimizer for each parameter."""
+
+    def __init__(self, model: nn.Module, streamed: StreamedBlocks | None, kind: Any):
+        self.state: dict[nn.Parameter, dict] = {}
+        self.kind, self.streamed = kind, streamed
+        self.seen: set[tuple[str, ...]] = set()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.take)
+
+    def take(self, parameter: nn.Parameter) -> None:
+        state = self.state.setdefault(parameter, {})
+        if self.streamed is None:
+            self.update(parameter, state)
+        else:
+            with self.streamed.updating(parameter, state):
+                self.update(parameter, state)
+        parameter.grad = None
+
+    def update(self, parameter: nn.Parameter, state: dict) -> None:
+        shell = nn.Parameter(parameter.detach().clone())
+        shell.grad = parameter.grad
+        optimizer = self.kind([shell])
+        optimizer.state[shell] = state
+        optimizer.step()
+        parameter.data.copy_(shell.detach())
+
+
+class LateCopies:
+    """A queue that does nothing until it must: a use that does not wait finds what was there before."""
+
+    def __init__(self) -> None:
+        self._queue: list[Late] = []
+
+    def mark(self) -> Ticket:
+        """The computation is done already, on the CPU."""
+        return None
+
+    def run(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
+        """Keep the work for later."""
+        late = Late(self, work, list(after))
+        self._queue.append(late)
+        return late
+
+    def wait(self, ticket: Ticket) -> None:
+        """Do what was handed out up to that work."""
+        if ticket is not None:
+            ticket.queue.flush(ticket)
+
+    join = wait
+
+    def flush(self, last: Late) -> None:
+        """Work in order, each after what it waits for."""
+        while not last.done:
+            late = self._queue.pop(0)
+            for ticket in late.after:
+                self.wait(ticket)
+            with torch.no_grad():
+                late.work()
+            late.done = True
+
+
+@dataclass(eq=False)
+class Late:
+    """Work of a late queue."""
+
+    queue: LateCopies
+    work: Callable[[], object]
+    after: list[Ticket]
+    done: bool = False
+
+
+def write_pipeline(folder: Path) -> None:
+    """A pipeline of three blocks on disk."""
+    from simpletune.demo import tiny_sd3
+
+    tiny_sd3.build(folder, **{**tiny_sd3.MINIMAL, "layers": 3, "heads": 3}, seed=2, dtype="fp32")

@@ -1,0 +1,172 @@
+"""Checkpointing block by block: exact, it keeps what it says, and the fewest blocks for a budget are the fewest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from blocks import BLOCKS, LateCopies, Setting, loss_of, prepare, shake_updates, transformer
+from torch import Tensor
+
+from simpletune.adapters.lora import Lora
+from simpletune.memory.boundaries import HostBoundaries
+from simpletune.memory.checkpointing import draws_random_numbers, fewest_checkpointed, set_passes
+from simpletune.options import UserError
+from simpletune.quant.plain import FP32
+
+HIDDEN, TEXT, WIDTH, SAMPLES = 16, 6, 32, 2
+BOUNDARY_BYTES = SAMPLES * (HIDDEN + TEXT) * WIDTH * 4
+
+
+def gradients(setting: Setting, dropout: float = 0.0, micros: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of some micro-batches and the gradients that add up."""
+    model = transformer(FP32())
+    Lora(rank=2, dropout=dropout).attach(model, 7)
+    shake_updates(model)
+    prepare(model.train(), setting)
+    torch.manual_seed(0)
+    losses = []
+    for micro in range(micros):
+        loss = loss_of(model, FP32(), micro)
+        loss.backward()
+        losses.append(loss.item())
+    return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("queue", [None, LateCopies])
+def test_any_number_of_blocks_and_either_place_give_the_same_bits(queue: Callable | None, dropout: float) -> None:
+    plain = gradients(Setting(checkpointed=0), dropout)
+    for checkpointed, host in ((2, False), (BLOCKS, False), (3, True), (BLOCKS, True)):
+        setting = Setting(checkpointed=checkpointed, host=host, queue=queue)
+        torch.testing.assert_close(gradients(setting, dropout), plain, rtol=0, atol=0)
+
+
+def kept_bytes(checkpointed: int, host: bool = False) -> int:
+    """Measured: bytes of what a forward pass keeps on the device for the backward pass, weights left out."""
+    model = transformer(FP32())
+    Lora(rank=2).attach(model, 7)
+    weights = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    prepare(model, Setting(checkpointed=checkpointed, host=host))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(model, FP32(), 0)
+    loss.backward()
+    return sum(kept.values())
+
+
+def test_every_checkpointed_block_keeps_less() -> None:
+    measured = [kept_bytes(number) for number in range(BLOCKS + 1)]
+    assert measured == sorted(measured, reverse=True) and len(set(measured)) == BLOCKS + 1
+    assert measured[0] - measured[1] > 4 * BOUNDARY_BYTES
+
+
+def test_the_fewest_blocks_for_a_budget_are_those_that_brute_force_finds() -> None:
+    measured = [kept_bytes(number) for number in range(BLOCKS + 1)]
+    asked: list[int] = []
+
+    def peak(number: int) -> int:
+        asked.append(number)
+        return measured[number]
+
+    for budget in sorted({size + change for size in measured for change in (-1, 0, 1)}):
+        fits = [number for number, size in enumerate(measured) if size <= budget]
+        if fits:
+            assert fewest_checkpointed(BLOCKS, peak, budget) == fits[0]
+        else:
+            with pytest.raises(UserError, match="memory.budget_gib: .* is too little: with every block checkpointed"):
+                fewest_checkpointed(BLOCKS, peak, budget)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 24])
+def test_bisection_asks_few_times(blocks: int) -> None:
+    asked: list[int] = []
+
+    def peak(number: int) -> int:
+        asked.append(number)
+        return 1000 - number
+
+    for answer in range(blocks):
+        asked.clear()
+        assert fewest_checkpointed(blocks, peak, 1000 - answer) == answer
+        assert len(asked) <= 1 + blocks.bit_length()
+
+
+def test_the_error_names_a_budget_that_works() -> None:
+    gib = 2**30
+    with pytest.raises(UserError, match=r"Raise it to 2\.51"):
+        fewest_checkpointed(4, lambda number: 5 * gib // 2 + 5 + 10 * (4 - number), gib)
+    assert fewest_checkpointed(4, lambda number: 5 * gib // 2 + 5, int(2.51 * gib)) == 0
+
+
+def test_the_first_blocks_are_the_cheaper_ones_to_checkpoint() -> None:
+    """What a pass keeps plus what a recomputation adds, by hand: blocks keep A or b, a recomputed one adds A."""
+    kept, boundary, blocks = 10, 1, 6
+
+    def peak(chosen: set[int]) -> int:
+        standing = [boundary if index in chosen else kept for index in range(blocks)]
+        peaks = [sum(standing)]
+        for index in reversed(range(blocks)):
+            peaks.append(sum(standing[: index + 1]) + (kept if index in chosen else 0))
+        return max(peaks)
+
+    for number in range(1, blocks):
+        first, last = set(range(number)), set(range(blocks - number, blocks))
+        assert peak(first) <= peak(last) - kept or number == blocks - 1
+        spread = {index * blocks // number for index in range(number)}
+        assert peak(first) <= peak(spread)
+
+
+def test_boundaries_take_their_arithmetic_in_host_memory_once() -> None:
+    model = transformer(FP32())
+    Lora(rank=2).attach(model, 7)
+    boundaries = HostBoundaries(torch.device("cpu"))
+    set_passes(model.transformer_blocks, BLOCKS, boundaries)
+    for micro in range(3):
+        loss_of(model, FP32(), micro).backward()
+        assert boundaries.host_bytes == BLOCKS * BOUNDARY_BYTES
+
+
+def test_boundaries_of_a_dropped_forward_pass_are_forgotten() -> None:
+    model = transformer(FP32())
+    Lora(rank=2).attach(model, 7)
+    boundaries = HostBoundaries(torch.device("cpu"))
+    set_passes(model.transformer_blocks, BLOCKS, boundaries)
+    loss_of(model, FP32(), 0)
+    loss_of(model, FP32(), 0).backward()
+    assert len(boundaries._before) == len(boundaries._block) == 0
+
+
+def test_a_second_backward_pass_is_refused_where_host_memory_was_given_on() -> None:
+    model = transformer(FP32())
+    Lora(rank=2).attach(model, 7)
+    prepare(model, Setting(host=True))
+    loss = loss_of(model, FP32(), 0)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward pass"):
+        loss.backward()
+
+
+def test_random_state_is_kept_only_for_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dropout in (0.0, 0.1):
+        model = transformer(FP32())
+        Lora(rank=2, dropout=dropout).attach(model, 7)
+        assert all(draws_random_numbers(block) is (dropout > 0) for block in model.transformer_blocks)
+
+
+def test_nothing_is_kept_or_computed_twice_without_gradients() -> None:
+    model = transformer(FP32()).requires_grad_(False)
+    prepare(model, Setting(host=True))
+    passes: list[int] = []
+    model.transformer_blocks[1].attn.register_forward_hook(lambda *_: passes.append(1))
+    with torch.no_grad():
+        loss_of(model, FP32(), 0)
+    assert passes == [1]
