@@ -21,10 +21,11 @@ from simpletune.data.plan import Draw, View
 from simpletune.data.source import Picture
 from simpletune.feed import Batch
 from simpletune.loading import empty_base
-from simpletune.memory.accounting import Accounting, Moment
+from simpletune.memory.accounting import Accounting
 from simpletune.memory.device_terms import cublas_workspace, temporaries
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.modulation import ModulationPlan
+from simpletune.memory.moment import HOST, Moment
 from simpletune.step import StepCore, assemble
 
 CLIP_TOKENS = 77
@@ -106,6 +107,7 @@ def account(config: TrainConfig, transformer: nn.Module, size: tuple[int, int] |
             accounting.register((tensor for batch in batches for tensor in batch_tensors(batch)), "activations")
             core.step(batches)
             del batches
+            accounting.register(host_counters(core.optimizer), HOST)
         for hook in hooks:
             hook.remove()
         steady = accounting.current
@@ -141,6 +143,12 @@ def take_cuda_paths(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("foreach", True) is None:
             group["foreach"] = True
+
+
+def host_counters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Step counters that are tensors: torch keeps them in host memory."""
+    counters = (state.get("step") for state in optimizer.state.values())
+    return (counter for counter in counters if isinstance(counter, Tensor))
 
 
 class EmptyFeed:

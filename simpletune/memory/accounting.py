@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,31 +22,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-KINDS = ("weights", "adapter", "gradients", "optimizer", "activations", "plan", "workspace")
-"""Kinds that count. What lives in phases forward and backward and is none of the others is activations; what lives
-outside of them is workspace."""
-HOST = "host"
-"""The kind of what stays in host memory, pinned or paged: known, but never part of a total."""
-BLOCK = 512  # bytes: the caching allocator's smallest block
+from simpletune.memory.moment import HOST, Moment, require_known, rounded
+
 MARKS = "## ", " ##"  # around the names of a step's phases (profiling.phase)
 ACTIVATION_PHASES = ("forward", "backward")
 
 Temporaries = Mapping[Any, Callable[..., int]]
 """Bytes that an operation's kernel allocates and frees within the call, from the operation's arguments."""
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What lived at one moment."""
-
-    bytes: int = 0
-    """Of all kinds but the host's."""
-    by_kind: Mapping[str, int] = field(default_factory=dict)
-    """The same by kind."""
-    phase: str = ""
-    """forward, backward, recompute (a checkpoint's second forward pass), clip, optimizer; empty: outside of a step."""
-    place: str = ""
-    """The named module whose forward or backward pass was running; empty: none."""
 
 
 @dataclass
@@ -143,7 +125,7 @@ class Accounting(TorchDispatchMode):
         Raises:
             ValueError: an unknown kind.
         """
-        _require_known(kind)
+        require_known(kind)
         for tensor in tensors:
             for plain in plain_tensors(tensor):
                 storage = plain.untyped_storage()
@@ -158,7 +140,7 @@ class Accounting(TorchDispatchMode):
         Raises:
             ValueError: an unknown kind.
         """
-        _require_known(kind)
+        require_known(kind)
         self._kinds.append(kind)
         try:
             yield
@@ -331,13 +313,3 @@ def plain_tensors(tensor: Tensor | None) -> Iterator[Tensor]:
         return
     for name in flatten()[0]:
         yield from plain_tensors(getattr(tensor, name))
-
-
-def rounded(size: int) -> int:
-    """Bytes as the caching allocator counts them: a multiple of 512."""
-    return -(-size // BLOCK) * BLOCK
-
-
-def _require_known(kind: str) -> None:
-    if kind not in KINDS and kind != HOST:
-        raise ValueError(f"{kind!r} is no kind of memory. Use one of {', '.join((*KINDS, HOST))}")

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from simpletune.memory import accounting
+from simpletune.memory.moment import HOST
+
 Ticket = Any
 """Stands for work handed out: a CUDA event, or None for work that is done."""
 
@@ -110,7 +113,9 @@ def host_bytes(count: int, device: torch.device) -> Tensor:  # uint8 [count]
     Pinned in place: PyTorch's own pinned allocator rounds up to a power of two, which would cost up to half of it.
     """
     if device.type != "cuda" or count == 0:
-        return torch.empty(count, dtype=torch.uint8)
+        buffer = torch.empty(count, dtype=torch.uint8)
+        accounting.register([buffer], HOST)
+        return buffer
     pages = _PinnedPages(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), count, 0))

@@ -23,6 +23,7 @@ from torch.func import functional_call
 
 from simpletune.data.plan import Draw, Plan
 from simpletune.memory import accounting
+from simpletune.memory.moment import HOST
 from simpletune.models.sd3_shapes import is_modulation, timestep_of
 from simpletune.models.weights import own_tensors, set_tensor
 from simpletune.quant.precision import WeightPrecision
@@ -197,4 +198,4 @@ def _keep_on_host(module: nn.Module, pin: bool) -> None:
             host = tensor.detach().to("cpu")
             pinned = pin and type(host) is Tensor
             set_tensor(part, name, host.pin_memory() if pinned else host)
-            accounting.register([part._parameters.get(name, part._buffers.get(name))], accounting.HOST)
+            accounting.register([part._parameters.get(name, part._buffers.get(name))], HOST)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simpletune.memory import accounting
 from simpletune.memory.block_home import BlockHome, own_plain_tensors
 from simpletune.memory.copies import Copies, Ticket, copies_for, host_like
 
@@ -74,6 +75,7 @@ class StreamedBlocks:
                     parameter.data = parameter.data.to(device)  # a LoRA's, made beside weights on the host
         size = max((home.nbytes for home in self.homes.values()), default=0)
         self._slots = [Slot(size, device) for _ in range(SLOTS)]
+        accounting.register([slot.flat for slot in self._slots], "weights")
         self._streams = {id(tensor): index for index, home in self.homes.items() for tensor in home.tensors}
         self._current: int | None = None
         self._in_use: Slot | None = None
