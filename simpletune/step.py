@@ -13,6 +13,7 @@ from simpletune.config import TrainConfig
 from simpletune.feed import Batch
 from simpletune.flow import flow_loss, interpolate, velocity_target
 from simpletune.models.sd3 import predict_velocity
+from simpletune.optim.in_backward import clip_each
 from simpletune.profiling import phase
 from simpletune.sampling import autocast_of
 
@@ -47,7 +48,7 @@ class StepCore:
         """One optimizer step.
 
         Returns:
-            The mean loss and, where gradients are clipped, their norm before; both still on the device.
+            The mean loss and, where gradients are clipped together, their norm before; both still on the device.
         """
         mean = torch.zeros((), device=batches[0].z_0.device)
         for number, batch in enumerate(batches, 1):
@@ -57,14 +58,22 @@ class StepCore:
                 with phase("backward"):
                     self.accelerator.backward(loss)
             mean += loss.detach()
-        norm = None
-        if self.config.train.clip_norm is not None:
-            with phase("clip"):
-                norm = self.accelerator.clip_grad_norm_(self.parameters, self.config.train.clip_norm)
-        with phase("optimizer"):
+        with phase("clip"):
+            norm = self.clip()
+        with phase("optimizer"):  # with memory.optimizer_in_backward there is no gradient left: nothing happens here
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return mean, norm
+
+    def clip(self) -> Tensor | None:
+        """Clip the gradients as ``train.clip`` says; their norm before if they are clipped together."""
+        option = self.config.train
+        if option.clip_norm is None:
+            return None
+        if option.clip == "global":
+            return self.accelerator.clip_grad_norm_(self.parameters, option.clip_norm)
+        clip_each(self.parameters, option.clip_norm)
+        return None
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

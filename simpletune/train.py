@@ -19,6 +19,8 @@ from simpletune.card import shareable, write_card
 from simpletune.config import Profile, TrainConfig, profile_folder, run_folder
 from simpletune.devices import choose_device
 from simpletune.feed import Batch, Feed
+from simpletune.optim.in_backward import step_in_backward
+from simpletune.optim.rounding import RoundedOptimizer, key_draws
 from simpletune.options import UserError
 from simpletune.places import resolved
 from simpletune.prepare import Prepared, prepare
@@ -150,6 +152,7 @@ def loop(run: Run) -> list[Path]:
             reseed_global(config.train.seed, "step", step, process)
             lr = config.optimizer.lr * config.schedule.factor(step, run.steps)
             set_learning_rate(run.core.optimizer, lr)
+            key_draws(run.core.optimizer, config.train.seed, step)
             loss, norm = run.core.step(batches)
             value = run.accelerator.reduce(loss, "mean").item()
             run.seconds.append(time.perf_counter() - clock)
@@ -256,14 +259,25 @@ def attach(config: TrainConfig, transformer: Any) -> torch.optim.Optimizer:
     config.adapter.attach(transformer, config.train.seed)
     if config.memory.checkpointing == "all":
         transformer.enable_gradient_checkpointing()
-    return config.optimizer.build([parameter for parameter in transformer.parameters() if parameter.requires_grad])
+    trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    optimizer = config.optimizer.build(trained, config.memory.optimizer_in_backward)
+    if config.memory.optimizer_in_backward:
+        assert isinstance(optimizer, RoundedOptimizer)
+        step_in_backward(optimizer, config.train.clip_norm)
+    return optimizer
 
 
 def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
     """Accelerate's view of the processes and the device, and which device and why."""
     device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # the last block's add_q_proj gets no gradient
-    return Accelerator(cpu=device.type == "cpu", kwargs_handlers=[unused]), reason
+    accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[unused])
+    if config.memory.optimizer_in_backward and accelerator.num_processes > 1:
+        raise UserError(
+            f"memory.optimizer_in_backward: {accelerator.num_processes} processes would each update with their own "
+            "gradients, before these are averaged. Set it to false, or use one process"
+        )
+    return accelerator, reason
 
 
 def tell_resume(saved: checkpoint.SavedState, config: TrainConfig, prepared: Prepared, steps: int) -> None:
