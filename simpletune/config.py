@@ -43,8 +43,8 @@ class Train(Option):
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this norm; null: not clipped."""
     clip: Literal["global", "per_parameter"] = "global"
-    """What clip_norm is the norm of. global: all gradients together, the common meaning; per_parameter: each parameter's
-    by itself, which bounds every update but changes their proportions: the only clipping with
+    """What clip_norm is the norm of. global: all gradients together, the common meaning; per_parameter: the gradient of
+    each parameter by itself, which bounds it but changes proportions between parameters: the only clipping with
     memory.optimizer_in_backward."""
 
 

@@ -65,7 +65,7 @@ class Studio:
             text.fill([prompt for r in requests for prompt in (r.prompt, r.negative_prompt)], self.device)
         with self.stages.stage("load"):
             transformer = load_weights(config, weights, self.device)
-            vae = config.model.load_vae(self.device, config.precision.encoder_dtype())
+            vae = config.model.load_vae(self.device, config.precision.encoder_dtype(), config.memory.vae_tile)
         with self.stages.stage("draw"):
             clock = time.perf_counter()
             pictures = draw(transformer, vae, config.model, config.precision, list(requests), text.load)

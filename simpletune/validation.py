@@ -49,7 +49,8 @@ class Previews:
         device = next(transformer.parameters()).device
         was_training = transformer.training
         transformer.eval()
-        vae = self.config.model.load_vae(device, self.config.precision.encoder_dtype())
+        dtype = self.config.precision.encoder_dtype()
+        vae = self.config.model.load_vae(device, dtype, self.config.memory.vae_tile)
         pictures = draw(transformer, vae, self.config.model, self.config.precision, self.requests, self.text.load)
         del vae
         free_memory(device)

@@ -19,7 +19,7 @@ from simpletune.models.sd3_shapes import parameter_shapes, sd3_medium_config
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.adamw_bf16 import AdamWBF16
 from simpletune.optim.in_backward import step_in_backward
-from simpletune.optim.rounding import RoundedOptimizer, key_draws
+from simpletune.optim.rounding import key_draws
 from simpletune.options import ConfigError, UserError, union_of
 from simpletune.places import resolved
 from simpletune.reading import validate
@@ -47,8 +47,6 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 def losses(run: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(run)]
-
-
 
 
 def of_method(method: str, dtype: str) -> dict:

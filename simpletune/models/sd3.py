@@ -13,7 +13,7 @@ from pydantic import Field
 
 from simpletune.models import sd3_sources
 from simpletune.models.hub import fetch, is_hub_name
-from simpletune.models.parts import Part, load_autoencoder
+from simpletune.models.parts import Part, load_autoencoder, use_tiles
 from simpletune.models.sd3_shapes import Shape, parameter_shapes, sd3_medium_config
 from simpletune.models.single_file import open_file
 from simpletune.options import Option, Problem
@@ -113,9 +113,18 @@ class SD3(Option):
         source = None if self.init == "random" else part.file or part.folder
         return load(config, source, precision, device, seed, on_host)
 
-    def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """The autoencoder (AutoencoderKL, or AutoencoderTiny), frozen."""
-        return load_autoencoder(self.part("vae"), dtype).to(device).eval().requires_grad_(False)
+    def load_vae(self, device: torch.device, dtype: torch.dtype, tile: int | None = None) -> nn.Module:
+        """The autoencoder (AutoencoderKL, or AutoencoderTiny), frozen.
+
+        Args:
+            device: where to.
+            dtype: of its weights.
+            tile: pixels of the tiles in which larger pictures go through an AutoencoderKL; None: whole.
+        """
+        vae = load_autoencoder(self.part("vae"), dtype).to(device).eval().requires_grad_(False)
+        if tile is not None:
+            use_tiles(vae, tile)
+        return vae
 
     def vae_fingerprint(self) -> str:
         """A short name for the autoencoder's content."""
