@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from simpletune.config import TrainConfig
@@ -172,7 +173,7 @@ def check_resumable(saved: SavedState, config: TrainConfig, manifest: list[dict[
     Raises:
         UserError: something changed that fixes the weights' meaning or the order of samples.
     """
-    changes = _differences(saved.config, config.model_dump(mode="json", by_alias=True))
+    changes = _differences(_with_defaults(saved.config), config.model_dump(mode="json", by_alias=True))
     pinned = [c for c in changes if any(c.startswith((f"{p}:", f"{p}.")) for p in PINNED)]
     if pinned:
         remedy = "Use the same values, or start a new run under another name"
@@ -206,6 +207,14 @@ def restore(
     load_state(option, optimizer, WeightReader([saved.folder / OPTIMIZER]).get_all(), saved.optimizer)
     if average is not None:
         average.load(WeightReader([saved.folder / AVERAGE]).get_all(), saved.step)
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """A saved configuration with the defaults of fields that are newer than it: they leave a run as it was."""
+    try:
+        return TrainConfig.model_validate_json(json.dumps(config)).model_dump(mode="json", by_alias=True)
+    except ValidationError:  # a field that is gone since: it is named among the differences
+        return config
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:

@@ -42,7 +42,11 @@ class Train(Option):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Everything random follows from it and the step."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Gradients are scaled down to this norm over all parameters; null: not clipped."""
+    """Gradients are scaled down to this norm; null: not clipped."""
+    clip: Literal["global", "per_parameter"] = "global"
+    """What clip_norm is the norm of. global: all gradients together, the common meaning; per_parameter: the gradient of
+    each parameter by itself, which bounds it but changes proportions between parameters: the only clipping with
+    memory.optimizer_in_backward."""
 
 
 class Checkpoint(Option):
@@ -189,6 +193,7 @@ class TrainConfig(Option):
             )
         yield from self._streaming_rules()
         yield from self.memory.rules()
+        yield from self._in_backward_rules()
         if self.train.steps is not None and self.train.epochs is not None:
             yield Problem("train.epochs", "steps and epochs are both given. Keep one of them")
         if self.train.steps is not None and self.schedule.warmup_steps >= self.train.steps:
@@ -204,17 +209,39 @@ class TrainConfig(Option):
         """What cannot be streamed block by block."""
         if self.memory.resident_blocks is None:
             return
-        if self.adapter.trains_base:
+        if self.adapter.trains_base and not self.memory.optimizer_in_backward:
             yield Problem(
                 "memory.resident_blocks",
                 f"adapter.method {self.adapter.method} trains the weights that would be streamed: they must be updated "
-                "while they are on the device, in the backward pass. Use null, or adapter.method lora",
+                "while they are on the device. Use memory.optimizer_in_backward true, or resident_blocks null",
             )
         if not self.precision.streamable:
             yield Problem(
                 "memory.resident_blocks",
                 f"{self.precision.weights} weights cannot be brought in block by block. Use null, or precision.weights "
                 "int8",
+            )
+
+    def _in_backward_rules(self) -> Iterator[Problem]:
+        """What needs all gradients at once, where the backward pass frees each as soon as it is used."""
+        if not self.memory.optimizer_in_backward:
+            return
+        if self.train.clip_norm is not None and self.train.clip == "global":
+            yield Problem(
+                "train.clip",
+                "global clipping needs all gradients at once, and memory.optimizer_in_backward frees each as soon as "
+                "it is used. Use train.clip per_parameter, or train.clip_norm null",
+            )
+        if self.train.gradient_accumulation > 1:
+            yield Problem(
+                "train.gradient_accumulation",
+                f"{self.train.gradient_accumulation} passes would add up gradients, and memory.optimizer_in_backward "
+                "keeps none. Use gradient_accumulation 1 with a larger batch_size, or optimizer_in_backward false",
+            )
+        if not self.optimizer.steps_in_backward:
+            yield Problem(
+                "memory.optimizer_in_backward",
+                f"{self.optimizer.name} needs all gradients at once. Use another optimizer.name, or false",
             )
 
     def shape_rules(self, shapes: dict[str, Shape]) -> Iterator[Problem]:

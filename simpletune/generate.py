@@ -66,7 +66,7 @@ class Studio:
         with self.stages.stage("load"):
             sizes = {(request.width, request.height) for request in requests}
             transformer, modulation = load_weights(config, weights, self.device, sizes)
-            vae = config.model.load_vae(self.device, config.precision.encoder_dtype())
+            vae = config.model.load_vae(self.device, config.precision.encoder_dtype(), config.memory.vae_tile)
         with self.stages.stage("draw"):
             clock = time.perf_counter()
             pictures = draw(transformer, vae, config.model, config.precision, list(requests), text.load, modulation)

@@ -79,12 +79,13 @@ class LatentCache:
         model: with folders resolved.
         dtype: the type in which the autoencoder runs.
         cache: the cache's root.
+        tile: ``memory.vae_tile``.
     """
 
-    def __init__(self, model: Model, dtype: torch.dtype, cache: Path):
-        self.model, self.dtype = model, dtype
+    def __init__(self, model: Model, dtype: torch.dtype, cache: Path, tile: int | None = None):
+        self.model, self.dtype, self.tile = model, dtype, tile
         name = f"{model.vae_fingerprint()}-{str(dtype).removeprefix('torch.')}"
-        self.cache = Cache(cache / "latents" / name)
+        self.cache = Cache(cache / "latents" / (name if tile is None else f"{name}-tile{tile}"))
 
     def fill(self, views: Sequence[View], device: torch.device) -> tuple[int, list[Rejected]]:
         """Encode the cuts that are not there yet.
@@ -96,7 +97,7 @@ class LatentCache:
         if not missing:
             return 0, []
         encoded, rejected = 0, dict[str, Rejected]()
-        vae = self.model.load_vae(device, self.dtype)
+        vae = self.model.load_vae(device, self.dtype, self.tile)
         with progress("latents", len(missing), "pictures") as advance, torch.no_grad():
             for view in missing:
                 name = view.picture.name
@@ -192,7 +193,8 @@ def prepare(config: TrainConfig, accelerator: Accelerator, stages: Stages) -> Pr
     usable = without(scan.pictures, small)
     plan = make_plan(config, usable, accelerator.num_processes)
     cache, dtype = Path(config.output.cache), config.precision.encoder_dtype()
-    text, latents = TextCache(config.model, dtype, cache), LatentCache(config.model, dtype, cache)
+    text = TextCache(config.model, dtype, cache)
+    latents = LatentCache(config.model, dtype, cache, config.memory.vae_tile)
     with accelerator.main_process_first():
         requests = validation_requests(config, plan)
         prompts = [*plan.captions(), *(r.prompt for r in requests), *(r.negative_prompt for r in requests)]

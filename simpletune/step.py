@@ -17,6 +17,8 @@ from simpletune.flow import flow_loss, interpolate, velocity_target
 from simpletune.loading import device_of, take_out_modulation
 from simpletune.memory.modulation import Modulation
 from simpletune.models.sd3 import predict_velocity
+from simpletune.optim.in_backward import clip_each, step_in_backward
+from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.profiling import phase
 from simpletune.sampling import autocast_of
 
@@ -58,7 +60,7 @@ class StepCore:
         """One optimizer step.
 
         Returns:
-            The mean loss and, where gradients are clipped, their norm before; both still on the device.
+            The mean loss and, where gradients are clipped together, their norm before; both still on the device.
         """
         mean = torch.zeros((), device=batches[0].z_0.device)
         for number, batch in enumerate(batches, 1):
@@ -68,14 +70,22 @@ class StepCore:
                 with phase("backward"):
                     self.accelerator.backward(loss)
             mean += loss.detach()
-        norm = None
-        if self.config.train.clip_norm is not None:
-            with phase("clip"):
-                norm = self.accelerator.clip_grad_norm_(self.parameters, self.config.train.clip_norm)
-        with phase("optimizer"):
+        with phase("clip"):
+            norm = self.clip()
+        with phase("optimizer"):  # with memory.optimizer_in_backward there is no gradient left: nothing happens here
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return mean, norm
+
+    def clip(self) -> Tensor | None:
+        """Clip the gradients as ``train.clip`` says; their norm before if they are clipped together."""
+        option = self.config.train
+        if option.clip_norm is None:
+            return None
+        if option.clip == "global":
+            return self.accelerator.clip_grad_norm_(self.parameters, option.clip_norm)
+        clip_each(self.parameters, option.clip_norm)
+        return None
 
 
 def assemble(config: TrainConfig, transformer: Any, accelerator: Accelerator) -> StepCore:
@@ -96,8 +106,14 @@ def assemble(config: TrainConfig, transformer: Any, accelerator: Accelerator) ->
 def attach(config: TrainConfig, transformer: Any) -> torch.optim.Optimizer:
     """The adapter on the loaded model, the passes of its blocks, and the optimizer over what trains."""
     config.adapter.attach(transformer, config.train.seed)
-    config.memory.attach(transformer.transformer_blocks, device_of(transformer))
-    return config.optimizer.build(trained_parameters(transformer).values())
+    in_backward = config.memory.optimizer_in_backward
+    blocks, device = transformer.transformer_blocks, device_of(transformer)
+    streamed = config.memory.attach(blocks, device, trained=in_backward and config.adapter.trains_base)
+    optimizer = config.optimizer.build(trained_parameters(transformer).values(), in_backward)
+    if in_backward:
+        assert isinstance(optimizer, RoundedOptimizer)
+        step_in_backward(optimizer, config.train.clip_norm, streamed)
+    return optimizer
 
 
 def trained_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:

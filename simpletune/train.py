@@ -19,6 +19,7 @@ from simpletune.devices import choose_device
 from simpletune.ema import Average, averaged
 from simpletune.feed import Batch, Feed
 from simpletune.loading import load_base
+from simpletune.optim.rounding import key_draws
 from simpletune.options import UserError
 from simpletune.places import require_fit, resolved
 from simpletune.prepare import Prepared, prepare
@@ -151,6 +152,7 @@ def loop(run: Run) -> list[Path]:
             reseed_global(config.train.seed, "step", step, process)
             lr = config.optimizer.lr * config.schedule.factor(step, run.steps)
             set_learning_rate(run.core.optimizer, lr)
+            key_draws(run.core.optimizer, config.train.seed, step)
             loss, norm = run.core.step(batches)
             if run.average is not None:
                 run.average.update()
@@ -269,7 +271,13 @@ def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
     """Accelerate's view of the processes and the device, and which device and why."""
     device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # the last block's add_q_proj gets no gradient
-    return Accelerator(cpu=device.type == "cpu", kwargs_handlers=[unused]), reason
+    accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[unused])
+    if config.memory.optimizer_in_backward and accelerator.num_processes > 1:
+        raise UserError(
+            f"memory.optimizer_in_backward: {accelerator.num_processes} processes would each update with their own "
+            "gradients, before these are averaged. Set it to false, or use one process"
+        )
+    return accelerator, reason
 
 
 def tell_resume(saved: checkpoint.SavedState, config: TrainConfig, prepared: Prepared, steps: int) -> None:

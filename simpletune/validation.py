@@ -59,8 +59,8 @@ class Previews:
         device = device_of(transformer)
         was_training = transformer.training
         transformer.eval()
-        vae = self.config.model.load_vae(device, self.config.precision.encoder_dtype())
         config, load = self.config, self.text.load
+        vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
         pictures = draw(transformer, vae, config.model, config.precision, self.requests, load, self.modulation)
         del vae
         free_memory(device)

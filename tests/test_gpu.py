@@ -243,3 +243,48 @@ def test_whole_streamed_runs(weights: str, tiny_config: dict, tmp_path: Path) ->
         )  # fmt: skip
         losses.append([row["loss"] for row in read_metrics(run)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "paged_adamw8bit", "adamw_bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_optimizer_in_the_backward_pass_gives_the_losses_of_the_normal_one(
+    dtype: str, optimizer: str, tiny_config: dict
+) -> None:
+    """Draws have keys, so rounding is the same; torch's AdamW over several parameters may differ in the last bits."""
+    losses = []
+    for lever in (False, True):
+        options = {
+            "adapter": {"method": "full"},
+            "precision": {"weights": dtype},
+            "optimizer": {"name": optimizer, "lr": 1e-3},
+            "train": {"clip": "per_parameter"},
+            "memory": {"optimizer_in_backward": lever},
+        }
+        run = run_on({**tiny_config, "adapter": {}}, "cuda", name=f"lever-{lever}", **options)
+        losses.append([row["loss"] for row in read_metrics(run)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_t5_layer_by_layer_gives_the_whole_encoders_states_and_holds_one_layer(tmp_path: Path) -> None:
+    from transformers import T5Config, T5EncoderModel
+
+    from simpletune.models.parts import Part
+    from simpletune.models.t5_layers import LayeredT5
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=4000, d_model=512, d_kv=64, d_ff=8192, num_layers=6, num_heads=8,
+                      feed_forward_proj="gated-gelu")  # fmt: skip
+    model = T5EncoderModel(config).bfloat16().eval()
+    model.save_pretrained(tmp_path / "text_encoder_3")
+    ids = torch.randint(0, 4000, (4, 32))
+    with torch.no_grad():
+        expected = model.cuda()(ids.cuda())[0].cpu()
+    layer = sum(parameter.nbytes for parameter in model.encoder.block[1].parameters())
+    del model
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    part, device = Part("text_encoder_3", tmp_path / "text_encoder_3"), torch.device("cuda")
+    rows = torch.stack(list(LayeredT5(part, torch.bfloat16, device).encode(ids, 4)))
+    torch.testing.assert_close(rows, expected, rtol=2e-2, atol=2e-2)
+    assert torch.cuda.max_memory_allocated() - before < 3 * layer

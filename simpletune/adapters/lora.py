@@ -38,6 +38,10 @@ class Lora(TrainingMethod):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout before each update."""
 
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """The type of the updates' weights and gradients, and of the file. bf16 halves them; keep optimizer.rounding at
+    stochastic, or small changes are lost."""
+
     output_name: ClassVar[str] = OUTPUT
 
     @property
@@ -82,7 +86,8 @@ class Lora(TrainingMethod):
                 )
 
     def attach(self, model: nn.Module, seed: int) -> None:
-        """Freeze the model and add the updates: fp32 weights, products in the type of the activations."""
+        """Freeze the model and add the updates: weights in ``dtype``, products in the type of the activations."""
+        import torch
         from peft import LoraConfig, inject_adapter_in_model
 
         from simpletune.adapters.lora_layers import compute_in_input_type
@@ -98,7 +103,7 @@ class Lora(TrainingMethod):
             target_modules=self.modules(shapes),
         )
         inject_adapter_in_model(config, model)
-        compute_in_input_type(model)
+        compute_in_input_type(model, {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype])
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
         """Within this context the updates are off, exactly."""
@@ -110,13 +115,14 @@ class Lora(TrainingMethod):
         """Write pytorch_lora_weights.safetensors in diffusers' layout, the scale folded into lora_B.
 
         A scale that stands only in the header is ignored by other tools without a word; folded in, all apply it alike.
+        The file is in ``dtype``: of bf16, a scale that is no power of two costs lora_B one more rounding.
         """
         from simpletune.adapters.lora_layers import lora_state
         from simpletune.models.weights import write_safetensors
 
         state = {}
         for name, tensor in lora_state(model).items():
-            folded = tensor * self.scale if ".lora_B." in name else tensor
+            folded = (tensor.float() * self.scale).to(tensor.dtype) if ".lora_B." in name else tensor
             state[f"transformer.{name}"] = folded
         return write_safetensors(state, folder / OUTPUT, metadata)
 

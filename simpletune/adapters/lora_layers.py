@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.nn.functional as F
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ ADAPTER = "default"  # PEFT's name for the only adapter
 
 
 class InputTypeLinear(nn.Linear):
-    """A linear layer whose weight is cast to its input's type: fp32 weights, products in bf16."""
+    """A linear layer whose weight is cast to its input's type: fp32 weights, products in bf16, say."""
 
     def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
         """x W^T in the type of x."""
@@ -25,8 +26,8 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
 
 
-def compute_in_input_type(model: nn.Module) -> None:
-    """Keep the updates' weights in fp32 and their products in the activations' type.
+def compute_in_input_type(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Keep the updates' weights in one type and their products in the activations' type.
 
     PEFT would cast the activations up to the weights' type: fp32 products, and fp32 activations kept for backward.
     """
@@ -35,7 +36,7 @@ def compute_in_input_type(model: nn.Module) -> None:
         for pair in (layer.lora_A, layer.lora_B):
             old = pair[ADAPTER]
             new = InputTypeLinear(old.in_features, old.out_features, bias=False, device="meta")
-            new.weight = nn.Parameter(old.weight.detach().float())
+            new.weight = nn.Parameter(old.weight.detach().to(dtype))
             pair[ADAPTER] = new
 
 

@@ -44,6 +44,14 @@ class Memory(Option):
     cache_quantised: bool = True
     """Keep the quantised base under output.cache: the next start reads it, and neither reads nor quantises the
     full-precision weights. It takes the disk what the quantised weights take the device. Exact."""
+    optimizer_in_backward: bool = False
+    """Each parameter is updated, and its gradient freed, during the backward pass, so that gradients never stand
+    together: saves a full fine-tuning 2 bytes a parameter in bf16, 4 in fp32. Exact; needs gradient_accumulation 1, one
+    process, and train.clip per_parameter (or clip_norm null)."""
+    vae_tile: Annotated[int, Field(ge=128, multiple_of=64)] | None = None
+    """The autoencoder encodes and decodes larger pictures in overlapping tiles of this many pixels, blended, with the
+    memory of one tile; null: whole pictures. Not exact: a tile's norms and attention do not see its neighbours.
+    AutoencoderTiny takes pictures whole all the same: it needs little."""
 
     def streamed(self, blocks: int) -> list[int]:
         """Which of so many blocks are streamed. The resident ones are spread among them: while those compute, there is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -90,37 +91,53 @@ def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
     with init_empty_weights():
         vae = diffusers.AutoencoderKL.from_config(config)
     tensors = {key: tensor.to(dtype, copy=True) for key, tensor in convert_ldm_vae_checkpoint(original, config).items()}
-    _require_fit(part, {key: tensor.shape for key, tensor in vae.state_dict().items()}, tensors)
+    require_fit(part, _shapes(vae.state_dict()), _shapes(tensors))
     vae.load_state_dict(tensors, assign=True)
     return vae
 
 
+def use_tiles(vae: Any, pixels: int) -> None:
+    """Let an autoencoder take pictures larger than a tile in tiles that overlap by a quarter, blended (diffusers').
+
+    AutoencoderTiny is left as it is: diffusers' tiles for its encoder hold 4 latent channels, and SD3 has 16.
+
+    Args:
+        vae: AutoencoderKL or AutoencoderTiny.
+        pixels: the side of a tile.
+    """
+    from diffusers import AutoencoderTiny
+
+    if isinstance(vae, AutoencoderTiny):
+        return
+    vae.enable_tiling()
+    vae.tile_sample_min_size = pixels
+    vae.tile_latent_min_size = pixels // 2 ** (len(vae.config.block_out_channels) - 1)
+
+
 def load_text_model(part: Part, dtype: torch.dtype) -> Any:
-    """A text encoder (CLIPTextModelWithProjection, or T5EncoderModel) on the CPU.
+    """A CLIP text encoder (CLIPTextModelWithProjection) on the CPU; T5 is read layer by layer (t5_layers.py).
 
     Raises:
         UserError: weights and configuration do not fit.
     """
     from accelerate import init_empty_weights
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    is_t5 = part.name == "text_encoder_3"
-    kind, kind_of_config = (T5EncoderModel, T5Config) if is_t5 else (CLIPTextModelWithProjection, CLIPTextConfig)
+    kind = CLIPTextModelWithProjection
     if part.file is None:
         return kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True)
-    config = kind_of_config.from_dict(part.config())
-    tensors = _text_tensors(part)
+    config = CLIPTextConfig.from_dict(part.config())
+    tensors = _clip_tensors(part)
     with init_empty_weights():
-        shapes = {key: tensor.shape for key, tensor in kind(config).state_dict().items()}
-    tied = {"encoder.embed_tokens.weight"}  # T5's own name for shared.weight
-    _require_fit(part, {key: shape for key, shape in shapes.items() if key not in tied}, tensors)
+        expected = _shapes(kind(config).state_dict())
+    require_fit(part, expected, _shapes(tensors))
     return kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
 
 
-def _text_tensors(part: Part) -> dict[str, Tensor]:
-    """A text encoder's tensors under transformers' names, in the types they have on disk.
+def _clip_tensors(part: Part) -> dict[str, Tensor]:
+    """A CLIP encoder's tensors under transformers' names, in the types they have on disk.
 
     The original CLIP-L comes without a projection; it is the identity (diffusers' and ComfyUI's rule).
     """
@@ -128,7 +145,7 @@ def _text_tensors(part: Part) -> dict[str, Tensor]:
 
     assert part.file is not None
     read = open_file(part.file).read(part.name)
-    unused = ("position_ids", "logit_scale", "encoder.embed_tokens.weight")
+    unused = ("position_ids", "logit_scale")
     tensors = {key: tensor for key, tensor in read.items() if not key.endswith(unused)}
     if part.name == "text_encoder" and "text_projection.weight" not in tensors:
         width = tensors["text_model.embeddings.token_embedding.weight"].shape[1]
@@ -136,12 +153,20 @@ def _text_tensors(part: Part) -> dict[str, Tensor]:
     return tensors
 
 
-def _require_fit(part: Part, shapes: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Names and shapes in the file against those in the configuration."""
-    missing, odd = sorted(set(shapes) - set(tensors)), sorted(set(tensors) - set(shapes))
-    sized = [key for key in shapes if key in tensors and tensors[key].shape != shapes[key]]
-    found = {"missing": missing, "unexpected": odd, "of another shape": sized}
-    listed = [f"{title}: {', '.join(names[:LISTED])}" for title, names in found.items() if names]
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def require_fit(part: Part, expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> None:
+    """Names and shapes in the file against those in the configuration.
+
+    Raises:
+        UserError: they differ.
+    """
+    missing, odd = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    sized = [key for key in expected if key in found and found[key] != expected[key]]
+    kinds = {"missing": missing, "unexpected": odd, "of another shape": sized}
+    listed = [f"{title}: {', '.join(names[:LISTED])}" for title, names in kinds.items() if names]
     if listed:
         raise UserError(
             f"{part.place} does not fit its configuration ({part.folder or 'SD3 Medium, bundled'}). "

@@ -16,7 +16,7 @@ from pydantic import Field
 from simpletune.data.buckets import Size
 from simpletune.models import sd3_sources
 from simpletune.models.hub import fetch, is_hub_name
-from simpletune.models.parts import Part, load_autoencoder
+from simpletune.models.parts import Part, load_autoencoder, use_tiles
 from simpletune.models.sd3_shapes import Shape, parameter_shapes, sd3_medium_config, timestep_of
 from simpletune.models.single_file import open_file
 from simpletune.options import Option, Problem
@@ -170,9 +170,18 @@ class SD3(Option):
             crop_to(model, sizes, lambda: EmptyTensors(config), precision.base_dtype())
         return model
 
-    def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """The autoencoder (AutoencoderKL, or AutoencoderTiny), frozen."""
-        return load_autoencoder(self.part("vae"), dtype).to(device).eval().requires_grad_(False)
+    def load_vae(self, device: torch.device, dtype: torch.dtype, tile: int | None = None) -> nn.Module:
+        """The autoencoder (AutoencoderKL, or AutoencoderTiny), frozen.
+
+        Args:
+            device: where to.
+            dtype: of its weights.
+            tile: pixels of the tiles in which larger pictures go through an AutoencoderKL; None: whole.
+        """
+        vae = load_autoencoder(self.part("vae"), dtype).to(device).eval().requires_grad_(False)
+        if tile is not None:
+            use_tiles(vae, tile)
+        return vae
 
     def vae_fingerprint(self) -> str:
         """A short name for the autoencoder's content."""

@@ -75,18 +75,15 @@ class Prompts:
         """
         tokenizer = _tokenizer(encoder, self._tokenizer_folder(encoder))
         length = self.t5_length if encoder.is_t5 else tokenizer.model_max_length
-        model = load_text_model(self.part(encoder.model), self.dtype).eval().to(device)
-        for start in range(0, len(prompts), batch_size):
-            batch = prompts[start : start + batch_size]
-            counts = [len(ids) for ids in tokenizer(batch).input_ids]
-            ids = tokenizer(
-                batch, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-            ).input_ids
-            with torch.no_grad():
-                outputs = _encode_t5(model, ids.to(device)) if encoder.is_t5 else _encode_clip(model, ids.to(device))
-            for row, count in enumerate(counts):
-                parts = {name: tensor[row].to("cpu", self.dtype) for name, tensor in outputs.items()}
-                yield {**parts, "tokens": torch.tensor([count])}
+        counts = [len(ids) for ids in tokenizer(prompts).input_ids]
+        ids = tokenizer(
+            prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+        ).input_ids
+        run = _run_t5 if encoder.is_t5 else _run_clip
+        outputs = run(self.part(encoder.model), ids, self.dtype, device, batch_size)
+        for output, count in zip(outputs, counts, strict=True):
+            parts = {name: tensor.to("cpu", self.dtype) for name, tensor in output.items()}
+            yield {**parts, "tokens": torch.tensor([count])}
 
     def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
         """One prompt's embeddings from its encoders' outputs.
@@ -116,13 +113,25 @@ def _tokenizer(encoder: Encoder, folder: Path) -> Any:
     return (T5TokenizerFast if encoder.is_t5 else CLIPTokenizer).from_pretrained(folder, local_files_only=True)
 
 
-def _encode_clip(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    output = model(ids, output_hidden_states=True)
-    return {"hidden": output.hidden_states[-2], "pooled": output.text_embeds}
+@torch.no_grad()
+def _run_clip(
+    part: Part, ids: Tensor, dtype: torch.dtype, device: torch.device, batch_size: int
+) -> Iterator[dict[str, Tensor]]:
+    """A CLIP encoder, whole, over all prompts: the last hidden state but one, and the projected one."""
+    model = load_text_model(part, dtype).eval().to(device)
+    for batch in ids.split(batch_size):
+        output = model(batch.to(device), output_hidden_states=True)
+        for hidden, pooled in zip(output.hidden_states[-2], output.text_embeds, strict=True):
+            yield {"hidden": hidden, "pooled": pooled}
 
 
-def _encode_t5(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    return {"hidden": model(ids)[0]}
+def _run_t5(
+    part: Part, ids: Tensor, dtype: torch.dtype, device: torch.device, batch_size: int
+) -> Iterator[dict[str, Tensor]]:
+    """The T5 encoder, layer by layer, over all prompts."""
+    from simpletune.models.t5_layers import LayeredT5
+
+    return ({"hidden": hidden} for hidden in LayeredT5(part, dtype, device).encode(ids, batch_size))
 
 
 def _folder_hash(folder: Path) -> str:

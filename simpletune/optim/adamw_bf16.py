@@ -33,6 +33,7 @@ class AdamWBF16(OptimizerOption):
     """Added to the denominator."""
 
     bytes_per_parameter: ClassVar[float] = 6
+    draws: ClassVar[bool] = True
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The compensated optimizer."""

@@ -17,6 +17,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
 
     State of each parameter: ``exp_avg``, ``exp_avg_sq``, and for bf16 weights ``compensation``, all bf16; ``step``.
 
+    Draws come from its group's ``generator``; None: the global one.
+
     Args:
         parameters: bf16 or fp32.
         lr: learning rate.
@@ -33,7 +35,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
     ):
-        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "generator": None}
+        super().__init__(parameters, settings)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -53,8 +56,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
         gradient = parameter.grad.float()
         mean = state["exp_avg"].float().lerp_(gradient, 1 - beta_1)
         square = state["exp_avg_sq"].float().mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
-        state["exp_avg"].copy_(stochastic_round(mean))
-        state["exp_avg_sq"].copy_(stochastic_round(square))
+        state["exp_avg"].copy_(stochastic_round(mean, group["generator"]))
+        state["exp_avg_sq"].copy_(stochastic_round(square, group["generator"]))
         correction_1, correction_2 = 1 - beta_1 ** state["step"], 1 - beta_2 ** state["step"]
         denominator = square.sqrt_().div_(math.sqrt(correction_2)).add_(group["eps"])
         weight = parameter.float()

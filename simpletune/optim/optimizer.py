@@ -30,13 +30,24 @@ class OptimizerOption(Option):
     bytes_per_parameter: ClassVar[float]
     """Bytes of optimizer state per trained parameter, for parameters held in fp32."""
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over some parameters; bf16 ones step in fp32, one at a time, and are rounded as asked."""
+    draws: ClassVar[bool] = False
+    """Whether the optimizer itself draws random numbers."""
+    steps_in_backward: ClassVar[bool] = True
+    """Whether a parameter's update needs no other parameter's gradient."""
+
+    def build(self, parameters: Iterable[nn.Parameter], in_backward: bool = False) -> torch.optim.Optimizer:
+        """The optimizer over some parameters; bf16 ones step in fp32, one at a time, and are rounded as asked.
+
+        Args:
+            parameters: to be trained.
+            in_backward: whether each is updated by itself (``RoundedOptimizer.update``).
+        """
         from simpletune.optim.rounding import RoundedOptimizer
 
         parameters = list(parameters)
-        if self.rounding == "stochastic" and any(parameter.itemsize < 4 for parameter in parameters):
-            return RoundedOptimizer(parameters, self.make)
+        rounded = self.rounding == "stochastic" and any(parameter.itemsize < 4 for parameter in parameters)
+        if rounded or self.draws or in_backward:
+            return RoundedOptimizer(parameters, self.make, rounded)
         return self.make(parameters)
 
     def place(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:

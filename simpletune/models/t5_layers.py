@@ -1,0 +1,130 @@
+"""T5 layer by layer: each is loaded, run over all prompts, and freed, so the encoder stands whole neither on the
+device nor in host memory.
+
+Results are those of the whole model: the layers are transformers' own, called as its encoder calls them, in the same
+batches. SD3 gives T5 no attention mask. Shapes: n prompts, T tokens, e width (4096 for SD3 Medium).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import T5Config, T5EncoderModel
+from transformers.masking_utils import create_bidirectional_mask
+
+from simpletune.models.parts import Part, require_fit
+from simpletune.models.single_file import PREFIXES, open_file
+from simpletune.models.weights import read_header, to_device, weight_files
+from simpletune.terminal import progress
+
+CHUNK_BYTES = 2**30  # of hidden states in host memory; more prompts than that make the layers be loaded again
+EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # two names of one tensor; a file holds either or both
+NOT_ENCODER = ("decoder.", "lm_head.")
+
+
+class PartTensors:
+    """The tensors of one part by name. Files are opened for each read, so that nothing stays mapped in between.
+
+    Args:
+        part: with safetensors files, or inside a single file.
+    """
+
+    def __init__(self, part: Part):
+        if part.file is not None:
+            open_file(part.file).check(part.name)
+        assert part.file is not None or part.folder is not None
+        files = [part.file] if part.file is not None else weight_files(part.folder)  # type: ignore[arg-type]
+        prefix = PREFIXES[part.name] if part.file is not None else ""
+        self._places = {
+            name.removeprefix(prefix): (file, name, torch.Size(entry["shape"]))
+            for file in files
+            for name, entry in read_header(file).items()
+            if name != "__metadata__" and name.startswith(prefix)
+        }
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of all tensors."""
+        return {name: shape for name, (_, _, shape) in self._places.items()}
+
+    def get(self, name: str) -> Tensor:
+        """One tensor: a view of the memory-mapped file."""
+        from safetensors import safe_open
+
+        file, original, _ = self._places[name]
+        with safe_open(file, framework="pt") as handle:
+            return handle.get_tensor(original)
+
+
+class LayeredT5:
+    """A T5 encoder whose weights stay in their files.
+
+    Args:
+        part: where they are.
+        dtype: the type in which it runs.
+        device: where layers run; embeddings and hidden states stay on the host.
+
+    Raises:
+        UserError: weights and configuration do not fit.
+    """
+
+    def __init__(self, part: Part, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device = dtype, device
+        with init_empty_weights():
+            self.model = T5EncoderModel(T5Config.from_dict(part.config())).eval()
+        self.tensors = PartTensors(part)
+        found = {name: s for name, s in self.tensors.shapes.items() if not name.startswith(NOT_ENCODER)}
+        self.embedding = next((name for name in EMBEDDINGS if name in found), EMBEDDINGS[0])
+        unused = set(EMBEDDINGS) - {self.embedding}
+        expected = {name: tensor.shape for name, tensor in self.model.state_dict().items() if name not in unused}
+        require_fit(part, expected, {name: shape for name, shape in found.items() if name not in unused})
+
+    @torch.no_grad()
+    def encode(self, ids: Tensor, batch_size: int) -> Iterator[Tensor]:
+        """The last hidden states.
+
+        Args:
+            ids: token numbers [n, T].
+            batch_size: prompts that go through a layer together.
+
+        Yields:
+            For each prompt a tensor [T, e] on the host.
+        """
+        per_prompt = ids.shape[1] * self.model.config.d_model * self.dtype.itemsize
+        batches = max(1, CHUNK_BYTES // (per_prompt * batch_size))
+        for chunk in ids.split(batches * batch_size):
+            yield from self._encode(chunk, batch_size)
+
+    def _encode(self, ids: Tensor, batch_size: int) -> Tensor:  # [n, T] -> [n, T, e]
+        """All layers over the prompts of one chunk."""
+        encoder, bias = self.model.encoder, None
+        hidden = self.tensors.get(self.embedding)[ids].to(self.dtype)  # of the table, only these rows are read
+        with progress("text  t5", len(encoder.block), "layers") as advance:
+            for number, block in enumerate(encoder.block):
+                with self._loaded(block, f"encoder.block.{number}."):
+                    for batch in hidden.split(batch_size):
+                        x = batch.to(self.device)
+                        mask = create_bidirectional_mask(config=encoder.config, inputs_embeds=x, attention_mask=None)
+                        x, bias, _ = block(x, mask, bias)  # the first makes the position bias, all others get it
+                        batch.copy_(x)
+                advance()
+        with self._loaded(encoder.final_layer_norm, "encoder.final_layer_norm."):
+            for batch in hidden.split(batch_size):
+                batch.copy_(encoder.final_layer_norm(batch.to(self.device)))
+        return hidden
+
+    @contextmanager
+    def _loaded(self, module: nn.Module, prefix: str) -> Iterator[None]:
+        """Within this context the module's weights are on the device."""
+        names = list(module.state_dict())
+        weights = {name: to_device(self.tensors.get(prefix + name), self.device, self.dtype) for name in names}
+        module.load_state_dict(weights, assign=True)
+        del weights
+        try:
+            yield
+        finally:
+            module.to("meta")

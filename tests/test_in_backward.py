@@ -1,0 +1,288 @@
+"""The optimizer in the backward pass: the same numbers as after it, with the gradients of one layer at a time."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from simpletune import checkpoint
+from simpletune.config import TrainConfig
+from simpletune.models.sd3_shapes import parameter_shapes, sd3_medium_config
+from simpletune.optim.adamw import AdamW
+from simpletune.optim.adamw_bf16 import AdamWBF16
+from simpletune.optim.in_backward import step_in_backward
+from simpletune.optim.rounding import key_draws
+from simpletune.options import ConfigError, UserError, union_of
+from simpletune.places import resolved
+from simpletune.reading import validate
+from simpletune.runs import read_metrics
+from simpletune.train import attach, make_accelerator, train
+
+OPTIMIZERS = list(union_of(TrainConfig.model_fields["optimizer"]).members)
+MIB = 2**20
+
+
+def run_json(tiny_config: dict, in_backward: bool, name: str, **changes: dict) -> dict:
+    """A run whose gradients are clipped one by one, with the lever on or off."""
+    data = copy.deepcopy(tiny_config)
+    data["name"] = name
+    for section, values in changes.items():
+        data[section] = {**data.get(section, {}), **values}
+    data["train"] = {"clip": "per_parameter", **data["train"]}
+    data["memory"] = {"checkpointing": "all", "optimizer_in_backward": in_backward}
+    return data
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint.checkpoint_folder(run, step) / checkpoint.TRAINABLE)
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run)]
+
+
+def of_method(method: str, dtype: str) -> dict:
+    """A run's adapter and precision: what trains is held in ``dtype``."""
+    if method == "lora":
+        return {"adapter": {"method": "lora", "rank": 2, "dtype": dtype, "dropout": 0.1}}
+    return {"adapter": {"method": method}, "precision": {"weights": dtype}}
+
+
+def make(tiny_config: dict, in_backward: bool, name: str, method: str, dtype: str, **changes: dict) -> dict:
+    """``run_json`` of a method and a type."""
+    data = {**tiny_config, **of_method(method, dtype)}
+    return run_json(data, in_backward, name, **changes)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_ten_steps_are_those_of_the_normal_optimizer_bit_for_bit(
+    method: str, dtype: str, optimizer: str, tiny_config: dict
+) -> None:
+    changes = {"optimizer": {"name": optimizer, "lr": 1e-3}, "train": {"steps": 10, "clip_norm": None}}
+    off, on = (
+        train(validate(make(tiny_config, lever, f"lever-{lever}", method, dtype, **changes), "test"))
+        for lever in (False, True)
+    )
+    assert losses(on) == losses(off)
+    assert losses(on)[0] != losses(on)[-1]
+    torch.testing.assert_close(weights(on, 10), weights(off, 10), rtol=0, atol=0)
+
+
+def test_clipped_one_by_one_the_steps_are_the_same_too(tiny_config: dict) -> None:
+    sgd_like = {"name": "adafactor", "clip_threshold": 1e9, "lr": 1e-3}
+    runs = []
+    for lever, norm in [(False, 0.001), (True, 0.001), (True, None)]:
+        changes = {"optimizer": sgd_like, "train": {"steps": 4, "clip_norm": norm}}
+        runs.append(train(validate(make(tiny_config, lever, f"{lever}-{norm}", "full", "fp32", **changes), "test")))
+    off, on, free = runs
+    assert losses(on) == losses(off) != losses(free)
+    torch.testing.assert_close(weights(on, 4), weights(off, 4), rtol=0, atol=0)
+    assert all("grad_norm" not in row for row in read_metrics(on))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("second", [True, False], ids=["on-on", "on-off"])
+def test_resumes_bit_for_bit_with_the_lever_on_or_off(second: bool, optimizer: str, tiny_config: dict) -> None:
+    changes = {"optimizer": {"name": optimizer, "lr": 1e-3}}
+    whole = train(validate(make(tiny_config, True, "whole", "full", "bf16", **changes), "test"))
+    halves = make(tiny_config, True, "halves", "full", "bf16", **changes)
+    halves["train"]["steps"] = 2
+    train(validate(halves, "first half"))
+    halves["train"]["steps"], halves["memory"]["optimizer_in_backward"] = 4, second
+    again = train(validate(halves, "second half"), resume="latest")
+    torch.testing.assert_close(weights(again, 4), weights(whole, 4), rtol=0, atol=0)
+
+
+def loaded(tiny_config: dict, **memory: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The tiny model for full fine-tuning in bf16, and its optimizer."""
+    data = make(tiny_config, True, "loaded", "full", "bf16")
+    data["memory"] |= memory
+    config = resolved(validate(data, "test"))
+    model = config.model.load_transformer(config.precision, torch.device("cpu"))
+    return model, attach(config, model)
+
+
+def backward(model: nn.Module) -> None:
+    config = model.config
+    z = torch.randn(1, config.in_channels, 4, 4, dtype=torch.bfloat16)
+    text = torch.randn(1, 9, config.joint_attention_dim, dtype=torch.bfloat16)
+    pooled = torch.randn(1, config.pooled_projection_dim, dtype=torch.bfloat16)
+    output = model(z, text, pooled, torch.tensor([500.0]), return_dict=False)[0]
+    output.float().pow(2).mean().backward()
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    return sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+
+
+def test_no_gradient_outlives_its_update(tiny_config: dict) -> None:
+    """With the lever, the gradients that exist when one is used are its own; without it they are all there at last."""
+    model, optimizer = loaded(tiny_config)
+    alive, update = [], optimizer.update
+
+    def watch(parameter: nn.Parameter) -> None:
+        alive.append((gradient_bytes(model), parameter.nbytes))
+        update(parameter)
+
+    optimizer.update = watch
+    backward(model)
+    assert all(there == own for there, own in alive)
+    assert gradient_bytes(model) == 0
+
+    normal, _ = loaded(tiny_config, optimizer_in_backward=False)
+    backward(normal)
+    used = sum(own for _, own in alive)
+    assert gradient_bytes(normal) == used
+    assert used > 0.9 * sum(p.nbytes for p in normal.parameters())
+
+
+def test_a_parameter_without_gradient_stays_and_has_no_state() -> None:
+    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = AdamW(lr=0.1, weight_decay=0.5).build([used, unused], in_backward=True)
+    step_in_backward(optimizer, None)
+    (2 * used).sum().backward()
+    assert optimizer.state[used] and not optimizer.state[unused]
+    assert torch.equal(unused, torch.ones(3)) and not torch.equal(used, torch.ones(3))
+
+
+def test_a_weight_used_twice_is_updated_once_with_the_sum_of_its_gradients() -> None:
+    torch.manual_seed(0)
+    start, x = torch.randn(6, 6), torch.randn(3, 6)
+    results, calls = [], []
+    for in_backward in (False, True):
+        weight = nn.Parameter(start.clone())
+        optimizer = AdamW(lr=0.1).build([weight], in_backward=True)
+        update = optimizer.update
+        optimizer.update = lambda parameter, update=update: (calls.append(1), update(parameter))
+        if in_backward:
+            step_in_backward(optimizer, None)
+        for _ in range(3):
+            (torch.tanh(x @ weight) @ weight).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(weight.detach())
+    assert torch.equal(*results)
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("option", [AdamW(lr=0.01), AdamWBF16(lr=0.01)], ids=lambda option: option.name)
+def test_draws_depend_on_the_step_and_the_parameter_not_on_the_order(option: AdamW | AdamWBF16) -> None:
+    torch.manual_seed(3)
+    start = [torch.randn(64).bfloat16() for _ in range(3)]
+    gradient = torch.randn(64).bfloat16()
+
+    def stepped(order: Iterator[int], step: int) -> list[torch.Tensor]:
+        parameters = [nn.Parameter(tensor.clone()) for tensor in start]
+        optimizer = option.build(parameters, in_backward=True)
+        key_draws(optimizer, 7, step)
+        for number in order:
+            parameters[number].grad = gradient.clone()
+            optimizer.update(parameters[number])
+        means = [optimizer.state[parameter]["exp_avg"].float() for parameter in parameters]
+        return [torch.cat([p.detach().float(), m]) for p, m in zip(parameters, means, strict=True)]
+
+    forward, reverse, later = stepped(range(3), 0), stepped(reversed(range(3)), 0), stepped(range(3), 1)
+    assert all(torch.equal(a, b) for a, b in zip(forward, reverse, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(forward, later, strict=True))
+
+
+def test_what_needs_all_gradients_is_refused_with_the_alternative(tiny_config: dict) -> None:
+    tiny_config["memory"]["optimizer_in_backward"] = True
+    tiny_config["train"]["gradient_accumulation"] = 2
+    with pytest.raises(ConfigError) as refused:
+        validate(tiny_config, "test")
+    said = str(refused.value)
+    assert "train.clip: global clipping needs all gradients" in said
+    assert "Use train.clip per_parameter, or train.clip_norm null" in said
+    assert "train.gradient_accumulation: 2 passes would add up gradients" in said
+    assert "2 problems" in said
+
+
+def test_an_optimizer_that_needs_all_gradients_is_refused(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdamW, "steps_in_backward", False)
+    with pytest.raises(ConfigError, match="memory.optimizer_in_backward: adamw needs all gradients at once"):
+        validate(run_json(tiny_config, True, "refused"), "test")
+
+
+def test_several_processes_are_refused(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import Accelerator
+
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    config = validate(run_json(tiny_config, True, "refused"), "test")
+    with pytest.raises(UserError, match="memory.optimizer_in_backward: 2 processes would each update"):
+        make_accelerator(config)
+
+
+BYTES = [("fp32", "adamw", 16), ("fp32", "adamw8bit", 10.03), ("bf16", "adamw", 12), ("bf16", "adamw8bit", 6.03)]
+
+
+@pytest.mark.parametrize(("dtype", "optimizer", "per_parameter"), BYTES)
+def test_bytes_of_a_lora_are_those_of_the_arithmetic(
+    dtype: str, optimizer: str, per_parameter: float, tiny_config: dict
+) -> None:
+    """Weight, gradient and optimizer state of a LoRA; the table in the documentation is this arithmetic."""
+    data = make(tiny_config, False, "bytes", "lora", dtype, optimizer={"name": optimizer})
+    data["adapter"]["rank"] = 64  # matrices of 4096 elements: what is smaller keeps fp32 state
+    config = resolved(validate(data, "test"))
+    model = config.model.load_transformer(config.precision, torch.device("cpu"))
+    optimizer_ = attach(config, model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert sum(p.numel() for p in trained) == config.adapter.trainable(config.model.shapes())
+    for parameter in trained:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer_.step()
+    state = [v for p in trained for k, v in optimizer_.state[p].items() if torch.is_tensor(v) and "qmap" not in k]
+    taken = sum(t.nbytes for t in [*trained, *(p.grad for p in trained), *state])
+    assert taken / sum(p.numel() for p in trained) == pytest.approx(per_parameter, rel=1e-3)
+
+    held = {"fp32": 4, "bf16": 2}[dtype]
+    assert per_parameter == pytest.approx(2 * held + config.optimizer.bytes_per_parameter)
+    shapes = parameter_shapes(sd3_medium_config())
+    for rank in (16, 64):
+        count = config.adapter.model_copy(update={"rank": rank}).trainable(shapes)
+        print(f"LoRA r{rank} {dtype} {optimizer}: {count:,} parameters, {count * per_parameter / MIB:.1f} MiB")
+        assert count * 16 / MIB == pytest.approx({16: 143, 64: 573}[rank], abs=0.6)  # [derived] in the memory notes
+
+
+def test_a_lora_in_bf16_is_exported_in_bf16_and_loads(tiny_config: dict) -> None:
+    from simpletune.adapters.lora_file import load_lora
+
+    data = make(tiny_config, False, "exported", "lora", "bf16")
+    data["adapter"] |= {"alpha": 4, "dropout": 0.0}  # a scale of 2, which is folded in without rounding
+    run = train(validate(data, "test"))
+    trained = weights(run, 4)
+    assert {tensor.dtype for tensor in trained.values()} == {torch.bfloat16}
+    exported = load_file(run / "pytorch_lora_weights.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    config = resolved(validate(data, "test"))
+    model = config.model.load_transformer(config.precision, torch.device("cpu"))
+    load_lora(model, run / "pytorch_lora_weights.safetensors")
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            scale = 2 if ".lora_B." in name else 1
+            torch.testing.assert_close(parameter, scale * trained[name].float(), rtol=0, atol=0)
+    assert math.isfinite(json.loads((run / "summary.json").read_text())["final_loss"])
+
+
+def test_a_checkpoint_from_before_a_field_was_there_resumes(tiny_config: dict) -> None:
+    tiny_config["train"]["steps"] = 2
+    run = train(validate(tiny_config, "test"))
+    state = checkpoint.checkpoint_folder(run, 2) / checkpoint.STATE
+    saved = json.loads(state.read_text())
+    assert saved["config"]["adapter"].pop("dtype") == "fp32"
+    state.write_text(json.dumps(saved))
+    tiny_config["train"]["steps"] = 3
+    train(validate(tiny_config, "test"), resume="latest")
+    tiny_config["adapter"]["dtype"] = "bf16"
+    with pytest.raises(UserError, match='adapter.dtype: "fp32" -> "bf16"'):
+        train(validate(tiny_config, "test"), resume=str(checkpoint.checkpoint_folder(run, 2)))
