@@ -58,7 +58,7 @@ def empty_base(
 
 def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
     """Whether the module of a name stays in host memory when the base is loaded."""
-    streamed = memory.on_host(count_blocks(model.shapes() or ()))
+    streamed = memory.on_host(count_blocks(model.shapes(fetch=False) or model.shapes() or ()))
     planned = memory.modulation == "plan"
     return lambda name: streamed(name) or (planned and is_conditioning(name))
 

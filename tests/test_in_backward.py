@@ -24,7 +24,8 @@ from simpletune.options import ConfigError, UserError, union_of
 from simpletune.places import resolved
 from simpletune.reading import validate
 from simpletune.runs import read_metrics
-from simpletune.train import attach, make_accelerator, train
+from simpletune.step import attach
+from simpletune.train import make_accelerator, train
 
 OPTIMIZERS = list(union_of(TrainConfig.model_fields["optimizer"]).members)
 MIB = 2**20

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ PRECISIONS: dict[str, list[str]] = {
     "bf16": ["precision.weights=bf16", "precision.compute=bf16"],
     "int8": ["precision.weights=int8", "precision.compute=fp32"],
     "int8-quanto": ["precision.weights=int8-quanto", "precision.compute=fp32"],
+    "nf4": ["precision.weights=nf4", "precision.compute=fp32"],
 }
 TUNED: dict[str, list[str]] = {
     **{f"LoRA r8, {name}": options for name, options in PRECISIONS.items()},
@@ -46,6 +48,9 @@ TUNED: dict[str, list[str]] = {
     "LoRA r1, int8": ["adapter.rank=1"],
     "LoRA r32, int8": ["adapter.rank=32"],
     "LoRA r8, int8, adamw8bit": ["optimizer.name=adamw8bit"],
+    "LoRA r8, int8, bf16 adapter": ["adapter.dtype=bf16"],
+    "LoRA r8, int8, modulation plan": ["memory.modulation=plan"],
+    "LoRA r8, int8, plan, streamed": ["memory.modulation=plan", "memory.checkpointing=all", "memory.resident_blocks=0"],
     "full, fp32": ["adapter.method=full", *PRECISIONS["fp32"], "optimizer.lr=0.0005"],
     "full, bf16, stochastic rounding": ["adapter.method=full", *PRECISIONS["bf16"], "optimizer.lr=0.0005"],
     "full, bf16, nearest rounding": [
@@ -53,6 +58,10 @@ TUNED: dict[str, list[str]] = {
     ],
     "full, bf16, adamw_bf16": [
         "adapter.method=full", *PRECISIONS["bf16"], "optimizer.lr=0.0005", "optimizer.name=adamw_bf16",
+    ],
+    "full, bf16, in backward": [
+        "adapter.method=full", *PRECISIONS["bf16"], "optimizer.lr=0.0005", "memory.optimizer_in_backward=true",
+        "train.clip=per_parameter",
     ],
     "partial (attention), fp32": ["adapter.method=partial", *PRECISIONS["fp32"], "optimizer.lr=0.0005"],
 }  # fmt: skip
@@ -153,7 +162,7 @@ class Quality:
         quiet = ["profile.max_traces=0", "validation.prompts=[]", "tracking.tensorboard=false", f"name={name}"]
         return read_config(CONFIG, [*options, *self.overrides, *places, *quiet])[0]
 
-    def base_row(self, name: str, options: list[str]) -> dict[str, Any]:
+    def base_row(self, options: list[str]) -> dict[str, Any]:
         """The base model in one precision: all styles, as prompted."""
         config = resolved(self.config(options))
         device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
@@ -174,7 +183,7 @@ class Quality:
         device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
         return Easel(config, BASE, device).draw(prompts)
 
-    def tuned_row(self, name: str, options: list[str]) -> dict[str, Any]:
+    def tuned_row(self, options: list[str]) -> dict[str, Any]:
         """One fine-tuning run, and its result's scores."""
         config = self.config(options)
         clock = time.perf_counter()
@@ -201,32 +210,39 @@ class Quality:
             "of": len(with_trigger),
         }
 
-    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every row that is not measured yet."""
-        for name, options in PRECISIONS.items():
-            if self.results.lacks(f"base, {name}"):
-                yield f"base, {name}", self.base_row(name, options)
-        if self.results.lacks("base, fp32, trigger"):
-            prompts = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
-            yield "base, fp32, trigger", {**accuracies(self.base_pictures(prompts), prompts), "of": self.count}
-        for name, options in TUNED.items():
-            if self.results.lacks(name):
-                yield name, self.tuned_row(name, options)
+    def trigger_row(self, options: list[str]) -> dict[str, Any]:
+        """What the base makes of the trigger word, before anything taught it."""
+        prompts = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
+        return {**accuracies(self.base_pictures(prompts), prompts), "of": self.count}
+
+    def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        """Every row's name and how it is measured."""
+        rows = {f"base, {name}": partial(self.base_row, options) for name, options in PRECISIONS.items()}
+        rows["base, fp32, the trigger word"] = partial(self.trigger_row, PRECISIONS["fp32"])
+        return rows | {name: partial(self.tuned_row, options) for name, options in TUNED.items()}
 
 
-def run(folder: Path, count: int, overrides: list[str]) -> Path:
+def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str]) -> Path:
     """Measure what is missing and write ``quality.json`` and ``quality.md``.
 
     Args:
         folder: of the results.
         count: prompts for each score.
+        minutes: no row is begun after so many.
+        only: names of rows must hold this.
         overrides: of the demo's configuration.
 
     Returns:
         The Markdown table.
     """
-    quality = Quality(folder, count, overrides)
-    for name, row in quality.rows():
+    quality, started = Quality(folder, count, overrides), time.monotonic()
+    for name, measure in quality.rows().items():
+        if only not in name or not quality.results.lacks(name):
+            continue
+        if time.monotonic() - started > 60 * minutes:
+            say("bench   time is up; the same command goes on with the next row")
+            break
+        row = measure()
         say(f"bench   {name}: prompt {row['prompt']:.2f}, style {row['style']:.2f}")
         quality.results.add(name, row)
     return quality.results.write_table("Quality on the tiny SD3", ABOUT, machine())

@@ -1,0 +1,150 @@
+"""``bench memory``: peak memory of SD3 Medium's training step at its real size: a baseline and one change at a time.
+
+No weights are needed: memory does not depend on their values. Each row is predicted by running the step on fake
+tensors; where there is a GPU it is measured too, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simpletune.bench.table import Results, machine
+from simpletune.terminal import say
+
+CONFIG = Path("configs/sd3_medium_lora_r16_int8.json")
+ENOUGH = ("schedule.warmup_steps=0", "device=auto")
+PLAN = ("memory.modulation=plan",)
+FULL = (
+    "adapter.method=full", "precision.weights=bf16", "optimizer.name=adamw8bit", "memory.optimizer_in_backward=true",
+    "train.clip=per_parameter", "train.gradient_accumulation=1",
+)  # fmt: skip
+STREAMED = ("memory.resident_blocks=0",)
+PX512 = ("data.resolution=512",)
+BATCH4 = ("train.batch_size=4",)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration of the grid.
+
+    Args:
+        overrides: of the baseline's file.
+        target_mib: what the peak should not pass, or None.
+    """
+
+    overrides: tuple[str, ...]
+    target_mib: int | None = None
+
+
+NF4 = ("precision.weights=nf4",)
+BF16 = ("precision.weights=bf16",)
+ROWS: dict[str, Row] = {
+    "LoRA r16 int8, plan": Row(PLAN, 1950),
+    "LoRA r16 nf4, plan": Row((*PLAN, *NF4), 1350),
+    "LoRA r16 int8, plan, streamed": Row((*PLAN, *STREAMED), 800),
+    "full bf16, adamw8bit in backward": Row(FULL, 8600),
+    "full bf16, adamw8bit in backward, streamed": Row((*FULL, *STREAMED), 2000),
+    # One change at a time, from LoRA r16 int8 with the plan at 1024 px.
+    "LoRA r16 int8, resident modulation": Row(()),
+    "LoRA r16 int8, whole position table": Row((*PLAN, "memory.crop_positions=false")),
+    "LoRA r16 int8, plan, no checkpointing": Row((*PLAN, "memory.checkpointing=none")),
+    "LoRA r16 int8, plan, 12 blocks checkpointed": Row((*PLAN, "memory.checkpointing=12")),
+    "LoRA r16 int8, plan, boundaries on the host": Row((*PLAN, "memory.boundaries=host")),
+    "LoRA r16 int8, plan, 12 blocks resident": Row((*PLAN, "memory.resident_blocks=12")),
+    "LoRA r16 int8, plan, streamed, boundaries on the host": Row((*PLAN, *STREAMED, "memory.boundaries=host")),
+    "LoRA r16 int8, plan, bf16 adapter": Row((*PLAN, "adapter.dtype=bf16")),
+    "LoRA r16 int8, plan, adamw8bit": Row((*PLAN, "optimizer.name=adamw8bit")),
+    "LoRA r64 int8, plan": Row((*PLAN, "adapter.rank=64")),
+    "LoRA r16 bf16, plan": Row((*PLAN, *BF16)),
+    "LoRA r16 int8-quanto, plan": Row((*PLAN, "precision.weights=int8-quanto")),
+    "LoRA r16 nf4 double quantisation, plan": Row((*PLAN, *NF4, "precision.double_quantisation=true")),
+    "LoRA r16 nf4, plan, streamed, boundaries on the host": Row((*PLAN, *NF4, *STREAMED, "memory.boundaries=host")),
+    "LoRA r16 int8, plan, batch 4": Row((*PLAN, *BATCH4)),
+    "LoRA r16 int8, plan, 512 px": Row((*PLAN, *PX512)),
+    "LoRA r16 int8, plan, 512 px, batch 4": Row((*PLAN, *PX512, *BATCH4)),
+    "LoRA r16 nf4, plan, 512 px": Row((*PLAN, *NF4, *PX512)),
+    "LoRA r16 int8, plan, streamed, 512 px": Row((*PLAN, *STREAMED, *PX512)),
+    "LoRA r16 bf16, resident modulation": Row(BF16),
+    "LoRA r16 int8-quanto, resident modulation": Row(("precision.weights=int8-quanto",)),
+    "LoRA r64 int8, plan, 512 px": Row((*PLAN, *PX512, "adapter.rank=64")),
+    # Full fine-tuning, one change at a time.
+    "full bf16, adamw8bit after backward": Row(("adapter.method=full", *BF16, "optimizer.name=adamw8bit")),
+    "full bf16, adamw after backward": Row(("adapter.method=full", *BF16, "optimizer.name=adamw")),
+    "full bf16, adamw_bf16 after backward": Row(("adapter.method=full", *BF16, "optimizer.name=adamw_bf16")),
+    "full bf16, adafactor in backward": Row((*FULL, "optimizer.name=adafactor")),
+    "full bf16, adamw8bit in backward, 512 px": Row((*FULL, *PX512)),
+    "full bf16, adamw8bit in backward, batch 4": Row((*FULL, *BATCH4)),
+    "full bf16, adamw8bit in backward, streamed, 512 px": Row((*FULL, *STREAMED, *PX512)),
+    "full bf16, adamw8bit in backward, streamed, boundaries on the host": Row(
+        (*FULL, *STREAMED, "memory.boundaries=host"),
+    ),
+}  # fmt: skip
+COLUMNS = {
+    "what": "", "predicted_mib": "predicted peak, MiB", "target_mib": "target, MiB", "measured_mib": "measured, MiB",
+    "error": "error", "reserved_mib": "reserved, MiB", "host_mib": "host memory for levers, MiB",
+    "rss_mib": "process's peak RSS, MiB", "seconds_per_step": "s/step", "at": "peak at",
+}  # fmt: skip
+ABOUT = """\
+SD3 Medium's transformer at its real size, with weights that have no values; 1024 px, batch 1, 333 text tokens, LoRA on
+attention, gradient checkpointing of all blocks, unless a row says otherwise. *Predicted*: peak bytes of the training
+step on fake tensors, with the workspaces of an sm_89 card (L4), without the CUDA context. *Measured* is
+`torch.cuda.max_memory_allocated` of four steps; empty: not yet measured. The first five rows have targets."""
+SM_89 = (8, 9)
+
+
+def predict(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """One row on fake tensors."""
+    from simpletune.reading import read_config
+    from simpletune.simulate import simulate
+
+    config, _ = read_config(CONFIG, [*ENOUGH, *overrides, "data.path=demo:pictures"])
+    report = simulate(config, capability=SM_89)
+    return {
+        "predicted_mib": round(report.peak.bytes / 2**20),
+        "by_kind_mib": {kind: round(size / 2**20, 1) for kind, size in report.peak.by_kind.items()},
+        "host_mib": round(report.host_bytes / 2**20),
+        "at": f"{report.peak.phase} {report.peak.place}".strip(),
+        "seconds_of_prediction": round(report.seconds, 1),
+    }
+
+
+def run(folder: Path, minutes: float, only: str = "") -> Path:
+    """Do the rows that are missing, each in a process of its own, until the time is up.
+
+    Args:
+        folder: of the results.
+        minutes: no row is begun after so many.
+        only: names of rows must hold this.
+
+    Returns:
+        The Markdown table.
+    """
+    results, started = Results(folder / "memory", COLUMNS), time.monotonic()
+    for name, row in ROWS.items():
+        if only not in name or not results.lacks(name):
+            continue
+        if time.monotonic() - started > 60 * minutes:
+            say("bench   time is up; the same command goes on with the next row")
+            break
+        found = _in_process(row)
+        results.add(name, {**found, "target_mib": row.target_mib})
+        measured = f", measured {found['measured_mib']}" if "measured_mib" in found else ""
+        say(f"bench   {name}: predicted {found['predicted_mib']:,} MiB{measured}")
+    return results.write_table("Memory of SD3 Medium's training step", ABOUT, machine())
+
+
+def _in_process(row: Row) -> dict[str, Any]:
+    """A row in a process of its own.
+
+    Raises:
+        CalledProcessError: it failed; what it wrote to standard error is shown.
+    """
+    command = [sys.executable, "-m", "simpletune.bench.memory_row", json.dumps(row.overrides)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
