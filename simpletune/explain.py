@@ -36,6 +36,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     else:
         yield "trains", f"by {config.adapter.method}; the number of parameters is known once the model is here"
     yield "weights", f"{config.precision.weights}, products in {config.precision.compute}"
+    yield "memory", ", ".join(_memory(config))
     steps = f"{train.epochs} epochs" if train.epochs else f"{config.steps(1)} steps"
     batch = train.batch_size * train.gradient_accumulation
     yield "runs", f"{steps} of {batch} picture{'s' if batch > 1 else ''}, seed {train.seed}, device {config.device}"
@@ -50,6 +51,28 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     )
     yield "saves", f"{run_folder(config) / config.adapter.output_name}, {_checkpoints(config)}"
     yield "shows", f"{run_folder(config) / 'samples'}; {_trackers(config)}"
+
+
+def _memory(config: TrainConfig) -> Iterator[str]:
+    """The memory levers that are on."""
+    memory = config.memory
+    if memory.profile is not None:
+        yield f"profile {memory.profile}"
+    kept = {"all": "all blocks checkpointed", "none": "no checkpointing"}
+    auto = f"as few blocks checkpointed as fit into {memory.budget_gib} GiB"
+    yield kept.get(str(memory.checkpointing), auto if memory.checkpointing == "auto" else "") or (
+        f"{memory.checkpointing} blocks checkpointed"
+    )
+    if memory.boundaries == "host":
+        yield "their inputs on the host"
+    if memory.modulation == "plan":
+        yield f"modulations planned {memory.modulation_window} steps ahead"
+    if memory.resident_blocks is not None:
+        yield f"blocks streamed from the host, {memory.resident_blocks} resident"
+    if memory.optimizer_in_backward:
+        yield "updates during the backward pass"
+    if memory.vae_tile is not None:
+        yield f"autoencoder in tiles of {memory.vae_tile} px"
 
 
 def _trackers(config: TrainConfig) -> str:

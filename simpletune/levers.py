@@ -13,6 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from simpletune.config import TrainConfig
+from simpletune.data.buckets import Size
+from simpletune.memory import count_blocks
+from simpletune.memory.checkpointing import fewest_checkpointed
 from simpletune.simulate import simulate
 
 
@@ -115,3 +118,27 @@ def savings(config: TrainConfig) -> list[Saving]:
         if peak < before:
             found.append(Saving(lever, new, peak, before - peak))
     return sorted(found, key=lambda saving: -saving.saved_bytes)
+
+
+def within_budget(config: TrainConfig, size: Size | None = None) -> TrainConfig:
+    """With ``checkpointing: auto``: the configuration with the fewest checkpointed blocks that fit the budget.
+
+    Args:
+        config: with demo names resolved; with another ``checkpointing`` it is returned as it is.
+        size: (width, height) in pixels of the largest bucket; None: the square of ``data.resolution``.
+
+    Raises:
+        UserError: not even with all blocks checkpointed does it fit.
+    """
+    memory = config.memory
+    if memory.checkpointing != "auto" or memory.budget_gib is None:
+        return config
+
+    def with_blocks(count: int) -> TrainConfig:
+        chosen = {"checkpointing": count or "none", "budget_gib": None}
+        return config.model_copy(update={"memory": memory.model_copy(update=chosen)})
+
+    blocks = count_blocks(config.model.shapes(fetch=False) or config.model.shapes() or ())
+    budget = int(memory.budget_gib * 2**30)
+    count = fewest_checkpointed(blocks, lambda number: simulate(with_blocks(number), size).peak.bytes, budget)
+    return with_blocks(count)

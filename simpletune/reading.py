@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from simpletune.config import TrainConfig
+from simpletune.memory.profiles import with_profile
 from simpletune.options import ConfigError, Option, Problem, UserError, member_for, option_classes, union_of
 from simpletune.problems import problems_of
 
@@ -195,7 +196,7 @@ def validate(data: Json, source: str, problems: list[Problem] | None = None) -> 
         ConfigError: with every problem found.
     """
     found = list(problems or [])
-    data = with_default_tags(TrainConfig, data)
+    data = with_default_tags(TrainConfig, with_profile(data, _trains_base(data)))
     config = _attempt(data, found)
     unheard = list(found)
     for _ in range(REPAIRS):
@@ -208,6 +209,12 @@ def validate(data: Json, source: str, problems: list[Problem] | None = None) -> 
     if found or config is None:
         raise ConfigError(found, source)
     return config
+
+
+def _trains_base(data: Json) -> bool:
+    """Whether the adapter that a JSON names trains base weights."""
+    member = member_for(TrainConfig.model_fields["adapter"], data.get("adapter", {}))
+    return bool(getattr(member, "trains_base", False))
 
 
 def _checks_of_files(config: TrainConfig, bad: set[str]) -> list[Problem]:

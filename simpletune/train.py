@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from PIL import Image
@@ -17,13 +18,15 @@ from simpletune.card import shareable, write_card
 from simpletune.config import Profile, TrainConfig, cache_of_bases, profile_folder, run_folder
 from simpletune.devices import choose_device
 from simpletune.ema import Average, averaged
-from simpletune.feed import Batch, Feed
+from simpletune.feed import Feed
+from simpletune.levers import within_budget
 from simpletune.loading import load_base
 from simpletune.optim.rounding import key_draws
 from simpletune.options import UserError
 from simpletune.places import require_fit, resolved
 from simpletune.prepare import Prepared, prepare
 from simpletune.profiling import EpochTraces, phase
+from simpletune.rescue import not_finite, out_of_memory, resident
 from simpletune.runs import CONFIG, EVALUATION, SUMMARY, append_metrics, open_again, open_fresh, read_json_or_none
 from simpletune.stages import Stages
 from simpletune.step import StepCore, assemble, set_learning_rate, trained_parameters
@@ -125,7 +128,11 @@ def train(config: TrainConfig, resume: str | None = None, started: float | None 
             checkpoint.write_json(run.folder / EVALUATION, {"eval_loss": run.evaluate(0)})
             run.validate(0)
         seconds_setup = time.perf_counter() - run.started
-        traces = loop(run)
+        try:
+            traces = loop(run)
+        except torch.OutOfMemoryError as error:
+            kinds = resident(run.transformer, run.core.optimizer, run.accelerator.device)
+            raise out_of_memory(resolved(run.config), kinds, error) from None
         if run.main:
             finish(run, seconds_setup, traces)
     run.accelerator.wait_for_everyone()
@@ -224,6 +231,8 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
     prepared = prepare(here, accelerator, stages)
     tell_data(prepared)
     steps = config.steps(prepared.plan.steps_per_epoch)
+    largest = max(prepared.plan.buckets, key=lambda size: size[0] * size[1])
+    chosen = within_budget(here, largest)  # for what is assembled; the run's config keeps auto
     if saved:
         tell_resume(saved, config, prepared, steps)
     folder = run_folder(config)
@@ -241,7 +250,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
             cache_of_bases(here),
         )
         total = here.model.parameter_count()
-        core = assemble(config, transformer, accelerator)
+        core = assemble(chosen, transformer, accelerator)
         average = config.ema.build(trained_parameters(transformer)) if config.ema else None
         if saved:
             checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)
@@ -291,18 +300,6 @@ def tell_resume(saved: checkpoint.SavedState, config: TrainConfig, prepared: Pre
     if saved.step >= steps:
         raise UserError(f"--resume: {saved.step} steps are done and {steps} are asked for. Ask for more: train.steps=N")
     say(f"resume  from {saved.folder}: step {saved.step} of {steps}")
-
-
-def not_finite(folder: Path, step: int, value: float, batches: list[Batch]) -> UserError:
-    """The error that ends a run whose loss is not finite."""
-    names = ", ".join(dict.fromkeys(name for batch in batches for name in batch.names))
-    found = checkpoint.list_checkpoints(folder)
-    last = f"The last checkpoint is kept: {found[-1][1]}" if found else "There is no checkpoint yet"
-    return UserError(
-        f"step {step + 1}: the loss is {value}. Samples: {names}. {last}. Lower optimizer.lr, or look at these "
-        "samples; then continue with --resume latest, or start again",
-        code=4,
-    )
 
 
 def prepare_only(config: TrainConfig) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from simpletune.memory.profiles import Name
 from simpletune.options import Option, Problem
 
 if TYPE_CHECKING:
@@ -21,9 +22,15 @@ BLOCKS = "transformer_blocks"
 class Memory(Option):
     """What is given for less memory on the device: mostly time."""
 
-    checkpointing: Literal["all", "none"] | Annotated[int, Field(ge=1)] = "all"
+    profile: Name | None = None
+    """A set of options for a card of this size, for LoRA or full fine-tuning; values of one's own go before it. What it
+    stands for is written out in the run's config.json, and in docs/memory.md."""
+    checkpointing: Literal["all", "none", "auto"] | Annotated[int, Field(ge=1)] = "all"
     """Gradient checkpointing. all: every block computes its activations twice instead of keeping them, about a third
-    slower and several times less memory; none: they are kept; a number: so many blocks, the first ones, do. Exact."""
+    slower and several times less memory; none: they are kept; a number: so many blocks, the first ones, do; auto: as
+    few as fit into budget_gib, by prediction. Exact."""
+    budget_gib: Annotated[float, Field(gt=0)] | None = None
+    """What checkpointing auto may take on the device, in GiB, without the CUDA context."""
     boundaries: Literal["device", "host"] = "device"
     """Where checkpointing keeps the inputs of its blocks. host: in pinned host memory, fetched one block ahead in the
     backward pass; at 1024 px that frees 311 MiB of a batch of one. Exact."""
@@ -91,10 +98,17 @@ class Memory(Option):
         """How many of so many blocks are checkpointed."""
         if isinstance(self.checkpointing, int):
             return self.checkpointing
+        assert self.checkpointing != "auto", "levers.within_budget comes first"
         return blocks if self.checkpointing == "all" else 0
 
     def rules(self) -> Iterator[Problem]:
         """Levers that do not go together."""
+        if (self.checkpointing == "auto") != (self.budget_gib is not None):
+            yield Problem(
+                "memory.budget_gib",
+                f"{self.budget_gib} with memory.checkpointing {self.checkpointing}: the budget is what checkpointing "
+                "auto chooses by. Give both, as in memory.checkpointing=auto memory.budget_gib=10, or neither",
+            )
         if self.resident_blocks is not None and self.checkpointing != "all":
             yield Problem(
                 "memory.checkpointing",

@@ -1,0 +1,68 @@
+"""``memory.profile``: sets of options for cards of common sizes, which a configuration's own values override.
+
+Chosen from the predicted peaks in ``benchmarks/results``: the training step at 1024 px with a batch of one, and what
+the other stages need, under the card's memory less about a gibibyte for the CUDA context, a display, fragmentation.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+Json = dict[str, Any]
+Name = Literal["4gb", "6gb", "8gb", "12gb", "16gb", "24gb"]
+
+_PLAN: Json = {"modulation": "plan"}
+_IN_BACKWARD: Json = {
+    "precision": {"weights": "bf16"},
+    "optimizer": {"name": "adamw8bit"},
+    "train": {"clip": "per_parameter", "gradient_accumulation": 1},
+}
+
+
+def _in_backward(**memory: Any) -> Json:
+    return {**_IN_BACKWARD, "memory": {"optimizer_in_backward": True, **memory}}
+
+
+LORA: dict[str, Json] = {
+    "4gb": {"precision": {"weights": "int8"}, "memory": {**_PLAN, "vae_tile": 512}},
+    "6gb": {"precision": {"weights": "int8"}, "memory": _PLAN},
+    "8gb": {"precision": {"weights": "bf16"}, "memory": _PLAN},
+    "12gb": {"precision": {"weights": "bf16"}, "memory": {**_PLAN, "checkpointing": 8}},
+    "16gb": {"precision": {"weights": "bf16"}, "memory": {**_PLAN, "checkpointing": "none"}},
+    "24gb": {"precision": {"weights": "bf16"}, "memory": {"checkpointing": "none"}},
+}
+FULL: dict[str, Json] = {
+    "4gb": _in_backward(resident_blocks=0, vae_tile=512),
+    "6gb": _in_backward(resident_blocks=4),
+    "8gb": _in_backward(resident_blocks=10),
+    "12gb": _in_backward(),
+    "16gb": {"precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit"}},
+    "24gb": {"precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit"}, "memory": {"checkpointing": 12}},
+}
+
+
+def with_profile(data: Json, trains_base: bool) -> Json:
+    """A configuration's JSON with its profile's values under it; without a profile, or with an unknown one, as it is.
+
+    Args:
+        data: merged with the overrides.
+        trains_base: whether the adapter trains base weights.
+    """
+    memory = data.get("memory")
+    name = memory.get("profile") if isinstance(memory, dict) else None
+    preset = (FULL if trains_base else LORA).get(name) if isinstance(name, str) else None
+    return data if preset is None else _under(preset, data)
+
+
+def _under(preset: Json, own: Json) -> Json:
+    """Own values over the preset's; another union member than the preset's takes none of its fields."""
+    result = copy.deepcopy(preset)
+    for key, value in own.items():
+        below = result.get(key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            other = any(tag in value and value[tag] != below.get(tag) for tag in ("weights", "name"))
+            result[key] = value if other else _under(below, value)
+        else:
+            result[key] = value
+    return result

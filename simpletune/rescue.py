@@ -1,0 +1,88 @@
+"""What to say when a run cannot go on: a loss that is not finite, or a device whose memory is full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from simpletune.checkpoint import list_checkpoints
+from simpletune.config import TrainConfig
+from simpletune.feed import Batch
+from simpletune.levers import savings
+from simpletune.memory.accounting import plain_tensors
+from simpletune.options import UserError
+
+MIB = 2**20
+SHOWN = 3
+
+
+def resident(transformer: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
+    """Bytes on the device by kind: weights, trained weights, gradients, optimizer; on CUDA also all the rest.
+
+    Args:
+        transformer: with its adapter.
+        optimizer: over what trains.
+        device: whose memory is full.
+    """
+    parameters = list(transformer.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    kinds: dict[str, list[Any]] = {
+        "frozen weights": [p for p in parameters if not p.requires_grad] + list(transformer.buffers()),
+        "trained weights": trained,
+        "gradients": [parameter.grad for parameter in trained],
+        "optimizer state": states,
+    }
+    found = {kind: _bytes(tensors, device) for kind, tensors in kinds.items()}
+    if device.type == "cuda":
+        found["activations and the rest"] = max(0, torch.cuda.memory_allocated(device) - sum(found.values()))
+    return found
+
+
+def _bytes(tensors: list[Any], device: torch.device) -> int:
+    """Of storages on a device, each counted once."""
+    seen = {}
+    for tensor in tensors:
+        for plain in plain_tensors(tensor) if isinstance(tensor, torch.Tensor) else ():
+            if plain.device.type == device.type:
+                storage = plain.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())
+
+
+def out_of_memory(config: TrainConfig, kinds: dict[str, int], error: Exception) -> UserError:
+    """The error that ends a run whose device is full.
+
+    Args:
+        config: of the run, with demo names resolved.
+        kinds: bytes by kind.
+        error: what the device said.
+    """
+    lines = ["the device's memory is full: " + str(error).partition("\n")[0]]
+    lines += [f"  {kind:<26} {size / MIB:>8,.0f} MiB" for kind, size in kinds.items()]
+    found = savings(config)[:SHOWN]
+    if found:
+        lines.append("What would save most (predicted for the training step; costs in brackets):")
+        lines += [
+            f"  {saving.lever.overrides:<60} -{saving.saved_bytes / MIB:,.0f} MiB ({saving.lever.costs})"
+            for saving in found
+        ]
+    lines.append(
+        "What is finished is kept; after the change, start again, or continue with --resume latest where it may"
+    )
+    return UserError("\n".join(lines), code=5)
+
+
+def not_finite(folder: Path, step: int, value: float, batches: list[Batch]) -> UserError:
+    """The error that ends a run whose loss is not finite."""
+    names = ", ".join(dict.fromkeys(name for batch in batches for name in batch.names))
+    found = list_checkpoints(folder)
+    last = f"The last checkpoint is kept: {found[-1][1]}" if found else "There is no checkpoint yet"
+    return UserError(
+        f"step {step + 1}: the loss is {value}. Samples: {names}. {last}. Lower optimizer.lr, or look at these "
+        "samples; then continue with --resume latest, or start again",
+        code=4,
+    )

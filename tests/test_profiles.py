@@ -1,0 +1,131 @@
+"""Presets by card, checkpointing by budget, and what is said when memory is full."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from simpletune.config import TrainConfig
+from simpletune.demo import tiny_sd3
+from simpletune.levers import LEVERS, changed, savings, within_budget
+from simpletune.memory.profiles import FULL, LORA
+from simpletune.options import ConfigError, UserError
+from simpletune.reading import validate
+from simpletune.rescue import resident
+from simpletune.simulate import simulate
+from simpletune.step import StepCore
+from simpletune.train import train
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def four_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("four") / "pipeline"
+    tiny_sd3.build(folder, **tiny_sd3.MINIMAL | {"layers": 4, "heads": 4}, seed=1, dtype="fp32")
+    return folder
+
+
+@pytest.fixture
+def config_of(tiny_config: dict, four_blocks: Path):
+    """The tiny run on four blocks at 256 px with some values changed."""
+
+    def make(**changes: object) -> TrainConfig:
+        data = copy.deepcopy(tiny_config) | {"memory": {}} | changes
+        data["model"]["pretrained"] = str(four_blocks)
+        data["data"] |= {"resolution": 256, "max_upscale": None}
+        return validate(data, "test")
+
+    return make
+
+
+@pytest.mark.parametrize(("method", "presets"), [("lora", LORA), ("full", FULL)])
+def test_every_profile_is_a_valid_configuration(method: str, presets: dict, tiny_config: dict) -> None:
+    for name in presets:
+        data = copy.deepcopy(tiny_config) | {"adapter": {"method": method}, "memory": {"profile": name}}
+        data["model"] = {"pretrained": "stabilityai/stable-diffusion-3-medium-diffusers"}  # 24 blocks
+        for section in ("precision", "optimizer"):
+            data.pop(section)
+        config = validate(data, name)
+        assert config.memory.profile == name
+        for key, value in presets[name].get("memory", {}).items():
+            assert getattr(config.memory, key) == value
+        assert config.precision.weights == presets[name]["precision"]["weights"]
+
+
+def test_values_of_ones_own_go_before_a_profiles(tiny_config: dict) -> None:
+    own = {"precision": {"weights": "fp32"}, "memory": {"profile": "4gb", "modulation": "resident"}}
+    config = validate(tiny_config | own, "own")
+    assert (config.precision.weights, config.memory.modulation, config.memory.vae_tile) == ("fp32", "resident", 512)
+    with pytest.raises(ConfigError, match="memory.profile"):
+        validate(tiny_config | {"memory": {"profile": "5gb"}}, "unknown")
+
+
+def test_auto_checkpoints_as_few_blocks_as_fit(config_of) -> None:
+    peaks = [simulate(config_of(memory={"checkpointing": count or "none"})).peak.bytes for count in range(5)]
+    assert peaks[0] > peaks[1] > peaks[2]
+    for budget in (peaks[0], peaks[0] - 1, peaks[1], peaks[2], min(peaks)):
+        auto = config_of(memory={"checkpointing": "auto", "budget_gib": budget / 2**30})
+        fewest = next(count for count in range(5) if peaks[count] <= budget)
+        assert within_budget(auto).memory.checkpointing == (fewest or "none")
+    with pytest.raises(UserError, match="memory.budget_gib"):
+        within_budget(config_of(memory={"checkpointing": "auto", "budget_gib": 0.001}))
+    with pytest.raises(ConfigError, match="memory.budget_gib: None with memory.checkpointing auto.*Give both"):
+        config_of(memory={"checkpointing": "auto"})
+    unchanged = config_of()
+    assert within_budget(unchanged) is unchanged
+
+
+def test_auto_trains(config_of, tiny_config: dict) -> None:
+    peak = simulate(config_of(memory={"checkpointing": 2})).peak.bytes
+    config = config_of(memory={"checkpointing": "auto", "budget_gib": peak / 2**30}, train={"steps": 1})
+    run = train(config)
+    assert '"checkpointing": "auto"' in (run / "config.json").read_text()
+
+
+def test_every_lever_that_applies_is_valid_and_savings_are_in_order(config_of) -> None:
+    config = config_of(memory={"checkpointing": "none"}, train={"steps": 4, "batch_size": 2})
+    found = savings(config)
+    assert [saving.saved_bytes for saving in found] == sorted((s.saved_bytes for s in found), reverse=True)
+    names = {saving.lever.overrides for saving in found}
+    assert {"memory.checkpointing=all", "precision=int8", "train.batch_size=1"} <= names
+    for saving in found:
+        assert simulate(saving.config).peak.bytes == saving.peak_bytes
+    assert changed(config, {"memory.checkpointing": "none"}) is None  # changes nothing
+    assert changed(config, {"memory.resident_blocks": 0}) is None  # not without checkpointing
+    assert len(LEVERS) > len(found)
+
+
+def test_a_full_device_names_what_was_resident_and_what_would_save_most(
+    config_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: StepCore, batches: list) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    monkeypatch.setattr(StepCore, "step", full)
+    with pytest.raises(UserError) as caught:
+        train(config_of(memory={"checkpointing": "none"}))
+    text = str(caught.value)
+    assert caught.value.code == 5
+    assert "Tried to allocate 2.00 GiB." in text and "More." not in text
+    assert "frozen weights" in text and text.count(" -") >= 3 and "memory.checkpointing=all" in text
+
+
+def test_resident_counts_each_kind(config_of) -> None:
+    from simpletune.loading import load_base
+    from simpletune.simulate import EmptyFeed, OneProcess
+    from simpletune.step import assemble
+
+    cpu = torch.device("cpu")
+    config = config_of(adapter={"method": "lora", "rank": 2})
+    transformer = load_base(config.model, config.memory, config.precision, cpu, [(256, 256)])
+    frozen = sum(t.nbytes for t in (*transformer.parameters(), *transformer.buffers()))
+    core = assemble(config, transformer, OneProcess(cpu))
+    core.step(EmptyFeed(config, core).step(0))
+    kinds = resident(transformer, core.optimizer, cpu)
+    trained = sum(parameter.nbytes for parameter in core.parameters)
+    assert kinds["frozen weights"] == frozen and kinds["trained weights"] == trained and kinds["gradients"] == 0
+    assert 2 * trained <= kinds["optimizer state"] <= 2 * trained + 8 * len(core.parameters)
