@@ -1,0 +1,95 @@
+"""Losses over ten steps with each lever on and off, from the same seed: equal to the last bit where it is exact."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from simpletune import checkpoint
+from simpletune.demo import tiny_sd3
+from simpletune.reading import validate
+from simpletune.runs import read_metrics
+from simpletune.train import train
+
+STEPS = 10
+GOLDEN = Path(__file__).parent / "golden_losses.json"
+PER_PARAMETER = {"clip": "per_parameter", "clip_norm": 0.5}
+BASES: dict[str, dict] = {
+    "lora": {"adapter": {"method": "lora", "rank": 4}, "precision": {"weights": "int8", "compute": "bf16"}},
+    "full": {
+        "adapter": {"method": "full"}, "precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit", "lr": 1e-3},
+        "train": {"steps": STEPS, "batch_size": 2, **PER_PARAMETER},
+    },
+}  # fmt: skip
+EXACT: dict[str, tuple[str, dict]] = {
+    "lora-whole-table": ("lora", {"crop_positions": False}),
+    "lora-no-checkpointing": ("lora", {"checkpointing": "none"}),
+    "lora-one-block": ("lora", {"checkpointing": 1}),
+    "lora-host-boundaries": ("lora", {"boundaries": "host"}),
+    "lora-streamed": ("lora", {"resident_blocks": 0}),
+    "lora-one-resident-host": ("lora", {"resident_blocks": 1, "boundaries": "host"}),
+    "lora-no-cache": ("lora", {"cache_quantised": False}),
+    "full-host-boundaries": ("full", {"boundaries": "host"}),
+    "full-in-backward": ("full", {"optimizer_in_backward": True}),
+    "full-in-backward-streamed": ("full", {"optimizer_in_backward": True, "resident_blocks": 0}),
+    "full-all": ("full", {"optimizer_in_backward": True, "resident_blocks": 1, "boundaries": "host"}),
+}
+PLANNED: dict[str, dict] = {
+    "plan": {"modulation": "plan", "modulation_window": 4},
+    "plan-streamed": {"modulation": "plan", "modulation_window": 4, "resident_blocks": 0},
+    "plan-streamed-host": {"modulation": "plan", "resident_blocks": 1, "boundaries": "host"},
+}
+
+
+@pytest.fixture(scope="module")
+def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("three") / "pipeline"
+    tiny_sd3.build(folder, **tiny_sd3.MINIMAL | {"layers": 3, "heads": 3}, seed=1, dtype="fp32")
+    return folder
+
+
+Result = tuple[list[float], dict[str, torch.Tensor]]
+
+
+@pytest.fixture
+def run_with(tiny_config: dict, three_blocks: Path):
+    """Ten steps of one base with some memory options: the losses, and the weights afterwards."""
+
+    def run(base: str, memory: dict, precision: dict | None = None) -> Result:
+        data = copy.deepcopy(tiny_config) | {"train": {"steps": STEPS, "batch_size": 2}} | copy.deepcopy(BASES[base])
+        data["model"]["pretrained"] = str(three_blocks)
+        data |= {"memory": memory, "precision": precision or data["precision"]}
+        folder = train(validate(data, "lever"))
+        weights = load_file(checkpoint.checkpoint_folder(folder, STEPS) / checkpoint.TRAINABLE)
+        return [row["loss"] for row in read_metrics(folder)], weights
+
+    return run
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_an_exact_lever_changes_no_bit(case: str, run_with) -> None:
+    base, memory = EXACT[case]
+    losses, weights = run_with(base, memory)
+    plain_losses, plain_weights = run_with(base, {})
+    assert losses == plain_losses and len(set(losses)) == STEPS
+    torch.testing.assert_close(weights, plain_weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_the_plan_changes_the_last_bits_at_most(case: str, run_with) -> None:
+    fp32 = {"weights": "int8", "compute": "fp32"}
+    losses, _ = run_with("lora", PLANNED[case], fp32)
+    plain, _ = run_with("lora", {}, fp32)
+    assert losses == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_losses_are_those_recorded(base: str, run_with) -> None:
+    losses, _ = run_with(base, {})
+    print(f'GOLDEN "levers-{base}": {json.dumps(losses)}')
+    assert losses == pytest.approx(json.loads(GOLDEN.read_text())[f"levers-{base}"], rel=1e-4)
