@@ -8,11 +8,27 @@ from pathlib import Path
 import pytest
 
 from simpletune.explain import explain
+from simpletune.memory.profiles import with_profile
 from simpletune.reading import read_config
 from simpletune.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(file for file in (ROOT / "configs").glob("*.json") if file.name != "schema.json")
+
+
+def for_one_block(file: Path) -> list[str]:
+    """Counts of blocks, the file's own or its profile's, brought down to the tiny model's one block.
+
+    The count of resident blocks becomes 0, so that the one block streams.
+    """
+    data = json.loads(file.read_text())
+    memory = with_profile(data, data["adapter"]["method"] != "lora").get("memory", {})
+    overrides = []
+    if isinstance(memory.get("checkpointing"), int):
+        overrides.append("memory.checkpointing=1")
+    if memory.get("resident_blocks") is not None:
+        overrides.append("memory.resident_blocks=0")
+    return overrides
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -22,6 +38,7 @@ def test_trains_scaled_down(file: Path, tiny_config: dict, capsys: pytest.Captur
         f"data.path={tiny_config['data']['path']}", "data.resolution=32", "train.steps=3", "schedule.warmup_steps=1",
         "checkpoint.every=2", "validation.every=null", "validation.steps=1", "validation.eval_samples=2",
         "validation.seed=5", "profile.max_traces=1", *(f"output.{k}={v}" for k, v in tiny_config["output"].items()),
+        *for_one_block(file),
     ]  # fmt: skip
     config, _ = read_config(file, overrides)
     assert config.about in explain(config)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from simpletune.config import TrainConfig
 from simpletune.demo import tiny_sd3
 from simpletune.levers import LEVERS, changed, savings, within_budget
+from simpletune.memory import Memory
 from simpletune.memory.profiles import FULL, LORA
 from simpletune.options import ConfigError, UserError
 from simpletune.reading import validate
@@ -20,6 +23,8 @@ from simpletune.step import StepCore
 from simpletune.train import train
 
 MIB = 2**20
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "memory.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +59,28 @@ def test_every_profile_is_a_valid_configuration(method: str, presets: dict, tiny
         for key, value in presets[name].get("memory", {}).items():
             assert getattr(config.memory, key) == value
         assert config.precision.weights == presets[name]["precision"]["weights"]
+
+
+@pytest.mark.parametrize(("kind", "presets"), [("lora", LORA), ("full", FULL)])
+def test_every_profile_has_its_configuration_and_its_row_on_the_page(kind: str, presets: dict) -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
+    for name, preset in presets.items():
+        data = json.loads((ROOT / "configs" / f"sd3_medium_{kind}_{name}.json").read_text())
+        assert data["memory"] == {"profile": name} and (data["adapter"]["method"] == "full") == (kind == "full")
+        own = [row for row in rows if row.startswith(f"| `{name}` |")][("lora", "full").index(kind)]
+        options = {k: v for k, v in preset.get("memory", {}).items() if k != "optimizer_in_backward"}
+        assert set(re.findall(r"`(modulation|vae_tile|checkpointing|resident_blocks)=(\w+)`", own)) == {
+            (key, str(value)) for key, value in options.items()
+        }
+        when = {True: "updates in the backward pass", False: "updates after the backward pass"}
+        if kind == "full":
+            assert when["optimizer_in_backward" in preset.get("memory", {})] in own
+
+
+def test_the_page_names_every_lever() -> None:
+    levers = PAGE[PAGE.index("## The levers") : PAGE.index("## Precisions")]
+    parts = {"budget_gib", "modulation_window"}  # of checkpointing auto and of the plan
+    assert [name for name in Memory.model_fields if name not in parts and f"| `memory.{name}" not in levers] == []
 
 
 def test_values_of_ones_own_go_before_a_profiles(tiny_config: dict) -> None:
