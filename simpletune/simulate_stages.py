@@ -15,14 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
 from simpletune.loading import empty_base
-from simpletune.memory.accounting import Accounting, register
+from simpletune.memory.accounting import Accounting
 from simpletune.memory.device_terms import cublas_workspace, temporaries
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.moment import HOST, Moment
@@ -30,7 +29,7 @@ from simpletune.models.parts import Part, use_tiles
 from simpletune.models.sd3 import SD3, SD3_MEDIUM
 from simpletune.models.sd3_sources import provider
 from simpletune.models.sd3_text import BATCH, ENCODERS, clip_outputs
-from simpletune.models.t5_layers import LayeredT5
+from simpletune.models.t5_layers import EmptyT5, LayeredT5
 from simpletune.profiling import phase
 from simpletune.sampling import Request, sample_latents
 from simpletune.simulate import CPU, EmptyFeed, own_tensors, take_steps, with_workspace, without_collection
@@ -112,26 +111,6 @@ def of_t5(t5: LayeredT5, length: int) -> Moment:
         for _ in t5.encode(ids, BATCH):
             pass
     return accounting.peak
-
-
-class EmptyT5:
-    """A T5 encoder's tensors in host memory, without values.
-
-    Args:
-        part: with its configuration.
-        dtype: of the tensors.
-    """
-
-    def __init__(self, part: Part, dtype: torch.dtype):
-        with init_empty_weights():
-            model = T5EncoderModel(T5Config.from_dict(part.config()))
-        self.shapes, self.dtype = {name: tensor.shape for name, tensor in model.state_dict().items()}, dtype
-
-    def get(self, name: str) -> Tensor:
-        """One tensor."""
-        tensor = torch.empty(self.shapes[name], dtype=self.dtype)
-        register([tensor], HOST)
-        return tensor
 
 
 def empty_autoencoder(config: TrainConfig) -> nn.Module:

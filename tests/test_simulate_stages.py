@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from simpletune.memory.moment import Moment, rounded
 from simpletune.models.parts import load_text_model
 from simpletune.models.t5_layers import LayeredT5
 from simpletune.reading import validate
+from simpletune.sampling import Request
 from simpletune.simulate import CPU, own_tensors, simulate, without_collection
-from simpletune.simulate_stages import counted, of_clip, of_encoding, of_t5, simulate_stages, text_moments
+from simpletune.simulate_stages import DrawnModel, counted, of_clip, of_encoding, of_t5, simulate_stages, text_moments
 
 SIZE = (192, 128)
 
@@ -75,7 +77,14 @@ def test_a_run_without_pictures_has_no_validation(tiny_config: dict) -> None:
 
 
 def test_sampling_with_a_plan_holds_a_whole_window(tiny_config: dict) -> None:
-    config = with_options(tiny_config, modulation="plan", modulation_window=16)
-    short = with_options(tiny_config, modulation="plan", modulation_window=1)
-    plans = [simulate_stages(each, SIZE)["validate"].by_kind["plan"] for each in (config, short)]
-    assert plans[0] == pytest.approx(16 * plans[1], rel=0.2)  # each is rounded up
+    seen: list[int] = []
+
+    def modulation(sigma: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        seen.append(len(sigma))
+        return torch.zeros(len(sigma), 5)
+
+    modulation.window = 16  # type: ignore[attr-defined]
+    feed = SimpleNamespace(config=with_options(tiny_config), core=SimpleNamespace(modulation=modulation))
+    drawn = DrawnModel(feed, Request("", 0, steps=3))  # type: ignore[arg-type]
+    assert drawn(torch.zeros(6), torch.zeros(6, 4)).shape == (6, 5)  # three steps with guidance
+    assert seen == [2 * 16]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from simpletune.models.parts import Part, load_text_model
 
-
 BATCH = 8  # prompts that go through an encoder together
 
 

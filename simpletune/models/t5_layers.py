@@ -74,6 +74,25 @@ class PartTensors:
             return handle.get_tensor(original)
 
 
+class EmptyT5:
+    """A T5 encoder's tensors in host memory, without values.
+
+    Args:
+        part: with its configuration.
+        dtype: of the tensors.
+    """
+
+    def __init__(self, part: Part, dtype: torch.dtype):
+        with init_empty_weights():
+            model = T5EncoderModel(T5Config.from_dict(part.config()))
+        self.shapes, self.dtype = {name: tensor.shape for name, tensor in model.state_dict().items()}, dtype
+
+    def get(self, name: str) -> Tensor:
+        """One tensor."""
+        with accounting.allocating(HOST):
+            return torch.empty(self.shapes[name], dtype=self.dtype)
+
+
 class LayeredT5:
     """A T5 encoder whose weights stay in their files.
 
