@@ -90,28 +90,40 @@ def account(config: TrainConfig, transformer: nn.Module, size: tuple[int, int] |
         size: width and height in pixels; None: the square of ``data.resolution``.
         steps: optimizer steps.
     """
+    with Accounting(temporaries()) as accounting:
+        report, _ = take_steps(accounting, config, transformer, size, steps)
+    return report
+
+
+def take_steps(
+    accounting: Accounting, config: TrainConfig, transformer: nn.Module, size: Size | None = None, steps: int = 2
+) -> tuple[Report, EmptyFeed]:
+    """As ``account``, under an accounting that goes on.
+
+    Returns:
+        The report, and the feed, with which the run lives on.
+    """
     started = time.perf_counter()
     base = own_tensors(transformer)
-    with Accounting(temporaries()) as accounting:
-        accounting.register(base, "weights")
-        with accounting.allocating("optimizer"):
-            core = assemble(config, transformer, OneProcess(CPU))
-        take_cuda_paths(core.optimizer)
-        register_trained(accounting, core, transformer, base)
-        accounting.forget_peak()
-        hooks = accounting.watch_gradients(core.parameters) + accounting.watch_places(places(transformer))
-        transformer.train()
-        feed = EmptyFeed(config, core, size)
-        for step in range(steps):
-            batches = feed.step(step)
-            accounting.register((tensor for batch in batches for tensor in batch_tensors(batch)), "activations")
-            core.step(batches)
-            del batches
-            accounting.register(host_counters(core.optimizer), HOST)
-        for hook in hooks:
-            hook.remove()
-        steady = accounting.current
-        return Report(accounting.peak, accounting.peaks, steady, accounting.host_bytes, time.perf_counter() - started)
+    accounting.register(base, "weights")
+    with accounting.allocating("optimizer"):
+        core = assemble(config, transformer, OneProcess(CPU))
+    take_cuda_paths(core.optimizer)
+    register_trained(accounting, core, transformer, base)
+    accounting.forget_peak()
+    hooks = accounting.watch_gradients(core.parameters) + accounting.watch_places(places(transformer))
+    transformer.train()
+    feed = EmptyFeed(config, core, size)
+    for step in range(steps):
+        batches = feed.step(step)
+        accounting.register((tensor for batch in batches for tensor in batch_tensors(batch)), "activations")
+        core.step(batches)
+        del batches
+        accounting.register(host_counters(core.optimizer), HOST)
+    for hook in hooks:
+        hook.remove()
+    steady, seconds = accounting.current, time.perf_counter() - started
+    return Report(accounting.peak, accounting.peaks, steady, accounting.host_bytes, seconds), feed
 
 
 def register_trained(accounting: Accounting, core: StepCore, transformer: nn.Module, base: list[Tensor]) -> None:
@@ -162,7 +174,8 @@ class EmptyFeed:
     """
 
     def __init__(self, config: TrainConfig, core: StepCore, size: Size | None = None, device: torch.device = CPU):
-        self.config, self.size, self.device = config, size or (config.data.resolution, config.data.resolution), device
+        self.core, self.config, self.device = core, config, device
+        self.size = size or (config.data.resolution, config.data.resolution)
         shapes = config.model.transformer_config(fetch=False) or config.model.transformer_config()
         assert shapes is not None
         self.shapes, self.text = shapes, config.precision.encoder_dtype()
@@ -173,7 +186,7 @@ class EmptyFeed:
 
     def step(self, step: int) -> list[Batch]:
         """The micro-batches of one step."""
-        batches = [self._batch() for _ in range(self.accumulation)]
+        batches = [self.batch() for _ in range(self.accumulation)]
         if self.modulations is None:
             return batches
         rows = self.modulations.of_step(step)
@@ -186,7 +199,8 @@ class EmptyFeed:
     def _pooled(self) -> Tensor:
         return torch.zeros(self.shapes["pooled_projection_dim"], dtype=self.text)
 
-    def _batch(self) -> Batch:
+    def batch(self) -> Batch:
+        """One micro-batch."""
         b, (width, height) = self.batch_size, self.size
         latents = b, self.shapes["in_channels"], height // 8, width // 8
         text = b, CLIP_TOKENS + self.config.model.t5_length, self.shapes["joint_attention_dim"]

@@ -17,6 +17,7 @@ LAYERS = [
         "train",
         "levers",
         "simulate",
+        "simulate_stages",
         "generate",
         "explain",
         "reading",

@@ -27,6 +27,7 @@ FULL = (
 STREAMED = ("memory.resident_blocks=0",)
 HOST = ("memory.boundaries=host",)
 SMALL = ("adapter.dtype=bf16", "optimizer.name=adamw8bit")
+TILES = ("memory.vae_tile=512",)
 PX512 = ("data.resolution=512",)
 BATCH4 = ("train.batch_size=4",)
 
@@ -38,10 +39,12 @@ class Row:
     Args:
         overrides: of the baseline's file.
         target_mib: what the peak should not pass, or None.
+        whole: the whole job by stage, instead of the training step.
     """
 
     overrides: tuple[str, ...]
     target_mib: int | None = None
+    whole: bool = False
 
 
 NF4 = ("precision.weights=nf4",)
@@ -88,18 +91,27 @@ ROWS: dict[str, Row] = {
     "full bf16, adamw8bit in backward, streamed, boundaries on the host": Row(
         (*FULL, *STREAMED, *HOST),
     ),
+    "whole job: LoRA r16 int8, plan, small states": Row((*PLAN, *SMALL), 3072, whole=True),
+    "whole job: LoRA r16 int8, plan, small states, tiles of 512 px": Row((*PLAN, *SMALL, *TILES), 3072, whole=True),
+    "whole job: full bf16, adamw8bit in backward, tiles of 512 px": Row((*FULL, *TILES), whole=True),
 }  # fmt: skip
 COLUMNS = {
     "what": "", "predicted_mib": "predicted peak, MiB", "target_mib": "target, MiB", "measured_mib": "measured, MiB",
     "error": "error", "reserved_mib": "reserved, MiB", "host_mib": "host memory for levers, MiB",
     "rss_mib": "process's peak RSS, MiB", "seconds_per_step": "s/step", "at": "peak at",
 }  # fmt: skip
+WHOLE_JOB = "The whole job, by stage"
+STAGES = {
+    "what": "", "text": "text, MiB", "latents": "latents, MiB", "train": "train, MiB", "validate": "validate, MiB",
+    "predicted_mib": "the job's predicted peak, MiB", "target_mib": "target, MiB", "at": "peak at",
+}  # fmt: skip
 ABOUT = """\
 SD3 Medium's transformer at its real size, with weights that have no values; 1024 px, batch 1, 333 text tokens, LoRA on
 attention, gradient checkpointing of all blocks, unless a row says otherwise. *Small states*: LoRA weights in bf16 with
 8-bit AdamW; the targeted streamed LoRA row also keeps the checkpoints' boundaries on the host. *Predicted*: peak bytes
 of the training step on fake tensors, with the workspaces of an sm_89 card (L4), without the CUDA context. *Measured* is
-`torch.cuda.max_memory_allocated` of four steps; empty: not yet measured. The first five rows have targets."""
+`torch.cuda.max_memory_allocated` of four steps; empty: not yet measured. The first five rows have targets. The second
+table has the other stages too, predicted, without the workspaces that cuDNN takes for the autoencoder's convolutions."""
 SM_89 = (8, 9)
 
 
@@ -116,6 +128,23 @@ def predict(overrides: tuple[str, ...]) -> dict[str, Any]:
         "host_mib": round(report.host_bytes / 2**20),
         "at": f"{report.peak.phase} {report.peak.place}".strip(),
         "seconds_of_prediction": round(report.seconds, 1),
+    }
+
+
+def predict_job(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """One row of the whole job on fake tensors."""
+    from simpletune.reading import read_config
+    from simpletune.simulate_stages import simulate_stages
+
+    config, _ = read_config(CONFIG, [*ENOUGH, *overrides, "data.path=demo:pictures"])
+    moments = simulate_stages(config, capability=SM_89)
+    stage, peak = max(moments.items(), key=lambda item: item[1].bytes)
+    return {
+        "table": WHOLE_JOB,
+        **{name: round(moment.bytes / 2**20) for name, moment in moments.items()},
+        "predicted_mib": round(peak.bytes / 2**20),
+        "by_kind_mib": {kind: round(size / 2**20, 1) for kind, size in peak.by_kind.items()},
+        "at": f"{stage}: {peak.phase} {peak.place}".strip(),
     }
 
 
@@ -141,7 +170,7 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
         results.add(name, {**found, "target_mib": row.target_mib})
         measured = f", measured {found['measured_mib']}" if "measured_mib" in found else ""
         say(f"bench   {name}: predicted {found['predicted_mib']:,} MiB{measured}")
-    return results.write_table("Memory of SD3 Medium's training step", ABOUT, machine())
+    return results.write_table("Memory of SD3 Medium's training step", ABOUT, machine(), {WHOLE_JOB: STAGES})
 
 
 def _in_process(row: Row) -> dict[str, Any]:
@@ -150,6 +179,6 @@ def _in_process(row: Row) -> dict[str, Any]:
     Raises:
         CalledProcessError: it failed; what it wrote to standard error is shown.
     """
-    command = [sys.executable, "-m", "simpletune.bench.memory_row", json.dumps(row.overrides)]
+    command = [sys.executable, "-m", "simpletune.bench.memory_row", json.dumps(row.overrides), *["whole"] * row.whole]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])

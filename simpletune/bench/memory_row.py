@@ -1,4 +1,7 @@
-"""One row of ``bench memory`` in a process of its own: a JSON list of overrides in, the row's JSON out."""
+"""One row of ``bench memory`` in a process of its own: a JSON list of overrides in, the row's JSON out.
+
+After the list, ``whole`` asks for the whole job by stage.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +55,14 @@ def measure(overrides: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def main(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Predict, and where there is a GPU measure."""
+def main(overrides: tuple[str, ...], whole: bool = False) -> dict[str, Any]:
+    """Predict, and where there is a GPU measure; the whole job is only predicted."""
     import torch
 
-    from simpletune.bench.memory import predict
+    from simpletune.bench.memory import predict, predict_job
 
+    if whole:
+        return predict_job(overrides)
     row = predict(overrides)
     if torch.cuda.is_available():
         row |= measure(overrides)
@@ -67,4 +72,4 @@ def main(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     prepare_environment()
-    print(json.dumps(main(tuple(json.loads(sys.argv[1])))))
+    print(json.dumps(main(tuple(json.loads(sys.argv[1])), "whole" in sys.argv[2:])))

@@ -55,21 +55,38 @@ class Results:
         self.stem.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.stem.with_suffix(".json"), {"machine": machine(), "rows": self.rows})
 
-    def write_table(self, title: str, about: str, machine: Mapping[str, str]) -> Path:
+    def write_table(
+        self, title: str, about: str, machine: Mapping[str, str], more: Mapping[str, Mapping[str, str]] | None = None
+    ) -> Path:
         """Write the Markdown table.
+
+        Args:
+            title: of the page.
+            about: what the rows are.
+            machine: hardware and versions.
+            more: titles of further tables, and their columns; a row whose ``table`` is such a title goes there.
 
         Returns:
             Its file.
         """
-        keys = list(self.columns)
+        more = more or {}
+        rest = {name: row for name, row in self.rows.items() if row.get("table") not in more}
         lines = [f"# {title}", "", about, "", *(f"- {name}: {value}" for name, value in machine.items()), ""]
-        lines += ["| " + " | ".join(self.columns.values()) + " |", "|" + "---|" * len(keys)]
-        for name, row in self.rows.items():
-            cells = [name, *(shown(row.get(key)) for key in keys[1:])]
-            lines.append("| " + " | ".join(cells) + " |")
+        lines += table(self.columns, rest)
+        for heading, columns in more.items():
+            rows = {name: row for name, row in self.rows.items() if row.get("table") == heading}
+            lines += ["", f"## {heading}", "", *table(columns, rows)] if rows else []
         file = self.stem.with_suffix(".md")
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return file
+
+
+def table(columns: Mapping[str, str], rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Lines of Markdown: the rows' names, and of each row what the columns after the first name."""
+    lines = ["| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
+    for name, row in rows.items():
+        lines.append("| " + " | ".join([name, *(shown(row.get(key)) for key in list(columns)[1:])]) + " |")
+    return lines
 
 
 def shown(value: Any) -> str:

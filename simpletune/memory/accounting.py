@@ -91,7 +91,8 @@ class Accounting(TorchDispatchMode):
             self._enter_phase(args[0])
         grown = False
         for leaf in output if isinstance(output, (tuple, list)) else (output,):
-            grown |= isinstance(leaf, Tensor) and self._see(leaf.untyped_storage())
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":  # tensors there take no memory
+                grown |= self._see(leaf.untyped_storage())
         temporary = self._temporaries.get(function)
         if temporary is not None:
             self._look(temporary(*args, **(kwargs or {})))

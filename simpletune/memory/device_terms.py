@@ -55,7 +55,7 @@ def temporaries() -> Temporaries:
     }
 
 
-def cublas_workspace(capability: tuple[int, int]) -> int:
+def cublas_workspace(capability: tuple[int, int], threads: int = 2) -> int:
     """What cuBLAS keeps for good: a workspace for each thread that multiplies, forward's and autograd's.
 
     Source: torch's aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper and Blackwell, else 2 x 4096 KiB +
@@ -63,6 +63,7 @@ def cublas_workspace(capability: tuple[int, int]) -> int:
 
     Args:
         capability: of the device, (8, 9) for an L4.
+        threads: 1 as long as there was no backward pass.
     """
     each = 32 * MIB if capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * 1024
-    return 2 * each
+    return threads * each

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from simpletune.models.parts import Part, load_text_model
 
+BATCH = 8  # prompts that go through an encoder together
+
 
 @dataclass(frozen=True)
 class Encoder:
@@ -65,7 +67,7 @@ class Prompts:
         return f"{encoder.name}-{weights}-{tokens}-{str(self.dtype).removeprefix('torch.')}{length}"
 
     def encode(
-        self, encoder: Encoder, prompts: list[str], device: torch.device, batch_size: int = 8
+        self, encoder: Encoder, prompts: list[str], device: torch.device, batch_size: int = BATCH
     ) -> Iterator[dict[str, Tensor]]:
         """Encode prompts with one encoder, which is loaded for it and freed after.
 
@@ -113,12 +115,26 @@ def _tokenizer(encoder: Encoder, folder: Path) -> Any:
     return (T5TokenizerFast if encoder.is_t5 else CLIPTokenizer).from_pretrained(folder, local_files_only=True)
 
 
-@torch.no_grad()
 def _run_clip(
     part: Part, ids: Tensor, dtype: torch.dtype, device: torch.device, batch_size: int
 ) -> Iterator[dict[str, Tensor]]:
-    """A CLIP encoder, whole, over all prompts: the last hidden state but one, and the projected one."""
-    model = load_text_model(part, dtype).eval().to(device)
+    """A CLIP encoder, whole, over all prompts."""
+    return clip_outputs(load_text_model(part, dtype).eval().to(device), ids, device, batch_size)
+
+
+@torch.no_grad()
+def clip_outputs(model: Any, ids: Tensor, device: torch.device, batch_size: int) -> Iterator[dict[str, Tensor]]:
+    """What SD3 takes of a CLIP encoder.
+
+    Args:
+        model: loaded, on the device.
+        ids: token numbers [n, L].
+        device: where it is.
+        batch_size: prompts that go through it together.
+
+    Yields:
+        For each prompt ``hidden`` [L, width], the last hidden state but one, and ``pooled`` [width], projected.
+    """
     for batch in ids.split(batch_size):
         output = model(batch.to(device), output_hidden_states=True)
         for hidden, pooled in zip(output.hidden_states[-2], output.text_embeds, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from accelerate import init_empty_weights
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from transformers import T5Config, T5EncoderModel
 from transformers.masking_utils import create_bidirectional_mask
 
+from simpletune.memory import accounting
+from simpletune.memory.moment import HOST
 from simpletune.models.parts import Part, require_fit
 from simpletune.models.single_file import PREFIXES, open_file
 from simpletune.models.weights import read_header, to_device, weight_files
@@ -24,6 +27,17 @@ from simpletune.terminal import progress
 CHUNK_BYTES = 2**30  # of hidden states in host memory; more prompts than that make the layers be loaded again
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # two names of one tensor; a file holds either or both
 NOT_ENCODER = ("decoder.", "lm_head.")
+
+
+class Tensors(Protocol):
+    """Where a part's tensors come from."""
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of all tensors."""
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, on the host."""
 
 
 class PartTensors:
@@ -60,6 +74,25 @@ class PartTensors:
             return handle.get_tensor(original)
 
 
+class EmptyT5:
+    """A T5 encoder's tensors in host memory, without values.
+
+    Args:
+        part: with its configuration.
+        dtype: of the tensors.
+    """
+
+    def __init__(self, part: Part, dtype: torch.dtype):
+        with init_empty_weights():
+            model = T5EncoderModel(T5Config.from_dict(part.config()))
+        self.shapes, self.dtype = {name: tensor.shape for name, tensor in model.state_dict().items()}, dtype
+
+    def get(self, name: str) -> Tensor:
+        """One tensor."""
+        with accounting.allocating(HOST):
+            return torch.empty(self.shapes[name], dtype=self.dtype)
+
+
 class LayeredT5:
     """A T5 encoder whose weights stay in their files.
 
@@ -67,16 +100,17 @@ class LayeredT5:
         part: where they are.
         dtype: the type in which it runs.
         device: where layers run; embeddings and hidden states stay on the host.
+        tensors: its weights; None: those in the part's files.
 
     Raises:
         UserError: weights and configuration do not fit.
     """
 
-    def __init__(self, part: Part, dtype: torch.dtype, device: torch.device):
+    def __init__(self, part: Part, dtype: torch.dtype, device: torch.device, tensors: Tensors | None = None):
         self.dtype, self.device = dtype, device
         with init_empty_weights():
             self.model = T5EncoderModel(T5Config.from_dict(part.config())).eval()
-        self.tensors = PartTensors(part)
+        self.tensors = tensors or PartTensors(part)
         found = {name: s for name, s in self.tensors.shapes.items() if not name.startswith(NOT_ENCODER)}
         self.embedding = next((name for name in EMBEDDINGS if name in found), EMBEDDINGS[0])
         unused = set(EMBEDDINGS) - {self.embedding}
@@ -102,19 +136,20 @@ class LayeredT5:
     def _encode(self, ids: Tensor, batch_size: int) -> Tensor:  # [n, T] -> [n, T, e]
         """All layers over the prompts of one chunk."""
         encoder, bias = self.model.encoder, None
-        hidden = self.tensors.get(self.embedding)[ids].to(self.dtype)  # of the table, only these rows are read
+        with accounting.allocating(HOST):
+            hidden = self.tensors.get(self.embedding)[ids].to(self.dtype)  # of the table, only these rows are read
         with progress("text  t5", len(encoder.block), "layers") as advance:
             for number, block in enumerate(encoder.block):
                 with self._loaded(block, f"encoder.block.{number}."):
                     for batch in hidden.split(batch_size):
-                        x = batch.to(self.device)
+                        x = to_device(batch, self.device)
                         mask = create_bidirectional_mask(config=encoder.config, inputs_embeds=x, attention_mask=None)
                         x, bias, _ = block(x, mask, bias)  # the first makes the position bias, all others get it
                         batch.copy_(x)
                 advance()
         with self._loaded(encoder.final_layer_norm, "encoder.final_layer_norm."):
             for batch in hidden.split(batch_size):
-                batch.copy_(encoder.final_layer_norm(batch.to(self.device)))
+                batch.copy_(encoder.final_layer_norm(to_device(batch, self.device)))
         return hidden
 
     @contextmanager

@@ -1,0 +1,199 @@
+"""Peak memory of the whole job without a GPU, stage by stage: text, latents, train, validate.
+
+The project's own code runs on fake tensors, as in simulate.py; only configurations are needed, and SD3 Medium's are
+known without a download. What cannot be known so are cuDNN's workspaces for convolutions: they depend on the algorithm
+that it chooses on the device, and come on top of what the autoencoder takes. Nor is an average of the weights counted
+that a run may keep (``ema``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+from simpletune.config import TrainConfig
+from simpletune.data.buckets import Size
+from simpletune.loading import empty_base
+from simpletune.memory.accounting import Accounting
+from simpletune.memory.device_terms import cublas_workspace, temporaries
+from simpletune.memory.fake import fake_tensors
+from simpletune.memory.moment import HOST, Moment
+from simpletune.models.parts import Part, use_tiles
+from simpletune.models.sd3 import SD3, SD3_MEDIUM
+from simpletune.models.sd3_sources import provider
+from simpletune.models.sd3_text import BATCH, ENCODERS, clip_outputs
+from simpletune.models.t5_layers import EmptyT5, LayeredT5
+from simpletune.profiling import phase
+from simpletune.sampling import Request, sample_latents
+from simpletune.simulate import CPU, EmptyFeed, own_tensors, take_steps, with_workspace, without_collection
+
+DRAWN = 3  # sampling steps: the first two make what the later ones find
+
+
+def simulate_stages(
+    config: TrainConfig, size: Size | None = None, capability: tuple[int, int] | None = None
+) -> dict[str, Moment]:
+    """Predict each stage's peak memory on the device; no weights, no data and no GPU are needed.
+
+    Args:
+        config: of the run, demo names resolved.
+        size: width and height of the training pictures in pixels; None: the square of ``data.resolution``.
+        capability: of the CUDA device, for its libraries' workspaces; None: they are left out.
+
+    Returns:
+        The largest moment of ``text``, ``latents``, ``train`` and, where pictures are drawn, ``validate``. Text is the
+        largest of its encoders, named as its place; validate's phase is ``sample`` or ``decode``.
+
+    Raises:
+        UserError: a part's configuration cannot be read.
+    """
+    size = size or (config.data.resolution, config.data.resolution)
+    with fake_tensors(), without_collection():
+        moments = {
+            "text": max(text_moments(config), key=lambda moment: moment.bytes),
+            "latents": of_encoding(config.model, empty_autoencoder(config), size),
+            **train_and_validate(config, size),
+        }
+    if capability is None:
+        return moments
+    threads = {"text": 1, "latents": 1}  # before the first backward pass
+    extra = {name: cublas_workspace(capability, threads.get(name, 2)) for name in moments}
+    return {name: with_workspace(moment, extra[name]) for name, moment in moments.items()}
+
+
+def known_part(model: SD3, name: str) -> Part:
+    """Where a part's configuration is; SD3 Medium's own is not fetched."""
+    return Part(name, None) if provider(model, name)[1] == SD3_MEDIUM else model.part(name)
+
+
+@contextmanager
+def counted(weights: Iterable[Tensor]) -> Iterator[Accounting]:
+    """Count a stage that trains nothing: what it allocates is activations."""
+    with Accounting(temporaries()) as accounting, accounting.allocating("activations"):
+        accounting.register(weights, "weights")
+        yield accounting
+
+
+def text_moments(config: TrainConfig) -> Iterator[Moment]:
+    """The largest moment of each text encoder, in the batches in which prompts are encoded."""
+    dtype = config.precision.encoder_dtype()
+    for encoder in ENCODERS[: 3 if config.model.t5 else 2]:
+        part = known_part(config.model, encoder.model)
+        if encoder.is_t5:
+            t5 = LayeredT5(part, dtype, CPU, EmptyT5(part, dtype))
+            moment = of_t5(t5, config.model.t5_length)
+        else:
+            moment = of_clip(CLIPTextModelWithProjection(CLIPTextConfig.from_dict(part.config())).eval().to(dtype))
+        yield replace(moment, phase="text", place=encoder.name)
+
+
+def of_clip(model: Any) -> Moment:
+    """A loaded CLIP encoder over two batches of prompts: the first one's outputs live until the second's are there."""
+    with counted(own_tensors(model)) as accounting:
+        ids = torch.zeros((2 * BATCH, model.config.max_position_embeddings), dtype=torch.int64)
+        for _ in clip_outputs(model, ids, CPU, BATCH):
+            pass
+    return accounting.peak
+
+
+def of_t5(t5: LayeredT5, length: int) -> Moment:
+    """A T5 encoder, layer by layer, over two batches of prompts of so many tokens."""
+    with counted(()) as accounting:
+        ids = torch.zeros((2 * BATCH, length), dtype=torch.int64)
+        accounting.register([ids], HOST)
+        for _ in t5.encode(ids, BATCH):
+            pass
+    return accounting.peak
+
+
+def empty_autoencoder(config: TrainConfig) -> nn.Module:
+    """The run's autoencoder as ``load_vae`` gives it, without values."""
+    import diffusers
+
+    part = known_part(config.model, "vae").config()
+    vae = getattr(diffusers, part["_class_name"]).from_config(part)
+    nn.Module.to(vae, config.precision.encoder_dtype())  # diffusers' own warns, of nothing here
+    if config.memory.vae_tile is not None:
+        use_tiles(vae, config.memory.vae_tile)
+    return vae.eval().requires_grad_(False)
+
+
+def of_encoding(model: SD3, vae: nn.Module, size: Size) -> Moment:
+    """A loaded autoencoder over one picture."""
+    with counted(own_tensors(vae)) as accounting, torch.no_grad(), phase("encode"):
+        model.encode_pictures(vae, torch.zeros(1, 3, size[1], size[0]))
+    return accounting.peak
+
+
+def train_and_validate(config: TrainConfig, size: Size) -> dict[str, Moment]:
+    """The training stage, and drawing one picture while all that trains stays where it is."""
+    transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
+    vae = empty_autoencoder(config)
+    with Accounting(temporaries()) as accounting:
+        report, feed = take_steps(accounting, config, transformer, size)
+        if config.validation.prompts == []:
+            return {"train": report.peak}
+        return {"train": report.peak, "validate": of_drawing(accounting, config, feed, transformer, vae)}
+
+
+def of_drawing(
+    accounting: Accounting, config: TrainConfig, feed: EmptyFeed, transformer: nn.Module, vae: nn.Module
+) -> Moment:
+    """As a validation draws each of its pictures: the autoencoder is loaded before sampling begins."""
+    option = config.validation
+    width, height = config.picture_size()
+    request = Request("", 0, "", width, height, min(DRAWN, option.steps), option.guidance)
+    with accounting.allocating(HOST):
+        batch = feed.batch()
+        text = batch.prompt_embeds[0], batch.pooled[0]
+    accounting.register(own_tensors(vae), "weights")
+    accounting.forget_peak()
+    transformer.eval()
+    drawn: Any = DrawnModel(feed, request)
+    window = drawn if feed.core.modulation is not None else None
+    with accounting.allocating("activations"), torch.no_grad():
+        with phase("sample"):
+            z = sample_latents(transformer, drawn, config.precision, request, text, text, window)
+        with phase("decode"):
+            config.model.decode_latents(vae, z)
+    return accounting.peak
+
+
+class DrawnModel:
+    """What sampling asks of a model and of its modulation, from the configuration alone.
+
+    The modulation computes the rows of a whole window of sampling steps, though few are drawn.
+
+    Args:
+        feed: of the run that draws.
+        request: what is drawn.
+    """
+
+    def __init__(self, feed: EmptyFeed, request: Request):
+        self.feed, self.modulation = feed, feed.core.modulation
+        self.window = 1 if self.modulation is None else self.modulation.window
+        whole, drawn = min(self.window, feed.config.validation.steps), min(self.window, request.steps)
+        self.rows = lambda rows: rows * whole // drawn
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        """(c, h, w) of the latents of a picture in pixels."""
+        return self.feed.shapes["in_channels"], height // 8, width // 8
+
+    def scheduler(self) -> Any:
+        """A schedule whose noise levels have no values."""
+        schedule = SimpleNamespace()
+        schedule.set_timesteps = lambda steps: setattr(schedule, "sigmas", torch.zeros(steps + 1))
+        return schedule
+
+    def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:  # [n], [n, p] -> [n, m]
+        """The first rows of a whole window's modulations."""
+        assert self.modulation is not None
+        rows = self.rows(len(sigma))
+        return self.modulation(sigma[:1].expand(rows), pooled[:1].expand(rows, -1))[: len(sigma)]

@@ -1,0 +1,90 @@
+"""The simulated stages: real and fake tensors take the same bytes, and the bytes are what must hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from simpletune.config import TrainConfig
+from simpletune.memory.fake import fake_tensors
+from simpletune.memory.moment import Moment, rounded
+from simpletune.models.parts import load_text_model
+from simpletune.models.t5_layers import LayeredT5
+from simpletune.reading import validate
+from simpletune.sampling import Request
+from simpletune.simulate import CPU, own_tensors, simulate, without_collection
+from simpletune.simulate_stages import DrawnModel, counted, of_clip, of_encoding, of_t5, simulate_stages, text_moments
+
+SIZE = (192, 128)
+
+
+def with_options(tiny_config: dict, weights: str = "fp32", **memory: object) -> TrainConfig:
+    data = tiny_config | {"precision": {"weights": weights}, "memory": {"checkpointing": "all", **memory}}
+    drawn = {"prompts": ["a"], "steps": 20, "width": SIZE[0], "height": SIZE[1], "eval_samples": 0}
+    return validate(data | {"validation": drawn}, "stages")
+
+
+def load_vae(config: TrainConfig) -> torch.nn.Module:
+    return config.model.load_vae(CPU, config.precision.encoder_dtype(), config.memory.vae_tile)
+
+
+def bytes_of(moment: Moment) -> dict[str, int]:
+    return {kind: size for kind, size in moment.by_kind.items() if size}
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_text_encoders_take_the_same_bytes_real_and_fake(weights: str, tiny_config: dict) -> None:
+    config = with_options(tiny_config, weights)
+    dtype, part = config.precision.encoder_dtype(), config.model.part
+    with fake_tensors(), without_collection():
+        clip_l, clip_g, t5 = (bytes_of(moment) for moment in text_moments(config))
+    assert clip_l == bytes_of(of_clip(load_text_model(part("text_encoder"), dtype).eval()))
+    assert clip_g == bytes_of(of_clip(load_text_model(part("text_encoder_2"), dtype).eval()))
+    assert t5 == bytes_of(of_t5(LayeredT5(part("text_encoder_3"), dtype, CPU), config.model.t5_length))
+
+
+@pytest.mark.parametrize("tile", [None, 128])
+def test_the_autoencoder_takes_the_same_bytes_real_and_fake(tile: int | None, tiny_config: dict) -> None:
+    config = with_options(tiny_config, vae_tile=tile)
+    stages, vae = simulate_stages(config, SIZE), load_vae(config)
+    assert bytes_of(stages["latents"]) == bytes_of(of_encoding(config.model, vae, SIZE))
+    weights = sum(rounded(tensor.nbytes) for tensor in own_tensors(vae))
+    steady = simulate(config, SIZE).steady
+    assert stages["train"] == simulate(config, SIZE).peak
+    assert stages["validate"].by_kind["weights"] == steady.by_kind["weights"] + weights
+    assert stages["validate"].bytes > steady.bytes + weights
+    with counted(own_tensors(vae)) as accounting, torch.no_grad():
+        config.model.decode_latents(vae, torch.zeros(1, 16, SIZE[1] // 8, SIZE[0] // 8))
+    assert stages["validate"].bytes >= steady.bytes + accounting.peak.bytes  # and the prompt's tokens
+
+
+def test_layers_of_t5_stand_on_the_device_one_at_a_time(tiny_pipeline: Path, tiny_config: dict) -> None:
+    config = with_options(tiny_config)
+    t5 = LayeredT5(config.model.part("text_encoder_3"), torch.float32, CPU)
+    with counted(()) as accounting:
+        for number, block in enumerate(t5.model.encoder.block):
+            with t5._loaded(block, f"encoder.block.{number}."):
+                loaded = accounting.current.bytes
+                assert loaded == sum(rounded(parameter.nbytes) for parameter in block.parameters())
+            assert accounting.current.bytes == 0
+
+
+def test_a_run_without_pictures_has_no_validation(tiny_config: dict) -> None:
+    assert list(simulate_stages(validate(tiny_config, "none"))) == ["text", "latents", "train"]
+
+
+def test_sampling_with_a_plan_holds_a_whole_window(tiny_config: dict) -> None:
+    seen: list[int] = []
+
+    def modulation(sigma: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        seen.append(len(sigma))
+        return torch.zeros(len(sigma), 5)
+
+    modulation.window = 16  # type: ignore[attr-defined]
+    feed = SimpleNamespace(config=with_options(tiny_config), core=SimpleNamespace(modulation=modulation))
+    drawn = DrawnModel(feed, Request("", 0, steps=3))  # type: ignore[arg-type]
+    assert drawn(torch.zeros(6), torch.zeros(6, 4)).shape == (6, 5)  # three steps with guidance
+    assert seen == [2 * 16]
