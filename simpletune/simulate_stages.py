@@ -63,8 +63,7 @@ def simulate_stages(
         }
     if capability is None:
         return moments
-    threads = {"text": 1, "latents": 1}  # before the first backward pass
-    extra = {name: cublas_workspace(capability, threads.get(name, 2)) for name in moments}
+    extra = {name: cublas_workspace(capability, 1 if name in ("text", "latents") else 2) for name in moments}
     return {name: with_workspace(moment, extra[name]) for name, moment in moments.items()}
 
 
@@ -88,6 +87,7 @@ def text_moments(config: TrainConfig) -> Iterator[Moment]:
         part = known_part(config.model, encoder.model)
         if encoder.is_t5:
             t5 = LayeredT5(part, dtype, CPU, EmptyT5(part, dtype))
+            t5.model.to("meta")  # accelerate's empty weights are on the CPU, if they are fake
             moment = of_t5(t5, config.model.t5_length)
         else:
             moment = of_clip(CLIPTextModelWithProjection(CLIPTextConfig.from_dict(part.config())).eval().to(dtype))
@@ -180,7 +180,7 @@ class DrawnModel:
         self.feed, self.modulation = feed, feed.core.modulation
         self.window = 1 if self.modulation is None else self.modulation.window
         whole, drawn = min(self.window, feed.config.validation.steps), min(self.window, request.steps)
-        self.rows = lambda rows: rows * whole // drawn
+        self.rows = whole / drawn
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """(c, h, w) of the latents of a picture in pixels."""
@@ -195,5 +195,5 @@ class DrawnModel:
     def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:  # [n], [n, p] -> [n, m]
         """The first rows of a whole window's modulations."""
         assert self.modulation is not None
-        rows = self.rows(len(sigma))
+        rows = round(len(sigma) * self.rows)
         return self.modulation(sigma[:1].expand(rows), pooled[:1].expand(rows, -1))[: len(sigma)]

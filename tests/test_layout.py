@@ -15,9 +15,6 @@ LAYERS = [
     {"bench"},
     {
         "train",
-        "levers",
-        "simulate",
-        "simulate_stages",
         "generate",
         "explain",
         "reading",
@@ -28,7 +25,7 @@ LAYERS = [
     },
     {"rescue"},
     {"levers"},
-    {"simulate"},
+    {"simulate", "simulate_stages"},
     {"validation", "summary", "checkpoint", "runs", "trackers", "card", "step", "places", "results"},
     {"feed", "prepare", "sampling", "loading"},
     {"config", "devices", "profiling"},

@@ -111,7 +111,7 @@ attention, gradient checkpointing of all blocks, unless a row says otherwise. *S
 8-bit AdamW; the targeted streamed LoRA row also keeps the checkpoints' boundaries on the host. *Predicted*: peak bytes
 of the training step on fake tensors, with the workspaces of an sm_89 card (L4), without the CUDA context. *Measured* is
 `torch.cuda.max_memory_allocated` of four steps; empty: not yet measured. The first five rows have targets. The second
-table has the other stages too, predicted, without the workspaces that cuDNN takes for the autoencoder's convolutions."""
+table has the other stages too, predicted, without the workspaces that cuDNN takes for convolutions."""
 SM_89 = (8, 9)
 
 
