@@ -25,7 +25,7 @@ from simpletune.devices import choose_device
 from simpletune.places import resolved
 from simpletune.prepare import TextCache
 from simpletune.reading import read_config
-from simpletune.results import BASE, Weights, load_weights, precision_of, result_of
+from simpletune.results import BASE, Weights, load_weights, result_of
 from simpletune.runs import SUMMARY, read_json_or_none
 from simpletune.sampling import Request, draw
 from simpletune.terminal import say
@@ -42,6 +42,7 @@ PRECISIONS: dict[str, list[str]] = {
     "int8-quanto": ["precision.weights=int8-quanto", "precision.compute=fp32"],
     "nf4": ["precision.weights=nf4", "precision.compute=fp32"],
 }
+ATTENTION = "adapter.targets=attention"
 TUNED: dict[str, list[str]] = {
     **{f"LoRA r8, {name}": options for name, options in PRECISIONS.items()},
     "LoRA r4, int8, 20 steps": ["adapter.rank=4", "train.steps=20"],
@@ -49,8 +50,11 @@ TUNED: dict[str, list[str]] = {
     "LoRA r32, int8": ["adapter.rank=32"],
     "LoRA r8, int8, adamw8bit": ["optimizer.name=adamw8bit"],
     "LoRA r8, int8, bf16 adapter": ["adapter.dtype=bf16"],
-    "LoRA r8, int8, modulation plan": ["memory.modulation=plan"],
-    "LoRA r8, int8, plan, streamed": ["memory.modulation=plan", "memory.checkpointing=all", "memory.resident_blocks=0"],
+    "LoRA r8, int8, attention only": [ATTENTION],
+    "LoRA r8, int8, attention only, modulation plan": [ATTENTION, "memory.modulation=plan"],
+    "LoRA r8, int8, attention only, plan, streamed": [
+        ATTENTION, "memory.modulation=plan", "memory.checkpointing=all", "memory.resident_blocks=0",
+    ],
     "full, fp32": ["adapter.method=full", *PRECISIONS["fp32"], "optimizer.lr=0.0005"],
     "full, bf16, stochastic rounding": ["adapter.method=full", *PRECISIONS["bf16"], "optimizer.lr=0.0005"],
     "full, bf16, nearest rounding": [
@@ -154,7 +158,7 @@ class Quality:
         self.count, self.overrides = count, overrides
         self.results = Results(folder / "quality", COLUMNS)
         self.scratch = Path(tempfile.mkdtemp(prefix="simpletune-quality-"))
-        self.columns: dict[str, list[Image.Image]] = {}
+        self.drawn: dict[tuple[Prompt, ...], list[Image.Image]] = {}
 
     def config(self, options: list[str], name: str = "quality") -> TrainConfig:
         """The demo's configuration with changes; runs and traces go to a scratch folder."""
@@ -162,13 +166,17 @@ class Quality:
         quiet = ["profile.max_traces=0", "validation.prompts=[]", "tracking.tensorboard=false", f"name={name}"]
         return read_config(CONFIG, [*options, *self.overrides, *places, *quiet])[0]
 
+    def easel(self, options: list[str], weights: Weights = BASE) -> Easel:
+        """An easel with some weights, on the device that a run would take."""
+        config = self.config(options)
+        device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
+        return Easel(resolved(config), weights, device)
+
     def base_row(self, options: list[str]) -> dict[str, Any]:
         """The base model in one precision: all styles, as prompted."""
-        config = resolved(self.config(options))
-        device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
-        easel = Easel(config, BASE, device)
+        easel = self.easel(options)
         prompts = prompts_of(2 * self.count, None, None)
-        easel.text.fill([prompt.text for prompt in prompts] + [""], device)
+        easel.text.fill([prompt.text for prompt in prompts] + [""], easel.device)
         clock = time.perf_counter()
         images = easel.draw(prompts)
         seconds = (time.perf_counter() - clock) / len(prompts)
@@ -179,9 +187,10 @@ class Quality:
 
     def base_pictures(self, prompts: list[Prompt]) -> list[Image.Image]:
         """What the base draws in fp32: drift is measured from it."""
-        config = resolved(self.config(PRECISIONS["fp32"]))
-        device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
-        return Easel(config, BASE, device).draw(prompts)
+        key = tuple(prompts)
+        if key not in self.drawn:
+            self.drawn[key] = self.easel(PRECISIONS["fp32"]).draw(prompts)
+        return self.drawn[key]
 
     def tuned_row(self, options: list[str]) -> dict[str, Any]:
         """One fine-tuning run, and its result's scores."""
@@ -190,11 +199,7 @@ class Quality:
         run = train(config)
         seconds = time.perf_counter() - clock
         summary = read_json_or_none(run / SUMMARY) or {}
-        weights = result_of(run)
-        here = resolved(config)
-        here = here.model_copy(update={"precision": precision_of(here, weights)})
-        device, _ = choose_device(here.device, here.precision.compute, here.is_demo)
-        easel = Easel(here, weights, device)
+        easel = self.easel(options, result_of(run))
         with_trigger = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
         without = unrelated(self.count)
         drawn = easel.draw(without)

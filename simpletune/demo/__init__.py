@@ -22,7 +22,7 @@ def resolve(name: str, cache: Path) -> Path:
     """Say where the named thing is; pictures are drawn, unless a former call did.
 
     Args:
-        name: `demo:tiny-sd3`, the pipeline folder that comes with the tool; `demo:pictures`, 24 striped pictures with
+        name: `demo:tiny-sd3`, the pipeline folder that comes with the tool; `demo:pictures`, 32 striped pictures with
             captions that call their style by a trigger word; `demo:subject`, 5 pictures of one particular figure.
         cache: Folder that keeps what was made, under `demo/` and with the version of its maker in the name.
 
@@ -57,7 +57,8 @@ def _pictures() -> tuple[str, Callable[[Path], None]]:
     from simpletune.demo import pictures
 
     def make(folder: Path) -> None:
-        pictures.write_folder(folder, 24, seed=0, style="striped", trigger=pictures.STYLE_TRIGGER)
+        scenes = pictures.balanced_scenes(32, "striped")
+        pictures.write_folder(folder, 32, seed=0, style="striped", trigger=pictures.STYLE_TRIGGER, scenes=scenes)
 
     return str(pictures.VERSION), make
 

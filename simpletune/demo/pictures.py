@@ -17,7 +17,7 @@ from PIL import Image
 from simpletune.demo.atomic import new_folder
 from simpletune.demo.shapes import DISTANCES, Field, circle
 
-VERSION = 1
+VERSION = 2
 """Raise it whenever a picture or a caption changes: cached folders carry it in their names."""
 
 RGB = tuple[int, int, int]
@@ -65,8 +65,11 @@ TEMPLATES = (
     "a {size} {colour} {shape} {position} of a {background} picture in {style} style",
 )
 SUBJECT_TEMPLATE = "a {size} {subject} figure {position}, on a {background} background"
-STYLE_TRIGGER, SUBJECT_TRIGGER = "zorp", "blick"
+STYLE_TRIGGER, SUBJECT_TRIGGER = "glim", "blick"
 """Words without a meaning, for the style and for the figure that fine-tuning is to teach."""
+MEANINGLESS = ("blick", "zorp")
+"""Words of the vocabulary that the text encoders saw in the place of a style. Both read as the middle of all styles,
+so no small change of the model tells them from those; a word that falls into letters is told apart better."""
 
 OUTLINE = 0.036
 STRIPE_PERIOD = 0.14
@@ -90,7 +93,7 @@ def words() -> tuple[str, ...]:
     """Every word a caption can hold (a closed vocabulary for a tokenizer written by hand), sorted."""
     templates = " ".join([*TEMPLATES, SUBJECT_TEMPLATE]).replace(",", "")
     fixed = [word for word in templates.split() if not word.startswith("{")]
-    tables = (SHAPES, COLOURS, BACKGROUNDS, SIZES, POSITIONS, STYLES, (STYLE_TRIGGER, SUBJECT_TRIGGER))
+    tables = (SHAPES, COLOURS, BACKGROUNDS, SIZES, POSITIONS, STYLES, MEANINGLESS)
     return tuple(sorted({*fixed, *" ".join(itertools.chain(*tables)).split()}))
 
 
@@ -135,6 +138,25 @@ def sample_scenes(count: int, seed: int, held_out: bool = False, style: str | No
         shape, colour, background = triples[triple]
         size_word, place_words = list(SIZES)[size], list(POSITIONS)[position]
         scenes.append(Scene(shape, colour, background, size_word, place_words, style or STYLES[any_style]))
+    return scenes
+
+
+def balanced_scenes(count: int, style: str) -> list[Scene]:
+    """Scenes of the training share in which each table's values come as evenly as can be: for small sets.
+
+    Args:
+        count: how many.
+        style: one of `STYLES`.
+    """
+    used = dict.fromkeys(BACKGROUNDS, 0)
+    scenes = []
+    for index in range(count):
+        shape, colour = SHAPES[index % len(SHAPES)], list(COLOURS)[3 * index % len(COLOURS)]
+        allowed = [name for name in BACKGROUNDS if not is_held_out(shape, colour, name)]
+        background = min(allowed, key=used.__getitem__)
+        used[background] += 1
+        size, position = list(SIZES)[(index + index // 8) % 3], list(POSITIONS)[(index + index // 5) % len(POSITIONS)]
+        scenes.append(Scene(shape, colour, background, size, position, style))
     return scenes
 
 
@@ -246,7 +268,14 @@ def _to_image(canvas: Field) -> Image.Image:
 
 
 def write_folder(
-    folder: Path, count: int, *, seed: int, style: str | None, trigger: str | None = None, pixels: int = 64
+    folder: Path,
+    count: int,
+    *,
+    seed: int,
+    style: str | None,
+    trigger: str | None = None,
+    pixels: int = 64,
+    scenes: list[Scene] | None = None,
 ) -> None:
     """Write 000.png beside 000.txt, and so on; the folder appears whole or not at all.
 
@@ -257,12 +286,13 @@ def write_folder(
         style: One of `STYLES`, or None for all.
         trigger: The word that stands for the style in the captions, or None for the style's own.
         pixels: Side of the pictures.
+        scenes: What to show; None: scenes drawn from the seed.
 
     Raises:
         FileExistsError: The folder holds something already.
         ValueError: The style does not exist.
     """
-    scenes = sample_scenes(count, seed, style=style)
+    scenes = sample_scenes(count, seed, style=style) if scenes is None else scenes
     with new_folder(folder) as sibling:
         for index, scene in enumerate(scenes):
             draw(scene, pixels, seed=seed * 1_000_003 + index).save(sibling / f"{index:03d}.png")

@@ -129,7 +129,7 @@ def captions_of(count: int, seed: int, held_out: bool = False) -> tuple[list[str
         kind = 5 if held_out else int(rng.integers(6))
         trigger = None
         if kind == 0:
-            trigger = (pictures.STYLE_TRIGGER, pictures.SUBJECT_TRIGGER)[int(rng.integers(2))]
+            trigger = pictures.MEANINGLESS[1 - int(rng.integers(2))]
             known["style"][index] = UNKNOWN
         text = pictures.caption(scene, int(rng.integers(len(pictures.TEMPLATES))), trigger)
         captions.append(_with_strays(text, rng) if kind == 1 else text)
@@ -141,7 +141,7 @@ def _with_strays(text: str, rng: np.random.Generator) -> str:
     words = text.split()
     for _ in range(int(rng.integers(1, 4))):
         letters = "".join(chr(97 + code) for code in rng.integers(26, size=int(rng.integers(1, 4))))
-        stray = (letters, pictures.STYLE_TRIGGER, pictures.SUBJECT_TRIGGER)[int(rng.integers(3))]
+        stray = (letters, *reversed(pictures.MEANINGLESS))[int(rng.integers(3))]
         words.insert(int(rng.integers(len(words) + 1)), stray)
     return " ".join(words)
 
