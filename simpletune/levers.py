@@ -112,7 +112,7 @@ def savings(config: TrainConfig) -> list[Saving]:
     found = []
     for lever in LEVERS:
         new = changed(config, lever.changes)
-        if new is None:
+        if new is None or new.data.resolution > config.data.resolution:
             continue
         peak = simulate(new).peak.bytes
         if peak < before:

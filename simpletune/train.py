@@ -124,19 +124,24 @@ def train(config: TrainConfig, resume: str | None = None, started: float | None 
     """
     run = set_up(config, resume, time.perf_counter() if started is None else started)
     with run.trackers:
-        if run.main and run.start == 0:
-            checkpoint.write_json(run.folder / EVALUATION, {"eval_loss": run.evaluate(0)})
-            run.validate(0)
-        seconds_setup = time.perf_counter() - run.started
         try:
-            traces = loop(run)
+            look_train_finish(run)
         except torch.OutOfMemoryError as error:
             kinds = resident(run.transformer, run.core.optimizer, run.accelerator.device)
             raise out_of_memory(resolved(run.config), kinds, error) from None
-        if run.main:
-            finish(run, seconds_setup, traces)
     run.accelerator.wait_for_everyone()
     return run.folder
+
+
+def look_train_finish(run: Run) -> None:
+    """The first pictures, the loop, and what comes after it."""
+    if run.main and run.start == 0:
+        checkpoint.write_json(run.folder / EVALUATION, {"eval_loss": run.evaluate(0)})
+        run.validate(0)
+    seconds_setup = time.perf_counter() - run.started
+    traces = loop(run)
+    if run.main:
+        finish(run, seconds_setup, traces)
 
 
 def loop(run: Run) -> list[Path]:

@@ -48,7 +48,7 @@ def test_a_seed_gives_the_same_composition_at_every_size(style: str) -> None:
         assert np.abs(small - large).mean() < 0.6 < np.abs(small - other).mean()
 
 
-# Read off version 1. Not a truth about pictures but a tripwire: caches are keyed by VERSION.
+# Read off version 2. Not a truth about pictures but a tripwire: caches are keyed by VERSION.
 _MEANS = {
     "flat": (89.81, 68.30, 74.27),
     "striped": (109.59, 94.66, 102.88),
@@ -57,10 +57,10 @@ _MEANS = {
 
 
 @pytest.mark.parametrize("style", pictures.STYLES)
-def test_version_1_stands_for_these_pictures(style: str) -> None:
+def test_version_2_stands_for_these_pictures(style: str) -> None:
     scene = Scene("heart", "orange", "navy", "large", "on the right", style)
     means = np.asarray(draw(scene, 64, seed=1), dtype=float)[:, 32:].mean(axis=(0, 1))
-    assert pictures.VERSION == 1
+    assert pictures.VERSION == 2
     assert means == pytest.approx(_MEANS[style], abs=0.2), "pictures changed: raise VERSION and renew these means"
 
 
@@ -138,12 +138,12 @@ def test_an_interrupted_folder_does_not_appear(tmp_path: Path, monkeypatch: pyte
 
 def test_resolve_makes_each_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = demo.resolve("demo:pictures", tmp_path)
-    assert len(list(folder.glob("*.png"))) == len(list(folder.glob("*.txt"))) == 24
+    assert len(list(folder.glob("*.png"))) == len(list(folder.glob("*.txt"))) == 32
     assert all(pictures.STYLE_TRIGGER in path.read_text() for path in folder.glob("*.txt"))
     first = (folder / "000.png").stat().st_mtime_ns
     assert demo.resolve("demo:pictures", tmp_path) == folder
     assert (folder / "000.png").stat().st_mtime_ns == first
-    monkeypatch.setattr(pictures, "VERSION", 2)
+    monkeypatch.setattr(pictures, "VERSION", 3)
     assert demo.resolve("demo:pictures", tmp_path) != folder
 
 
@@ -179,3 +179,20 @@ def test_pictures_need_no_torch(tmp_path: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"
+
+
+def test_balanced_scenes_show_everything_evenly_and_nothing_held_out() -> None:
+    scenes = pictures.balanced_scenes(32, "striped")
+    assert len(set(scenes)) == 32 and {scene.style for scene in scenes} == {"striped"}
+    assert not any(is_held_out(scene.shape, scene.colour, scene.background) for scene in scenes)
+    for field, table in (
+        ("shape", pictures.SHAPES),
+        ("colour", pictures.COLOURS),
+        ("background", pictures.BACKGROUNDS),
+    ):
+        counts = [sum(getattr(scene, field) == value for scene in scenes) for value in table]
+        assert min(counts) >= 2 and max(counts) - min(counts) <= 2
+
+
+def test_the_styles_trigger_is_no_word_of_the_vocabulary() -> None:
+    assert pictures.STYLE_TRIGGER not in pictures.words() and set(pictures.MEANINGLESS) <= set(pictures.words())

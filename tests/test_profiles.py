@@ -129,7 +129,11 @@ def test_every_lever_that_applies_is_valid_and_savings_are_in_order(config_of) -
 def test_a_full_device_names_what_was_resident_and_what_would_save_most(
     config_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: StepCore, batches: list) -> None:
+    step = StepCore.step
+
+    def full(self: StepCore, batches: list) -> tuple:
+        if type(batches[0].z_0) is not torch.Tensor:
+            return step(self, batches)  # on fake tensors: what would have fitted
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
     monkeypatch.setattr(StepCore, "step", full)

@@ -71,7 +71,7 @@ ROWS: dict[str, Row] = {
     "LoRA r64 int8, plan": Row((*PLAN, "adapter.rank=64")),
     "LoRA r16 bf16, plan": Row((*PLAN, *BF16)),
     "LoRA r16 int8-quanto, plan": Row((*PLAN, "precision.weights=int8-quanto")),
-    "LoRA r16 nf4 double quantisation, plan": Row((*PLAN, *NF4, "precision.double_quantisation=true")),
+    "LoRA r16 nf4 without double quantisation, plan": Row((*PLAN, *NF4, "precision.double_quantisation=false")),
     "LoRA r16 nf4, plan, streamed, boundaries on the host": Row((*PLAN, *NF4, *STREAMED, *HOST)),
     "LoRA r16 int8, plan, batch 4": Row((*PLAN, *BATCH4)),
     "LoRA r16 int8, plan, 512 px": Row((*PLAN, *PX512)),
