@@ -136,7 +136,7 @@ def _base_text(config: TrainConfig) -> str:
     if config.model.init == "random":
         return f"random weights in the shape of {code(public_name(name))}"
     if config.is_demo:
-        return f"{code(name)}, the tiny model of simpletune, whose weights are random"
+        return f"{code(name)}, the tiny model that comes with simpletune and draws coloured shapes"
     if is_hub_name(name):
         return f"[{name}](https://huggingface.co/{name})"
     return f"{code(public_name(name))}, a local copy (name it as `base_model` above if it is on the hub)"

@@ -229,8 +229,6 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
     say(
         f"simpletune {config.name} on {reason}: {config.precision.weights} weights, {config.precision.compute} products"
     )
-    if config.is_demo:
-        say("        the tiny model has random weights: its loss falls, its pictures stay noise")
     here = resolved(config)
     require_fit(here)
     prepared = prepare(here, accelerator, stages)

@@ -6,6 +6,7 @@ share of pictures read as striped, the demo's style, when the prompt names the t
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,12 +23,13 @@ from simpletune.bench.table import Results, machine
 from simpletune.config import TrainConfig
 from simpletune.demo import checker, pictures
 from simpletune.devices import choose_device
+from simpletune.options import UserError
 from simpletune.places import resolved
 from simpletune.prepare import TextCache
 from simpletune.reading import read_config
 from simpletune.results import BASE, Weights, load_weights, result_of
 from simpletune.runs import SUMMARY, read_json_or_none
-from simpletune.sampling import Request, draw
+from simpletune.sampling import Request, draw, grid
 from simpletune.terminal import say
 from simpletune.train import train
 
@@ -139,6 +141,11 @@ def accuracies(images: list[Image.Image], prompts: list[Prompt]) -> dict[str, fl
     return {**scores, "prompt": float(np.mean([scores[name] for name in CONTENT]))}
 
 
+def file_name(row: str) -> str:
+    """A row's name as a file's."""
+    return re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
+
+
 def drift(images: list[Image.Image], base: list[Image.Image]) -> float:
     """Mean absolute difference of values, 0 to 1."""
     pairs = zip(images, base, strict=True)
@@ -159,6 +166,7 @@ class Quality:
         self.results = Results(folder / "quality", COLUMNS)
         self.scratch = Path(tempfile.mkdtemp(prefix="simpletune-quality-"))
         self.drawn: dict[tuple[Prompt, ...], list[Image.Image]] = {}
+        self.folder = folder / "quality"
 
     def config(self, options: list[str], name: str = "quality") -> TrainConfig:
         """The demo's configuration with changes; runs and traces go to a scratch folder."""
@@ -172,7 +180,7 @@ class Quality:
         device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
         return Easel(resolved(config), weights, device)
 
-    def base_row(self, options: list[str]) -> dict[str, Any]:
+    def base_row(self, name: str, options: list[str]) -> dict[str, Any]:
         """The base model in one precision: all styles, as prompted."""
         easel = self.easel(options)
         prompts = prompts_of(2 * self.count, None, None)
@@ -180,6 +188,7 @@ class Quality:
         clock = time.perf_counter()
         images = easel.draw(prompts)
         seconds = (time.perf_counter() - clock) / len(prompts)
+        self.keep_pictures(name, easel)
         scores = accuracies(images, prompts)
         without = unrelated(self.count)
         base = self.base_pictures(without)
@@ -192,7 +201,23 @@ class Quality:
             self.drawn[key] = self.easel(PRECISIONS["fp32"]).draw(prompts)
         return self.drawn[key]
 
-    def tuned_row(self, options: list[str]) -> dict[str, Any]:
+    def keep_pictures(self, name: str, easel: Easel) -> None:
+        """Write what a row's model makes of three prompts that name the trigger word, and one that does not."""
+        images = easel.draw([*prompts_of(3, STYLE, pictures.STYLE_TRIGGER), *unrelated(2)[1:]])
+        sheet = Image.new("RGB", (64 * len(images), 64))
+        for number, image in enumerate(images):
+            sheet.paste(image, (64 * number, 0))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        sheet.save(self.folder / f"{file_name(name)}.png")
+
+    def write_grid(self) -> None:
+        """One picture of all rows that have pictures."""
+        strips = {name: self.folder / f"{file_name(name)}.png" for name in self.rows()}
+        rows: list[tuple[str, list[Image.Image]]] = [(n, [Image.open(f)]) for n, f in strips.items() if f.exists()]
+        if rows:
+            grid(rows, ["three prompts with the trigger word, one without"]).save(self.folder.with_suffix(".png"))
+
+    def tuned_row(self, name: str, options: list[str]) -> dict[str, Any]:
         """One fine-tuning run, and its result's scores."""
         config = self.config(options)
         clock = time.perf_counter()
@@ -200,6 +225,7 @@ class Quality:
         seconds = time.perf_counter() - clock
         summary = read_json_or_none(run / SUMMARY) or {}
         easel = self.easel(options, result_of(run))
+        self.keep_pictures(name, easel)
         with_trigger = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
         without = unrelated(self.count)
         drawn = easel.draw(without)
@@ -222,9 +248,11 @@ class Quality:
 
     def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """Every row's name and how it is measured."""
-        rows = {f"base, {name}": partial(self.base_row, options) for name, options in PRECISIONS.items()}
+        rows = {
+            f"base, {name}": partial(self.base_row, f"base, {name}", options) for name, options in PRECISIONS.items()
+        }
         rows["base, fp32, the trigger word"] = partial(self.trigger_row, PRECISIONS["fp32"])
-        return rows | {name: partial(self.tuned_row, options) for name, options in TUNED.items()}
+        return rows | {name: partial(self.tuned_row, name, options) for name, options in TUNED.items()}
 
 
 def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str]) -> Path:
@@ -239,8 +267,13 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
 
     Returns:
         The Markdown table.
+
+    Raises:
+        UserError: no row holds ``only``.
     """
     quality, started = Quality(folder, count, overrides), time.monotonic()
+    if not any(only in name for name in quality.rows()):
+        raise UserError(f"--rows: none of the {len(quality.rows())} rows holds {only!r}: {', '.join(quality.rows())}")
     for name, measure in quality.rows().items():
         if only not in name or not quality.results.lacks(name):
             continue
@@ -250,4 +283,5 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
         row = measure()
         say(f"bench   {name}: prompt {row['prompt']:.2f}, style {row['style']:.2f}")
         quality.results.add(name, row)
+    quality.write_grid()
     return quality.results.write_table("Quality on the tiny SD3", ABOUT, machine())
