@@ -28,14 +28,14 @@ LORA: dict[str, Json] = {
     "4gb": {"precision": {"weights": "int8"}, "memory": {**_PLAN, "vae_tile": 512}},
     "6gb": {"precision": {"weights": "int8"}, "memory": _PLAN},
     "8gb": {"precision": {"weights": "bf16"}, "memory": _PLAN},
-    "12gb": {"precision": {"weights": "bf16"}, "memory": {**_PLAN, "checkpointing": 8}},
-    "16gb": {"precision": {"weights": "bf16"}, "memory": {**_PLAN, "checkpointing": "none"}},
+    "12gb": {"precision": {"weights": "bf16"}, "memory": {**_PLAN, "checkpointing": "none"}},
+    "16gb": {"precision": {"weights": "bf16"}, "memory": {"checkpointing": "none"}},
     "24gb": {"precision": {"weights": "bf16"}, "memory": {"checkpointing": "none"}},
 }
 FULL: dict[str, Json] = {
     "4gb": _in_backward(resident_blocks=0, vae_tile=512),
-    "6gb": _in_backward(resident_blocks=4),
-    "8gb": _in_backward(resident_blocks=10),
+    "6gb": _in_backward(resident_blocks=10),
+    "8gb": _in_backward(resident_blocks=14),
     "12gb": _in_backward(),
     "16gb": {"precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit"}},
     "24gb": {"precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit"}, "memory": {"checkpointing": 12}},
