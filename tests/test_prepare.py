@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.pictures import cut, decode
+from simpletune.demo import vocabulary
 from simpletune.models import sd3_text
 from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
@@ -26,6 +27,8 @@ from simpletune.places import resolved
 from simpletune.prepare import Prepared, TextCache, prepare
 from simpletune.reading import validate
 from simpletune.stages import Stages
+
+CLIP = vocabulary.CLIP_LENGTH
 
 CPU = torch.device("cpu")
 
@@ -256,14 +259,14 @@ def test_killed_while_writing_leaves_no_file_that_counts(data: dict, monkeypatch
 
 def test_without_t5_its_part_is_zeros(data: dict, tiny_pipeline: Path) -> None:
     embeds, pooled = run(data).text.load("a red circle")
-    assert embeds.shape == (77 + 8, 32)  # t5_length 8, width 32
+    assert embeds.shape == (CLIP + 8, 32)  # t5_length 8, width 32
     assert pooled.shape == (32,)
-    assert torch.count_nonzero(embeds[77:]) == 0
-    assert torch.count_nonzero(embeds[:77]) > 0
+    assert torch.count_nonzero(embeds[CLIP:]) == 0
+    assert torch.count_nonzero(embeds[:CLIP]) > 0
     data["model"]["t5"] = True
     with_t5, same = run(data).text.load("a red circle")
-    assert torch.count_nonzero(with_t5[77:]) > 0
-    torch.testing.assert_close((with_t5[:77], same), (embeds[:77], pooled))
+    assert torch.count_nonzero(with_t5[CLIP:]) > 0
+    torch.testing.assert_close((with_t5[:CLIP], same), (embeds[:CLIP], pooled))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +317,7 @@ def test_a_longer_t5_encodes_only_t5(data: dict, calls: Calls) -> None:
     data["model"]["t5_length"] = 12
     embeds, _ = run(data).text.load("a red circle")
     assert {name for name, _ in calls.prompts} == {"t5"}
-    assert embeds.shape == (77 + 12, 32)
+    assert embeds.shape == (CLIP + 12, 32)
 
 
 def test_encoders_are_loaded_one_at_a_time_and_freed(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,6 @@ def test_checkpointing_keeps_the_blocks_boundaries_only(tiny_config: dict, three
         peaks[checkpointing] = simulate(config)
     kept, whole = (peaks[name].phases["forward"].by_kind["activations"] for name in ("all", "none"))
     assert kept < whole / 2
-    assert "recompute" in peaks["all"].phases and "recompute" not in peaks["none"].phases
     assert peaks["all"].peak.place == "transformer_blocks.2"  # the first whose backward pass runs
     assert peaks["all"].steady == peaks["none"].steady
 

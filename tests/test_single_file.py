@@ -22,7 +22,7 @@ from simpletune.explain import explain
 from simpletune.models.original_names import origin_of
 from simpletune.models.parts import bundled_configs
 from simpletune.models.sd3_shapes import parameter_shapes, sd3_medium_config
-from simpletune.models.sd3_transformer import load
+from simpletune.models.sd3_transformer import load, open_tensors
 from simpletune.models.single_file import OriginalReader, open_file
 from simpletune.options import ConfigError, UserError
 from simpletune.quant.int8 import Int8
@@ -280,7 +280,7 @@ def test_an_unknown_tensor_is_listed(pipeline, tmp_path: Path) -> None:
     file = original_layout.write(pipeline, tmp_path / "sd3.safetensors", "transformer")
     save_file({**load_file(file), original_layout.MMDIT + "extra.weight": torch.zeros(1)}, file)
     with pytest.raises(UserError, match="unexpected: extra.weight"):
-        load(open_file(file).transformer_config, file, FP32(), CPU)
+        load(open_file(file).transformer_config, open_tensors(file), FP32(), CPU, place=str(file))
 
 
 def test_check_reads_headers_only(whole_file, descriptions, tiny_config, write_config) -> None:

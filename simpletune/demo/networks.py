@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from simpletune.demo import pictures, vocabulary
+from simpletune.demo import pictures
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ def clip(tokenizer_folder: Path, width: int, activation: str) -> CLIPTextModelWi
         projection_dim=width,
         num_hidden_layers=2,  # SD3 reads hidden_states[-2]: of two layers, the first one's output
         num_attention_heads=width // 16,
-        max_position_embeddings=vocabulary.CLIP_LENGTH,
+        max_position_embeddings=tokenizer.model_max_length,
         hidden_act=activation,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

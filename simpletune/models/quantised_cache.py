@@ -23,7 +23,14 @@ from torch import nn
 
 from simpletune.models.parts import Part
 from simpletune.models.sd3_transformer import empty_transformer, put_module
-from simpletune.models.weights import WeightReader, flush_to_disk, to_device, weight_files, write_safetensors
+from simpletune.models.weights import (
+    WeightReader,
+    fingerprint_of_range,
+    flush_to_disk,
+    to_device,
+    weight_files,
+    write_safetensors,
+)
 from simpletune.options import UserError
 from simpletune.quant.precision import WeightPrecision
 from simpletune.terminal import say
@@ -56,7 +63,7 @@ class QuantisedBase:
         self._config, self._precision, self._device = config, precision, device
         self.made_from: dict[str, Any] = {
             "version": VERSION,
-            "weights": part.fingerprint(),
+            "weights": _weights_of(part),
             "files": list(_stamps(part)),
             "config": dict(config),
             "precision": precision.model_dump(mode="json"),
@@ -184,6 +191,13 @@ class QuantisedBase:
         for folder in self.folder.parent.glob(f".{self.folder.name}.*.part"):
             if time.time() - folder.stat().st_mtime > STALE:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _weights_of(part: Part) -> str:
+    """A short name for the weights: of a single file, samples from all over it."""
+    if part.file is None:
+        return part.fingerprint()
+    return fingerprint_of_range(part.file, part.name, 0, part.file.stat().st_size)
 
 
 def _stamps(part: Part) -> Iterator[tuple[str, int, int]]:
