@@ -25,18 +25,29 @@ def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_int8_lora_steps_at_256_px(medium: Path, tiny_pictures: Path, tmp_path: Path) -> None:
+LEVERS = {
+    "resident": {},
+    "plan": {"modulation": "plan", "modulation_window": 2},
+    "streamed": {"modulation": "plan", "modulation_window": 2, "resident_blocks": 0, "boundaries": "host"},
+}
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_two_int8_lora_steps_at_256_px(lever: str, medium: Path, tiny_pictures: Path, tmp_path: Path) -> None:
     config = {
         "name": "medium", "device": "cpu",
         "model": {"pretrained": str(medium), "init": "random", "t5_length": 77},
         "data": {"path": str(tiny_pictures), "resolution": 256, "max_upscale": None},
-        "adapter": {"rank": 16}, "precision": {"weights": "int8"}, "train": {"steps": 2},
+        "memory": LEVERS[lever], "adapter": {"rank": 16}, "precision": {"weights": "int8"}, "train": {"steps": 2},
         "validation": {"prompts": [], "eval_samples": 0}, "profile": {"max_traces": 0},
         "output": {name: str(tmp_path / name) for name in ("runs", "profiles", "cache")},
     }  # fmt: skip
     run = train(validate(config, "medium"))
     summary = json.loads((run / "summary.json").read_text())
-    print({key: summary[key] for key in ("seconds_setup", "seconds_per_step", "peak_rss_gib", "stages")})
+    print(
+        lever,
+        {key: summary[key] for key in ("seconds_setup", "seconds_per_step", "peak_rss_gib", "stages", "first_loss")},
+    )
     assert summary["total_parameters"] == 2_028_328_000
     assert summary["trainable_parameters"] == 9_388_032
     assert summary["peak_rss_gib"] < 4
