@@ -6,7 +6,6 @@ files, and is written last.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -21,7 +20,14 @@ from torch import nn
 
 from simpletune.config import TrainConfig
 from simpletune.ema import Average, averaged
-from simpletune.models.weights import WeightReader, flush_to_disk, replace_folder, write_safetensors
+from simpletune.models.weights import (
+    WeightReader,
+    flush_to_disk,
+    replace_folder,
+    sha256_of,
+    trained_parameters,
+    write_safetensors,
+)
 from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
 from simpletune.options import UserError
 
@@ -81,7 +87,7 @@ def save(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     metadata = metadata_of(config, step)
-    write_safetensors(trainable_tensors(model), aside / TRAINABLE, metadata)
+    write_safetensors(trained_parameters(model), aside / TRAINABLE, metadata)
     tensors, scalars = state_to_tensors(optimizer)
     write_safetensors(tensors, aside / OPTIMIZER, {})
     if average is not None:
@@ -95,7 +101,7 @@ def save(
         "manifest": manifest,
         "optimizer": scalars,
         "torch": torch.__version__,
-        "sha256": {file.name: _sha256(file) for file in sorted(aside.iterdir())},
+        "sha256": {file.name: sha256_of(file) for file in sorted(aside.iterdir())},
     }
     (aside / STATE).write_text(json.dumps(state))
     flush_to_disk(aside / STATE)
@@ -104,11 +110,6 @@ def save(
     for _, old in list_checkpoints(run)[: -config.checkpoint.keep_last]:
         shutil.rmtree(old)
     return folder
-
-
-def trainable_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What trains, by the model's own names."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
@@ -158,7 +159,7 @@ def read(folder: Path) -> SavedState:
         raise UserError(f"--resume: {folder / STATE} is damaged ({error!r}). Use an older checkpoint") from None
     for name, checksum in checksums.items():
         file = folder / name
-        if not file.exists() or _sha256(file) != checksum:
+        if not file.exists() or sha256_of(file) != checksum:
             state_of = "damaged" if file.exists() else "missing"
             raise UserError(f"--resume: {file} is {state_of}. Use an older checkpoint: --resume PATH")
     return saved
@@ -196,7 +197,7 @@ def restore(
 ) -> None:
     """Put a checkpoint's weights, their average and optimizer state in place, bit for bit."""
     reader = WeightReader([saved.folder / TRAINABLE])
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = trained_parameters(model)
     if reader.names != set(parameters):
         raise UserError(
             f"--resume: {saved.folder / TRAINABLE} does not fit the model: {sorted(reader.names ^ set(parameters))[:8]}"
@@ -237,11 +238,6 @@ def _manifest_changes(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> l
 
 def _indent(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -5,17 +5,14 @@ Savings are predicted by running the training step of the changed configuration 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from pydantic import ValidationError
 
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
-from simpletune.memory import count_blocks
 from simpletune.memory.checkpointing import fewest_checkpointed
+from simpletune.options import ConfigError
+from simpletune.reading import merge, validate
 from simpletune.simulate import simulate
 
 
@@ -24,34 +21,29 @@ class Lever:
     """One change.
 
     Args:
-        changes: new values by dotted path.
+        overrides: as the command line takes them.
         costs: what is given for the memory, in a few words.
     """
 
-    changes: Mapping[str, Any]
+    overrides: tuple[str, ...]
     costs: str
-
-    @property
-    def overrides(self) -> str:
-        """The change as the command line takes it."""
-        return " ".join(f"{path}={_text(value)}" for path, value in self.changes.items())
 
 
 LEVERS = (
-    Lever({"memory.crop_positions": True}, "nothing"),
-    Lever({"memory.modulation": "plan"}, "host memory, a little time; exact"),
-    Lever({"optimizer": {"name": "adamw8bit"}}, "8-bit optimizer state"),
-    Lever({"adapter.dtype": "bf16"}, "LoRA weights in bf16, rounded stochastically"),
-    Lever({"memory.checkpointing": "all"}, "about a third more time; exact"),
-    Lever({"memory.boundaries": "host"}, "traffic to the host; exact"),
-    Lever({"memory.optimizer_in_backward": True, "train.clip": "per_parameter"}, "clipping by parameter"),
-    Lever({"precision": {"weights": "int8"}}, "8-bit base weights"),
-    Lever({"precision": {"weights": "nf4"}}, "4-bit base weights"),
-    Lever({"memory.resident_blocks": 4}, "traffic from the host; exact"),
-    Lever({"memory.resident_blocks": 0}, "more traffic from the host; exact"),
-    Lever({"train.batch_size": 1}, "noisier gradients"),
-    Lever({"data.resolution": 768}, "smaller pictures"),
-    Lever({"data.resolution": 512}, "smaller pictures"),
+    Lever(("memory.crop_positions=true",), "nothing"),
+    Lever(("memory.modulation=plan",), "host memory, a little time; exact"),
+    Lever(("optimizer.name=adamw8bit",), "8-bit optimizer state"),
+    Lever(("adapter.dtype=bf16",), "LoRA weights in bf16, rounded stochastically"),
+    Lever(("memory.checkpointing=all",), "about a third more time; exact"),
+    Lever(("memory.boundaries=host",), "traffic to the host; exact"),
+    Lever(("memory.optimizer_in_backward=true", "train.clip=per_parameter"), "clipping by parameter"),
+    Lever(("precision.weights=int8",), "8-bit base weights"),
+    Lever(("precision.weights=nf4",), "4-bit base weights"),
+    Lever(("memory.resident_blocks=4",), "traffic from the host; exact"),
+    Lever(("memory.resident_blocks=0",), "more traffic from the host; exact"),
+    Lever(("train.batch_size=1",), "noisier gradients"),
+    Lever(("data.resolution=768",), "smaller pictures"),
+    Lever(("data.resolution=512",), "smaller pictures"),
 )
 
 
@@ -72,34 +64,14 @@ class Saving:
     saved_bytes: int
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return next(iter(value.values()))
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def changed(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig | None:
-    """The configuration with changes; None where they cannot be, or change nothing.
-
-    A value that is an object replaces a whole option: fields of the old one that the new one knows are kept.
-    """
-    data = config.model_dump(mode="json", by_alias=True)
-    for path, value in changes.items():
-        *parents, leaf = path.split(".")
-        here = data
-        for part in parents:
-            here = here[part]
-        here[leaf] = {**_kept(here[leaf]), **value} if isinstance(value, Mapping) else value
+def changed(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None:
+    """The configuration with changes, as the command line makes them; None where they cannot be, or change nothing."""
+    data, _, problems = merge(config.model_dump(mode="json", by_alias=True), list(overrides))
     try:
-        new = TrainConfig.model_validate_json(json.dumps(data))
-    except ValidationError:
+        new = validate(data, "", problems)
+    except ConfigError:
         return None
-    return None if new == config or list(new.rules()) else new
-
-
-def _kept(option: Mapping[str, Any]) -> dict[str, Any]:
-    """What survives another member's tag: the learning rate of an optimizer, the product type of a precision."""
-    return {key: value for key, value in option.items() if key in ("lr", "weight_decay", "compute")}
+    return None if new == config else new
 
 
 def savings(config: TrainConfig) -> list[Saving]:
@@ -111,7 +83,7 @@ def savings(config: TrainConfig) -> list[Saving]:
     before = simulate(config).peak.bytes
     found = []
     for lever in LEVERS:
-        new = changed(config, lever.changes)
+        new = changed(config, lever.overrides)
         if new is None or new.data.resolution > config.data.resolution:
             continue
         peak = simulate(new).peak.bytes
@@ -138,7 +110,7 @@ def within_budget(config: TrainConfig, size: Size | None = None) -> TrainConfig:
         chosen = {"checkpointing": count or "none", "budget_gib": None}
         return config.model_copy(update={"memory": memory.model_copy(update=chosen)})
 
-    blocks = count_blocks(config.model.shapes(fetch=False) or config.model.shapes() or ())
-    budget = int(memory.budget_gib * 2**30)
-    count = fewest_checkpointed(blocks, lambda number: simulate(with_blocks(number), size).peak.bytes, budget)
-    return with_blocks(count)
+    def peak(count: int) -> int:
+        return simulate(with_blocks(count), size).peak.bytes
+
+    return with_blocks(fewest_checkpointed(config.model.blocks(), peak, int(memory.budget_gib * 2**30)))

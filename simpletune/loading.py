@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from simpletune.data.buckets import Size
-from simpletune.memory import Memory, count_blocks
+from simpletune.memory import Memory
 from simpletune.memory.modulation import Modulation, take_out
 from simpletune.models import Model
 from simpletune.models.sd3_shapes import is_conditioning
@@ -58,7 +58,7 @@ def empty_base(
 
 def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
     """Whether the module of a name stays in host memory when the base is loaded."""
-    streamed = memory.on_host(count_blocks(model.shapes(fetch=False) or model.shapes() or ()))
+    streamed = memory.on_host(model.blocks())
     planned = memory.modulation == "plan"
     return lambda name: streamed(name) or (planned and is_conditioning(name))
 

@@ -12,7 +12,7 @@ from simpletune.checkpoint import list_checkpoints
 from simpletune.config import TrainConfig
 from simpletune.feed import Batch
 from simpletune.levers import savings
-from simpletune.memory.accounting import plain_tensors
+from simpletune.models.weights import plain_tensors, trained_parameters
 from simpletune.options import UserError
 
 MIB = 2**20
@@ -28,7 +28,7 @@ def resident(transformer: nn.Module, optimizer: torch.optim.Optimizer, device: t
         device: whose memory is full.
     """
     parameters = list(transformer.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = list(trained_parameters(transformer).values())
     states = [value for state in optimizer.state.values() for value in state.values()]
     kinds: dict[str, list[Any]] = {
         "frozen weights": [p for p in parameters if not p.requires_grad] + list(transformer.buffers()),
@@ -67,7 +67,7 @@ def out_of_memory(config: TrainConfig, kinds: dict[str, int], error: Exception) 
     if found:
         lines.append("What would save most (predicted for the training step; costs in brackets):")
         lines += [
-            f"  {saving.lever.overrides:<60} -{saving.saved_bytes / MIB:,.0f} MiB ({saving.lever.costs})"
+            f"  {' '.join(saving.lever.overrides):<60} -{saving.saved_bytes / MIB:,.0f} MiB ({saving.lever.costs})"
             for saving in found
         ]
     lines.append(

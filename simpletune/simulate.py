@@ -26,6 +26,7 @@ from simpletune.memory.device_terms import cublas_workspace, temporaries
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.modulation import ModulationPlan
 from simpletune.memory.moment import HOST, Moment
+from simpletune.models.weights import all_tensors
 from simpletune.step import StepCore, assemble
 
 CLIP_TOKENS = 77
@@ -104,7 +105,7 @@ def take_steps(
         The report, and the feed, with which the run lives on.
     """
     started = time.perf_counter()
-    base = own_tensors(transformer)
+    base = all_tensors(transformer)
     accounting.register(base, "weights")
     with accounting.allocating("optimizer"):
         core = assemble(config, transformer, OneProcess(CPU))
@@ -129,13 +130,8 @@ def take_steps(
 def register_trained(accounting: Accounting, core: StepCore, transformer: nn.Module, base: list[Tensor]) -> None:
     """What the model has gained since it was loaded is the adapter."""
     known = {id(tensor) for tensor in base}
-    gained = [tensor for tensor in own_tensors(transformer) if id(tensor) not in known]
+    gained = [tensor for tensor in all_tensors(transformer) if id(tensor) not in known]
     accounting.register(gained, "adapter")
-
-
-def own_tensors(model: nn.Module) -> list[Tensor]:
-    """All parameters and buffers of a model."""
-    return [*model.parameters(), *model.buffers()]
 
 
 def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -176,9 +172,7 @@ class EmptyFeed:
     def __init__(self, config: TrainConfig, core: StepCore, size: Size | None = None, device: torch.device = CPU):
         self.core, self.config, self.device = core, config, device
         self.size = size or (config.data.resolution, config.data.resolution)
-        shapes = config.model.transformer_config(fetch=False) or config.model.transformer_config()
-        assert shapes is not None
-        self.shapes, self.text = shapes, config.precision.encoder_dtype()
+        self.shapes, self.text = config.model.known_config(), config.precision.encoder_dtype()
         self.batch_size, self.accumulation = config.train.batch_size, config.train.gradient_accumulation
         self.modulations: ModulationPlan | None = None
         if core.modulation is not None:

@@ -30,9 +30,10 @@ from simpletune.models.sd3 import SD3, SD3_MEDIUM
 from simpletune.models.sd3_sources import provider
 from simpletune.models.sd3_text import BATCH, ENCODERS, clip_outputs
 from simpletune.models.t5_layers import EmptyT5, LayeredT5
+from simpletune.models.weights import all_tensors
 from simpletune.profiling import phase
 from simpletune.sampling import Request, sample_latents
-from simpletune.simulate import CPU, EmptyFeed, own_tensors, take_steps, with_workspace, without_collection
+from simpletune.simulate import CPU, EmptyFeed, take_steps, with_workspace, without_collection
 
 DRAWN = 3  # sampling steps: the first two make what the later ones find
 
@@ -96,7 +97,7 @@ def text_moments(config: TrainConfig) -> Iterator[Moment]:
 
 def of_clip(model: Any) -> Moment:
     """A loaded CLIP encoder over two batches of prompts: the first one's outputs live until the second's are there."""
-    with counted(own_tensors(model)) as accounting:
+    with counted(all_tensors(model)) as accounting:
         ids = torch.zeros((2 * BATCH, model.config.max_position_embeddings), dtype=torch.int64)
         for _ in clip_outputs(model, ids, CPU, BATCH):
             pass
@@ -127,7 +128,7 @@ def empty_autoencoder(config: TrainConfig) -> nn.Module:
 
 def of_encoding(model: SD3, vae: nn.Module, size: Size) -> Moment:
     """A loaded autoencoder over one picture."""
-    with counted(own_tensors(vae)) as accounting, torch.no_grad(), phase("encode"):
+    with counted(all_tensors(vae)) as accounting, torch.no_grad(), phase("encode"):
         model.encode_pictures(vae, torch.zeros(1, 3, size[1], size[0]))
     return accounting.peak
 
@@ -153,7 +154,7 @@ def of_drawing(
     with accounting.allocating(HOST):
         batch = feed.batch()
         text = batch.prompt_embeds[0], batch.pooled[0]
-    accounting.register(own_tensors(vae), "weights")
+    accounting.register(all_tensors(vae), "weights")
     accounting.forget_peak()
     transformer.eval()
     drawn: Any = DrawnModel(feed, request)

@@ -17,6 +17,7 @@ from simpletune.flow import flow_loss, interpolate, velocity_target
 from simpletune.loading import device_of, take_out_modulation
 from simpletune.memory.modulation import Modulation
 from simpletune.models.sd3 import predict_velocity
+from simpletune.models.weights import trained_parameters
 from simpletune.optim.in_backward import clip_each, step_in_backward
 from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.profiling import phase
@@ -44,7 +45,7 @@ class StepCore:
     ):
         self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
         self.modulation = modulation
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.parameters = list(trained_parameters(model).values())
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of one micro-batch: a scalar in fp32 (arXiv:2403.03206, eq. 13 and section 2)."""
@@ -114,11 +115,6 @@ def attach(config: TrainConfig, transformer: Any) -> torch.optim.Optimizer:
         assert isinstance(optimizer, RoundedOptimizer)
         step_in_backward(optimizer, config.train.clip_norm, streamed)
     return optimizer
-
-
-def trained_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, by name."""
-    return {name: parameter for name, parameter in transformer.named_parameters() if parameter.requires_grad}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

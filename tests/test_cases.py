@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from simpletune import checkpoint
 from simpletune.config import TrainConfig
+from simpletune.models.weights import trained_parameters
 from simpletune.options import ConfigError, option_classes, union_of
 from simpletune.places import resolved
 from simpletune.reading import validate
@@ -86,7 +87,7 @@ def test_trains_saves_resumes_reloads(case: tuple[dict, ...], tiny_config: dict)
     model = config.model.load_transformer(config.precision, torch.device("cpu"))
     optimizer = attach(config, model)
     checkpoint.restore(checkpoint.find("latest", whole), model, optimizer, config.optimizer)
-    torch.testing.assert_close(checkpoint.trainable_tensors(model), weights(whole, 4), rtol=0, atol=0)
+    torch.testing.assert_close(trained_parameters(model), weights(whole, 4), rtol=0, atol=0)
     assert (whole / config.adapter.output_name).exists()
 
 

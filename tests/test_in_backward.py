@@ -24,8 +24,9 @@ from simpletune.options import ConfigError, UserError, union_of
 from simpletune.places import resolved
 from simpletune.reading import validate
 from simpletune.runs import read_metrics
+from simpletune.setting_up import make_accelerator
 from simpletune.step import attach
-from simpletune.train import make_accelerator, train
+from simpletune.train import train
 
 OPTIMIZERS = list(union_of(TrainConfig.model_fields["optimizer"]).members)
 MIB = 2**20

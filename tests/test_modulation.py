@@ -34,7 +34,8 @@ from simpletune.quant.precision import WeightPrecision
 from simpletune.reading import validate
 from simpletune.runs import read_metrics
 from simpletune.sampling import Request, autocast_of, sample_latents
-from simpletune.train import set_up, train
+from simpletune.setting_up import set_up
+from simpletune.train import train
 
 CPU = torch.device("cpu")
 PRECISIONS = {

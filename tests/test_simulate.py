@@ -14,9 +14,10 @@ from simpletune.demo import tiny_sd3
 from simpletune.loading import load_base
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.moment import rounded
+from simpletune.models.weights import all_tensors
 from simpletune.options import ConfigError
 from simpletune.reading import validate
-from simpletune.simulate import CPU, Report, account, own_tensors, simulate, without_collection
+from simpletune.simulate import CPU, Report, account, simulate, without_collection
 
 MIB = 2**20
 ALLOWED = [case for case in CASES if is_allowed(case)]
@@ -99,8 +100,8 @@ def test_the_empty_transformer_is_the_real_ones_twin(precision: str, tiny_config
     loaded = config.model.load_transformer(config.precision, CPU)
     with fake_tensors():
         empty = config.model.empty_transformer(config.precision, CPU)
-    kinds = [(type(tensor), tensor.shape, tensor.stride(), tensor.dtype) for tensor in own_tensors(loaded)]
-    twins = [(type(tensor), tensor.shape, tensor.stride(), tensor.dtype) for tensor in own_tensors(empty)]
+    kinds = [(type(tensor), tensor.shape, tensor.stride(), tensor.dtype) for tensor in all_tensors(loaded)]
+    twins = [(type(tensor), tensor.shape, tensor.stride(), tensor.dtype) for tensor in all_tensors(empty)]
     assert [kind[1:] for kind in kinds] == [twin[1:] for twin in twins]
     assert [type(module) for module in loaded.modules()] == [type(module) for module in empty.modules()]
 
@@ -114,7 +115,7 @@ def with_blocks(tiny_config: dict, three_blocks: Path, **changes: object) -> Tra
 def test_weights_gradients_and_states_are_their_arithmetic(tiny_config: dict, three_blocks: Path) -> None:
     config = with_blocks(tiny_config, three_blocks, adapter={"method": "full"})
     model = load_base(config.model, config.memory, config.precision, CPU, [(32, 32)])
-    weights = sum(rounded(4 * tensor.numel()) for tensor in own_tensors(model))
+    weights = sum(rounded(4 * tensor.numel()) for tensor in all_tensors(model))
     trained = sum(rounded(4 * parameter.numel()) for parameter in model.parameters())
     report = simulate(config)
     assert report.steady.by_kind == {"weights": weights, "optimizer": 2 * trained}  # two means

@@ -13,9 +13,10 @@ from simpletune.memory.fake import fake_tensors
 from simpletune.memory.moment import Moment, rounded
 from simpletune.models.parts import load_text_model
 from simpletune.models.t5_layers import LayeredT5
+from simpletune.models.weights import all_tensors
 from simpletune.reading import validate
 from simpletune.sampling import Request
-from simpletune.simulate import CPU, own_tensors, simulate, without_collection
+from simpletune.simulate import CPU, simulate, without_collection
 from simpletune.simulate_stages import DrawnModel, counted, of_clip, of_encoding, of_t5, simulate_stages, text_moments
 
 SIZE = (192, 128)
@@ -51,12 +52,12 @@ def test_the_autoencoder_takes_the_same_bytes_real_and_fake(tile: int | None, ti
     config = with_options(tiny_config, vae_tile=tile)
     stages, vae = simulate_stages(config, SIZE), load_vae(config)
     assert bytes_of(stages["latents"]) == bytes_of(of_encoding(config.model, vae, SIZE))
-    weights = sum(rounded(tensor.nbytes) for tensor in own_tensors(vae))
+    weights = sum(rounded(tensor.nbytes) for tensor in all_tensors(vae))
     steady = simulate(config, SIZE).steady
     assert stages["train"] == simulate(config, SIZE).peak
     assert stages["validate"].by_kind["weights"] == steady.by_kind["weights"] + weights
     assert stages["validate"].bytes > steady.bytes + weights
-    with counted(own_tensors(vae)) as accounting, torch.no_grad():
+    with counted(all_tensors(vae)) as accounting, torch.no_grad():
         config.model.decode_latents(vae, torch.zeros(1, 16, SIZE[1] // 8, SIZE[0] // 8))
     assert stages["validate"].bytes >= steady.bytes + accounting.peak.bytes  # and the prompt's tokens
 

@@ -35,8 +35,8 @@ from simpletune import checkpoint
 from simpletune.adapters.full import Full
 from simpletune.adapters.lora import Lora
 from simpletune.memory import Memory, streaming
-from simpletune.memory.block_home import plain_tensors
 from simpletune.memory.streaming import StreamedBlocks
+from simpletune.models.weights import plain_tensors
 from simpletune.options import ConfigError
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.plain import FP32

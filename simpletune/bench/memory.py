@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from simpletune.bench.table import Results, machine
+from simpletune.config import TrainConfig
+from simpletune.reading import read_config
 from simpletune.terminal import say
 
 CONFIG = Path("configs/sd3_medium_lora_r16_int8.json")
@@ -115,13 +116,17 @@ table has the other stages too, predicted, without the workspaces that cuDNN tak
 SM_89 = (8, 9)
 
 
+def config_of(overrides: tuple[str, ...]) -> TrainConfig:
+    """A row's configuration."""
+    config, _ = read_config(CONFIG, [*ENOUGH, *overrides, "data.path=demo:pictures"])
+    return config
+
+
 def predict(overrides: tuple[str, ...]) -> dict[str, Any]:
     """One row on fake tensors."""
-    from simpletune.reading import read_config
     from simpletune.simulate import simulate
 
-    config, _ = read_config(CONFIG, [*ENOUGH, *overrides, "data.path=demo:pictures"])
-    report = simulate(config, capability=SM_89)
+    report = simulate(config_of(overrides), capability=SM_89)
     return {
         "predicted_mib": round(report.peak.bytes / 2**20),
         "by_kind_mib": {kind: round(size / 2**20, 1) for kind, size in report.peak.by_kind.items()},
@@ -133,11 +138,9 @@ def predict(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 def predict_job(overrides: tuple[str, ...]) -> dict[str, Any]:
     """One row of the whole job on fake tensors."""
-    from simpletune.reading import read_config
     from simpletune.simulate_stages import simulate_stages
 
-    config, _ = read_config(CONFIG, [*ENOUGH, *overrides, "data.path=demo:pictures"])
-    moments = simulate_stages(config, capability=SM_89)
+    moments = simulate_stages(config_of(overrides), capability=SM_89)
     stage, peak = max(moments.items(), key=lambda item: item[1].bytes)
     return {
         "table": WHOLE_JOB,
@@ -159,13 +162,8 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
     Returns:
         The Markdown table.
     """
-    results, started = Results(folder / "memory", COLUMNS), time.monotonic()
-    for name, row in ROWS.items():
-        if only not in name or not results.lacks(name):
-            continue
-        if time.monotonic() - started > 60 * minutes:
-            say("bench   time is up; the same command goes on with the next row")
-            break
+    results = Results(folder / "memory", COLUMNS)
+    for name, row in results.missing(ROWS, minutes, only):
         found = _in_process(row)
         results.add(name, {**found, "target_mib": row.target_mib})
         measured = f", measured {found['measured_mib']}" if "measured_mib" in found else ""

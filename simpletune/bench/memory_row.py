@@ -24,14 +24,13 @@ def measure(overrides: tuple[str, ...]) -> dict[str, Any]:
     """
     import torch
 
-    from simpletune.bench.memory import CONFIG, ENOUGH
+    from simpletune.bench.memory import config_of
     from simpletune.loading import empty_base
-    from simpletune.reading import read_config
     from simpletune.simulate import EmptyFeed, OneProcess
     from simpletune.stages import peak_rss_gib
     from simpletune.step import assemble
 
-    config, _ = read_config(CONFIG, [*ENOUGH, *overrides, "data.path=demo:pictures"])
+    config = config_of(overrides)
     device = torch.device("cuda")
     sizes = [(config.data.resolution, config.data.resolution)]
     transformer = empty_base(config.model, config.memory, config.precision, device, sizes)

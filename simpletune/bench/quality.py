@@ -23,7 +23,6 @@ from simpletune.bench.table import Results, machine
 from simpletune.config import TrainConfig
 from simpletune.demo import checker, pictures
 from simpletune.devices import choose_device
-from simpletune.options import UserError
 from simpletune.places import resolved
 from simpletune.prepare import TextCache
 from simpletune.reading import read_config
@@ -271,15 +270,8 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
     Raises:
         UserError: no row holds ``only``.
     """
-    quality, started = Quality(folder, count, overrides), time.monotonic()
-    if not any(only in name for name in quality.rows()):
-        raise UserError(f"--rows: none of the {len(quality.rows())} rows holds {only!r}: {', '.join(quality.rows())}")
-    for name, measure in quality.rows().items():
-        if only not in name or not quality.results.lacks(name):
-            continue
-        if time.monotonic() - started > 60 * minutes:
-            say("bench   time is up; the same command goes on with the next row")
-            break
+    quality = Quality(folder, count, overrides)
+    for name, measure in quality.results.missing(quality.rows(), minutes, only):
         row = measure()
         say(f"bench   {name}: prompt {row['prompt']:.2f}, style {row['style']:.2f}")
         quality.results.add(name, row)

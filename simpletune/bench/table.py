@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from simpletune.checkpoint import write_json
+from simpletune.options import UserError
 from simpletune.runs import read_json_or_none
+from simpletune.terminal import say
+
+Row = TypeVar("Row")
 
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "optimum-quanto")
 
@@ -48,6 +53,28 @@ class Results:
     def lacks(self, name: str) -> bool:
         """Whether a row is still to be measured."""
         return name not in self.rows
+
+    def missing(self, rows: Mapping[str, Row], minutes: float, only: str = "") -> Iterator[tuple[str, Row]]:
+        """Rows that are still to be measured, until the time is up.
+
+        Args:
+            rows: of the whole grid, by name.
+            minutes: no row is begun after so many.
+            only: names must hold this.
+
+        Raises:
+            UserError: no row's does.
+        """
+        if not any(only in name for name in rows):
+            raise UserError(f"--rows: none of the {len(rows)} rows holds {only!r}: {', '.join(rows)}")
+        started = time.monotonic()
+        for name, row in rows.items():
+            if only not in name or not self.lacks(name):
+                continue
+            if time.monotonic() - started > 60 * minutes:
+                say("bench   time is up; the same command goes on with the next row")
+                break
+            yield name, row
 
     def add(self, name: str, row: dict[str, Any]) -> None:
         """Keep a row, on disk too."""

@@ -6,7 +6,6 @@ Legend: b is the batch; pictures are 64 px, latents [b, 16, 8, 8].
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import time
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from simpletune.demo import networks, pictures
+from simpletune.demo.log import log_line
 
 CHANNELS = (16, 32, 48, 64)
 POOL = 24_576
@@ -176,12 +176,12 @@ def train(folder: Path, steps: int, seed: int = 0) -> None:
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
             _save(folder / "state.pt", vae, optimizer, step + 1, steps)
             line = {"step": step + 1, "loss": round(loss.item(), 5), "psnr_held_out": round(psnr(vae, held_out), 2)}
-            _log(folder, {**line, "seconds": round(time.monotonic() - began, 1)})
+            log_line(folder / "log.jsonl", {**line, "seconds": round(time.monotonic() - began, 1)})
     fold_scale(vae, pool[:1024])
     vae.save_pretrained(folder / "vae")
     for style in pictures.STYLES:
         value = psnr(vae, render(HELD_OUT, seed=seed + 3, held_out=True, style=style))
-        _log(folder, {"style": style, "psnr_held_out": round(value, 2)})
+        log_line(folder / "log.jsonl", {"style": style, "psnr_held_out": round(value, 2)})
 
 
 def _resume(path: Path, vae: Any, optimizer: torch.optim.Optimizer, steps: int) -> int:
@@ -200,12 +200,6 @@ def _save(path: Path, vae: Any, optimizer: torch.optim.Optimizer, step: int, ste
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
     os.replace(partial, path)
-
-
-def _log(folder: Path, line: dict[str, object]) -> None:
-    with (folder / "log.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-    print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

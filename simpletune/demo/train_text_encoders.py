@@ -9,7 +9,6 @@ Legend: b captions, t tokens, w an encoder's width.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch.nn import functional
 
 from simpletune.demo import networks, pictures, vocabulary
 from simpletune.demo.checker import ATTRIBUTES
+from simpletune.demo.log import log_line
 
 CLIP_WIDTHS, T5_WIDTH = (32, 48), 96
 POOL, BATCH, PEAK_LR = 32_768, 64, 2e-3
@@ -182,15 +182,9 @@ def train(folder: Path, steps: int, seed: int = 0) -> None:
         if (step + 1) % 250 == 0 or step + 1 == steps:
             scores = {reader.name: round(reader.accuracy(*held_out), 4) for reader in readers}
             line = {"step": step + 1, "loss": round(loss.item(), 4), "held_out": scores}
-            _log(folder / "text_log.jsonl", {**line, "seconds": round(time.monotonic() - began, 1)})
+            log_line(folder / "text_log.jsonl", {**line, "seconds": round(time.monotonic() - began, 1)})
     for reader in readers:
         reader.encoder.save_pretrained(folder / reader.name)
-
-
-def _log(file: Path, line: dict[str, object]) -> None:
-    with file.open("a", encoding="utf-8") as handle:
-        handle.write(json.dumps(line) + "\n")
-    print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

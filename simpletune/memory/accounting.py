@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from simpletune.memory.moment import HOST, Moment, require_known, rounded
+from simpletune.models.weights import plain_tensors
 
 MARKS = "## ", " ##"  # around the names of a step's phases (profiling.phase)
 ACTIVATION_PHASES = ("forward", "backward")
@@ -128,7 +129,7 @@ class Accounting(TorchDispatchMode):
         """
         require_known(kind)
         for tensor in tensors:
-            for plain in plain_tensors(tensor):
+            for plain in plain_tensors(tensor) if tensor is not None else ():
                 storage = plain.untyped_storage()
                 self._see(storage)
                 self._move(self._storages[storage._cdata], kind)
@@ -302,15 +303,3 @@ def allocating(kind: str) -> Iterator[None]:
         return
     with _ACTIVE[-1].allocating(kind):
         yield
-
-
-def plain_tensors(tensor: Tensor | None) -> Iterator[Tensor]:
-    """A tensor itself, or the plain tensors inside a wrapper subclass."""
-    if tensor is None:
-        return
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        yield tensor
-        return
-    for name in flatten()[0]:
-        yield from plain_tensors(getattr(tensor, name))

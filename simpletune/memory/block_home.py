@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from simpletune.memory.copies import host_bytes
+from simpletune.models.weights import all_tensors, plain_tensors
 
 ALIGNMENT = 512  # bytes; kernels read vectors of 16, and the device's own allocator gives out no less
-
-
-def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor, or the plain ones that a subclass is made of (a quantised weight: its integers and its scales)."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(tensor, name))
-    else:
-        yield tensor
 
 
 def own_plain_tensors(block: nn.Module, trained: bool) -> list[Tensor]:
     """The plain tensors of a block that can live elsewhere: frozen ones, and trained ones if asked for."""
     found: dict[int, Tensor] = {}
-    for tensor in [*block.parameters(), *block.buffers()]:
+    for tensor in all_tensors(block):
         if trained or not tensor.requires_grad:
             found |= {id(plain): plain for plain in plain_tensors(tensor)}
     return list(found.values())

@@ -7,7 +7,6 @@ of another, asks for the rest.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.models.hub_errors import clear_errors
+from simpletune.models.weights import sha256_of
 from simpletune.options import UserError
 from simpletune.terminal import progress, say
 
@@ -119,7 +119,7 @@ def _fetch_blob(file: HubFile) -> None:
         if file.blob.exists():
             return
         _fetch_rest(file)
-        if _sha256(file.incomplete) != file.sha256:
+        if sha256_of(file.incomplete) != file.sha256:
             file.incomplete.unlink()
             raise UserError(
                 f"{file.repository.name}: {file.path} arrived damaged (its sha256 differs) and was deleted. Start again"
@@ -182,8 +182,3 @@ def _stream(url: str, part: Path, start: int) -> Iterator[None]:
 
 def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

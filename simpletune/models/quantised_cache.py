@@ -27,6 +27,7 @@ from simpletune.models.weights import (
     WeightReader,
     fingerprint_of_range,
     flush_to_disk,
+    sha256_of,
     to_device,
     weight_files,
     write_safetensors,
@@ -129,7 +130,7 @@ class QuantisedBase:
         about = json.dumps(self.made_from | {"place": self._place}, sort_keys=True)
         file = write_safetensors(tensors, aside / FILE, {"simpletune_quantised_from": about})
         size = file.stat().st_size
-        sums = {"place": self._place, "size": size, "sha256": _sha256(file)}
+        sums = {"place": self._place, "size": size, "sha256": sha256_of(file)}
         (aside / ABOUT).write_text(json.dumps({**self.made_from, **sums}, indent=2) + "\n")
         flush_to_disk(aside / ABOUT)
         try:
@@ -151,7 +152,7 @@ class QuantisedBase:
         file = self.folder / FILE
         if file.stat().st_size != size:
             raise _Damaged(f"{FILE} has {file.stat().st_size:,} of {size:,} bytes")
-        if _sha256(file) != checksum:
+        if sha256_of(file) != checksum:
             raise _Damaged(f"{FILE} does not have its SHA-256")
 
     def _read(self, on_host: Callable[[str], bool]) -> nn.Module:
@@ -215,11 +216,6 @@ def _owner(tensor: str, modules: set[str]) -> str:
     while tensor not in modules:
         tensor = tensor.rpartition(".")[0]
     return tensor
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 @lru_cache(maxsize=32)

@@ -86,6 +86,16 @@ class SD3(Option):
         part = self.part("transformer")
         return part.config() if part.file is None else open_file(part.file).transformer_config
 
+    def known_config(self) -> dict[str, Any]:
+        """The transformer's ``config.json``, fetched only where it is not known without."""
+        config = self.transformer_config(fetch=False) or self.transformer_config()
+        assert config is not None
+        return config
+
+    def blocks(self) -> int:
+        """How many blocks the transformer has."""
+        return int(self.known_config()["num_layers"])
+
     def shapes(self, fetch: bool = True) -> Mapping[str, Shape] | None:
         """Parameters of the transformer and their shapes, without torch; None if they are not known without a fetch."""
         config = self.transformer_config(fetch)
@@ -163,8 +173,7 @@ class SD3(Option):
         """
         from simpletune.models.sd3_transformer import EmptyTensors, crop_to, load
 
-        config = self.transformer_config(fetch=False) or self.transformer_config()
-        assert config is not None
+        config = self.known_config()
         model = load(config, EmptyTensors(config), precision, device, on_host)
         if sizes is not None:
             crop_to(model, sizes, lambda: EmptyTensors(config), precision.base_dtype())

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +59,12 @@ def read_header(file: Path) -> dict[str, Any]:
     if file.stat().st_size < size:
         raise UserError(f"{file} is cut short: {file.stat().st_size:,} of {size:,} bytes. Fetch it again")
     return header
+
+
+def sha256_of(file: Path) -> str:
+    """The checksum of a whole file, in hexadecimal."""
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 @lru_cache(maxsize=32)
@@ -194,6 +200,25 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """A module's own parameters and buffers, without those of its children."""
     own = [*module._parameters.items(), *module._buffers.items()]
     return [(name, tensor) for name, tensor in own if tensor is not None]
+
+
+def all_tensors(model: nn.Module) -> list[Tensor]:
+    """All parameters and buffers of a model."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, by the model's own names."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor, or the plain ones that a subclass is made of (a quantised weight: its integers and its scales)."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 def move_own_tensors(module: nn.Module, device: torch.device) -> None:

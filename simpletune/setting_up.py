@@ -1,0 +1,186 @@
+"""A training run, set up: device, data, caches, folder, model, and what saves, draws and evaluates it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from PIL import Image
+from torch import nn
+
+from simpletune import checkpoint
+from simpletune.config import TrainConfig, cache_of_bases, run_folder
+from simpletune.devices import choose_device
+from simpletune.ema import Average, averaged
+from simpletune.feed import Feed
+from simpletune.levers import within_budget
+from simpletune.loading import load_base
+from simpletune.models.weights import trained_parameters
+from simpletune.options import UserError
+from simpletune.places import require_fit, resolved
+from simpletune.prepare import Prepared, prepare
+from simpletune.runs import CONFIG, open_again, open_fresh
+from simpletune.stages import Stages
+from simpletune.step import StepCore, assemble
+from simpletune.summary import tell_data
+from simpletune.terminal import say
+from simpletune.trackers import Trackers, open_trackers
+from simpletune.validation import Previews, evaluation_loss
+
+
+@dataclass
+class Run:
+    """A run that is set up: everything the loop needs.
+
+    Args:
+        config: as the user gave it.
+        folder: the run's folder.
+        accelerator: knows processes and device.
+        device: which device and why, in words.
+        stages: time and memory so far.
+        prepared: plan and caches.
+        transformer: the model with its adapter, not wrapped.
+        core: the step core.
+        average: of the trained weights, if one is kept: what is drawn, evaluated and exported.
+        start: steps done before.
+        steps: steps of the whole run.
+        total: parameters of the base model.
+        started: when the process started, by ``time.perf_counter``.
+        seconds: of each step done by this process.
+    """
+
+    config: TrainConfig
+    folder: Path
+    accelerator: Accelerator
+    device: str
+    stages: Stages
+    prepared: Prepared
+    transformer: nn.Module
+    core: StepCore
+    feed: Feed
+    average: Average | None
+    previews: Previews
+    trackers: Trackers
+    start: int
+    steps: int
+    total: int
+    started: float
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes."""
+        return self.accelerator.is_main_process
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint."""
+        with self.stages.stage("save"):
+            manifest = self.prepared.plan.manifest()
+            optimizer = self.core.optimizer
+            checkpoint.save(self.folder, step, self.config, self.transformer, optimizer, manifest, self.average)
+
+    def validate(self, step: int) -> None:
+        """Draw the validation pictures; at step 0 those of the base."""
+        with self.stages.stage("validate"), averaged(self.average):
+            if step == 0:
+                self.previews.draw_base(self.transformer)
+                return
+            self.previews.draw_tuned(self.transformer, step)
+            sheet = self.previews.write_grid()
+        if sheet is not None:
+            self.trackers.picture(step, "samples", Image.open(sheet))
+
+    def evaluate(self, step: int) -> float | None:
+        """The evaluation loss; kept by step, so that a resumed run knows the first one."""
+        with self.stages.stage("validate"), averaged(self.average):
+            loss = evaluation_loss(self.transformer, self.core.loss, self.feed, self.config.validation.eval_samples)
+        if loss is not None:
+            self.trackers.scalars(step, {"eval_loss": loss})
+        return loss
+
+
+def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
+    """Everything before the first step: device, data, caches, folder, model."""
+    accelerator, reason = make_accelerator(config)
+    device = accelerator.device
+    stages = Stages(cuda=device.type == "cuda")
+    saved = checkpoint.find(resume, run_folder(config)) if resume else None
+    say(
+        f"simpletune {config.name} on {reason}: {config.precision.weights} weights, {config.precision.compute} products"
+    )
+    here = resolved(config)
+    require_fit(here)
+    prepared = prepare(here, accelerator, stages)
+    tell_data(prepared)
+    steps = config.steps(prepared.plan.steps_per_epoch)
+    largest = max(prepared.plan.buckets, key=lambda size: size[0] * size[1])
+    chosen = within_budget(here, largest)  # for what is assembled; the run's config keeps auto
+    if saved:
+        tell_resume(saved, config, prepared, steps)
+    folder = run_folder(config)
+    if accelerator.is_main_process:
+        folder = open_again(config, saved.step) if saved else open_fresh(config)
+        checkpoint.write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
+    with stages.stage("load"):
+        transformer = load_base(
+            here.model,
+            config.memory,
+            config.precision,
+            device,
+            prepared.sizes(),
+            config.train.seed,
+            cache_of_bases(here),
+        )
+        total = here.model.parameter_count()
+        core = assemble(chosen, transformer, accelerator)
+        average = config.ema.build(trained_parameters(transformer)) if config.ema else None
+        if saved:
+            checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)
+    trainable = sum(parameter.numel() for parameter in core.parameters)
+    say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
+    return Run(
+        config=config,
+        folder=folder,
+        accelerator=accelerator,
+        device=reason,
+        stages=stages,
+        prepared=prepared,
+        transformer=transformer,
+        core=core,
+        average=average,
+        feed=Feed(prepared, config.train.seed, device, accelerator.process_index, core.modulation),
+        previews=Previews(here, prepared.requests, prepared.text, folder / "samples", core.modulation),
+        trackers=open_trackers(config, folder, saved.step if saved else 0, accelerator.is_main_process),
+        start=saved.step if saved else 0,
+        steps=steps,
+        total=total,
+        started=started,
+    )
+
+
+def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
+    """Accelerate's view of the processes and the device, and which device and why."""
+    device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # the last block's add_q_proj gets no gradient
+    accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[unused])
+    if config.memory.optimizer_in_backward and accelerator.num_processes > 1:
+        raise UserError(
+            f"memory.optimizer_in_backward: {accelerator.num_processes} processes would each update with their own "
+            "gradients, before these are averaged. Set it to false, or use one process"
+        )
+    return accelerator, reason
+
+
+def tell_resume(saved: checkpoint.SavedState, config: TrainConfig, prepared: Prepared, steps: int) -> None:
+    """Say what a resumed run continues from and what has changed.
+
+    Raises:
+        UserError: it cannot be continued.
+    """
+    for change in checkpoint.check_resumable(saved, config, prepared.plan.manifest()):
+        say(f"resume  changed {change}")
+    if saved.step >= steps:
+        raise UserError(f"--resume: {saved.step} steps are done and {steps} are asked for. Ask for more: train.steps=N")
+    say(f"resume  from {saved.folder}: step {saved.step} of {steps}")

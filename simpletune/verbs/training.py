@@ -1,0 +1,55 @@
+"""Verbs around a training run: train, check, schema, prepare."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+from simpletune.verbs.configured import add_config, read
+
+STARTED = time.perf_counter()
+
+
+def train(args: argparse.Namespace) -> None:
+    """prepare, train, validate, export"""
+    config = read(args)
+    from simpletune.train import train as run
+
+    run(config, args.resume, STARTED)
+
+
+def train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``train``."""
+    add_config(parser)
+    parser.add_argument("--resume", metavar="latest|PATH", help="continue from the run's last checkpoint, or from one")
+
+
+def check(args: argparse.Namespace) -> None:
+    """explain a configuration, or list all its problems"""
+    from simpletune.explain import explain
+
+    print(explain(read(args)))
+
+
+def schema(args: argparse.Namespace) -> None:
+    """print the JSON schema of configurations, for editors"""
+    from simpletune.config import TrainConfig
+
+    print(json.dumps(TrainConfig.model_json_schema(by_alias=True), indent=2))
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """fill the cache (prompts and pictures through the encoders) and stop"""
+    config = read(args)
+    from simpletune.train import prepare_only
+
+    prepare_only(config)
+
+
+VERBS = {
+    "train": (train, train_arguments),
+    "check": (check, add_config),
+    "schema": (schema, lambda parser: None),
+    "prepare": (prepare, add_config),
+}
