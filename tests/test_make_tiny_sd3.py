@@ -33,17 +33,17 @@ def test_a_killed_autoencoder_training_continues_as_if_nothing_had_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_autoencoder.train(tmp_path / "whole", 4)
-    log = train_autoencoder._log
+    log = train_autoencoder.log_line
 
     def killed(folder: Path, line: dict[str, object]) -> None:
         if line.get("step") == 2:
             raise Killed
         log(folder, line)
 
-    monkeypatch.setattr(train_autoencoder, "_log", killed)
+    monkeypatch.setattr(train_autoencoder, "log_line", killed)
     with pytest.raises(Killed):
         train_autoencoder.train(tmp_path / "again", 4)
-    monkeypatch.setattr(train_autoencoder, "_log", log)
+    monkeypatch.setattr(train_autoencoder, "log_line", log)
     train_autoencoder.train(tmp_path / "again", 4)
     name = "vae/diffusion_pytorch_model.safetensors"
     whole, again = load_file(tmp_path / "whole" / name), load_file(tmp_path / "again" / name)
