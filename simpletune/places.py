@@ -47,8 +47,7 @@ def require_fit(config: TrainConfig) -> None:
     Raises:
         ConfigError: with every problem.
     """
-    shapes = config.model.shapes()
-    problems = list(config.shape_rules(dict(shapes))) if shapes else []
+    problems = list(config.shape_rules(parameter_shapes(config.model.known_config())))
     if problems:
         raise ConfigError(problems)
 
@@ -67,11 +66,17 @@ def resolved(config: TrainConfig) -> TrainConfig:
     Raises:
         UserError: it cannot be fetched, or does not fit on the disk.
     """
-    cache = Path(config.output.cache)
-    model, data = config.model, config.data
-    if config.is_demo:
-        model = model.model_copy(update={"pretrained": str(resolve(model.pretrained, cache))})
+    config, data = model_resolved(config), config.data
     if data.path.startswith(DEMO):
-        data = data.model_copy(update={"path": str(resolve(data.path, cache))})
-    model.fetch()
-    return config.model_copy(update={"model": model, "data": data})
+        data = data.model_copy(update={"path": str(resolve(data.path, Path(config.output.cache)))})
+    config.model.fetch()
+    return config.model_copy(update={"data": data})
+
+
+def model_resolved(config: TrainConfig) -> TrainConfig:
+    """The same configuration with the model's ``demo:`` name replaced by its folder; nothing is fetched."""
+    if not config.is_demo:
+        return config
+    model = config.model
+    folder = resolve(model.pretrained, Path(config.output.cache))
+    return config.model_copy(update={"model": model.model_copy(update={"pretrained": str(folder)})})

@@ -20,12 +20,15 @@ Json = dict[str, Any]
 REPAIRS = 3  # leaving out one wrong value can make another wrong: an unknown tag's fields, say
 
 
-def read_config(file: Path, overrides: list[str] | None = None) -> tuple[TrainConfig, list[str]]:
+def read_config(
+    file: Path, overrides: list[str] | None = None, needs_data: bool = True
+) -> tuple[TrainConfig, list[str]]:
     """Read, merge and validate a configuration.
 
     Args:
         file: a JSON file.
         overrides: ``key.path=value`` each; values are read as the field's type says.
+        needs_data: whether the data must be there.
 
     Returns:
         The configuration, and notices about what overrides dropped.
@@ -36,7 +39,7 @@ def read_config(file: Path, overrides: list[str] | None = None) -> tuple[TrainCo
     """
     data = read_json(file)
     merged, notices, problems = merge(data, overrides or [])
-    return validate(merged, str(file), problems), notices
+    return validate(merged, str(file), problems, needs_data), notices
 
 
 def read_json(file: Path) -> Json:
@@ -187,7 +190,7 @@ def with_default_tags(option: type[Option], data: Any) -> Any:
     return result
 
 
-def validate(data: Json, source: str, problems: list[Problem] | None = None) -> TrainConfig:
+def validate(data: Json, source: str, problems: list[Problem] | None = None, needs_data: bool = True) -> TrainConfig:
     """Validate once, strictly, in JSON mode; then the rules between fields.
 
     Fields with a problem of their own are left out before the rules are asked, so that all problems come at once.
@@ -205,7 +208,7 @@ def validate(data: Json, source: str, problems: list[Problem] | None = None) -> 
     if config is not None:
         bad = {problem.path for problem in found}
         found += [problem for problem in config.rules() if problem.path not in bad]
-        found += _checks_of_files(config, bad)
+        found += [p for p in _checks_of_files(config, bad) if needs_data or not p.path.startswith("data.")]
     if found or config is None:
         raise ConfigError(found, source)
     return config

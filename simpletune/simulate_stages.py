@@ -2,15 +2,14 @@
 
 The project's own code runs on fake tensors, as in simulate.py; only configurations are needed, and SD3 Medium's are
 known without a download. What cannot be known so are cuDNN's workspaces for convolutions: they depend on the algorithm
-that it chooses on the device, and come on top of what the autoencoder takes. Nor is an average of the weights counted
-that a run may keep (``ema``).
+that it chooses on the device, and come on top of what the autoencoder takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
+from simpletune.ema import averaged
 from simpletune.loading import empty_base
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.device_terms import cublas_workspace, temporaries
@@ -29,18 +29,39 @@ from simpletune.models.parts import Part, use_tiles
 from simpletune.models.sd3 import SD3, SD3_MEDIUM
 from simpletune.models.sd3_sources import provider
 from simpletune.models.sd3_text import BATCH, ENCODERS, clip_outputs
-from simpletune.models.t5_layers import EmptyT5, LayeredT5
+from simpletune.models.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
 from simpletune.models.weights import all_tensors
 from simpletune.profiling import phase
 from simpletune.sampling import Request, sample_latents
-from simpletune.simulate import CPU, EmptyFeed, take_steps, with_workspace, without_collection
+from simpletune.simulate import Rehearsal, Report, take_steps, with_workspace, without_collection
+from simpletune.stand_ins import CPU, EmptyFeed
+from simpletune.terminal import silent
 
 DRAWN = 3  # sampling steps: the first two make what the later ones find
 
 
+@dataclass(frozen=True)
+class JobReport:
+    """What the whole job takes."""
+
+    stages: Mapping[str, Moment]
+    """The largest moment of ``text``, ``latents``, ``train`` and, where something is drawn or evaluated, ``validate``.
+    Text is the largest of its encoders, named as its place; validate's phase is ``sample``, ``decode`` or
+    ``evaluate``."""
+    train: Report
+    """The training stage."""
+    part_bytes: Mapping[str, int]
+    """Parameters of the frozen parts in 2 bytes each, as the hub's files hold them, by the part's name."""
+
+    @property
+    def peak(self) -> Moment:
+        """The largest moment of all."""
+        return max(self.stages.values(), key=lambda moment: moment.bytes)
+
+
 def simulate_stages(
     config: TrainConfig, size: Size | None = None, capability: tuple[int, int] | None = None
-) -> dict[str, Moment]:
+) -> JobReport:
     """Predict each stage's peak memory on the device; no weights, no data and no GPU are needed.
 
     Args:
@@ -48,24 +69,34 @@ def simulate_stages(
         size: width and height of the training pictures in pixels; None: the square of ``data.resolution``.
         capability: of the CUDA device, for its libraries' workspaces; None: they are left out.
 
-    Returns:
-        The largest moment of ``text``, ``latents``, ``train`` and, where pictures are drawn, ``validate``. Text is the
-        largest of its encoders, named as its place; validate's phase is ``sample`` or ``decode``.
-
     Raises:
         UserError: a part's configuration cannot be read.
     """
     size = size or (config.data.resolution, config.data.resolution)
-    with fake_tensors(), without_collection():
+    with fake_tensors(), without_collection(), silent():
+        vae = empty_autoencoder(config)
+        texts = list(text_moments(config))
+        parts = {name: size for name, size, _ in texts} | {"vae": half_bytes(vae)}
+        train, validate = train_and_validate(config, size)
         moments = {
-            "text": max(text_moments(config), key=lambda moment: moment.bytes),
-            "latents": of_encoding(config.model, empty_autoencoder(config), size),
-            **train_and_validate(config, size),
+            "text": max((moment for _, _, moment in texts), key=lambda moment: moment.bytes),
+            "latents": of_encoding(config.model, vae, size),
+            "train": train.peak,
+            **({} if validate is None else {"validate": validate}),
         }
-    if capability is None:
-        return moments
-    extra = {name: cublas_workspace(capability, 1 if name in ("text", "latents") else 2) for name in moments}
-    return {name: with_workspace(moment, extra[name]) for name, moment in moments.items()}
+    if capability is not None:
+        extra = {name: cublas_workspace(capability, 1 if name in ("text", "latents") else 2) for name in moments}
+        moments = {name: with_workspace(moment, extra[name]) for name, moment in moments.items()}
+    return JobReport(moments, train, parts)
+
+
+def half_bytes(model: nn.Module, without: str = "") -> int:
+    """A model's parameters, each in 2 bytes.
+
+    Args:
+        without: the name of one that a file does not hold, because it is another's second name.
+    """
+    return 2 * sum(parameter.numel() for name, parameter in model.named_parameters() if name != without)
 
 
 def known_part(model: SD3, name: str) -> Part:
@@ -81,18 +112,19 @@ def counted(weights: Iterable[Tensor]) -> Iterator[Accounting]:
         yield accounting
 
 
-def text_moments(config: TrainConfig) -> Iterator[Moment]:
-    """The largest moment of each text encoder, in the batches in which prompts are encoded."""
+def text_moments(config: TrainConfig) -> Iterator[tuple[str, int, Moment]]:
+    """Each text encoder's part, its size in 2 bytes a parameter, and its largest moment over batches of prompts."""
     dtype = config.precision.encoder_dtype()
     for encoder in ENCODERS[: 3 if config.model.t5 else 2]:
         part = known_part(config.model, encoder.model)
         if encoder.is_t5:
             t5 = LayeredT5(part, dtype, CPU, EmptyT5(part, dtype))
             t5.model.to("meta")  # accelerate's empty weights are on the CPU, if they are fake
-            moment = of_t5(t5, config.model.t5_length)
+            size, moment = half_bytes(t5.model, EMBEDDINGS[1]), of_t5(t5, config.model.t5_length)
         else:
-            moment = of_clip(CLIPTextModelWithProjection(CLIPTextConfig.from_dict(part.config())).eval().to(dtype))
-        yield replace(moment, phase="text", place=encoder.name)
+            clip = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(part.config())).eval().to(dtype)
+            size, moment = half_bytes(clip), of_clip(clip)
+        yield encoder.model, size, replace(moment, phase="text", place=encoder.name)
 
 
 def of_clip(model: Any) -> Moment:
@@ -133,15 +165,28 @@ def of_encoding(model: SD3, vae: nn.Module, size: Size) -> Moment:
     return accounting.peak
 
 
-def train_and_validate(config: TrainConfig, size: Size) -> dict[str, Moment]:
-    """The training stage, and drawing one picture while all that trains stays where it is."""
+def train_and_validate(config: TrainConfig, size: Size) -> tuple[Report, Moment | None]:
+    """The training stage, and what is drawn and evaluated while all that trains stays where it is."""
     transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
     vae = empty_autoencoder(config)
     with Accounting(temporaries()) as accounting:
-        report, feed = take_steps(accounting, config, transformer, size)
-        if config.validation.prompts == []:
-            return {"train": report.peak}
-        return {"train": report.peak, "validate": of_drawing(accounting, config, feed, transformer, vae)}
+        report, run = take_steps(accounting, config, transformer, size)
+        with accounting.allocating(HOST), averaged(run.average):
+            transformer.eval()
+            found = []
+            if config.validation.eval_samples:
+                found.append(of_evaluating(accounting, run, transformer))
+            if config.validation.prompts != []:
+                found.append(of_drawing(accounting, config, run.feed, transformer, vae))
+    return report, max(found, key=lambda moment: moment.bytes, default=None)
+
+
+def of_evaluating(accounting: Accounting, run: Rehearsal, transformer: nn.Module) -> Moment:
+    """The evaluation loss: one sample after the other, forward only."""
+    accounting.forget_peak()
+    with accounting.allocating("activations"), torch.no_grad(), phase("evaluate"):
+        run.core.loss(transformer, run.feed.singly())
+    return accounting.peak
 
 
 def of_drawing(
@@ -151,12 +196,10 @@ def of_drawing(
     option = config.validation
     width, height = config.picture_size()
     request = Request("", 0, "", width, height, min(DRAWN, option.steps), option.guidance)
-    with accounting.allocating(HOST):
-        batch = feed.batch()
-        text = batch.prompt_embeds[0], batch.pooled[0]
+    batch = feed.batch(1)
+    text = batch.prompt_embeds[0], batch.pooled[0]
     accounting.register(all_tensors(vae), "weights")
     accounting.forget_peak()
-    transformer.eval()
     drawn: Any = DrawnModel(feed, request)
     window = drawn if feed.core.modulation is not None else None
     with accounting.allocating("activations"), torch.no_grad():

@@ -9,12 +9,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PLAIN_EVERY = 10.0  # seconds between progress lines when the output is no terminal
+_SILENT: list[bool] = []
 
 
 def say(text: str) -> None:
     """A line on standard output, at once; of several processes only the first speaks."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and not _SILENT:
         print(text, flush=True)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Within this context nothing is said, and no progress shown: what runs only stands in for the real thing."""
+    _SILENT.append(True)
+    try:
+        yield
+    finally:
+        _SILENT.pop()
 
 
 @contextmanager
@@ -34,7 +45,7 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
         nonlocal done, last
         done += 1
         now = time.perf_counter()
-        if done == total or now - last < (0.1 if live else PLAIN_EVERY):
+        if _SILENT or done == total or now - last < (0.1 if live else PLAIN_EVERY):
             return
         last = now
         rate = done / (now - start)
@@ -43,7 +54,7 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
 
     yield advance
     seconds = time.perf_counter() - start
-    print("\r\x1b[2K" if live else "", end="")
+    print("\r\x1b[2K" if live and not _SILENT else "", end="")
     say(f"{what}: {done} {unit} in {seconds:.1f} s")
 
 

@@ -26,6 +26,7 @@ LAYERS = [
     {"rescue"},
     {"levers"},
     {"simulate", "simulate_stages", "reading", "problems"},
+    {"stand_ins"},
     {"validation", "summary", "checkpoint", "runs", "trackers", "card", "step", "places", "results"},
     {"feed", "prepare", "sampling", "loading"},
     {"config", "devices", "profiling"},

@@ -140,7 +140,7 @@ def predict_job(overrides: tuple[str, ...]) -> dict[str, Any]:
     """One row of the whole job on fake tensors."""
     from simpletune.simulate_stages import simulate_stages
 
-    moments = simulate_stages(config_of(overrides), capability=SM_89)
+    moments = simulate_stages(config_of(overrides), capability=SM_89).stages
     stage, peak = max(moments.items(), key=lambda item: item[1].bytes)
     return {
         "table": WHOLE_JOB,

@@ -26,8 +26,8 @@ def measure(overrides: tuple[str, ...]) -> dict[str, Any]:
 
     from simpletune.bench.memory import config_of
     from simpletune.loading import empty_base
-    from simpletune.simulate import EmptyFeed, OneProcess
     from simpletune.stages import peak_rss_gib
+    from simpletune.stand_ins import EmptyFeed, OneProcess
     from simpletune.step import assemble
 
     config = config_of(overrides)

@@ -187,6 +187,15 @@ def snapshot(repository: Repository) -> Path:
 
 def _part_in_cache(part: HubPart, reason: UserError) -> Path:
     """The part's folder in the cache, if it is whole; else the reason why it cannot be fetched."""
+    folder = in_cache(part)
+    if folder is None:
+        raise reason
+    say(f"{part.repository.name}: the hub is not asked or does not answer; {part.part} comes from the cache")
+    return folder
+
+
+def in_cache(part: HubPart) -> Path | None:
+    """The part's folder in the hub's cache, if it is there and whole; the hub is not asked."""
     here = snapshot(part.repository)
     for folder in (here / part.part, *([here] if part.part in ALONE else [])):
         if any((folder / name).exists() for name in LAST):
@@ -194,7 +203,6 @@ def _part_in_cache(part: HubPart, reason: UserError) -> Path:
                 if part.weights:
                     weight_files(folder)
             except UserError:
-                break
-            say(f"{part.repository.name}: the hub is not asked or does not answer; {part.part} comes from the cache")
+                return None
             return folder
-    raise reason
+    return None

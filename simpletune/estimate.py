@@ -1,0 +1,164 @@
+"""What a run takes, known before it runs: peak memory of every stage by kind, host memory, disk, download.
+
+A prediction is kept under ``<cache>/estimates/`` by everything that it depends on, so that asking again costs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from simpletune.cards import Card
+from simpletune.checkpoint import write_json
+from simpletune.config import TrainConfig
+from simpletune.data.buckets import Size
+from simpletune.levers import within_budget
+from simpletune.memory.device_terms import cublas_workspace
+from simpletune.memory.moment import Moment
+from simpletune.needs import Needs, needs_of
+from simpletune.runs import read_json_or_none
+from simpletune.simulate import Report
+from simpletune.simulate_stages import JobReport, simulate_stages
+
+MIB = 2**20
+CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured
+FRAGMENTED = 0.05  # of the peak: what the caching allocator holds and cannot give out again: an allowance, not measured
+IRRELEVANT = ("name", "output", "tracking", "profile")  # to memory on the device
+LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "optimum-quanto")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A prediction.
+
+    Args:
+        stages: the largest moment of ``text``, ``latents``, ``train`` and, where there is one, ``validate``.
+        needs: beside the card's memory.
+        size: width and height of the training pictures in pixels that it is for.
+    """
+
+    stages: Mapping[str, Moment]
+    needs: Needs
+    size: Size
+
+    @property
+    def peak(self) -> Moment:
+        """The largest moment of the whole job."""
+        return max(self.stages.values(), key=lambda moment: moment.bytes)
+
+    @property
+    def peak_stage(self) -> str:
+        """The stage of the largest moment."""
+        return max(self.stages, key=lambda name: self.stages[name].bytes)
+
+    def needed(self) -> int:
+        """Bytes that a card must have: the peak and the allowances."""
+        return needed(self.peak.bytes)
+
+    def fits(self, card: Card, reserved: int = 0) -> bool:
+        """Whether the whole job fits on a card.
+
+        Args:
+            card: which.
+            reserved: bytes of it that other programs hold.
+        """
+        return self.needed() + reserved <= card.bytes
+
+    def as_json(self, card: Card | None = None, reserved: int = 0) -> dict[str, Any]:
+        """What ``estimate --json`` prints; memory in MiB of 2^20 bytes, host, disk and download in GiB of 2^30."""
+        found: dict[str, Any] = {
+            "stages": {name: moment_json(moment) for name, moment in self.stages.items()},
+            "peak_allocated_mib": mib(self.peak.bytes),
+            "peak_stage": self.peak_stage,
+            "allowances_mib": {"cuda_context": mib(CONTEXT), "fragmentation": mib(int(FRAGMENTED * self.peak.bytes))},
+            "needed_mib": mib(self.needed()),
+            "host_ram_gib": gib(sum(self.needs.host.values())),
+            "host_ram_by_use_gib": {name: gib(size) for name, size in self.needs.host.items()},
+            "disk_gib": gib(sum(self.needs.disk.values()) + sum(self.needs.download.values())),
+            "disk_by_use_gib": {name: gib(size) for name, size in self.needs.disk.items()},
+            "download_gib": gib(sum(self.needs.download.values())),
+            "download_by_part_gib": {name: gib(size) for name, size in self.needs.download.items()},
+            "pictures": self.needs.pictures,
+            "size": list(self.size),
+        }
+        if card is not None:
+            free = card.bytes - reserved
+            found |= {"device": card.name, "device_mib": mib(card.bytes), "reserved_mib": mib(reserved)}
+            found |= {"fits": self.fits(card, reserved), "left_mib": mib(free - self.needed())}
+        return found
+
+
+def needed(peak: int) -> int:
+    """Bytes that a card must have for a peak of allocated bytes."""
+    return peak + int(FRAGMENTED * peak) + CONTEXT
+
+
+def moment_json(moment: Moment) -> dict[str, Any]:
+    """A moment in MiB."""
+    kinds = {kind: mib(size) for kind, size in sorted(moment.by_kind.items(), key=lambda item: -item[1]) if size}
+    return {"peak_allocated_mib": mib(moment.bytes), "by_kind": kinds, "at": f"{moment.phase} {moment.place}".strip()}
+
+
+def mib(size: int) -> float:
+    """Bytes in MiB, to a tenth."""
+    return round(size / MIB, 1)
+
+
+def gib(size: int) -> float:
+    """Bytes in GiB, to a hundredth."""
+    return round(size / 2**30, 2)
+
+
+def estimate(config: TrainConfig, capability: tuple[int, int], size: Size | None = None) -> Estimate:
+    """Predict the whole job; no weights, no data and no GPU are needed. A kept prediction is taken as it is.
+
+    Args:
+        config: of the run, demo names resolved.
+        capability: of the CUDA device, for its libraries' workspaces.
+        size: width and height in pixels of the largest bucket; None: the square of ``data.resolution``.
+
+    Raises:
+        UserError: a part's configuration cannot be read; with ``checkpointing: auto``, the budget is too small.
+    """
+    size = size or (config.data.resolution, config.data.resolution)
+    file = Path(config.output.cache) / "estimates" / f"{_key(config, capability, size)}.json"
+    kept = read_json_or_none(file)
+    if kept is None:
+        job = simulate_stages(within_budget(config, size), size, capability)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, asdict(job))
+    else:
+        job = _restored(kept)
+    return Estimate(job.stages, needs_of(config, job), size)
+
+
+def _restored(kept: dict[str, Any]) -> JobReport:
+    """What ``asdict`` made of a report."""
+    train = kept["train"]
+    sizes = {name: train[name] for name in ("host_bytes", "trained_bytes", "state_bytes", "average_bytes", "seconds")}
+    report = Report(
+        peak=Moment(**train["peak"]),
+        phases={name: Moment(**moment) for name, moment in train["phases"].items()},
+        steady=Moment(**train["steady"]),
+        **sizes,
+    )
+    return JobReport({name: Moment(**m) for name, m in kept["stages"].items()}, report, kept["part_bytes"])
+
+
+def _key(config: TrainConfig, capability: tuple[int, int], size: Size) -> str:
+    """Everything that a prediction depends on, as a name."""
+    options = config.model_dump(mode="json", by_alias=True, exclude=set(IRRELEVANT))
+    code = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(_sources())]
+    versions = [version(name) for name in LIBRARIES]
+    about = json.dumps([options, cublas_workspace(capability), size, versions, code], sort_keys=True)
+    return hashlib.sha256(about.encode()).hexdigest()[:24]
+
+
+def _sources() -> list[Path]:
+    """The package's own code: another version may predict otherwise."""
+    return list(Path(__file__).parent.rglob("*.py"))

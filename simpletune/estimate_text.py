@@ -1,0 +1,110 @@
+"""Estimates in the terminal: bars by stage and kind, what a card must have, and several beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from simpletune.cards import Card
+from simpletune.estimate import CONTEXT, FRAGMENTED, MIB, Estimate
+from simpletune.memory.moment import KINDS, Moment
+
+WIDTH = 40  # characters of the longest bar
+SIGNS = dict(zip(KINDS, "█▓▚▒░▞·", strict=True))
+GB = 10**9
+
+
+def as_text(name: str, estimate: Estimate, card: Card | None, reserved: int = 0) -> str:
+    """What ``simpletune estimate`` prints.
+
+    Args:
+        name: of the run.
+        estimate: of it.
+        card: that it should fit on; None: no card was named.
+        reserved: bytes of the card that other programs hold.
+    """
+    width, height = estimate.size
+    lines = [f"{name}: predicted peak memory on the card, MiB ({width}x{height} px), nothing loaded", ""]
+    lines += bars(estimate.stages)
+    lines += ["", *_verdict(estimate, card, reserved)]
+    lines += ["", *_needs(estimate)]
+    return "\n".join(lines)
+
+
+def bars(moments: Mapping[str, Moment]) -> list[str]:
+    """A bar for each moment, its kinds by their signs, and the legend."""
+    longest = max(moment.bytes for moment in moments.values())
+    title = max(len(name) for name in moments)
+    lines = []
+    for name, moment in moments.items():
+        drawn = "".join(SIGNS[kind] * share for kind, share in _shares(moment, round(WIDTH * moment.bytes / longest)))
+        lines.append(f"  {name:<{title}} {moment.bytes / MIB:>8,.0f}  {drawn:<{WIDTH}}  {place(moment)}".rstrip())
+    present = [kind for kind in KINDS if any(moment.by_kind.get(kind) for moment in moments.values())]
+    lines.append("  " + " " * title + "           " + "  ".join(f"{SIGNS[kind]} {kind}" for kind in present))
+    return lines
+
+
+def place(moment: Moment) -> str:
+    """Where a moment is, in words: ``backward, block 23``."""
+    where = moment.place.replace("transformer_blocks.", "block ")
+    return ", ".join(part for part in (moment.phase, where) if part)
+
+
+def _shares(moment: Moment, width: int) -> Iterator[tuple[str, int]]:
+    """So many characters for each kind, adding up to a width; what rounds to nothing gets none."""
+    done = drawn = 0
+    for kind in KINDS:
+        done += moment.by_kind.get(kind, 0)
+        upto = round(width * done / max(moment.bytes, 1))
+        yield kind, upto - drawn
+        drawn = upto
+
+
+def _verdict(estimate: Estimate, card: Card | None, reserved: int) -> Iterator[str]:
+    peak = estimate.peak
+    yield f"  peak of the whole job  {peak.bytes / MIB:>8,.0f}  {estimate.peak_stage}: {place(peak)}"
+    yield f"  fragmentation          {FRAGMENTED * peak.bytes / MIB:>8,.0f}  an allowance of {FRAGMENTED:.0%}"
+    yield f"  CUDA context           {CONTEXT / MIB:>8,.0f}  an allowance: kernels and libraries"
+    if reserved:
+        yield f"  other programs         {reserved / MIB:>8,.0f}  as you said"
+    yield f"  the card must have     {(estimate.needed() + reserved) / MIB:>8,.0f}"
+    if card is not None:
+        yield f"  {card.name + ' has':<22} {card.bytes / MIB:>8,.0f}  as torch finds it"
+        left = (card.bytes - reserved - estimate.needed()) / MIB
+        yield (
+            f"  it fits, {left:,.0f} MiB are left" if left >= 0 else f"  it does not fit: {-left:,.0f} MiB are lacking"
+        )
+
+
+def _needs(estimate: Estimate) -> Iterator[str]:
+    needs = estimate.needs
+    host, disk, download = (sum(part.values()) for part in (needs.host, needs.disk, needs.download))
+    yield f"  host memory about {host / 2**30:.1f} GiB ({_listed(needs.host, 2**30)})"
+    yield f"  disk about {(disk + download) / GB:.1f} GB ({_listed({'download': download, **needs.disk}, GB)})"
+    if download:
+        yield f"  to download {download / GB:.1f} GB ({_listed(needs.download, GB)})"
+    if needs.pictures is None:
+        yield "  the data set was not looked at: its cache on disk is not counted"
+
+
+def _listed(sizes: Mapping[str, int], unit: int) -> str:
+    return ", ".join(f"{name} {size / unit:.1f}" for name, size in sizes.items() if size >= unit / 20) or "little"
+
+
+def comparison(estimates: Mapping[str, Estimate]) -> str:
+    """Several estimates beside each other: each one's peak by kind, and what the card must have, in MiB."""
+    present = [kind for kind in KINDS if any(e.peak.by_kind.get(kind) for e in estimates.values())]
+    first = next(iter(estimates.values())).needed()
+    title = max(len(name) for name in estimates)
+    lines = [
+        " " * title
+        + "".join(f"{kind:>13}" for kind in present)
+        + f"{'peak':>10}{'needed':>10}{'against 1st':>13}  peak at"
+    ]
+    for name, each in estimates.items():
+        kinds = "".join(f"{each.peak.by_kind.get(kind, 0) / MIB:>13,.0f}" for kind in present)
+        change = f"{each.needed() / first - 1:+.1%}"
+        lines.append(
+            f"{name:<{title}}{kinds}{each.peak.bytes / MIB:>10,.0f}{each.needed() / MIB:>10,.0f}{change:>13}"
+            f"  {each.peak_stage}: {place(each.peak)}"
+        )
+    return "\n".join(lines)
