@@ -145,6 +145,7 @@ def _restored(kept: dict[str, Any]) -> JobReport:
         peak=Moment(**train["peak"]),
         phases={name: Moment(**moment) for name, moment in train["phases"].items()},
         steady=Moment(**train["steady"]),
+        trained={name: tuple(shape) for name, shape in train["trained"].items()},
         **sizes,
     )
     return JobReport({name: Moment(**m) for name, m in kept["stages"].items()}, report, kept["part_bytes"])

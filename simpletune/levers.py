@@ -36,6 +36,7 @@ LEVERS = (
     Lever(("adapter.dtype=bf16",), "LoRA weights in bf16, rounded stochastically"),
     Lever(("memory.checkpointing=all",), "about a third more time; exact"),
     Lever(("memory.boundaries=host",), "traffic to the host; exact"),
+    Lever(("memory.vae_tile=512",), "pictures are encoded and decoded in tiles"),
     Lever(("memory.optimizer_in_backward=true", "train.clip=per_parameter"), "clipping by parameter"),
     Lever(("precision.weights=int8",), "8-bit base weights"),
     Lever(("precision.weights=nf4",), "4-bit base weights"),
@@ -64,13 +65,18 @@ class Saving:
     saved_bytes: int
 
 
-def changed(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None:
-    """The configuration with changes, as the command line makes them; None where they cannot be, or change nothing."""
+def with_changes(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None:
+    """The configuration with changes, as the command line makes them; None where they cannot be."""
     data, _, problems = merge(config.model_dump(mode="json", by_alias=True), list(overrides))
     try:
-        new = validate(data, "", problems)
+        return validate(data, "", problems, needs_data=False)
     except ConfigError:
         return None
+
+
+def changed(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None:
+    """As ``with_changes``; None also where they change nothing."""
+    new = with_changes(config, overrides)
     return None if new == config else new
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.config import TrainConfig
 from simpletune.models.hub import in_cache
-from simpletune.models.sd3_shapes import parameter_shapes
 from simpletune.models.sd3_sources import hub_parts
 from simpletune.models.t5_layers import CHUNK_BYTES
 from simpletune.options import UserError
@@ -92,6 +90,5 @@ def kept_base(config: TrainConfig, job: JobReport) -> int:
 
 def download(config: TrainConfig, job: JobReport) -> dict[str, int]:
     """What the hub has to give, by part, in files of 2 bytes a parameter; nothing for parts that are here."""
-    shapes = parameter_shapes(config.model.known_config())
-    sizes = {**job.part_bytes, "transformer": 2 * sum(math.prod(shape) for shape in shapes.values())}
+    sizes = {**job.part_bytes, "transformer": 2 * config.model.parameter_count()}
     return {part.part: sizes[part.part] for part in hub_parts(config.model) if part.weights and in_cache(part) is None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,11 +178,14 @@ class Prepared:
         return {*self.plan.buckets, *((request.width, request.height) for request in self.requests)}
 
 
-def prepare(config: TrainConfig, accelerator: Accelerator, stages: Stages) -> Prepared:
+def prepare(
+    config: TrainConfig, accelerator: Accelerator, stages: Stages, planned: Callable[[Plan], None] = lambda plan: None
+) -> Prepared:
     """Scan the data, plan the run, and fill the caches; the main process first, the others read what it made.
 
     Args:
         config: with folders resolved.
+        planned: is told of the plan before anything is encoded.
 
     Raises:
         UserError: pictures cannot be used and ``data.on_error`` is ``stop``, or none is left.
@@ -192,6 +195,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator, stages: Stages) -> Pr
     report_rejected([*scan.rejected, *small], config.data.on_error)
     usable = without(scan.pictures, small)
     plan = make_plan(config, usable, accelerator.num_processes)
+    planned(plan)
     cache, dtype = Path(config.output.cache), config.precision.encoder_dtype()
     text = TextCache(config.model, dtype, cache)
     latents = LatentCache(config.model, dtype, cache, config.memory.vae_tile)

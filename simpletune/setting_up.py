@@ -12,9 +12,12 @@ from torch import nn
 
 from simpletune import checkpoint
 from simpletune.config import TrainConfig, cache_of_bases, run_folder
+from simpletune.data.plan import Plan
 from simpletune.devices import choose_device
 from simpletune.ema import Average, averaged
+from simpletune.estimate import Estimate
 from simpletune.feed import Feed
+from simpletune.forecast import forecast
 from simpletune.levers import within_budget
 from simpletune.loading import load_base
 from simpletune.models.weights import trained_parameters
@@ -48,6 +51,7 @@ class Run:
         steps: steps of the whole run.
         total: parameters of the base model.
         started: when the process started, by ``time.perf_counter``.
+        predicted: its memory, if it was predicted.
         seconds: of each step done by this process.
     """
 
@@ -67,6 +71,7 @@ class Run:
     steps: int
     total: int
     started: float
+    predicted: Estimate | None = None
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -101,8 +106,19 @@ class Run:
         return loss
 
 
-def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
-    """Everything before the first step: device, data, caches, folder, model."""
+def set_up(config: TrainConfig, resume: str | None, started: float, force: bool = False, foresee: bool = False) -> Run:
+    """Everything before the first step: device, data, caches, folder, model.
+
+    Args:
+        config: as the user gave it.
+        resume: ``latest`` or a checkpoint's folder.
+        started: when the process started, by ``time.perf_counter``.
+        force: begin even what does not fit on the device, by prediction.
+        foresee: predict the memory on the CPU too.
+
+    Raises:
+        UserError: for anything that the user can mend.
+    """
     accelerator, reason = make_accelerator(config)
     device = accelerator.device
     stages = Stages(cuda=device.type == "cuda")
@@ -112,11 +128,16 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
     )
     here = resolved(config)
     require_fit(here)
-    prepared = prepare(here, accelerator, stages)
+    predicted: list[Estimate] = []
+
+    def planned(plan: Plan) -> None:
+        if accelerator.is_main_process and (device.type == "cuda" or foresee):
+            predicted.append(forecast(here, device, plan.largest(), force))
+
+    prepared = prepare(here, accelerator, stages, planned)
     tell_data(prepared)
     steps = config.steps(prepared.plan.steps_per_epoch)
-    largest = max(prepared.plan.buckets, key=lambda size: size[0] * size[1])
-    chosen = within_budget(here, largest)  # for what is assembled; the run's config keeps auto
+    chosen = within_budget(here, prepared.plan.largest())  # for what is assembled; the run's config keeps auto
     if saved:
         tell_resume(saved, config, prepared, steps)
     folder = run_folder(config)
@@ -157,6 +178,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
         steps=steps,
         total=total,
         started=started,
+        predicted=predicted[0] if predicted else None,
     )
 
 

@@ -22,6 +22,7 @@ from simpletune.memory.accounting import Accounting
 from simpletune.memory.device_terms import cublas_workspace, temporaries
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.moment import HOST, Moment
+from simpletune.models.sd3_shapes import Shape
 from simpletune.models.weights import all_tensors, trained_parameters
 from simpletune.stand_ins import CPU, EmptyFeed, OneProcess, batch_tensors
 from simpletune.step import StepCore, assemble
@@ -39,8 +40,10 @@ class Report:
     """What lives between two steps."""
     host_bytes: int
     """What levers keep in host memory."""
+    trained: Mapping[str, Shape]
+    """Names and shapes of the parameters that train."""
     trained_bytes: int
-    """The parameters that train."""
+    """What they take."""
     state_bytes: int
     """The optimizer's state, wherever it lives."""
     average_bytes: int
@@ -90,6 +93,7 @@ def simulate(
         phases={name: with_workspace(moment, extra) for name, moment in report.phases.items()},
         steady=with_workspace(report.steady, extra),
         host_bytes=report.host_bytes,
+        trained=report.trained,
         trained_bytes=report.trained_bytes,
         state_bytes=report.state_bytes,
         average_bytes=report.average_bytes,
@@ -150,6 +154,7 @@ def take_steps(
         phases=accounting.peaks,
         steady=accounting.current,
         host_bytes=accounting.host_bytes,
+        trained={name: tuple(p.shape) for name, p in trained_parameters(transformer).items()},
         trained_bytes=sum(parameter.nbytes for parameter in core.parameters),
         state_bytes=sum(value.nbytes for value in states(core.optimizer)),
         average_bytes=sum(value.nbytes for value in average.tensors().values()) if average else 0,

@@ -12,6 +12,7 @@ from simpletune import checkpoint
 from simpletune.card import shareable, write_card
 from simpletune.config import Profile, TrainConfig, profile_folder
 from simpletune.ema import averaged
+from simpletune.forecast import beside_measured, tell_beside_measured
 from simpletune.optim.rounding import key_draws
 from simpletune.places import resolved
 from simpletune.prepare import prepare
@@ -26,13 +27,21 @@ from simpletune.summary import summarise, tell_data, tell_results
 from simpletune.terminal import TrainingLine, say
 
 
-def train(config: TrainConfig, resume: str | None = None, started: float | None = None) -> Path:
+def train(
+    config: TrainConfig,
+    resume: str | None = None,
+    started: float | None = None,
+    force: bool = False,
+    foresee: bool = False,
+) -> Path:
     """Run the whole job: prepare, train, validate, export.
 
     Args:
         config: as the user gave it.
         resume: ``latest`` or a checkpoint's folder.
         started: when the process started, by ``time.perf_counter``.
+        force: begin even what does not fit on the device, by prediction.
+        foresee: predict the memory on the CPU too.
 
     Returns:
         The run's folder.
@@ -40,7 +49,7 @@ def train(config: TrainConfig, resume: str | None = None, started: float | None 
     Raises:
         UserError: for anything that the user can mend.
     """
-    run = set_up(config, resume, time.perf_counter() if started is None else started)
+    run = set_up(config, resume, time.perf_counter() if started is None else started, force, foresee)
     with run.trackers:
         try:
             look_train_finish(run)
@@ -131,11 +140,15 @@ def finish(run: Run, seconds_setup: float, traces: list[Path]) -> None:
         "eval_loss_after": eval_after,
         "output": str(output),
     }
+    if run.predicted is not None:
+        summary["predicted"] = beside_measured(run.predicted, summary["stages"])
     checkpoint.write_json(run.folder / SUMMARY, summary)  # again below: a tracker may take minutes to close
     write_card(run.folder, run.config, summary, run.prepared)
     places = run.trackers.finish(summary)
     checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": run.trackers.warnings})
     tell_results(summary, run.folder, profile_folder(run.config), traces, places)
+    if run.predicted is not None:
+        tell_beside_measured(summary["predicted"])
 
 
 def prepare_only(config: TrainConfig) -> None:

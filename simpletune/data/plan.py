@@ -129,6 +129,10 @@ class Plan:
         """Steps in an epoch: samples over the global batch, rounded up."""
         return math.ceil(len(self.samples) / (self.batch_size * self.accumulation * self.processes))
 
+    def largest(self) -> Size:
+        """The size of the bucket with the most pixels."""
+        return max(self.buckets, key=lambda size: size[0] * size[1])
+
     def _order_of_pass(self, number: int) -> list[list[int]]:
         """The micro-batches (sample indices) of one pass over the data; a bucket's last one wraps within the bucket."""
         batches = []

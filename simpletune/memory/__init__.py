@@ -91,10 +91,10 @@ class Memory(Option):
         streamed = self.streamed(len(blocks))
         streaming = StreamedBlocks(blocks, streamed, device, trained) if streamed else None
         boundaries = HostBoundaries(device) if self.boundaries == "host" else None
-        set_passes(blocks, self._checkpointed(len(blocks)), boundaries, streaming)
+        set_passes(blocks, self.checkpointed(len(blocks)), boundaries, streaming)
         return streaming
 
-    def _checkpointed(self, blocks: int) -> int:
+    def checkpointed(self, blocks: int) -> int:
         """How many of so many blocks are checkpointed."""
         if isinstance(self.checkpointing, int):
             return self.checkpointing

@@ -150,9 +150,7 @@ class SD3(Option):
 
     def parameter_count(self) -> int:
         """Parameters of the transformer: quantised layers count as what they stand for."""
-        shapes = self.shapes()
-        assert shapes is not None
-        return sum(math.prod(shape) for shape in shapes.values())
+        return sum(math.prod(shape) for shape in parameter_shapes(self.known_config()).values())
 
     def empty_transformer(
         self,

@@ -8,17 +8,19 @@ from pathlib import Path
 
 def bench(args: argparse.Namespace) -> None:
     """measure a grid of settings and write its table"""
-    from simpletune.bench import memory, quality
+    from simpletune.bench import estimate, memory, quality
 
     if args.grid == "memory":
         print(memory.run(args.out, args.minutes, args.rows))
+    elif args.grid == "estimate":
+        print(estimate.run(args.out, args.minutes, args.rows))
     else:
         print(quality.run(args.out, args.prompts, args.minutes, args.rows, args.overrides))
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``bench``."""
-    parser.add_argument("grid", choices=["memory", "quality"], metavar="GRID", help="memory or quality")
+    parser.add_argument("grid", choices=["memory", "estimate", "quality"], metavar="GRID", help="%(choices)s")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to every row's configuration")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu"), help="the folder of the results")
     parser.add_argument("--rows", default="", help="only rows whose names hold this")

@@ -16,13 +16,15 @@ def train(args: argparse.Namespace) -> None:
     config = read(args)
     from simpletune.train import train as run
 
-    run(config, args.resume, STARTED)
+    run(config, args.resume, STARTED, args.force, args.estimate)
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``train``."""
     add_config(parser)
     parser.add_argument("--resume", metavar="latest|PATH", help="continue from the run's last checkpoint, or from one")
+    parser.add_argument("--force", action="store_true", help="start even if it should not fit on the device")
+    parser.add_argument("--estimate", action="store_true", help="predict the memory first, as on CUDA always")
 
 
 def check(args: argparse.Namespace) -> None:

@@ -1,0 +1,134 @@
+"""A run's memory before it starts, and the same beside what was measured at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from simpletune.cards import Card, card_named_by_driver
+from simpletune.config import TrainConfig
+from simpletune.data.buckets import Size
+from simpletune.estimate import MIB, Estimate, estimate, moment_json
+from simpletune.estimate_text import place
+from simpletune.levers import LEVERS, changed
+from simpletune.options import UserError
+from simpletune.planning import Search, differing
+from simpletune.terminal import say
+
+CPU_STANDS_FOR = (8, 9)  # the capability whose workspaces are counted where there is no GPU
+Measured = Mapping[str, Mapping[str, float | None]]
+
+
+def forecast(config: TrainConfig, device: torch.device, size: Size, force: bool = False) -> Estimate:
+    """Predict a run, say so, and refuse one that the device cannot hold.
+
+    Args:
+        config: with folders resolved.
+        device: where it will run; on the CPU nothing is refused.
+        size: width and height in pixels of its largest bucket.
+        force: do not refuse.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    if device.type != "cuda":
+        found = estimate(config, CPU_STANDS_FOR, size)
+        _tell(found, None)
+        return found
+    card, held = card_at_hand(device)
+    found = estimate(config, card.capability, size)
+    _tell(found, card)
+    if found.fits(card, held):
+        return found
+    lacking = (found.needed() + held - card.bytes) / MIB
+    if force:
+        say(f"memory  {lacking:,.0f} MiB lack: it may stop with a full device (--force)")
+        return found
+    raise UserError("\n".join(_refusal(config, found, card, held, size)))
+
+
+def card_at_hand(device: torch.device) -> tuple[Card, int]:
+    """The CUDA device as a card, and the bytes of it that other programs hold."""
+    properties = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    held = max(0, total - free - torch.cuda.memory_reserved(device) - _own_context(device))
+    return card_named_by_driver(properties.name, total, (properties.major, properties.minor)), held
+
+
+def _own_context(device: torch.device) -> int:
+    """Bytes that this process's own CUDA context takes already: it is among the allowances."""
+    from simpletune.estimate import CONTEXT
+
+    return CONTEXT if torch.cuda.is_initialized() else 0
+
+
+def _tell(found: Estimate, card: Card | None) -> None:
+    on = "" if card is None else f", {found.needed() / MIB:,.0f} with allowances, of {card.bytes / MIB:,.0f} MiB"
+    say(f"memory  predicted peak {found.peak.bytes / MIB:,.0f} MiB ({found.peak_stage}: {place(found.peak)}){on}")
+
+
+def _refusal(config: TrainConfig, found: Estimate, card: Card, held: int, size: Size) -> Iterator[str]:
+    """Why a run is not begun, and what would let it."""
+    others = f", of which other programs hold {held / MIB:,.0f}" if held else ""
+    yield (
+        f"memory: this run needs {found.needed() / MIB:,.0f} MiB and {card.name} has {card.bytes / MIB:,.0f}{others}"
+    )
+    change = cheapest_change(config, card, held, size)
+    if change is not None:
+        overrides, costs, needed = change
+        yield f"  the cheapest change that fits: {' '.join(overrides)} (needs {needed / MIB:,.0f} MiB; {costs})"
+    else:
+        yield f"  no change fits; the smallest that may: simpletune plan CONFIG --device {card.gib:.0f}GiB"
+    yield "  --force starts it all the same"
+
+
+def cheapest_change(
+    config: TrainConfig, card: Card, held: int, size: Size | None = None
+) -> tuple[tuple[str, ...], str, int] | None:
+    """The first of the levers, in the order of what they cost, with which a run fits; if none does, a plan's.
+
+    Returns:
+        The change as the command line takes it, what it costs, and the bytes that the card must then have; None where
+        nothing fits.
+    """
+    for lever in LEVERS:
+        new = changed(config, lever.overrides)
+        if new is None or new.data.resolution != config.data.resolution:
+            continue
+        found = estimate(new, card.capability, size)
+        if found.fits(card, held):
+            return lever.overrides, lever.costs, found.needed()
+    try:
+        best = Search(config, card, held).fastest()[0]
+    except UserError:
+        return None
+    overrides = differing(config, best.choice.config, best.choice.overrides)
+    return tuple(overrides), best.choice.about, best.estimate.needed()
+
+
+def beside_measured(found: Estimate, measured: Measured) -> dict[str, Any]:
+    """The prediction as the run's summary keeps it, with what was measured.
+
+    Args:
+        found: the prediction.
+        measured: by stage, ``peak_allocated_gib`` among the figures; None without CUDA.
+    """
+    stages: dict[str, Any] = {name: moment_json(moment) for name, moment in found.stages.items()}
+    for name, stage in stages.items():
+        peak = measured.get(name, {}).get("peak_allocated_gib")
+        if peak is not None:
+            stage["measured_mib"] = round(peak * 1024, 1)
+            stage["error"] = round(stage["peak_allocated_mib"] / stage["measured_mib"] - 1, 4)
+    return {"stages": stages, "peak_allocated_mib": round(found.peak.bytes / MIB, 1)}
+
+
+def tell_beside_measured(predicted: Mapping[str, Any]) -> None:
+    """Say predicted beside measured, where there is something measured."""
+    rows = [(name, stage) for name, stage in predicted["stages"].items() if "measured_mib" in stage]
+    if rows:
+        say("memory on the GPU, MiB: predicted, measured")
+    for name, stage in rows:
+        predicted_mib, measured_mib = stage["peak_allocated_mib"], stage["measured_mib"]
+        say(f"  {name:<10} {predicted_mib:>9,.0f} {measured_mib:>9,.0f}  {stage['error']:+.1%}")

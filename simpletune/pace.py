@@ -1,0 +1,93 @@
+"""How long a training step should take, by arithmetic: to choose between settings before any of them has run.
+
+Work is divided by what a card sustains, traffic by its bandwidth; nothing here was measured by a run of this tool. It
+ranks settings of one job on one card; it does not promise seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simpletune.cards import Card
+from simpletune.config import TrainConfig
+from simpletune.data.buckets import Size
+from simpletune.flops import sd3_flops, trained_of
+from simpletune.simulate import Report
+from simpletune.stand_ins import CLIP_TOKENS
+
+SUSTAINED = 0.5  # of a card's dense peak: 57 of an L4's 121 TFLOP/s in products of this model's size
+TFLOPS, BANDWIDTH = 60.0, 300.0  # sustained TFLOP/s and GB/s of a card that is known by its memory only: an L4's
+WITHOUT_BF16 = 8  # times slower: products in fp32, outside of the tensor cores
+COMPUTED = 2  # bytes of a weight in the type of the products
+LOOKED_UP = 1.5  # times the traffic: every nf4 weight is looked up in a table
+UPDATED = 7  # bytes that an update moves for each byte that trains: weight, gradient and two states, there and back
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of one optimizer step, by what they go to."""
+
+    products: float
+    recomputation: float
+    unpacking: float
+    """Quantised weights to the type of the products, for every pass."""
+    transfer: float
+    """What copying to and from the host takes beyond what hides behind the rest."""
+    update: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.products + self.recomputation + self.unpacking + self.transfer + self.update
+
+
+def pace(config: TrainConfig, report: Report, card: Card, size: Size | None = None) -> Pace:
+    """What a step should take.
+
+    Args:
+        config: of the run, demo names resolved.
+        report: of its simulation.
+        card: that it runs on.
+        size: width and height in pixels; None: the square of ``data.resolution``.
+    """
+    size = size or (config.data.resolution, config.data.resolution)
+    blocks = config.model.blocks()
+    checkpointed = config.memory.checkpointed(blocks)
+    text, batch = CLIP_TOKENS + config.model.t5_length, config.train.batch_size
+    flops = sd3_flops(config.model.known_config(), trained_of(report.trained), size, batch, text, checkpointed)
+    rate = (card.tflops * SUSTAINED if card.tflops else TFLOPS) * 1e12
+    if config.precision.compute != "bf16":
+        rate /= WITHOUT_BF16
+    products, again = flops.model / rate, flops.recomputed / rate
+    unpacking = _unpacked(config, 2 + checkpointed / blocks) / (card.bandwidth or BANDWIDTH) / 1e9
+    hidden = products + again + unpacking
+    patch = 8 * config.model.known_config()["patch_size"]
+    tokens = batch * (size[0] // patch * (size[1] // patch) + text)
+    transfer = max(0.0, _moved(config, report, tokens) / card.link / 1e9 - hidden)
+    update = UPDATED * report.trained_bytes / (card.bandwidth or BANDWIDTH) / 1e9
+    micro = config.train.gradient_accumulation
+    return Pace(micro * products, micro * again, micro * unpacking, micro * transfer, update)
+
+
+def _unpacked(config: TrainConfig, passes: float) -> float:
+    """Bytes that unpacking quantised weights reads and writes in so many passes."""
+    each = config.precision.bytes_per_weight
+    if each >= COMPUTED:
+        return 0.0
+    work = LOOKED_UP if each < 1 else 1.0
+    return work * config.model.parameter_count() * (each + COMPUTED) * passes
+
+
+def _moved(config: TrainConfig, report: Report, tokens: int) -> float:
+    """Bytes over the link to the host: streamed weights forward and backward, and home again with states if they train;
+    boundaries there and back."""
+    blocks, shapes = config.model.blocks(), config.model.known_config()
+    hidden = shapes["num_attention_heads"] * shapes["attention_head_dim"]
+    share = len(config.memory.streamed(blocks)) / blocks
+    weights = share * config.model.parameter_count() * config.precision.bytes_per_weight
+    moved = 2 * weights
+    if config.adapter.trains_base:
+        moved += weights + 2 * share * report.state_bytes
+    if config.memory.boundaries == "host":
+        moved += 2 * config.memory.checkpointed(blocks) * tokens * hidden * COMPUTED
+    return moved

@@ -1,0 +1,309 @@
+"""``simpletune plan``: of all combinations of the memory levers, those that fit on a card and should be fastest.
+
+Peaks are predicted by running the training step on fake tensors; seconds are arithmetic (pace.py). Settings stand in
+chains, each rung of which takes less memory than the one before and more time, so that bisection finds the fastest rung
+that fits with few predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from simpletune.cards import Card
+from simpletune.config import TrainConfig
+from simpletune.estimate import FRAGMENTED, Estimate, estimate, needed
+from simpletune.levers import with_changes
+from simpletune.memory.device_terms import cublas_workspace
+from simpletune.options import UserError
+from simpletune.pace import Pace, pace
+from simpletune.simulate import Report, simulate
+
+WORTH = 1.05  # a setting that may cost quality must be this many times faster than one that does not
+TILES = (512, 256)  # pixels
+SHOWN = 2
+RESOLUTIONS = tuple(range(512, 2049, 128))
+MOST = 64  # samples of a batch
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Some settings, as changes to a configuration.
+
+    Args:
+        overrides: as the command line takes them.
+        config: with them.
+        about: what they are, in words.
+        lossy: how many of them may cost quality.
+        last_resort: they are looked at only if nothing else fits.
+    """
+
+    overrides: tuple[str, ...]
+    config: TrainConfig
+    about: str
+    lossy: int
+    last_resort: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """Settings that fit.
+
+    Args:
+        choice: the settings.
+        estimate: of the whole job with them.
+        pace: of a step, by arithmetic.
+    """
+
+    choice: Choice
+    estimate: Estimate
+    pace: Pace
+
+
+def rungs(blocks: int) -> list[tuple[str, tuple[str, ...]]]:
+    """Which blocks are checkpointed, and what is on the host: each takes less memory than the one before."""
+    half = max(1, blocks // 2)
+
+    def rung(about: str, checkpointing: str | int, resident: str | int, boundaries: str) -> tuple[str, tuple[str, ...]]:
+        return about, (
+            f"memory.checkpointing={checkpointing}",
+            f"memory.resident_blocks={resident}",
+            f"memory.boundaries={boundaries}",
+        )
+
+    return [
+        rung("all activations kept", "none", "null", "device"),
+        rung(f"{half} of {blocks} blocks checkpointed", half, "null", "device"),
+        rung("every block checkpointed", "all", "null", "device"),
+        rung("every block checkpointed, boundaries on the host", "all", "null", "host"),
+        rung(f"{blocks - half} of {blocks} blocks streamed", "all", half, "device"),
+        rung("every block streamed", "all", 0, "device"),
+        rung("every block streamed, boundaries on the host", "all", 0, "host"),
+    ]
+
+
+def chains(config: TrainConfig, card: Card) -> Iterator[list[Choice]]:
+    """Chains of settings: by how weights are held, by optimizer, and by when it updates."""
+    own = config.precision
+    compute = "bf16" if card.has_bf16 else "fp32"
+    held = ["bf16"] if config.adapter.trains_base else ["bf16", "int8", "nf4"]
+    if not card.has_bf16:
+        held = ["fp32", *held[1:]]
+    always = ["memory.profile=null", "memory.crop_positions=true", "memory.budget_gib=null"]
+    for weights in held:
+        fewer = int(own.bytes_per_weight > bytes_of(config, weights))
+        precision = [f"precision.weights={weights}", f"precision.compute={compute}"]
+        for about, small, lossy in (("", [], 0), *_smaller_states(config)):
+            chain = []
+            for where, rung in rungs(config.model.blocks()):
+                base = [*always, *precision, *small, *rung]
+                made = _made(config, [*base, "memory.modulation=plan"]) or _made(config, base)
+                if made is not None:
+                    words = ", ".join(word for word in (f"{weights} weights", about, where) if word)
+                    chain.append(Choice(*made, words, fewer + lossy, bool(lossy) and not config.adapter.trains_base))
+            if chain:
+                yield chain
+
+
+def _made(config: TrainConfig, overrides: list[str]) -> tuple[tuple[str, ...], TrainConfig] | None:
+    """What is changed and the configuration with it; None where it cannot be."""
+    new = with_changes(config, overrides)
+    return None if new is None else (tuple(overrides), new)
+
+
+def bytes_of(config: TrainConfig, weights: str) -> float:
+    """Bytes of a weight in a precision."""
+    new = with_changes(config, [f"precision.weights={weights}", "precision.compute=fp32"])
+    return config.precision.bytes_per_weight if new is None else new.precision.bytes_per_weight
+
+
+def _smaller_states(config: TrainConfig) -> Iterator[tuple[str, list[str], int]]:
+    """What makes adapter, gradients and states smaller, in words, as changes, and how much of it may cost quality."""
+    eight = "optimizer.name=adamw8bit"
+    in_backward = ["memory.optimizer_in_backward=true", "train.clip=per_parameter", "train.gradient_accumulation=1"]
+    if not config.adapter.trains_base:
+        yield "bf16 adapter with 8-bit states", ["adapter.dtype=bf16", eight], 2
+        return
+    other = config.optimizer.name != "adamw8bit"
+    yield "updates in the backward pass", in_backward, 1
+    if other:
+        yield "8-bit states", [eight], 1
+        yield "8-bit states, updates in the backward pass", [eight, *in_backward], 2
+
+
+class Search:
+    """Finds settings for a card.
+
+    Args:
+        config: with the model's demo name resolved.
+        card: that they must fit on.
+        reserved: bytes of it that other programs hold.
+    """
+
+    def __init__(self, config: TrainConfig, card: Card, reserved: int = 0):
+        self.config, self.card, self.reserved = config, card, reserved
+        self._known: dict[str, Report] = {}
+
+    @property
+    def predictions(self) -> int:
+        """How many were made."""
+        return len(self._known)
+
+    def fastest(self) -> list[Found]:
+        """The settings that fit and should be fastest, and the second best.
+
+        Raises:
+            UserError: nothing fits.
+        """
+        chosen: list[Choice] = []
+        bound = None  # the first chain takes most memory: what fits there fits in every other chain
+        for chain in chains(self.config, self.card):
+            if chosen and chain[0].last_resort:
+                continue
+            place = self._first_that_fits(chain, bound)
+            if place is None:
+                continue
+            bound = place if bound is None else bound
+            chosen.append(chain[place])
+            if place == 0 and not chain[0].lossy:
+                break  # all activations kept, nothing lost: the rest is slower
+        ranked = sorted(chosen, key=lambda choice: self._cost(choice))
+        found: list[Found] = []
+        for choice in ranked:
+            found += self._whole_job(choice)
+            if len(found) == SHOWN:
+                break
+        if not found:
+            raise UserError(
+                f"nothing fits on {self.card.name}, not even with every lever. Use smaller pictures "
+                "(data.resolution=512), one at a time (train.batch_size=1), or a larger card"
+            )
+        return found
+
+    def _cost(self, choice: Choice) -> float:
+        """Seconds of a step for each sample, and the surcharge for what may cost quality."""
+        train = choice.config.train
+        seconds = pace(choice.config, self.report(choice.config), self.card).seconds
+        return seconds / train.batch_size / train.gradient_accumulation * WORTH**choice.lossy
+
+    def largest_batch(self) -> list[Found]:
+        """As ``fastest``, with the largest batch that fits in this precision with anything."""
+        batch = self._largest(range(1, MOST + 1), "train.batch_size")
+        return self._with(f"train.batch_size={batch}")
+
+    def highest_resolution(self) -> list[Found]:
+        """As ``fastest``, with the highest resolution that fits in this precision with anything."""
+        return self._with(f"data.resolution={self._largest(RESOLUTIONS, 'data.resolution')}")
+
+    def _with(self, override: str) -> list[Found]:
+        config = with_changes(self.config, [override])
+        assert config is not None
+        found = Search(config, self.card, self.reserved).fastest()
+        more = [replace(each.choice, overrides=(override, *each.choice.overrides)) for each in found]
+        return [replace(each, choice=choice) for each, choice in zip(found, more, strict=True)]
+
+    def _largest(self, values: Sequence[int], path: str) -> int:
+        """The largest value that fits with the most saving rung that costs no quality, by bisection.
+
+        Raises:
+            UserError: not even the first does.
+        """
+        choice = next(chain for chain in chains(self.config, self.card) if not chain[0].lossy)[-1]
+
+        def fits(value: int) -> bool:
+            new = with_changes(choice.config, [f"{path}={value}"])
+            return new is not None and self.fits(new)
+
+        if not fits(values[0]):
+            raise UserError(f"{path}: not even {values[0]} fits on {self.card.name} with {choice.about}")
+        low, high = 0, len(values) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(values[middle]) else (low, middle - 1)
+        return values[low]
+
+    def _first_that_fits(self, chain: list[Choice], bound: int | None) -> int | None:
+        """The place of the fastest rung that fits, by bisection.
+
+        Args:
+            chain: of settings, each of which takes less memory than the one before.
+            bound: a place that is known to fit; None: none is.
+        """
+        if self.fits(chain[0].config):
+            return 0
+        high = len(chain) - 1 if bound is None else bound
+        if high == 0 or (bound is None and not self.fits(chain[high].config)):
+            return None
+        low = 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.fits(chain[middle].config) else (middle + 1, high)
+        return low
+
+    def _whole_job(self, choice: Choice) -> list[Found]:
+        """Settings with the largest tiles, if any, with which the other stages fit too; nothing if they do not."""
+        for tile in (None, *TILES):
+            more = () if tile is None else (f"memory.vae_tile={tile}",)
+            config = with_changes(choice.config, more)
+            assert config is not None
+            whole = estimate(config, self.card.capability)
+            if whole.fits(self.card, self.reserved):
+                words = choice.about + (f", tiles of {tile} px" if tile else "")
+                chosen = Choice((*choice.overrides, *more), config, words, choice.lossy, choice.last_resort)
+                return [Found(chosen, whole, pace(config, self.report(choice.config), self.card))]
+        return []
+
+    def fits(self, config: TrainConfig) -> bool:
+        """Whether the training stage does."""
+        peak = self.report(config).peak.bytes + cublas_workspace(self.card.capability)
+        return needed(peak) + self.reserved <= self.card.bytes
+
+    def report(self, config: TrainConfig) -> Report:
+        """The training stage, predicted once."""
+        key = config.model_dump_json()
+        if key not in self._known:
+            self._known[key] = simulate(config)
+        return self._known[key]
+
+
+def batch_table(config: TrainConfig, cards: Sequence[Card], resolutions: Sequence[int]) -> dict[str, list[int]]:
+    """The largest batch of a configuration's training step by card and resolution; 0: not even one fits.
+
+    A step's peak is taken as growing by the same amount with every sample, predicted for one and for two.
+
+    Args:
+        config: with the model's demo name resolved.
+        cards: on which.
+        resolutions: in pixels.
+    """
+    table: dict[str, list[int]] = {card.name: [] for card in cards}
+    for resolution in resolutions:
+        peaks = []
+        for batch in (1, 2):
+            new = with_changes(config, [f"data.resolution={resolution}", f"train.batch_size={batch}"])
+            assert new is not None
+            peaks.append(simulate(new).peak.bytes)
+        each = peaks[1] - peaks[0]
+        for card in cards:
+            room = largest_peak(card) - cublas_workspace(card.capability)
+            table[card.name].append(max(0, 1 + (room - peaks[0]) // each) if room >= peaks[0] else 0)
+    return table
+
+
+def largest_peak(card: Card) -> int:
+    """The largest peak of allocated bytes that fits."""
+    return int((card.bytes - needed(0)) / (1 + FRAGMENTED))
+
+
+def differing(config: TrainConfig, new: TrainConfig, overrides: Sequence[str]) -> list[str]:
+    """Those overrides that change a value."""
+    before, after = (each.model_dump(mode="json", by_alias=True) for each in (config, new))
+    return [text for text in overrides if _at(before, text) != _at(after, text)]
+
+
+def _at(data: Any, override: str) -> Any:
+    """The value at an override's path."""
+    for part in override.partition("=")[0].split("."):
+        data = data.get(part) if isinstance(data, dict) else None
+    return data

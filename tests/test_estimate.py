@@ -1,0 +1,202 @@
+"""Estimates: what a run needs of a card, the host and the disk; kept, shown, compared; what train does with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from simpletune import estimate as estimating
+from simpletune import forecast as forecasting
+from simpletune.__main__ import main
+from simpletune.cards import CARDS, GIB, Card, card_named_by_driver, card_of
+from simpletune.estimate import CONTEXT, FRAGMENTED, MIB, Estimate, estimate
+from simpletune.estimate_text import bars
+from simpletune.forecast import beside_measured, cheapest_change, forecast
+from simpletune.memory.moment import Moment
+from simpletune.needs import Needs
+from simpletune.options import UserError
+from simpletune.reading import validate
+from simpletune.simulate_stages import simulate_stages
+from simpletune.train import train
+
+L4 = card_of("L4")
+CUDA = torch.device("cuda")
+SIZE = (64, 64)
+
+
+@pytest.mark.parametrize("text", ["L4", "l4", "nvidia l4", "NVIDIA-L4"])
+def test_a_card_is_found_by_its_name(text: str) -> None:
+    assert card_of(text) == L4
+
+
+@pytest.mark.parametrize(("text", "gib"), [("12GiB", 12), ("12 gb", 12), ("7.5G", 7.5)])
+def test_a_card_is_found_by_its_memory(text: str, gib: float) -> None:
+    card = card_of(text)
+    assert card.gib == gib and 0.95 * gib * GIB < card.bytes < gib * GIB
+
+
+@pytest.mark.parametrize("text", ["", "L5", "RTX30", "0GiB", "4000GiB", "-3GiB", "L4;rm"])
+def test_an_unknown_card_is_refused_with_those_that_are_known(text: str) -> None:
+    with pytest.raises(UserError, match="--device"):
+        card_of(text)
+
+
+def test_what_torch_finds_on_cards_is_what_users_were_told() -> None:
+    # From users' error messages: "14.75 GiB total capacity" (T4), 22.03 (L4), 11.75 (RTX 3060), 23.68 (RTX 4090).
+    told = {"T4": 14.75, "L4": 22.03, "RTX3060-12GB": 11.75, "RTX3060-6GB": 5.80, "RTX4090": 23.68}
+    for name, gib in told.items():
+        assert 0.975 * gib < card_of(name).bytes / GIB <= gib, name
+    assert len({card.name for card in CARDS}) == len(CARDS)
+
+
+def test_the_card_at_hand_takes_its_speed_from_the_table_and_its_memory_from_the_driver() -> None:
+    card = card_named_by_driver("NVIDIA A100-SXM4-40GB", 40 * GIB, (8, 0))
+    assert card.bytes == 40 * GIB and card.tflops is None  # another name than the table's: nothing is guessed
+    card = card_named_by_driver("NVIDIA GeForce RTX 4090", 24 * GIB - 7, (8, 9))
+    assert (card.bytes, card.tflops) == (24 * GIB - 7, card_of("RTX4090").tflops)
+
+
+def an_estimate(**stages: int) -> Estimate:
+    moments = {
+        name: Moment(size, {"weights": size}, "backward", "transformer_blocks.1") for name, size in stages.items()
+    }
+    return Estimate(moments, Needs({}, {}, {}, None), (64, 64))
+
+
+def test_a_run_fits_to_the_byte() -> None:
+    peak = 1000 * MIB
+    must_have = peak + int(FRAGMENTED * peak) + CONTEXT
+    found = an_estimate(train=peak, validate=peak - 1)
+    assert found.needed() == must_have and found.peak_stage == "train"
+    assert found.fits(Card("a", must_have / GIB, (8, 9), found=1.0))
+    assert not found.fits(Card("a", (must_have - 1) / GIB, (8, 9), found=1.0))
+    assert not found.fits(Card("a", must_have / GIB, (8, 9), found=1.0), reserved=1)
+
+
+def test_bars_are_as_long_as_their_bytes_and_show_every_kind() -> None:
+    whole = Moment(400 * MIB, {"weights": 100 * MIB, "activations": 300 * MIB}, "forward", "")
+    half = Moment(200 * MIB, {"weights": 200 * MIB}, "encode", "")
+    first, second, legend = bars({"train": whole, "latents": half})
+    assert first.count("█") == 10 and first.count("░") == 30 and second.count("█") == 20
+    assert "weights" in legend and "activations" in legend and "gradients" not in legend
+
+
+def test_an_estimate_is_the_simulation_and_is_kept(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = validate(tiny_config, "test")
+    found = estimate(config, L4.capability)
+    assert found.stages == simulate_stages(config, capability=L4.capability).stages
+    monkeypatch.setattr(estimating, "simulate_stages", None)  # a second simulation would fail
+    assert estimate(config.model_copy(update={"name": "other"}), L4.capability) == found
+    with pytest.raises(TypeError):
+        estimate(config, (9, 0))  # other workspaces
+    with pytest.raises(TypeError):
+        estimate(config.model_copy(update={"train": config.train.model_copy(update={"batch_size": 3})}), L4.capability)
+
+
+def test_needs_follow_the_run(tiny_config: dict) -> None:
+    needs = estimate(validate(tiny_config, "test"), L4.capability).needs
+    tiny_config["checkpoint"] = {"keep_last": 5}
+    more = estimate(validate(tiny_config, "test"), L4.capability).needs
+    assert needs.pictures and needs.pictures > 0 and needs.download == {}
+    assert more.disk["checkpoints"] > needs.disk["checkpoints"]
+    assert needs.disk["cache of pictures and prompts"] > 0
+    tiny_config["ema"] = {}
+    assert estimate(validate(tiny_config, "t"), L4.capability).needs.disk["checkpoints"] > more.disk["checkpoints"]
+
+
+def test_estimate_prints_figures_and_bars_without_data(
+    tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    tiny_config["data"]["path"] = str(tmp_path / "nowhere")
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(tiny_config))
+    assert main(["estimate", str(file), "--device", "L4"]) == 0
+    text = capsys.readouterr().out
+    assert "it fits" in text and "█" in text and "the data set was not looked at" in text
+    assert main(["estimate", str(file), "--device", "L4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told["stages"]) >= {"text", "latents", "train"} and told["fits"] is True
+    for stage in told["stages"].values():
+        assert stage["peak_allocated_mib"] == pytest.approx(sum(stage["by_kind"].values()), abs=0.5)
+    assert told["peak_allocated_mib"] == max(stage["peak_allocated_mib"] for stage in told["stages"].values())
+    assert told["needed_mib"] + told["left_mib"] == pytest.approx(told["device_mib"], abs=0.5)
+    assert main(["estimate", str(file), "--device", "400MB"]) == 2
+    assert "--device" in capsys.readouterr().err
+    assert main(["estimate", str(file), "--device", "L4", "--reserve", "21.8"]) == 0
+    assert "it does not fit" in capsys.readouterr().out
+
+
+def test_estimates_are_compared_in_a_table_and_a_picture(
+    tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    files = []
+    for name, batch in (("one", 1), ("four", 4)):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(tiny_config | {"name": name, "train": {"steps": 2, "batch_size": batch}}))
+        files.append(str(file))
+    for ending, begins in ((".svg", b"<svg"), (".png", b"\x89PNG")):
+        picture = tmp_path / f"bars{ending}"
+        assert main(["estimate", "--compare", *files, "--device", "L4", "--picture", str(picture)]) == 0
+        assert picture.read_bytes().startswith(begins)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("one ") and lines[2].startswith("four ") and "+0.0%" in lines[1]
+    assert main(["estimate", "--compare", *files, "--picture", str(tmp_path / "bars.gif")]) == 2
+    assert main(["estimate", "--compare", files[0], files[0], files[0]]) == 2
+
+
+def test_a_card_without_bf16_is_said(tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(tiny_config))
+    assert main(["estimate", str(file), "precision.weights=bf16", "precision.compute=bf16", "--device", "T4"]) == 0
+    assert "T4 has no bf16" in capsys.readouterr().out
+
+
+def a_card(mib: float) -> Card:
+    return Card("Test 1", mib / 1024, (8, 9), found=1.0)
+
+
+def test_a_run_that_cannot_fit_is_refused_with_what_would(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    config = validate(tiny_config | {"train": {"steps": 2, "batch_size": 8}}, "test")
+    whole = estimate(config, L4.capability, SIZE).needed() / MIB
+    monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(whole - 1), 0))
+    with pytest.raises(UserError, match="the cheapest change that fits: ") as refused:
+        forecast(config, CUDA, SIZE)
+    assert f"needs {whole:,.0f} MiB and Test 1 has {whole - 1:,.0f}" in str(refused.value)
+    change = cheapest_change(config, a_card(whole - 1), 0, SIZE)
+    assert change is not None and change[2] <= (whole - 1) * MIB and " ".join(change[0]) in str(refused.value)
+    assert forecast(config, CUDA, SIZE, force=True).needed() / MIB == whole
+    assert "(--force)" in capsys.readouterr().out
+    monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(whole), 0))
+    forecast(config, CUDA, SIZE)
+    monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(whole), MIB))
+    with pytest.raises(UserError, match="of which other programs hold 1"):
+        forecast(config, CUDA, SIZE)
+    monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(510), 0))
+    with pytest.raises(UserError, match="no change fits"):
+        forecast(config, CUDA, SIZE)
+
+
+def test_a_run_keeps_its_prediction_where_it_is_asked_for(tiny_config: dict, capsys: pytest.CaptureFixture) -> None:
+    tiny_config["train"]["steps"] = 1
+    folder = train(validate(tiny_config, "test"), foresee=True)
+    predicted = json.loads((folder / "summary.json").read_text())["predicted"]
+    assert (
+        set(predicted["stages"]) >= {"text", "latents", "train"} and "memory  predicted peak" in capsys.readouterr().out
+    )
+    tiny_config["name"] = "unasked"
+    folder = train(validate(tiny_config, "test"))
+    assert "predicted" not in json.loads((folder / "summary.json").read_text())
+
+
+def test_measured_stands_beside_predicted() -> None:
+    found = an_estimate(train=1100 * MIB, validate=500 * MIB)
+    told = beside_measured(
+        found, {"train": {"peak_allocated_gib": 1000 / 1024}, "validate": {"peak_allocated_gib": None}}
+    )
+    assert told["stages"]["train"]["measured_mib"] == 1000 and told["stages"]["train"]["error"] == pytest.approx(0.1)
+    assert "measured_mib" not in told["stages"]["validate"]

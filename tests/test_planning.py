@@ -1,0 +1,163 @@
+"""Plans: of the levers' combinations one that fits and should be fastest; and the pace that ranks them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from simpletune.__main__ import main
+from simpletune.ask import read_for_estimate
+from simpletune.cards import FOUND, GIB, Card, card_of
+from simpletune.estimate import CONTEXT, MIB, estimate, needed
+from simpletune.levers import with_changes
+from simpletune.memory.device_terms import cublas_workspace
+from simpletune.options import UserError
+from simpletune.pace import pace
+from simpletune.planning import Search, batch_table, chains, differing, largest_peak, rungs
+from simpletune.reading import read_config
+from simpletune.simulate import simulate
+
+L4 = card_of("L4")
+
+
+def a_card(mib: float) -> Card:
+    return replace(L4, name=f"Test {mib:.0f}", gib=mib / 1024, found=1.0)
+
+
+@pytest.fixture
+def config_of(shared_cache: Path):
+    """The demo's model of three blocks, whose activations take most at this size."""
+
+    def make(*overrides: str):
+        large = ["train.batch_size=16", "data.resolution=256", "optimizer.name=adamw", "precision.compute=bf16"]
+        here = [f"output.cache={shared_cache}", "validation.prompts=[]", "precision.weights=bf16", "device=cpu"]
+        return read_for_estimate(Path("configs/demo.json"), [*large, *here, *overrides])
+
+    return make
+
+
+def must_have(config) -> float:
+    return estimate(config, L4.capability).needed() / MIB
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_each_rung_takes_less_memory_than_the_one_before(method: str, config_of) -> None:
+    config = config_of(f"adapter.method={method}")
+    for chain in list(chains(config, L4))[1 : 2 if method == "full" else None : 4]:
+        peaks = [simulate(choice.config).peak.bytes for choice in chain]
+        assert peaks[0] > peaks[1] > peaks[2] >= peaks[-1]
+        assert all(after <= 1.03 * before for before, after in pairwise(peaks))
+        assert [choice.about.split(", ")[-1] for choice in chain] == [
+            name.split(", ")[-1] for name, _ in rungs(config.model.blocks())[: len(chain)]
+        ]
+
+
+def test_with_room_nothing_is_given_for_memory(config_of) -> None:
+    config = config_of("precision.weights=int8")
+    search = Search(config, L4)
+    best = search.fastest()[0]
+    assert best.choice.about == "bf16 weights, all activations kept" and search.predictions == 1
+    assert "precision.weights=bf16" in differing(config, best.choice.config, best.choice.overrides)
+
+
+def test_what_is_found_fits_and_the_next_faster_rung_does_not(config_of) -> None:
+    config = config_of()
+    kept = with_changes(config, ["memory.checkpointing=none"])
+    card = a_card(must_have(kept) - 0.5)
+    found = Search(config, card).fastest()
+    for each in found:
+        assert each.estimate.fits(card) and with_changes(config, each.choice.overrides) is not None
+    best = found[0].choice
+    chain = next(iter(chains(config, card)))
+    place = [choice.about for choice in chain].index(best.about)
+    assert place > 0 and not Search(config, card).fits(chain[place - 1].config)
+
+
+def test_what_other_programs_hold_is_left_to_them(config_of) -> None:
+    config = config_of()
+    card = a_card(must_have(config) + 25)
+    free, tight = Search(config, card).fastest()[0], Search(config, card, reserved=25 * MIB).fastest()[0]
+    assert tight.estimate.needed() + 25 * MIB <= card.bytes
+    assert tight.pace.seconds >= free.pace.seconds
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simpletune.planning.MOST", 16)
+    config = config_of("train.batch_size=4")
+    card = a_card(must_have(config) + 10)
+    search = Search(config, card)
+    best = search.largest_batch()[0]
+    batch = best.choice.config.train.batch_size
+    assert batch > 1 and f"train.batch_size={batch}" in best.choice.overrides and best.estimate.fits(card)
+    smallest = next(iter(chains(config, card)))[-1].config
+    assert not search.fits(with_changes(smallest, [f"train.batch_size={batch + 1}"]))
+
+
+def test_nothing_that_fits_is_an_error_with_a_remedy(config_of) -> None:
+    with pytest.raises(UserError, match="nothing fits on Test 505.*data.resolution=512"):
+        Search(config_of(), a_card(505)).fastest()
+    with pytest.raises(UserError, match="train.batch_size: not even 1 fits"):
+        Search(config_of(), a_card(505)).largest_batch()
+
+
+def test_the_batch_table_is_what_a_prediction_says(config_of) -> None:
+    config = config_of("train.batch_size=2")
+    one = simulate(config).peak.bytes
+    none, some = a_card(505), a_card(needed(one) / MIB + 40)
+    table = batch_table(config, [none, some, L4], (256,))
+    assert table[none.name] == [0] and table["L4"][0] > table[some.name][0] > 2
+    batch = table[some.name][0]
+    peak = simulate(with_changes(config, [f"train.batch_size={batch}"])).peak.bytes
+    assert 0.9 * largest_peak(some) < peak + cublas_workspace(some.capability) <= largest_peak(some)
+    assert largest_peak(some) < some.bytes - CONTEXT
+
+
+def test_pace_follows_the_arithmetic() -> None:
+    file = Path("configs/sd3_medium_lora_r16_int8.json")
+    config, _ = read_config(file, ["precision.weights=bf16", "memory.modulation=plan"], needs_data=False)
+    none = with_changes(config, ["memory.checkpointing=none"])
+    report = simulate(none)
+    first = pace(none, report, L4)
+    assert first.products == pytest.approx(22.1e12 / (0.5 * 121e12), rel=0.1)  # 22.1 TFLOP: reference, memory.md
+    every = pace(with_changes(none, ["memory.checkpointing=all"]), report, L4)
+    assert every.products + every.recomputation == pytest.approx(31.0e12 / (0.5 * 121e12), rel=0.1)
+    eight = pace(with_changes(config, ["precision.weights=int8"]), report, L4)
+    assert 0.04 < eight.unpacking < 0.08  # about 53 ms on an L4: reference, memory.md
+    streamed = with_changes(config, ["memory.resident_blocks=0"])
+    assert pace(streamed, report, L4).transfer == 0.0  # hidden behind the computation
+    assert pace(streamed, report, replace(L4, link=2.0)).transfer > 1
+    assert pace(none, report, replace(L4, tflops=242)).products == first.products / 2
+
+
+def test_plan_writes_a_configuration_that_fits(config_of, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    given = config_of("adapter.rank=4")
+    file = tmp_path / "large.json"
+    file.write_text(given.model_dump_json(by_alias=True))
+    kept = with_changes(given, ["memory.checkpointing=none"])
+    gib = (must_have(kept) - 0.5) / 1024 / FOUND
+    assert main(["plan", str(file), f"data.path={tmp_path / 'nowhere'}", "--device", f"{gib:.5f}GiB"]) == 0
+    text = capsys.readouterr().out
+    written = next(tmp_path.glob("large_*gib.json"))
+    assert str(written) in text and "1. " in text and "expected:" in text and "2. " in text
+    planned, _ = read_config(written, needs_data=False)
+    assert planned.name == written.stem and planned.data.path.endswith("nowhere")
+    assert estimate(planned, L4.capability).needed() <= gib * FOUND * GIB
+
+
+def test_plan_asks_for_a_card_and_prints_batches(
+    tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simpletune.ask_plan.RESOLUTIONS", (32, 64))
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(tiny_config))
+    assert main(["plan", str(file)]) == 2
+    assert "--device" in capsys.readouterr().err
+    assert main(["plan", str(file), "--batches", "--device", "L4", "--device", "8GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "| L4, 24 GiB |" in text and "| 8 GiB |" in text and "32 px" in text
+    assert main(["plan", str(file), "--batches", "--device", "L4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["L4"]["32"] > 1
