@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +30,7 @@ PAGE_FILES = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
+STANDARD = ("negative_prompt", "width", "height", "steps", "guidance", "seed")  # of a Request, for the page
 LEFT = 499  # nginx's number for a client that has left; no client sees it
 BODY_SECONDS = 30.0  # for a body to arrive
 HEADERS = {
@@ -42,6 +42,11 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
+
+
+def to_stderr(line: str) -> None:
+    """Write a line, at once."""
+    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Answers:
     health: tuple[str, ...] = ("/health",)
     predictions: Literal["plain", "object"] = "plain"
     hosts: Collection[str] | None = None
-    log: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
+    log: Callable[[str], None] = to_stderr
 
 
 def make_app(worker: Worker, menu: Menu, metrics: Metrics, answers: Answers) -> ASGIApp:
@@ -95,7 +100,8 @@ def make_app(worker: Worker, menu: Menu, metrics: Metrics, answers: Answers) -> 
         return Response(metrics.text({**gauges, **peaks}), media_type=CONTENT_TYPE)
 
     async def info(request: Request) -> Response:
-        shown = {"loras": menu.loras, "standard": asdict(menu.standard), "limits": asdict(menu.limits)}
+        standard = {name: getattr(menu.standard, name) for name in STANDARD}
+        shown = {"loras": menu.loras, "standard": standard, "limits": asdict(menu.limits)}
         return JSONResponse({**shown, "status": worker.state})
 
     async def page(request: Request) -> Response:
@@ -108,7 +114,9 @@ def make_app(worker: Worker, menu: Menu, metrics: Metrics, answers: Answers) -> 
     names = {**dict.fromkeys(pages, "page"), "/metrics": "metrics", "/info": "info"}
     names |= {**dict.fromkeys(answers.health, "health"), **dict.fromkeys(answers.predict, "predict")}
     handlers: dict[Any, Any] = {Refusal: refused, HTTPException: http_error}
-    return Gate(Starlette(routes=routes, exception_handlers=handlers), names, metrics, answers)
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return Gate(app, names, metrics, answers)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

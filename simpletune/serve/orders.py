@@ -150,13 +150,14 @@ class _Reader:
 
     def names(self, path: str, value: Mapping[str, Any], known: Sequence[str]) -> None:
         """Note names that mean nothing here."""
-        for name in value:
-            if name in known:
-                continue
+        unknown = [name for name in value if name not in known]
+        for name in unknown[:SHOWN]:
             near = difflib.get_close_matches(name[:40], known, n=1)
             hint = f"Did you mean {near[0]}? " if near else ""
-            where = f"{path}.{_cut(name)}" if path else _cut(name)
-            self.problem(where, f"is not known. {hint}Known: {', '.join(known)}")
+            shown = _show(name).strip('"')
+            self.problem(f"{path}.{shown}" if path else shown, f"is not known. {hint}Known: {', '.join(known)}")
+        if len(unknown) > SHOWN:
+            self.problem(path, f"{len(unknown) - SHOWN} more names are not known")
 
     def settings(self, path: str, given: Any, known: Sequence[str]) -> dict[str, Any]:
         """What an object of parameters gives, under the names of Request and Order."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import ipaddress
 import os
 import re
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -25,7 +26,7 @@ from simpletune.serve.limits import GUIDANCE, Limits
 from simpletune.serve.metrics import Metrics
 from simpletune.serve.orders import BASE, STEP, Menu
 from simpletune.serve.painter import Painter
-from simpletune.serve.worker import Worker
+from simpletune.serve.worker import Draws, Worker
 from simpletune.terminal import say
 
 LOOPBACK, EVERYWHERE, PORT = "127.0.0.1", "0.0.0.0", 8000
@@ -131,12 +132,30 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     side = _side(studio, args.max_side)
     limits = Limits(side, args.max_steps, args.max_instances, args.max_prompt, args.max_body, args.queue, args.timeout)
     menu = Menu((BASE, *loras), _standard(studio, limits), limits)
+
+    def load() -> Painter:
+        painter = Painter(studio.config, base, loras, studio.device, side)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: looking for garbage among it takes longer than drawing a tiny picture
+        return painter
+
     bound = _bind(host, port)
-    metrics = Metrics()
-    worker = Worker(lambda: Painter(studio.config, base, loras, studio.device, side), limits, metrics)
     loopback = ipaddress.ip_address(bound.getsockname()[0]).is_loopback
     hosts = {"localhost", LOOPBACK, "[::1]", host, f"[{host}]"} if loopback else None
-    answers = Answers(routes["predict"], routes["health"], args.predictions, hosts)
+    return service(load, menu, bound, Answers(routes["predict"], routes["health"], args.predictions, hosts))
+
+
+def service(load: Callable[[], Draws], menu: Menu, bound: socket.socket, answers: Answers) -> Service:
+    """A server around whatever draws.
+
+    Args:
+        load: makes what draws; called in the worker's thread.
+        menu: what can be asked for.
+        bound: a listening socket.
+        answers: paths, format, log.
+    """
+    metrics, limits = Metrics(), menu.limits
+    worker = Worker(load, limits, metrics)
     app = make_app(worker, menu, metrics, answers)
     config = uvicorn.Config(
         app, loop="asyncio", http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
@@ -216,6 +235,8 @@ def _bind(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
+        bound = socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
         raise UserError(f"--port: cannot listen on {host}:{port} ({error.strerror or error}). Give another") from None
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or an answer's second part waits 40 ms for a receipt
+    return bound

@@ -164,8 +164,10 @@ class Worker:
             while (job := self._next()) is not None:
                 self._do(painter, job)
         except BaseException as failure:
-            self.failure = failure  # server.run raises it
+            self.failure = failure  # Service.run raises it
             self.stop()
+            if self._in_hand is not None and not self._in_hand.done.done():
+                self._in_hand.done.set_exception(Refusal(500, "The server has failed; see its log"))
         finally:
             self.state = "ended"
 
