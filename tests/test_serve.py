@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from PIL import Image
 from serving import PROMPT, HeldPainter, Running, held, make_run, pixels, real, running, until
 
+from simpletune import demo
 from simpletune.__main__ import main, parse
 from simpletune.options import UserError
 from simpletune.serve import server
@@ -116,6 +118,51 @@ def test_prompts_of_requests_are_not_written_anywhere(live: Running, run: Path) 
     before = {file for file in run.parent.rglob("*")}
     live.pictures("nobody wrote this prompt down")
     assert {file for file in run.parent.rglob("*")} == before
+
+
+def plan(run: Path, *words: str) -> list[str]:
+    """Words for the run's model with its modulation taken out."""
+    return ["--model", str(demo.SHIPPED), "--precision", "fp32", "--modulation", "plan", "--device", "cpu", *words]
+
+
+def test_with_a_modulation_plan_the_base_is_untouched_too(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    second, file = str(run.parent / "second"), tmp_path / "generated.png"
+    words = ["--size", "64x64", "--steps", "2", "--seed", "3", "--guidance", "3"]
+    service = server.build(parse(["serve", *plan(run), "--lora", f"second={second}", "--port", "0"]))
+    settings = {"width": 64, "height": 64, "num_inference_steps": 2, "seed": 3, "guidance_scale": 3}
+    with running(service) as it:
+        it.wait_ready()
+        before, tuned, after = it.pictures(
+            *({"prompt": PROMPT, "lora": name} for name in ("base", "second", "base")), **settings
+        )
+    assert before == after != tuned
+    assert main(["generate", *plan(run), "--prompt", PROMPT, *words, "--lora", second, "--output", str(file)]) == 0
+    # generate encodes both prompts at once: last bits of T5's 256 tokens may differ
+    generated = np.asarray(Image.open(file).convert("RGB"), float).ravel()
+    assert np.abs(np.frombuffer(tuned, np.uint8) - generated).max() <= 2
+
+
+def test_a_lora_of_what_a_plan_takes_out_is_refused(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["serve", *plan(run), "--lora", f"x={run}", "--port", "0"]
+    with running(server.build(parse(words))) as it:
+        it.thread.join(20)
+        assert isinstance(it.failure, UserError)
+        assert "norm1.linear" in str(it.failure) and "give --modulation resident" in str(it.failure)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_base_is_untouched_and_the_devices_memory_is_told(run: Path) -> None:
+    with running(real(run, "--device", "cuda")) as it:
+        it.wait_ready()
+        names = ("base", "first", "base", "second", "base")
+        drawn = it.pictures(*({"prompt": PROMPT, "lora": name} for name in names[:3]))
+        drawn += it.pictures(*({"prompt": PROMPT, "lora": name} for name in names[3:]))
+        assert drawn[0] == drawn[2] == drawn[4] and len(set(drawn)) == 3
+        peak = re.search(r"^simpletune_peak_memory_device_bytes (\S+)$", it.client.get("/metrics").text, re.M)
+        assert peak and float(peak[1]) > 2**20
+    gc.unfreeze()
 
 
 # What does not fit

@@ -60,7 +60,9 @@ def test_it_shows_base_beside_lora_from_the_same_noise(live: Running, tmp_path: 
     assert shown == [base64.b64decode(data) for data in answer.json()["predictions"]]
     assert "first × 0.5" in element(text, "after") and f'alt="base: {PROMPT}"' in element(text, "before")
     assert 'class="beside"' in element(text, "pictures") and "hidden" in element(text, "cutter").split(">")[0]
-    assert re.search(r"seed 11, 3 steps, guidance 3, 64 × 64, [\d.]+ s", element(text, "about"))
+    assert re.search(
+        r"seed 11, 3 steps, guidance 3, 64 × 64, drawn in [\d.]+ s, waited 0\.\d s", element(text, "about")
+    )
     assert re.search(r'<option value="second">', text) and "2 LoRAs and the base" in text
 
 
@@ -76,7 +78,7 @@ def test_errors_are_shown_in_words_and_are_no_markup(live: Running, tmp_path: Pa
     text = dom(live, tmp_path, prompt=PROMPT, width=1000, seed=-1)
     error = element(text, "error")
     assert "hidden" not in error.split(">")[0]
-    assert "parameters.width: 1000 is not from 16 to 128" in error and "parameters.seed: -1 is not from 0" in error
+    assert "<li>Width: 1000 is not from 16 to 128</li>" in error and "<li>Seed: -1 is not from 0" in error
     assert 'src="data:image/png' not in text
 
 

@@ -2,6 +2,8 @@
 
 const at = (id) => document.getElementById(id);
 const NUMBERS = ["scale", "steps", "guidance", "width", "height", "seed"];
+const LABELS = { prompt: "Prompt", negative_prompt: "Negative prompt", num_inference_steps: "Steps",
+  guidance_scale: "Guidance", lora: "LoRA", lora_scale: "Strength", width: "Width", height: "Height", seed: "Seed" };
 const given = new URLSearchParams(location.search);
 let abort = null;
 
@@ -29,7 +31,8 @@ function explain(message, problems = []) {
     const list = document.createElement("ul");
     for (const each of problems) {
       const item = document.createElement("li");
-      item.textContent = each.path ? `${each.path}: ${each.message}` : each.message;
+      const name = each.path.split(".").pop();
+      item.textContent = name ? `${LABELS[name] ?? each.path}: ${each.message}` : each.message;
       list.append(item);
     }
     box.append(list);
@@ -78,7 +81,7 @@ async function draw(event) {
     const answer = await fetch("predict", { method: "POST", headers: { "Content-Type": "application/json" },
       body: JSON.stringify(asked), signal: abort.signal });
     const told = await answer.json();
-    if (answer.ok) present(told.predictions, asked, (performance.now() - clock) / 1000);
+    if (answer.ok) present(told.predictions, asked, answer.headers.get("server-timing"));
     else explain(told.error.message, told.error.problems);
   } catch (error) {
     if (error.name !== "AbortError") explain(`The server did not answer: ${error.message}`);
@@ -96,7 +99,7 @@ function busy(yes) {
   at("result").setAttribute("aria-busy", String(yes));
 }
 
-function present(predictions, asked, seconds) {
+function present(predictions, asked, timing) {
   const base64 = predictions.map((each) => each.output ?? each), tuned = asked.instances[1];
   picture(at("before"), base64[0], "base", asked.instances[0].prompt);
   if (tuned) picture(at("after"), base64[1], `${tuned.lora} × ${tuned.lora_scale ?? 1}`, tuned.prompt);
@@ -107,7 +110,11 @@ function present(predictions, asked, seconds) {
   arrange();
   const p = asked.parameters;
   at("about").textContent = `seed ${p.seed}, ${p.num_inference_steps} steps, guidance ${p.guidance_scale}, ` +
-    `${p.width} × ${p.height}, ${seconds.toFixed(1)} s`;
+    `${p.width} × ${p.height}, drawn in ${seconds("draw", timing)} s, waited ${seconds("wait", timing)} s`;
+}
+
+function seconds(name, timing) {
+  return (Number(new RegExp(`${name};dur=(\\d+)`).exec(timing)?.[1]) / 1000).toFixed(1);
 }
 
 async function connect() {
