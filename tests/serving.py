@@ -18,6 +18,7 @@ from PIL import Image
 from simpletune.__main__ import parse
 from simpletune.adapters.lora import Lora
 from simpletune.places import resolved
+from simpletune.prepare import TextCache
 from simpletune.quant.plain import FP32
 from simpletune.reading import validate
 from simpletune.runs import CONFIG
@@ -43,6 +44,9 @@ def make_run(folder: Path) -> Path:
     run.mkdir()
     (run / CONFIG).write_text(config.model_dump_json(by_alias=True))
     model = resolved(config).model
+    text = TextCache(model, config.precision.encoder_dtype(), folder / "cache")
+    for prompt in (PROMPT, ""):
+        text.fill([prompt], torch.device("cpu"))  # each by itself, as the server does: equal to the last bit
     for number, (place, lora) in enumerate({run: Lora(rank=4, targets=STYLE), folder / "second": Lora(rank=2)}.items()):
         place.mkdir(exist_ok=True)
         transformer = model.load_transformer(FP32(), torch.device("cpu"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import gc
+import io
 import json
 import re
 import signal
@@ -14,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ from simpletune.__main__ import main, parse
 from simpletune.options import UserError
 from simpletune.serve import server
 from simpletune.serve.limits import Limits
+from simpletune.serve.orders import Order
+from simpletune.serve.worker import Gone
 
 JSON = {"Content-Type": "application/json"}
 
@@ -102,10 +107,25 @@ def test_32_at_once_and_none_depends_on_the_others(live: Running) -> None:
     assert len({each[0] for each in together}) == 32
 
 
-def test_a_picture_says_how_it_was_made_and_an_instance_goes_before_the_parameters(live: Running) -> None:
-    import base64
-    import io
+def test_drawing_can_be_given_up_before_every_step(live: Running) -> None:
+    painter, order = live.service.worker._painter, Order(replace(live.service.menu.standard, prompt=PROMPT))
+    assert painter is not None
+    asked: list[int] = []
 
+    def go_on() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise Gone
+
+    with pytest.raises(Gone):
+        painter.draw(order, go_on)
+    assert len(asked) == 3
+    whole = painter.draw(order, lambda: asked.append(1))
+    assert len(asked) == 3 + 1 + 3  # the beginning, and three steps
+    assert live.pictures(PROMPT) == [pixels(base64.b64encode(whole).decode())]
+
+
+def test_a_picture_says_how_it_was_made_and_an_instance_goes_before_the_parameters(live: Running) -> None:
     answer = live.predict({"prompt": PROMPT, "seed": 5, "lora": "first"}, seed=1, negative_prompt="blurry")
     image = Image.open(io.BytesIO(base64.b64decode(answer.json()["predictions"][0])))
     assert image.text["prompt"] == PROMPT and image.text["seed"] == "5"  # type: ignore[attr-defined]
@@ -298,22 +318,27 @@ def test_no_more_wait_than_may_and_those_that_wait_are_served(capsys: pytest.Cap
         assert 'simpletune_requests_total{route="predict",status="429"} 26' in it.client.get("/metrics").text
 
 
-def leave(it: Running) -> None:
-    """Ask, and go away without an answer."""
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{it.service.address}predict", json={"instances": [{"prompt": "a"}] * 2}, timeout=0.2)
+def asking(it: Running) -> socket.socket:
+    """A connection on which two pictures were asked for."""
+    body = json.dumps({"instances": [{"prompt": "a"}] * 2}).encode()
+    head = f"POST /predict HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    raw = socket.create_connection(it.service.socket.getsockname())
+    raw.sendall(head.encode() + b"\r\n\r\n" + body)
+    return raw
 
 
 def test_the_work_of_a_client_that_leaves_is_given_up() -> None:
     painter, lines = HeldPainter(steps=100_000), list[str]()
     with running(held(painter, log=lines.append)) as it, ThreadPoolExecutor(1) as pool:
         it.wait_ready()
-        leave(it)  # in hand
-        until(lambda: painter.given_up == 1)
+        with asking(it):
+            until(lambda: len(painter.begun) == 1)
+        until(lambda: painter.given_up == 1)  # it was in hand
         assert len(painter.begun) == 1
         first = pool.submit(it.predict, "b")
         until(lambda: len(painter.begun) == 2)
-        leave(it)  # waiting
+        with asking(it):
+            until(lambda: it.service.worker.waiting == 1)
         until(lambda: it.service.worker.waiting == 0)
         painter.let.set()
         assert first.result().status_code == 200
@@ -325,10 +350,10 @@ def test_the_work_of_a_client_that_leaves_is_given_up() -> None:
 
 def test_what_takes_too_long_is_given_up() -> None:
     painter = HeldPainter(steps=100_000)
-    with running(held(painter, Limits(seconds=0.3))) as it:
+    with running(held(painter, Limits(seconds=1))) as it:
         it.wait_ready()
         answer = it.predict("a")
-        assert answer.status_code == 504 and "No answer within 0.3 s" in answer.text
+        assert answer.status_code == 504 and "No answer within 1 s" in answer.text
         until(lambda: painter.given_up == 1)
         painter.let.set()
         assert it.predict("a").is_success
