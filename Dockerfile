@@ -5,6 +5,9 @@
 #     -v "$PWD/profiles:/simpletune/profiles" -v "$PWD/hub:/simpletune/hub" simpletune \
 #     ./train.sh configs/sd3_medium_lora_r16_int8.json data.path=data/my_pictures
 #
+# Pictures over HTTP (docs/serve.md): docker run --gpus all -p 127.0.0.1:8000:8000 -v "$PWD/runs:/simpletune/runs" \
+#   -v "$PWD/hub:/simpletune/hub" simpletune .venv/bin/simpletune serve --host 0.0.0.0
+#
 # The host needs driver 580 or newer and the NVIDIA Container Toolkit. For an older driver take a CUDA 12 image and the
 # index of its torch builds (see README): --build-arg CUDA_IMAGE=... --build-arg SIMPLETUNE_TORCH_INDEX=...
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
@@ -22,7 +25,8 @@ ENV HF_HOME=/simpletune/hub PYTHONUNBUFFERED=1
 # The packages first: a change of the code alone does not install them again.
 COPY pyproject.toml LICENSE ./
 COPY simpletune/setup.sh simpletune/__init__.py simpletune/
-RUN bash -c 'source simpletune/setup.sh && simpletune_setup . run'
+RUN bash -c 'source simpletune/setup.sh && simpletune_setup . run' \
+    && .venv/bin/python -m pip install --no-cache-dir -e ".[serve]"
 
 COPY train.sh README.md ./
 COPY simpletune/ simpletune/
@@ -30,5 +34,5 @@ COPY configs/ configs/
 COPY inference/ inference/
 COPY profiles/ profiles/
 
-EXPOSE 6006
+EXPOSE 6006 8000
 CMD ["./train.sh"]

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "simpletune"
 LAYERS = [
     {"__main__", "scripts"},
     {"verbs"},
-    {"bench"},
+    {"bench", "serve"},
     {
         "train",
         "generate",

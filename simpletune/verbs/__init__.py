@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from simpletune.verbs import estimating, measuring, pictures, sharing, training
+from simpletune.verbs import estimating, measuring, pictures, serving, sharing, training
 
 Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
-VERBS: dict[str, Verb] = {**training.VERBS, **pictures.VERBS, **sharing.VERBS, **measuring.VERBS, **estimating.VERBS}
+GROUPS = (training, estimating, pictures, serving, sharing, measuring)
+VERBS: dict[str, Verb] = {name: verb for group in GROUPS for name, verb in group.VERBS.items()}

@@ -1,0 +1,264 @@
+"""The HTTP side: routes, the order of checks, error answers, headers, the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from simpletune.serve.metrics import CONTENT_TYPE, Metrics
+from simpletune.serve.orders import Menu, Refusal, read_orders
+from simpletune.serve.worker import Job, Worker
+
+PAGE = Path(__file__).parent / "page"
+PAGE_FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+STANDARD = ("negative_prompt", "width", "height", "steps", "guidance", "seed")  # of a Request, for the page
+LEFT = 499  # nginx's number for a client that has left; no client sees it
+BODY_SECONDS = 30.0  # for a body to arrive
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+def to_stderr(line: str) -> None:
+    """Write a line, at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """How a server answers.
+
+    Args:
+        predict: paths that draw.
+        health: paths that tell whether it is ready.
+        predictions: ``plain``: base64 text; ``object``: ``{"output": base64 text}``.
+        hosts: names by which it may be called; None: any.
+        log: takes a line for every answer.
+    """
+
+    predict: tuple[str, ...] = ("/predict",)
+    health: tuple[str, ...] = ("/health",)
+    predictions: Literal["plain", "object"] = "plain"
+    hosts: Collection[str] | None = None
+    log: Callable[[str], None] = to_stderr
+
+
+def make_app(worker: Worker, menu: Menu, metrics: Metrics, answers: Answers) -> ASGIApp:
+    """The application.
+
+    Args:
+        worker: draws.
+        menu: what can be asked for.
+        metrics: counts answers.
+        answers: paths, format, log.
+    """
+    pages = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in PAGE_FILES.items()}
+
+    async def predict(request: Request) -> Response:
+        worker.require_ready()
+        orders = read_orders(await read_body(request, menu.limits.body), menu)
+        job = worker.submit(orders)
+        request.scope["notes"].update(pictures=len(orders), loras=sorted({order.lora for order in orders}))
+        pictures = await finished(request, worker, job)
+        waited, drew = job.begun - job.arrived, time.monotonic() - job.begun
+        request.scope["notes"]["waited"] = round(waited, 3)
+        predictions = pictures if answers.predictions == "plain" else [{"output": each} for each in pictures]
+        timing = f"wait;dur={1000 * waited:.0f}, draw;dur={1000 * drew:.0f}"  # in ms, as browsers read it
+        return JSONResponse({"predictions": predictions}, headers={"Server-Timing": timing})
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": worker.state}, 200 if worker.state == "ready" else 503)
+
+    async def figures(request: Request) -> Response:
+        peaks = {f"peak_memory_{kind}_bytes largest so far": value for kind, value in worker.peak_bytes().items()}
+        ready = float(worker.state == "ready")
+        gauges = {"ready 1 when the model is loaded": ready, "queue_length requests waiting": float(worker.waiting)}
+        return Response(metrics.text({**gauges, **peaks}), media_type=CONTENT_TYPE)
+
+    async def info(request: Request) -> Response:
+        standard = {name: getattr(menu.standard, name) for name in STANDARD}
+        shown = {"loras": menu.loras, "standard": standard, "limits": asdict(menu.limits)}
+        return JSONResponse({**shown, "status": worker.state})
+
+    async def page(request: Request) -> Response:
+        content, kind = pages[request.url.path]
+        return Response(content, media_type=kind)
+
+    routes = [Route(path, predict, methods=["POST"]) for path in answers.predict]
+    routes += [Route(path, health) for path in answers.health]
+    routes += [Route("/metrics", figures), Route("/info", info), *(Route(path, page) for path in pages)]
+    names = {**dict.fromkeys(pages, "page"), "/metrics": "metrics", "/info": "info"}
+    names |= {**dict.fromkeys(answers.health, "health"), **dict.fromkeys(answers.predict, "predict")}
+    handlers: dict[Any, Any] = {Refusal: refused, HTTPException: http_error}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return Gate(app, names, metrics, answers)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """A JSON request's body.
+
+    Raises:
+        Refusal: 415 for another type, 413 for too many bytes, 408 if they do not arrive, 499 if the client left.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(415, f"Content-Type is {kind[:60] or 'missing'}. Send application/json")
+    length = request.headers.get("content-length", "0")
+    body = bytearray()
+    too_large = Refusal(413, f"The body is larger than {limit} bytes", headers={"Connection": "close"})
+    if not length.isdecimal() or int(length) > limit:
+        raise too_large
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise Refusal(408, f"The body did not arrive in {BODY_SECONDS:g} s", headers={"Connection": "close"}) from None
+    except ClientDisconnect:
+        raise Refusal(LEFT, "The client has left") from None
+    return bytes(body)
+
+
+async def finished(request: Request, worker: Worker, job: Job) -> list[str]:
+    """A job's pictures, in base64. If the client leaves or it is too late, the work is given up.
+
+    Raises:
+        Refusal: 504, or whatever the worker says.
+    """
+    done = asyncio.wrap_future(job.done)
+    left: asyncio.Future[None] = asyncio.create_task(_left(request))
+    try:
+        seconds = max(0.0, job.deadline - time.monotonic())
+        await asyncio.wait((done, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if done.done() and (pictures := done.result()):
+            return pictures
+        if left.done():
+            raise Refusal(LEFT, "The client has left")
+        if worker.state != "ready":
+            raise Refusal(503, "The server is stopping")
+        raise Refusal(504, f"No answer within {worker.limits.seconds:g} s. Ask for fewer pictures or steps")
+    finally:
+        left.cancel()
+        worker.leave(job)
+
+
+async def _left(request: Request) -> None:
+    """Returns when the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """The answer to what is not served: what is wrong, in words and by place."""
+    assert isinstance(error, Refusal)
+    problems = [{"path": path, "message": message} for path, message in error.problems]
+    return error_answer(error.status, error.message, problems, error.headers)
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and wrong methods, in the same form."""
+    assert isinstance(error, HTTPException)
+    allowed = (error.headers or {}).get("Allow")
+    message = f"{error.detail}. Allowed: {allowed}" if allowed else error.detail
+    return error_answer(error.status_code, message, [], dict(error.headers or {}))
+
+
+def error_answer(status: int, message: str, problems: list[dict[str, str]], headers: dict[str, str]) -> Response:
+    """An error's JSON."""
+    return JSONResponse({"error": {"code": status, "message": message, "problems": problems}}, status, headers)
+
+
+class Gate:
+    """Around every request: the host's name, headers, the log, the count; and no error without an answer.
+
+    Args:
+        app: behind it.
+        names: of paths, for the metrics.
+        metrics: counts answers.
+        answers: hosts and log.
+    """
+
+    def __init__(self, app: ASGIApp, names: dict[str, str], metrics: Metrics, answers: Answers):
+        self.app, self.names, self.metrics, self.answers = app, names, metrics, answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            return
+        clock, status = time.perf_counter(), 0
+        scope["notes"] = {}
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", []), *extra]}
+            await send(message)
+
+        try:
+            if self._is_called_rightly(scope):
+                await self.app(scope, receive, sent)
+            else:
+                message = "This server is not called by that name. Use the address that it printed"
+                await error_answer(421, message, [], {})(scope, receive, sent)
+        except Exception:
+            traceback.print_exc()
+            if not status:
+                await error_answer(500, "The server failed; see its log", [], {})(scope, receive, sent)
+        finally:
+            seconds = time.perf_counter() - clock
+            self.metrics.answered(self.names.get(scope["path"], "other"), status or LEFT, seconds)
+            self.answers.log(log_line(scope, status or LEFT, seconds))
+
+    def _is_called_rightly(self, scope: Scope) -> bool:
+        """Whether the Host header is one of ours: a page of another site that has its name point here has another."""
+        if self.answers.hosts is None:
+            return True
+        host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "").lower()
+        name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+        return name in self.answers.hosts
+
+
+def log_line(scope: Scope, status: int, seconds: float) -> str:
+    """One answer as a JSON line. Prompts are not in it."""
+    client = scope.get("client")
+    return json.dumps(
+        {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "client": client[0] if client else None,
+            "method": scope["method"],
+            "path": scope["path"][:200],
+            "status": status,
+            "seconds": round(seconds, 4),
+            **scope["notes"],
+        }
+    )

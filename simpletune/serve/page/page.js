@@ -1,0 +1,138 @@
+"use strict";
+
+const at = (id) => document.getElementById(id);
+const NUMBERS = ["scale", "steps", "guidance", "width", "height", "seed"];
+const LABELS = { prompt: "Prompt", negative_prompt: "Negative prompt", num_inference_steps: "Steps",
+  guidance_scale: "Guidance", lora: "LoRA", lora_scale: "Strength", width: "Width", height: "Height", seed: "Seed" };
+const given = new URLSearchParams(location.search);
+let abort = null;
+
+// The page's fields by the names that the address may give them: /?prompt=a+red+star&seed=3&run=1
+function fill(info) {
+  const standard = info.standard, limits = info.limits;
+  for (const name of info.loras) at("lora").append(new Option(name === "base" ? "none, base alone" : name, name));
+  if (info.loras.length > 1) at("lora").value = info.loras[1];
+  at("negative").value = standard.negative_prompt;
+  for (const name of ["steps", "guidance", "width", "height", "seed"]) at(name).value = standard[name];
+  at("steps").max = limits.steps;
+  at("width").max = at("height").max = limits.side;
+  at("prompt").maxLength = at("negative").maxLength = limits.prompt;
+  for (const name of ["prompt", "negative", "lora", ...NUMBERS]) if (given.has(name)) at(name).value = given.get(name);
+  if (given.get("view") === "slider") document.querySelector("[name=view][value=slider]").checked = true;
+  if (given.has("cut")) at("cut").value = given.get("cut");
+}
+
+function show(element, visible) { element.hidden = !visible; }
+
+function explain(message, problems = []) {
+  const box = at("error");
+  box.replaceChildren(problems.length ? "This was not drawn:" : message);
+  if (problems.length) {
+    const list = document.createElement("ul");
+    for (const each of problems) {
+      const item = document.createElement("li");
+      const name = each.path.split(".").pop();
+      item.textContent = name ? `${LABELS[name] ?? each.path}: ${each.message}` : each.message;
+      list.append(item);
+    }
+    box.append(list);
+  }
+  show(box, true);
+}
+
+// One request for both pictures: the same seed, so the same noise; the base first.
+function body() {
+  const value = (name) => (at(name).value === "" ? null : Number(at(name).value));
+  const prompt = at("prompt").value, lora = at("lora").value;
+  const instances = [{ prompt, lora: "base" }];
+  if (lora !== "base") instances.push({ prompt, lora, lora_scale: value("scale") });
+  return { instances, parameters: {
+    negative_prompt: at("negative").value, num_inference_steps: value("steps"), guidance_scale: value("guidance"),
+    width: value("width"), height: value("height"), seed: value("seed") } };
+}
+
+function picture(figure, base64, caption, prompt) {
+  const image = figure.querySelector("img");
+  image.onload = () => image.classList.toggle("small", image.naturalWidth <= 128);
+  image.src = "data:image/png;base64," + base64;
+  image.alt = `${caption}: ${prompt}`;
+  figure.querySelector("figcaption").textContent = caption;
+}
+
+function arrange() {
+  const two = at("pictures").dataset.count === "2";
+  const slider = two && document.querySelector("[name=view]:checked").value === "slider";
+  at("pictures").className = two ? (slider ? "slider" : "beside") : "beside single";
+  at("pictures").style.setProperty("--cut", at("cut").value + "%");
+  show(at("cutter"), slider);
+}
+
+async function draw(event) {
+  event?.preventDefault();
+  if (abort) return;
+  const asked = body(), clock = performance.now();
+  abort = new AbortController();
+  const ticker = setInterval(() => {
+    at("progress").textContent = `drawing, ${((performance.now() - clock) / 1000).toFixed(0)} s`;
+  }, 1000);
+  at("progress").textContent = "drawing";
+  busy(true);
+  try {
+    const answer = await fetch("predict", { method: "POST", headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(asked), signal: abort.signal });
+    const told = await answer.json();
+    if (answer.ok) present(told.predictions, asked, answer.headers.get("server-timing"));
+    else explain(told.error.message, told.error.problems);
+  } catch (error) {
+    if (error.name !== "AbortError") explain(`The server did not answer: ${error.message}`);
+  }
+  clearInterval(ticker);
+  at("progress").textContent = "";
+  abort = null;
+  busy(false);
+}
+
+function busy(yes) {
+  if (yes) show(at("error"), false);
+  at("draw").disabled = yes;
+  show(at("cancel"), yes);
+  at("result").setAttribute("aria-busy", String(yes));
+}
+
+function present(predictions, asked, timing) {
+  const base64 = predictions.map((each) => each.output ?? each), tuned = asked.instances[1];
+  picture(at("before"), base64[0], "base", asked.instances[0].prompt);
+  if (tuned) picture(at("after"), base64[1], `${tuned.lora} × ${tuned.lora_scale ?? 1}`, tuned.prompt);
+  at("pictures").dataset.count = base64.length;
+  for (const id of ["pictures", "about"]) show(at(id), true);
+  show(at("empty"), false);
+  show(at("views"), Boolean(tuned));
+  arrange();
+  const p = asked.parameters;
+  at("about").textContent = `seed ${p.seed}, ${p.num_inference_steps} steps, guidance ${p.guidance_scale}, ` +
+    `${p.width} × ${p.height}, drawn in ${seconds("draw", timing)} s, waited ${seconds("wait", timing)} s`;
+}
+
+function seconds(name, timing) {
+  return (Number(new RegExp(`${name};dur=(\\d+)`).exec(timing)?.[1]) / 1000).toFixed(1);
+}
+
+async function connect() {
+  try {
+    const info = await (await fetch("info")).json();
+    if (!at("lora").options.length) fill(info);
+    at("state").textContent = info.status === "ready" ? `${info.loras.length - 1} LoRA${info.loras.length === 2 ? "" : "s"} and the base` : `the model is ${info.status}`;
+    if (info.status !== "ready") return void setTimeout(connect, 1000);
+    if (given.get("run") === "1") { given.delete("run"); await draw(); }
+  } catch (error) {
+    at("state").textContent = "the server does not answer";
+    setTimeout(connect, 3000);
+  }
+}
+
+at("form").addEventListener("submit", draw);
+at("cancel").addEventListener("click", () => abort?.abort());
+at("another").addEventListener("click", () => { at("seed").value = Math.floor(Math.random() * 2 ** 32); });
+at("cut").addEventListener("input", arrange);
+for (const radio of document.querySelectorAll("[name=view]")) radio.addEventListener("change", arrange);
+connect();

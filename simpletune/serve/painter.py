@@ -1,0 +1,206 @@
+"""The model behind a server: one base, several LoRAs that are put in and taken out exactly, prompts kept in memory.
+
+Only one thread may use it. Nothing here writes a file: neither prompts nor pictures of a request reach the disk.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from torch import nn
+
+from simpletune.adapters.lora_file import load_lora
+from simpletune.adapters.lora_layers import ADAPTER, lora_layers
+from simpletune.config import TrainConfig
+from simpletune.models import Model
+from simpletune.options import UserError
+from simpletune.prepare import free_memory
+from simpletune.results import Weights, load_weights
+from simpletune.sampling import Embeddings, draw
+from simpletune.serve.orders import BASE, Order
+from simpletune.stages import GIB, peak_rss_gib
+
+PROMPTS_KEPT = 64  # of SD3 Medium 2.7 MB each in bf16
+
+
+class PromptMemory:
+    """Embeddings of the prompts that were asked for last.
+
+    Each prompt goes through the encoders by itself, so its embedding does not depend on what else is waiting.
+
+    Args:
+        model: with folders resolved.
+        dtype: the type in which encoders run.
+        device: where they run.
+    """
+
+    def __init__(self, model: Model, dtype: torch.dtype, device: torch.device):
+        self.prompts, self.device = model.prompts(dtype), device
+        self._kept: OrderedDict[str, Embeddings] = OrderedDict()
+
+    def fill(self, prompts: Iterable[str]) -> int:
+        """Encode what is not there; each encoder is loaded once for all of them.
+
+        Returns:
+            How many prompts were encoded.
+        """
+        wanted = list(dict.fromkeys(prompts))[:PROMPTS_KEPT]
+        for prompt in wanted:
+            if prompt in self._kept:
+                self._kept.move_to_end(prompt)
+        missing = [prompt for prompt in wanted if prompt not in self._kept]
+        if not missing:
+            return 0
+        parts: dict[str, dict[str, Mapping[str, Any]]] = {prompt: {} for prompt in missing}
+        for encoder in self.prompts.encoders:
+            outputs = self.prompts.encode(encoder, missing, self.device, batch_size=1)
+            for prompt, output in zip(missing, outputs, strict=True):
+                parts[prompt][encoder.name] = output
+            free_memory(self.device)
+        for prompt in missing:
+            self._kept[prompt] = self.prompts.assemble(parts[prompt])
+        while len(self._kept) > PROMPTS_KEPT:
+            self._kept.popitem(last=False)
+        return len(missing)
+
+    def load(self, prompt: str) -> Embeddings:
+        """(prompt_embeds [t, e], pooled [p]) of a prompt that was filled in."""
+        return self._kept[prompt]
+
+
+class Adapters:
+    """LoRAs of one transformer, of which one or none is in it at a time.
+
+    A LoRA's layers stand around the base's own layers. To switch it off they are taken out and the base's layers put
+    back: what is left is the base as it was loaded, not a base with updates of zero.
+
+    Args:
+        transformer: loaded, changed in place.
+        files: LoRA files by name.
+        device: where it computes.
+    """
+
+    def __init__(self, transformer: nn.Module, files: Mapping[str, Path], device: torch.device):
+        self.transformer = transformer
+        self._base: dict[str, nn.Module] = {}
+        self._layers: dict[str, list[tuple[str, Any, float]]] = {BASE: []}
+        self._inside = BASE
+        for name, file in files.items():
+            self._read(name, file, device)
+
+    def _read(self, name: str, file: Path, device: torch.device) -> None:
+        load_lora(self.transformer, file)
+        layers: list[tuple[str, Any, float]] = []
+        for path, layer in list(lora_layers(self.transformer)):
+            for pair in (layer.lora_A, layer.lora_B):
+                pair.to(device)  # beside streamed weights they were made on the host
+            layers.append((path, layer, layer.scaling[ADAPTER]))
+            self._base[path] = layer.get_base_layer()
+            _put(self.transformer, path, self._base[path])
+        if hasattr(self.transformer, "peft_config"):
+            del self.transformer.peft_config  # PEFT's note that an adapter of this name is inside
+        self._layers[name] = layers
+
+    def use(self, name: str, scale: float) -> None:
+        """Have this LoRA inside, at this strength, and no other.
+
+        Args:
+            name: of a LoRA, or ``base``.
+            scale: 1 is the file's own strength.
+        """
+        if name != self._inside:
+            for path, _, _ in self._layers[self._inside]:
+                _put(self.transformer, path, self._base[path])
+            for path, layer, _ in self._layers[name]:
+                _put(self.transformer, path, layer)
+            self._inside = name
+        for _, layer, own in self._layers[name]:
+            layer.scaling[ADAPTER] = own * scale
+
+
+def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, layer)
+
+
+class Painter:
+    """Draws orders, one at a time.
+
+    Args:
+        config: with folders resolved.
+        base: the weights under every LoRA.
+        loras: files by name.
+        device: where to.
+        side: width and height of the largest picture, in pixels.
+
+    Raises:
+        UserError: weights are missing, or a LoRA does not fit the model.
+    """
+
+    def __init__(self, config: TrainConfig, base: Weights, loras: Mapping[str, Path], device: torch.device, side: int):
+        self.config, self.device = config, device
+        dtype = config.precision.encoder_dtype()
+        self.transformer, self.modulation = load_weights(config, base, device, [(side, side)])
+        try:
+            self.adapters = Adapters(self.transformer, loras, device)
+        except UserError as error:
+            if self.modulation is None:
+                raise
+            remedy = "memory.modulation=plan has taken the modulation out: for a LoRA of it give --modulation resident"
+            raise UserError(f"{error}. {remedy}") from error
+        self.vae = config.model.load_vae(device, dtype, config.memory.vae_tile)
+        self.text = PromptMemory(config.model, dtype, device)
+        self._go_on: Callable[[], None] = lambda: None
+        self.transformer.register_forward_pre_hook(lambda module, inputs: self._go_on())
+
+    def encode(self, prompts: Sequence[str]) -> None:
+        """Have these prompts' embeddings in memory."""
+        self.text.fill(prompts)
+
+    def draw(self, order: Order, go_on: Callable[[], None]) -> bytes:
+        """One picture as a PNG that says how it was made; its prompts are encoded if need be.
+
+        Args:
+            order: what to draw.
+            go_on: is called before every sampling step; what it raises ends the work.
+        """
+        go_on()
+        self.text.fill([order.request.prompt, order.request.negative_prompt])
+        self.adapters.use(order.lora, order.scale)
+        self._go_on = go_on
+        try:
+            model, precision = self.config.model, self.config.precision
+            pictures = draw(
+                self.transformer, self.vae, model, precision, [order.request], self.text.load, self.modulation
+            )
+        finally:
+            self._go_on = lambda: None
+        return png_of(pictures[0], order)
+
+    def peak_bytes(self) -> dict[str, float]:
+        """Peak memory so far, by kind."""
+        peaks = {"process": peak_rss_gib() * GIB}
+        if self.device.type == "cuda":
+            peaks["device"] = float(torch.cuda.max_memory_allocated(self.device))
+        return peaks
+
+
+def png_of(image: Image.Image, order: Order) -> bytes:
+    """A PNG with the text chunks that ``simpletune generate`` writes."""
+    label = BASE if order.lora == BASE else f"LoRA {order.lora} x {order.scale:g}"
+    info = PngInfo()
+    info.add_itxt("prompt", order.request.prompt)
+    info.add_text("seed", str(order.request.seed))
+    info.add_itxt("parameters", json.dumps({**order.request.__dict__, "weights": label}, ensure_ascii=False))
+    info.add_itxt("weights", label)
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", pnginfo=info)
+    return buffer.getvalue()

@@ -1,0 +1,242 @@
+"""Starting and stopping: from the command line's arguments to a listening socket, and an orderly end."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import ipaddress
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from simpletune.generate import Studio, open_studio
+from simpletune.options import UserError
+from simpletune.results import BASE as BASE_WEIGHTS
+from simpletune.results import Weights, lora_weights, result_of
+from simpletune.sampling import Request
+from simpletune.serve.app import Answers, make_app
+from simpletune.serve.limits import GUIDANCE, Limits
+from simpletune.serve.metrics import Metrics
+from simpletune.serve.orders import BASE, STEP, Menu
+from simpletune.serve.painter import Painter
+from simpletune.serve.worker import Draws, Worker
+from simpletune.terminal import say
+
+LOOPBACK, EVERYWHERE, PORT = "127.0.0.1", "0.0.0.0", 8000
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass
+class Service:
+    """A server that is ready to run.
+
+    Args:
+        server: answers; its socket listens already.
+        worker: draws.
+        socket: bound.
+        menu: what can be asked for.
+    """
+
+    server: Server
+    worker: Worker
+    socket: socket.socket
+    menu: Menu
+
+    @property
+    def address(self) -> str:
+        """Where its page is."""
+        host, port = self.socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+    def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            BaseException: whatever ended the worker, such as a UserError while the model was loaded.
+        """
+        self.worker.start()
+        self.server.run(sockets=[self.socket])
+        self.worker.stop(at_once=True)
+        self.worker.join()
+        if self.worker.failure is not None:
+            raise self.worker.failure
+
+
+class Server(uvicorn.Server):
+    """Ends when its worker has ended: until then it answers, if only that it takes no more.
+
+    Args:
+        config: uvicorn's.
+        worker: draws.
+    """
+
+    def __init__(self, config: uvicorn.Config, worker: Worker):
+        super().__init__(config)
+        self.worker = worker
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal lets the request in hand finish; the second does not."""
+        again = self.worker.state == "stopping"
+        name = signal.Signals(sig).name
+        say(f"{name}: {'giving up what is in hand' if again else 'finishing what is in hand; once more to give it up'}")
+        self.worker.stop(at_once=again)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end, asked ten times a second."""
+        self.should_exit = self.should_exit or self.worker.state == "ended"
+        return await super().on_tick(counter)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serve what the arguments name, until a signal.
+
+    Args:
+        args: as ``verbs.serving.serve_arguments`` describes.
+
+    Raises:
+        UserError: arguments that do not fit, a port that is taken, weights that are missing.
+    """
+    service = build(args)
+    host = service.socket.getsockname()[0]
+    if not ipaddress.ip_address(host).is_loopback:
+        say(
+            f"warning: listening on {host}: everyone who can reach this machine can draw. There is no password and no "
+            "encryption; put a proxy that has both before it"
+        )
+    say(f"serving {', '.join(service.menu.loras)} at {service.address}; loading")
+    service.run()
+    say("stopped")
+
+
+def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Service:
+    """Everything but the model, which the worker loads.
+
+    Args:
+        args: as ``verbs.serving.serve_arguments`` describes.
+        environment: where Vertex AI says which port and paths it wants.
+
+    Raises:
+        UserError: arguments that do not fit, or a port that is taken.
+    """
+    host, port = _place(args, environment)
+    routes = {name: _route(environment, f"AIP_{name.upper()}_ROUTE", f"/{name}") for name in ("predict", "health")}
+    studio = open_studio(args)
+    base, loras = _weights(studio, args.lora)
+    side = _side(studio, args.max_side)
+    limits = Limits(side, args.max_steps, args.max_instances, args.max_prompt, args.max_body, args.queue, args.timeout)
+    menu = Menu((BASE, *loras), _standard(studio, limits), limits)
+
+    def load() -> Painter:
+        painter = Painter(studio.config, base, loras, studio.device, side)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: looking for garbage among it takes longer than drawing a tiny picture
+        return painter
+
+    bound = _bind(host, port)
+    loopback = ipaddress.ip_address(bound.getsockname()[0]).is_loopback
+    hosts = {"localhost", LOOPBACK, "[::1]", host, f"[{host}]"} if loopback else None
+    return service(load, menu, bound, Answers(routes["predict"], routes["health"], args.predictions, hosts))
+
+
+def service(load: Callable[[], Draws], menu: Menu, bound: socket.socket, answers: Answers) -> Service:
+    """A server around whatever draws.
+
+    Args:
+        load: makes what draws; called in the worker's thread.
+        menu: what can be asked for.
+        bound: a listening socket.
+        answers: paths, format, log.
+    """
+    metrics, limits = Metrics(), menu.limits
+    worker = Worker(load, limits, metrics)
+    app = make_app(worker, menu, metrics, answers)
+    config = uvicorn.Config(
+        app, loop="asyncio", http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
+        proxy_headers=False, server_header=False, limit_concurrency=4 * limits.queue + 64, timeout_graceful_shutdown=30,
+    )  # fmt: skip
+    return Service(Server(config, worker), worker, bound, menu)
+
+
+def _place(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port: as given; else as Vertex AI asks for, which must reach it from outside; else loopback."""
+    wanted = environment.get("AIP_HTTP_PORT", "")
+    if wanted and not (wanted.isdecimal() and int(wanted) < 65536):
+        raise UserError(f"AIP_HTTP_PORT: {wanted} is not a port")
+    host = args.host or (EVERYWHERE if wanted else LOOPBACK)
+    return host, args.port if args.port is not None else int(wanted or PORT)
+
+
+def _route(environment: Mapping[str, str], name: str, own: str) -> tuple[str, ...]:
+    """The project's own path, and Vertex AI's if it names one."""
+    path = environment.get(name, own)
+    if not path.startswith("/") or set(path) & set("{}?#"):
+        raise UserError(f"{name}: {path} is not a path. It begins with / and holds none of {{ }} ? #")
+    return tuple(dict.fromkeys((own, path)))
+
+
+def _weights(studio: Studio, given: list[str]) -> tuple[Weights, dict[str, Path]]:
+    """The base, and LoRA files by name: the run's own result, and those that were given.
+
+    Raises:
+        UserError: a name that does not fit, stands twice, or a file that is not there.
+    """
+    base, loras = BASE_WEIGHTS, dict[str, Path]()
+    if studio.run is not None:
+        result = result_of(studio.run)
+        if result.lora is not None:
+            own = re.sub(r"[^A-Za-z0-9._-]", "-", studio.run.resolve().name).lstrip("._-")[:64]
+            loras[own if own not in ("", BASE) else "run"] = result.lora
+        else:
+            base = result
+    for text in given:
+        name, _, file = text.partition("=")
+        if not NAME.fullmatch(name) or not file:
+            raise UserError(
+                f"--lora: {text} is not NAME=FILE. A name has letters, digits, '.', '_' and '-', at most 64"
+            )
+        if name == BASE or name in loras:
+            raise UserError(f"--lora: {name} stands for another already. Give {file} another name")
+        lora = lora_weights(file, 1.0).lora
+        assert lora is not None
+        loras[name] = lora
+    return base, loras
+
+
+def _side(studio: Studio, given: int | None) -> int:
+    """Width and height of the largest picture: as given, or 1024; the model's positions set the bound."""
+    config = studio.config.model.known_config()
+    most = int(config["pos_embed_max_size"]) * int(config["patch_size"]) * 8
+    side = min(Limits.side, most) if given is None else given
+    if not STEP <= side <= most or side % STEP:
+        raise UserError(f"--max-side: {side} does not fit. Use a multiple of {STEP} from {STEP} to {most}")
+    return side
+
+
+def _standard(studio: Studio, limits: Limits) -> Request:
+    """What holds where a request says nothing: the run's validation pictures, within the limits."""
+    option = studio.config.validation
+    width, height = (min(side, limits.side) for side in studio.config.picture_size())
+    steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
+    return Request("", option.seed, option.negative_prompt, width, height, steps, guidance)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        UserError: there is no such address, or it is taken.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        bound = socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise UserError(f"--port: cannot listen on {host}:{port} ({error.strerror or error}). Give another") from None
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or an answer's second part waits 40 ms for a receipt
+    return bound

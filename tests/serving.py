@@ -1,0 +1,163 @@
+"""What the tests of ``simpletune serve`` share: a run, servers in threads, a painter that can be held."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from PIL import Image
+
+from simpletune.__main__ import parse
+from simpletune.adapters.lora import Lora
+from simpletune.places import resolved
+from simpletune.prepare import TextCache
+from simpletune.quant.plain import FP32
+from simpletune.reading import validate
+from simpletune.runs import CONFIG
+from simpletune.sampling import Request
+from simpletune.serve import server
+from simpletune.serve.app import Answers
+from simpletune.serve.limits import Limits
+from simpletune.serve.orders import Menu, Order
+
+PROMPT = "a flat picture of a small red circle on the left, on a mint background"
+STYLE = ["text_embedder.linear_1", "attn.add_k_proj", "attn.add_v_proj", "norm1.linear"]  # the demo's kind of targets
+
+
+def make_run(folder: Path) -> Path:
+    """A run of the tiny SD3 that comes with the tool, as if trained: ``first``; and another LoRA: ``second``."""
+    data = {
+        "name": "first", "device": "cpu", "precision": {"weights": "fp32"},
+        "model": {"pretrained": "demo:tiny-sd3", "t5_length": 24}, "data": {"path": "demo:pictures", "resolution": 64},
+        "validation": {"steps": 3, "guidance": 3.0, "seed": 7}, "output": {"cache": str(folder / "cache")},
+    }  # fmt: skip
+    config = validate(data, "first")
+    run = folder / "first"
+    run.mkdir()
+    (run / CONFIG).write_text(config.model_dump_json(by_alias=True))
+    model = resolved(config).model
+    text = TextCache(model, config.precision.encoder_dtype(), folder / "cache")
+    for prompt in (PROMPT, ""):
+        text.fill([prompt], torch.device("cpu"))  # each by itself, as the server does: equal to the last bit
+    for number, (place, lora) in enumerate({run: Lora(rank=4, targets=STYLE), folder / "second": Lora(rank=2)}.items()):
+        place.mkdir(exist_ok=True)
+        transformer = model.load_transformer(FP32(), torch.device("cpu"))
+        lora.attach(transformer, seed=number)
+        for name, weight in transformer.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.2, generator=torch.Generator().manual_seed(number))
+        lora.export(transformer, place, {})
+    return run
+
+
+class HeldPainter:
+    """Draws a fixed picture, each only when it is let; remembers what it began and what it gave up."""
+
+    def __init__(self, held: bool = True, steps: int = 400):
+        self.let, self.steps = threading.Event(), steps
+        self.begun: list[Order] = []
+        self.given_up = 0
+        if not held:
+            self.let.set()
+
+    def encode(self, prompts: Sequence[str]) -> None:
+        """Nothing."""
+
+    def draw(self, order: Order, go_on: Callable[[], None]) -> bytes:
+        """A picture, when it is let; before that, many steps of 5 ms."""
+        self.begun.append(order)
+        if order.request.prompt == "break":
+            raise RuntimeError("something in the model")
+        try:
+            for _ in range(self.steps):
+                go_on()
+                if self.let.wait(0.005):
+                    break
+        except Exception:
+            self.given_up += 1
+            raise
+        buffer = io.BytesIO()
+        Image.new("RGB", (16, 16), "red").save(buffer, format="PNG")
+        return buffer.getvalue()
+
+    def peak_bytes(self) -> dict[str, float]:
+        """A fixed figure."""
+        return {"process": 1024.0}
+
+
+class Running:
+    """A server in a thread, and a client of it."""
+
+    def __init__(self, service: server.Service):
+        self.service, self.client = service, httpx.Client(base_url=service.address, timeout=60)
+        self.failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.service.run()
+        except BaseException as failure:
+            self.failure = failure
+
+    def wait_ready(self) -> None:
+        """Until it is."""
+        until(lambda: self.client.get("/health").status_code == 200)
+
+    def predict(self, *instances: Any, **parameters: Any) -> httpx.Response:
+        """Ask for pictures."""
+        body = {"instances": [{"prompt": each} if isinstance(each, str) else each for each in instances]}
+        return self.client.post("/predict", json={**body, "parameters": parameters})
+
+    def pictures(self, *instances: Any, **parameters: Any) -> list[bytes]:
+        """Ask for pictures, and have their pixels."""
+        answer = self.predict(*instances, **parameters)
+        assert answer.status_code == 200, answer.text
+        return [pixels(text) for text in answer.json()["predictions"]]
+
+
+@contextmanager
+def running(service: server.Service) -> Iterator[Running]:
+    """A server while the context lasts."""
+    it = Running(service)
+    try:
+        yield it
+    finally:
+        it.client.close()
+        service.worker.stop(at_once=True)
+        it.thread.join(20)
+        assert not it.thread.is_alive()
+
+
+def real(run: Path, *words: str) -> server.Service:
+    """A server of the run, with the second LoRA."""
+    second = f"second={run.parent / 'second'}"
+    return server.build(parse(["serve", "--run", str(run), "--lora", second, "--port", "0", *words]))
+
+
+def held(painter: HeldPainter, limits: Limits = Limits(), **answers: Any) -> server.Service:  # noqa: B008 frozen
+    """A server of a painter that can be held."""
+    menu = Menu(("base", "one"), Request("", 7, "", 64, 64, 3, 3.0), limits)
+    answers = {"hosts": {"127.0.0.1"}, "log": lambda line: None, **answers}
+    return server.service(lambda: painter, menu, server._bind("127.0.0.1", 0), Answers(**answers))
+
+
+def pixels(text: str) -> bytes:
+    """The values of a base64 PNG."""
+    return Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB").tobytes()
+
+
+def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)

@@ -1,0 +1,557 @@
+"""``simpletune serve``: exact pictures, right status codes, a bounded queue, an orderly end."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import io
+import json
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+from serving import PROMPT, HeldPainter, Running, held, make_run, pixels, real, running, until
+
+from simpletune import demo
+from simpletune.__main__ import main, parse
+from simpletune.options import UserError
+from simpletune.serve import server
+from simpletune.serve.limits import Limits
+from simpletune.serve.orders import Order
+from simpletune.serve.worker import Gone
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("serve"))
+
+
+@pytest.fixture(scope="module")
+def live(run: Path) -> Iterator[Running]:
+    """The real model, served."""
+    with running(real(run, "--max-side", "128", "--max-steps", "20", "--max-prompt", "300")) as it:
+        it.wait_ready()
+        yield it
+    gc.unfreeze()
+
+
+@pytest.fixture
+def stub() -> Iterator[Running]:
+    """A painter that draws at once."""
+    with running(held(HeldPainter(held=False))) as it:
+        it.wait_ready()
+        yield it
+
+
+def problems(answer: httpx.Response) -> dict[str, str]:
+    return {each["path"]: each["message"] for each in answer.json()["error"]["problems"]}
+
+
+# Pictures
+
+
+@pytest.mark.parametrize(
+    "parameters, words",
+    [
+        ({}, ["--base"]),
+        ({"lora": "first", "lora_scale": 0.7}, ["--lora", "first", "--scale", "0.7"]),
+        ({"lora_id": "second"}, ["--lora", "second"]),
+        ({"guidance_scale": 1, "width": 96, "num_inference_steps": 2},
+         ["--base", "--guidance", "1", "--size", "96x64", "--steps", "2"]),
+    ],
+    ids=["base", "lora", "other lora", "no guidance"],
+)  # fmt: skip
+def test_a_picture_is_the_one_that_generate_draws(
+    parameters: dict[str, Any], words: list[str], live: Running, run: Path, tmp_path: Path
+) -> None:
+    words = [str(run.parent / word) if word in ("first", "second") else word for word in words]
+    file = tmp_path / "generated.png"
+    assert main(["generate", "--run", str(run), "--prompt", PROMPT, "--seed", "3", "--output", str(file), *words]) == 0
+    assert live.pictures(PROMPT, seed=3, **parameters) == [Image.open(file).convert("RGB").tobytes()]
+
+
+def test_the_base_is_untouched_by_loras_and_each_lora_by_the_other(live: Running) -> None:
+    names = ["base", "first", "second"]
+    once = {name: live.pictures(PROMPT, lora=name)[0] for name in names}
+    assert len(set(once.values())) == 3
+    mixed = [{"text": PROMPT, "lora": name} for name in ("second", "base", "first", "base")]
+    assert live.pictures(*mixed) == [once[name] for name in ("second", "base", "first", "base")]
+    assert live.pictures(PROMPT, lora="first", lora_scale=0)[0] == once["base"]
+
+
+def test_32_at_once_and_none_depends_on_the_others(live: Running) -> None:
+    prompts = [PROMPT, PROMPT.replace("red", "blue"), PROMPT.replace("circle", "star")]
+    asked = [
+        ({"prompt": prompts[n % 3], "seed": n, "lora": ("base", "first", "second")[n // 3 % 3]}) for n in range(32)
+    ]
+    with ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(lambda instance: live.pictures(instance, num_inference_steps=2), asked))
+    alone = [live.pictures(instance, num_inference_steps=2) for instance in reversed(asked)]
+    assert together == alone[::-1]
+    assert len({each[0] for each in together}) == 32
+
+
+def test_drawing_can_be_given_up_before_every_step(live: Running) -> None:
+    painter, order = live.service.worker._painter, Order(replace(live.service.menu.standard, prompt=PROMPT))
+    assert painter is not None
+    asked: list[int] = []
+
+    def go_on() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise Gone
+
+    with pytest.raises(Gone):
+        painter.draw(order, go_on)
+    assert len(asked) == 3
+    whole = painter.draw(order, lambda: asked.append(1))
+    assert len(asked) == 3 + 1 + 3  # the beginning, and three steps
+    assert live.pictures(PROMPT) == [pixels(base64.b64encode(whole).decode())]
+
+
+def test_a_picture_says_how_it_was_made_and_an_instance_goes_before_the_parameters(live: Running) -> None:
+    answer = live.predict({"prompt": PROMPT, "seed": 5, "lora": "first"}, seed=1, negative_prompt="blurry")
+    image = Image.open(io.BytesIO(base64.b64decode(answer.json()["predictions"][0])))
+    assert image.text["prompt"] == PROMPT and image.text["seed"] == "5"  # type: ignore[attr-defined]
+    made = json.loads(image.text["parameters"])  # type: ignore[attr-defined]
+    assert made["weights"] == "LoRA first x 1" and made["negative_prompt"] == "blurry"
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_prompts_of_requests_are_not_written_anywhere(live: Running, run: Path) -> None:
+    before = {file for file in run.parent.rglob("*")}
+    live.pictures("nobody wrote this prompt down")
+    assert {file for file in run.parent.rglob("*")} == before
+
+
+def plan(run: Path, *words: str) -> list[str]:
+    """Words for the run's model with its modulation taken out."""
+    return ["--model", str(demo.SHIPPED), "--precision", "fp32", "--modulation", "plan", "--device", "cpu", *words]
+
+
+def test_with_a_modulation_plan_the_base_is_untouched_too(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    second, file = str(run.parent / "second"), tmp_path / "generated.png"
+    words = ["--size", "64x64", "--steps", "2", "--seed", "3", "--guidance", "3"]
+    service = server.build(parse(["serve", *plan(run), "--lora", f"second={second}", "--port", "0"]))
+    settings = {"width": 64, "height": 64, "num_inference_steps": 2, "seed": 3, "guidance_scale": 3}
+    with running(service) as it:
+        it.wait_ready()
+        before, tuned, after = it.pictures(
+            *({"prompt": PROMPT, "lora": name} for name in ("base", "second", "base")), **settings
+        )
+    assert before == after != tuned
+    assert main(["generate", *plan(run), "--prompt", PROMPT, *words, "--lora", second, "--output", str(file)]) == 0
+    # generate encodes both prompts at once: last bits of T5's 256 tokens may differ
+    generated = np.asarray(Image.open(file).convert("RGB"), float).ravel()
+    assert np.abs(np.frombuffer(tuned, np.uint8) - generated).max() <= 2
+
+
+def test_a_lora_of_what_a_plan_takes_out_is_refused(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["serve", *plan(run), "--lora", f"x={run}", "--port", "0"]
+    with running(server.build(parse(words))) as it:
+        it.thread.join(20)
+        assert isinstance(it.failure, UserError)
+        assert "norm1.linear" in str(it.failure) and "give --modulation resident" in str(it.failure)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_base_is_untouched_and_the_devices_memory_is_told(run: Path) -> None:
+    with running(real(run, "--device", "cuda")) as it:
+        it.wait_ready()
+        names = ("base", "first", "base", "second", "base")
+        drawn = it.pictures(*({"prompt": PROMPT, "lora": name} for name in names[:3]))
+        drawn += it.pictures(*({"prompt": PROMPT, "lora": name} for name in names[3:]))
+        assert drawn[0] == drawn[2] == drawn[4] and len(set(drawn)) == 3
+        peak = re.search(r"^simpletune_peak_memory_device_bytes (\S+)$", it.client.get("/metrics").text, re.M)
+        assert peak and float(peak[1]) > 2**20
+    gc.unfreeze()
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    "name, value, told",
+    [
+        ("width", 1000, "1000 is not from 16 to 128"),
+        ("width", 72, "72 is not a multiple of 16. Use 64 or 80"),
+        ("height", 64.5, "64.5 is not a whole number"),
+        ("height", "64", '"64" is not a whole number'),
+        ("num_inference_steps", 21, "21 is not from 1 to 20"),
+        ("num_inference_steps", True, "true is not a whole number"),
+        ("guidance_scale", 0.5, "0.5 is not from 1 to 30"),
+        ("seed", -1, "-1 is not from 0 to"),
+        ("seed", 10**30, "is not from 0 to"),
+        ("lora", "../second", '"../second" is not served. Known: base, first, second'),
+        ("lora", ["first"], "is not served"),
+        ("lora_scale", 5, "5 is not from -4 to 4"),
+        ("negative_prompt", 7, "7 is not text"),
+        ("negative_prompt", "x" * 301, "has 301 characters. At most 300"),
+        ("num_inference_step", 2, "is not known. Did you mean num_inference_steps? Known: negative_prompt, width"),
+        ("image", "/etc/passwd", "is not known. Known: negative_prompt, width"),
+    ],
+)
+def test_a_parameter_that_does_not_fit_is_named(name: str, value: Any, told: str, live: Running) -> None:
+    answer = live.predict(PROMPT, **{name: value})
+    assert answer.status_code == 422
+    assert told in problems(answer)[f"parameters.{name}"]
+    assert told in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "instances, where, told",
+    [
+        ([], "instances", "is required"),
+        (None, "instances", "is required"),
+        ([{"prompt": PROMPT}] * 5, "instances", "has 5 entries. At most 4"),
+        (["a star"], "instances.0", "must be an object"),
+        ([{"prompt": PROMPT}, {}], "instances.1", "needs prompt or text"),
+        ([{"prompt": PROMPT, "text": PROMPT}], "instances.0", "one of them"),
+        ([{"prompt": "x" * 301}], "instances.0.prompt", "has 301 characters"),
+        ([{"text": 7}], "instances.0.text", "7 is not text"),
+        ([{"prompt": "  "}], "instances.0", "the prompt is empty"),
+        ([{"prompt": PROMPT, "height": 63}], "instances.0.height", "not a multiple of 16"),
+        ([{"prompt": PROMPT, "lora": "first", "lora_id": "second"}], "instances.0.lora_id", "contradicts lora"),
+    ],
+)
+def test_an_instance_that_does_not_fit_is_named(instances: Any, where: str, told: str, live: Running) -> None:
+    answer = live.client.post("/predict", json={"instances": instances})
+    assert answer.status_code == 422
+    assert told in problems(answer)[where]
+
+
+def test_all_problems_are_told_at_once(live: Running) -> None:
+    answer = live.predict("", width=1, sed=2)
+    assert set(problems(answer)) == {"instances.0", "parameters.width", "parameters.sed"}
+
+
+@pytest.mark.parametrize(
+    "body, status, told",
+    [
+        (b"", 400, "is not JSON"),
+        (b"{", 400, "is not JSON"),
+        (b"[]", 400, "must be an object"),
+        (b"\xff\xfe", 400, "is not JSON"),
+        (b"[" * 60_000, 400, "nested too deeply"),
+        (b'{"instances": [{"prompt": "a"}], "parameters": {"seed": 1, "seed": 2}}', 400, '"seed" stands twice'),
+        (b'{"instances": [{"prompt": "a"}], "parameters": {"guidance_scale": NaN}}', 400, "NaN is not a number"),
+        (b'{"instances": [{"prompt": "a"}], "parameters": {"lora_scale": -Infinity}}', 400, "Infinity is not a number"),
+        (b'{"instances": [{"prompt": "a"}], "parameters": {"guidance_scale": 1e999}}', 422, "is not from 1 to 30"),
+        (b'{"instances": [{"prompt": "a"}], "parameters": {"width": 1e999}}', 422, "is not a whole number"),
+        (b'{"instances": [{"prompt": "a"}], "parameters": {"seed": ' + b"9" * 5000 + b"}}", 400, "is not JSON"),
+        (b'{"instances": [{"prompt": "\\ud800"}]}', 422, "no character"),
+        (b'{"instances": [{"prompt": "a"}], "parameters": []}', 422, "must be an object"),
+        (b'{"instances": [{"prompt": "a"}], "path": "x"}', 422, "path: is not known"),
+        (b'{"instances": [{"prompt": "a", "\\ud800": 1}]}', 422, "ud800: is not known"),
+        (json.dumps(dict.fromkeys(map(str, range(10_000)))).encode(), 422, "and 2 more"),
+    ],
+)  # fmt: skip
+def test_a_body_that_does_not_fit(body: bytes, status: int, told: str, live: Running) -> None:
+    answer = live.client.post("/predict", content=body, headers=JSON)
+    assert answer.status_code == status
+    assert told in answer.json()["error"]["message"]
+
+
+def test_what_is_no_request_of_ours(stub: Running) -> None:
+    body = b'{"instances": [{"prompt": "a"}]}'
+    ask = stub.client.request
+    assert ask("GET", "/predict").status_code == 405 and ask("GET", "/predict").headers["allow"] == "POST"
+    assert ask("POST", "/").status_code == 405 and ask("DELETE", "/health").status_code == 405
+    assert "Allowed: POST" in ask("GET", "/predict").json()["error"]["message"]
+    assert ask("OPTIONS", "/predict", headers={"Origin": "http://elsewhere"}).status_code == 405
+    for path in ("/nothing", "/predict/", "/page/page.js", "/%2e%2e/app.py", "/..%2fapp.py"):
+        assert ask("GET", path).status_code == 404
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        answer = ask("POST", "/predict", content=body, headers={"Content-Type": kind} if kind else {})
+        assert answer.status_code == 415 and "Send application/json" in answer.text
+    assert ask("POST", "/predict", content=body, headers={"Content-Type": "application/json; charset=utf-8"}).is_success
+    assert ask("GET", "/", headers={"Host": "attacker.example"}).status_code == 421
+
+
+def test_large_bodies_are_not_read(stub: Running) -> None:
+    large = b" " * (Limits.body + 1)
+    assert stub.client.post("/predict", content=large, headers=JSON).status_code == 413
+    pieces = (b" " * 65536 for _ in range(6))  # of unknown length
+    assert stub.client.post("/predict", content=pieces, headers=JSON).status_code == 413
+    host, port = stub.service.socket.getsockname()
+    with socket.create_connection((host, port)) as raw:
+        raw.sendall(b"POST /predict HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n")
+        raw.sendall(b"Content-Length: 99999999\r\n\r\n")
+        assert raw.recv(64).startswith(b"HTTP/1.1 413")
+    assert stub.predict("a").is_success
+
+
+# The queue
+
+
+def test_no_more_wait_than_may_and_those_that_wait_are_served(capsys: pytest.CaptureFixture[str]) -> None:
+    painter = HeldPainter()
+    with running(held(painter, Limits(queue=5))) as it, ThreadPoolExecutor(32) as pool:
+        it.wait_ready()
+        asked = [pool.submit(it.predict, "a star", seed=n) for n in range(32)]
+        until(lambda: sum(each.done() for each in asked) == 26)
+        refused = [each.result() for each in asked if each.done()]
+        assert {each.status_code for each in refused} == {429}
+        assert all(1 <= int(each.headers["retry-after"]) <= 600 for each in refused)
+        assert it.service.worker.waiting == 5
+        assert "simpletune_queue_length 5" in it.client.get("/metrics").text
+        painter.let.set()
+        assert sorted(each.result().status_code for each in asked) == [200] * 6 + [429] * 26
+        assert 'simpletune_requests_total{route="predict",status="429"} 26' in it.client.get("/metrics").text
+
+
+def asking(it: Running) -> socket.socket:
+    """A connection on which two pictures were asked for."""
+    body = json.dumps({"instances": [{"prompt": "a"}] * 2}).encode()
+    head = f"POST /predict HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    raw = socket.create_connection(it.service.socket.getsockname())
+    raw.sendall(head.encode() + b"\r\n\r\n" + body)
+    return raw
+
+
+def test_the_work_of_a_client_that_leaves_is_given_up() -> None:
+    painter, lines = HeldPainter(steps=100_000), list[str]()
+    with running(held(painter, log=lines.append)) as it, ThreadPoolExecutor(1) as pool:
+        it.wait_ready()
+        with asking(it):
+            until(lambda: len(painter.begun) == 1)
+        until(lambda: painter.given_up == 1)  # it was in hand
+        assert len(painter.begun) == 1
+        first = pool.submit(it.predict, "b")
+        until(lambda: len(painter.begun) == 2)
+        with asking(it):
+            until(lambda: it.service.worker.waiting == 1)
+        until(lambda: it.service.worker.waiting == 0)
+        painter.let.set()
+        assert first.result().status_code == 200
+        assert [order.request.prompt for order in painter.begun] == ["a", "b"]
+        statuses = [json.loads(line)["status"] for line in lines if '"/predict"' in line]
+        assert statuses == [499, 499, 200]
+        assert 'status="499"} 2' in it.client.get("/metrics").text
+
+
+def test_what_takes_too_long_is_given_up() -> None:
+    painter = HeldPainter(steps=100_000)
+    with running(held(painter, Limits(seconds=1))) as it:
+        it.wait_ready()
+        answer = it.predict("a")
+        assert answer.status_code == 504 and "No answer within 1 s" in answer.text
+        until(lambda: painter.given_up == 1)
+        painter.let.set()
+        assert it.predict("a").is_success
+
+
+def test_an_error_in_the_model_ends_one_request_alone(stub: Running, capfd: pytest.CaptureFixture[str]) -> None:
+    answer = stub.predict("break")
+    assert answer.status_code == 500 and "something in the model" not in answer.text
+    assert "RuntimeError: something in the model" in capfd.readouterr().err
+    assert stub.predict("a").is_success
+
+
+# Beginning and end
+
+
+def test_it_says_that_it_is_not_ready_before_it_is() -> None:
+    loaded, painter = threading.Event(), HeldPainter(held=False)
+    service = held(painter)
+    service.worker._load = lambda: loaded.wait() and painter  # type: ignore[assignment,return-value]
+    with running(service) as it:
+        until(lambda: it.client.get("/health").status_code == 503)
+        assert it.client.get("/health").json() == {"status": "loading"}
+        answer = it.predict("a")
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
+        assert "simpletune_ready 0" in it.client.get("/metrics").text
+        assert it.client.get("/").is_success
+        loaded.set()
+        it.wait_ready()
+        assert it.client.get("/health").json() == {"status": "ready"}
+        assert it.predict("a").is_success
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
+    service = held(HeldPainter())
+
+    def load() -> HeldPainter:
+        raise UserError("no such weights")
+
+    service.worker._load = load
+    with running(service) as it:
+        it.thread.join(20)
+        assert isinstance(it.failure, UserError)
+
+
+def test_the_first_signal_lets_the_request_in_hand_finish(capsys: pytest.CaptureFixture[str]) -> None:
+    painter = HeldPainter(steps=100_000)
+    with running(held(painter)) as it, ThreadPoolExecutor(3) as pool:
+        it.wait_ready()
+        in_hand, address = pool.submit(it.predict, "a", "b"), it.service.address
+        until(lambda: len(painter.begun) == 1)
+        waiting = pool.submit(it.predict, "c")
+        until(lambda: it.service.worker.waiting == 1)
+        it.service.server.handle_exit(signal.SIGTERM, None)
+        assert waiting.result().status_code == 503
+        assert it.predict("d").status_code == 503
+        assert it.client.get("/health").status_code == 503
+        painter.let.set()
+        assert len(in_hand.result().json()["predictions"]) == 2
+        it.thread.join(20)
+        assert not it.thread.is_alive()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(address)
+
+
+def test_the_second_signal_does_not() -> None:
+    painter = HeldPainter(steps=100_000)
+    with running(held(painter)) as it, ThreadPoolExecutor(1) as pool:
+        it.wait_ready()
+        in_hand = pool.submit(it.predict, "a")
+        until(lambda: len(painter.begun) == 1)
+        it.service.server.handle_exit(signal.SIGINT, None)
+        it.service.server.handle_exit(signal.SIGINT, None)
+        assert in_hand.result().status_code == 503
+        it.thread.join(20)
+        assert not it.thread.is_alive() and it.failure is None
+
+
+def test_the_command_serves_until_it_is_told_to_stop(run: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "simpletune", "serve", "--run", str(run), "--port", "0", "--max-side", "64"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        first = process.stdout.readline()
+        address = re.search(r"serving base, first at (http://127\.0\.0\.1:\d+/); loading", first)
+        assert address, first
+        until(lambda: httpx.get(f"{address[1]}health").status_code == 200)
+        answer = httpx.post(f"{address[1]}predict", json={"instances": [{"text": PROMPT}]}, timeout=60)
+        assert len(pixels(answer.json()["predictions"][0])) == 3 * 64 * 64
+        process.send_signal(signal.SIGTERM)
+        out, log = process.communicate(timeout=30)
+    assert process.returncode == 0 and out.rstrip().endswith("stopped")
+    line = json.loads(log.splitlines()[-1])
+    assert {
+        "method": "POST",
+        "path": "/predict",
+        "status": 200,
+        "pictures": 1,
+        "loras": ["base"],
+    }.items() <= line.items()
+    assert PROMPT not in log
+
+
+# Set-up
+
+
+def test_without_the_extra_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("simpletune.serve.find_spec", lambda name: None if name == "uvicorn" else True)
+    assert main(["serve"]) == 3
+    assert re.search(r'needs uvicorn, .*-m pip install -e ".*\[serve\]"', capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--lora", "x"], "--lora: x is not NAME=FILE"),
+        (["--lora", "../x=y"], "is not NAME=FILE"),
+        (["--lora", "base=y"], "--lora: base stands for another already"),
+        (["--lora", "first=y"], "--lora: first stands for another already"),
+        (["--lora", "x=nowhere.safetensors"], "nowhere.safetensors does not exist"),
+        (["--max-side", "40"], "--max-side: 40 does not fit. Use a multiple of 16 from 16 to 512"),
+        (["--max-side", "1024"], "--max-side: 1024 does not fit"),
+        (["--host", "203.0.113.9"], "--port: cannot listen on 203.0.113.9"),
+    ],
+)
+def test_arguments_that_do_not_fit(words: list[str], told: str, run: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(told)):
+        server.build(parse(["serve", "--run", str(run), "--port", "0", *words]), {})
+
+
+def test_vertex_says_where_it_wants_to_be_answered(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    wants = {"AIP_HTTP_PORT": str(port), "AIP_PREDICT_ROUTE": "/v1/models/7:predict", "AIP_HEALTH_ROUTE": "/v1/ok"}
+    service = server.build(parse(["serve", "--run", str(run), "--predictions", "object"]), wants)
+    assert service.socket.getsockname() == ("0.0.0.0", port)
+    service.worker._load = lambda: HeldPainter(held=False)
+    with running(service) as it:
+        it.wait_ready()
+        at = f"http://127.0.0.1:{port}"
+        assert httpx.get(f"{at}/v1/ok").status_code == 200
+        answer = httpx.post(f"{at}/v1/models/7:predict", json={"instances": [{"text": "a"}]})
+        assert list(answer.json()["predictions"][0]) == ["output"]
+    with pytest.raises(UserError, match="AIP_HTTP_PORT: no is not a port"):
+        server.build(parse(["serve", "--run", str(run)]), {"AIP_HTTP_PORT": "no"})
+    with pytest.raises(UserError, match="AIP_PREDICT_ROUTE: predict is not a path"):
+        server.build(parse(["serve", "--run", str(run)]), {"AIP_PREDICT_ROUTE": "predict"})
+
+
+def test_figures_count(stub: Running) -> None:
+    stub.predict("a", "b")
+    stub.predict({"prompt": "c", "lora": "one"})
+    stub.predict("")
+    text = stub.client.get("/metrics").text
+    for line in (
+        'simpletune_requests_total{route="predict",status="200"} 2',
+        'simpletune_requests_total{route="predict",status="422"} 1',
+        'simpletune_pictures_total{lora="base"} 2',
+        'simpletune_pictures_total{lora="one"} 1',
+        'simpletune_request_seconds_bucket{le="+Inf"} 2',
+        "simpletune_picture_seconds_count 3",
+        "simpletune_peak_memory_process_bytes 1024",
+        "simpletune_ready 1",
+    ):
+        assert line in text.splitlines()
+    for line in text.splitlines():
+        assert re.fullmatch(r'# (HELP|TYPE) \w+ .+|\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? [0-9.e+-]+', line), line
+
+
+def test_every_answer_forbids_what_a_page_could_be_abused_for(stub: Running) -> None:
+    for answer in (stub.client.get("/"), stub.client.get("/nothing"), stub.predict("a"), stub.predict("")):
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cache-control"] == "no-store"
+        assert not [name for name in answer.headers if name.startswith("access-control") or name == "server"]
+
+
+@pytest.mark.parametrize("clients", [1, 4, 32])
+def test_it_keeps_up_with_clients(clients: int, live: Running) -> None:
+    """Prints what docs/serve.md shows."""
+    each = max(1, 32 // clients)
+    live.pictures(PROMPT)
+
+    def client(number: int) -> list[float]:
+        seconds = []
+        for turn in range(each):
+            clock = time.perf_counter()
+            live.pictures(PROMPT, seed=number * each + turn)
+            seconds.append(time.perf_counter() - clock)
+        return seconds
+
+    clock = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        seconds = sorted(second for some in pool.map(client, range(clients)) for second in some)
+    total = time.perf_counter() - clock
+    p95 = seconds[min(len(seconds) - 1, int(0.95 * len(seconds)))]
+    rate, median = len(seconds) / total, statistics.median(seconds)
+    print(f"{clients} clients: {rate:.1f} pictures/s, median {median:.3f} s, p95 {p95:.3f} s")
+    assert len(seconds) == clients * each
+    assert seconds[-1] <= total + 0.01
