@@ -49,14 +49,15 @@ def header_of(updates: Mapping[str, Any], title: str, config: TrainConfig | None
 
 def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | None:
     """The configuration that made a LoRA: the run's, else the one in the file's header, else None."""
+    text = metadata.get(EMBEDDED)
     if run is not None and (run / CONFIG).is_file():
-        return TrainConfig.model_validate_json((run / CONFIG).read_text())
-    if EMBEDDED not in metadata:
+        text = (run / CONFIG).read_text()
+    if text is None:
         return None
     try:
-        return TrainConfig.model_validate_json(metadata[EMBEDDED])
+        return TrainConfig.model_validate_json(text)
     except ValueError:
-        say("the configuration in the file's header is of another version: metadata of its run is left out")
+        say("the configuration that made this LoRA is of another version: what it says of the run is left out")
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,7 +105,9 @@ def _inject(model: nn.Module, adapter: str, updates: Updates, scale: float) -> N
     config = LoraConfig(
         r=common, lora_alpha=common, target_modules=list(updates), rank_pattern=ranks, alpha_pattern=ranks
     )  # fmt: skip
-    inject_adapter_in_model(config, model, adapter_name=adapter)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
+        inject_adapter_in_model(config, model, adapter_name=adapter)
     layers = dict(lora_layers(model))
     with torch.no_grad():
         for name, update in updates.items():

@@ -57,6 +57,7 @@ class LoraHeader:
         self.names = list(self.entries)
         self.text = [name for name in self.names if TEXT_ENCODERS.match(name)]
         self.methods = other_methods(self.names)
+        self.odd_alphas: list[str] = []
         self.modules = self._modules()
         names = [module.name for module in self.modules.values()]
         self.layout: Layout | None = layout_of(names)
@@ -140,11 +141,12 @@ class LoraHeader:
             return 1.0
         return alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
 
-    def _scalar(self, key: str) -> float:
+    def _scalar(self, key: str) -> float | None:
         entry = self.entries[key]
         begin, end = entry["data_offsets"]
         if math.prod(entry["shape"]) != 1 or entry["dtype"] not in _SCALARS:
-            raise UserError(f"{self.file}: {key} should be one number, and is {entry['dtype']} {entry['shape']}")
+            self.odd_alphas.append(f"{key} should be one number, and is {entry['dtype']} {entry['shape']}")
+            return None
         with open(self.file, "rb") as handle:
             handle.seek(8 + int.from_bytes(handle.read(8), "little") + begin)
             data = handle.read(end - begin)
@@ -207,6 +209,8 @@ def open_lora(file: Path) -> LoraHeader:
         raise UserError(f"{file}: {len(lost)} of {len(header.names)} keys match no layer of SD3: {listed}{more}{text}")
     if header.halves:
         raise UserError(f"{file}: {header.halves[0]} lacks one of its two factors. The file is damaged")
+    if header.odd_alphas:
+        raise UserError(f"{file}: {header.odd_alphas[0]}. The file is damaged")
     _require_shapes(header)
     return header
 

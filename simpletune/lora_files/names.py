@@ -92,10 +92,11 @@ def split_key(key: str) -> tuple[str, str] | None:
 
 def layout_of(modules: list[str]) -> Layout | None:
     """The layout that modules with their prefixes are in; None if they share none."""
-    for layout in LAYOUTS:
+    for layout in LAYOUTS[:-1]:
         if modules and all(module.startswith(layout.prefix) for module in modules):
             return layout
-    return None
+    prefixed = any(module.startswith(layout.prefix) for layout in LAYOUTS[:-1] for module in modules)
+    return BARE if modules and not prefixed else None
 
 
 def layers_of(layout: Layout, module: str) -> tuple[str, ...]:
