@@ -1,9 +1,8 @@
-"""The verbs on LoRA files: inspect, export, merge, mix, extract, resize."""
+"""The verbs that make LoRA files, or models of them: export, merge, mix, extract, resize."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any
 
 from simpletune.adapters.lora import OUTPUT
 from simpletune.config import TrainConfig
-from simpletune.lora_files.describe import describe, in_words
 from simpletune.lora_files.header import open_lora
 from simpletune.lora_metadata import config_of, header_of, source_note
-from simpletune.models.weights import weight_files
 from simpletune.options import UserError
 from simpletune.results import lora_weights
 from simpletune.runs import CONFIG
@@ -38,6 +35,11 @@ class Source:
     def config(self, metadata: Mapping[str, str]) -> TrainConfig | None:
         """The configuration that made it, if known."""
         return config_of(self.run, metadata)
+
+    @property
+    def name(self) -> str:
+        """The run's name, or the file's: no path."""
+        return self.title if self.run else self.file.name
 
     @property
     def title(self) -> str:
@@ -76,16 +78,6 @@ def weighted(text: str) -> Source:
     return Source(found.file, found.run, value)
 
 
-def inspect(args: argparse.Namespace) -> dict[str, Any]:
-    """Print what a file is."""
-    path = Path(args.file)
-    if path.is_dir():
-        path = path / OUTPUT if (path / OUTPUT).is_file() else weight_files(path)[0]
-    about = describe(path, values=not args.header_only)
-    print(json.dumps(about, indent=2) if args.json else in_words(about))
-    return about
-
-
 def export(args: argparse.Namespace) -> Path:
     """Write a LoRA in another layout."""
     from simpletune.lora_files.reading import updates_of
@@ -117,7 +109,7 @@ def resize(args: argparse.Namespace) -> Path:
     note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
     metadata = header_of(new, args.out.stem, source.config(header.metadata), source.run)
     written = write(new, args.out, args, metadata | note)
-    say(f"  rank {ranks_of(old)} to {ranks_of(new)}; what was cut off is {lost:.3%} of the update (Frobenius norm)")
+    say(f"  rank {ranks_of(old)} before, {ranks_of(new)} now; cut off: {lost:.3%} of the update (Frobenius norm)")
     return written
 
 
@@ -136,12 +128,12 @@ def mix(args: argparse.Namespace) -> Path:
         refuse_same(args.out, source.file)
     recipe = Recipe(args.method, args.rank, args.density, args.seed)
     updates = mixed([(read_lora(source.file), source.weight) for source in sources], recipe)
-    parts = {source.file.name if source.run is None else source.title: source.weight for source in sources}
+    parts = [(source.name, source.weight) for source in sources]
     details = {"loras": parts, "method": args.method}
     details |= {"density": args.density, "seed": args.seed} if args.method in PRUNING else {}
     metadata = header_of(updates, args.out.stem, None, None) | source_note("mix", details)
     written = write(updates, args.out, args, metadata)
-    summed = " + ".join(f"{weight:g} {name}" for name, weight in parts.items())
+    summed = " + ".join(f"{weight:g} {name}" for name, weight in parts)
     say(f"  {summed} by {args.method}: rank {ranks_of(updates)}")
     return written
 
@@ -160,12 +152,11 @@ def merge(args: argparse.Namespace) -> Path:
         refuse_same(args.out, base.file)
     loras = [(read_lora(source.file), source.weight * args.scale) for source in sources]
     merger = Merger(base, loras, args.dtype)
-    parts = {source.file.name if source.run is None else source.title: weight for source, (_, weight) in zip(
-        sources, loras, strict=True)}  # fmt: skip
+    parts = [(source.name, source.weight * args.scale) for source in sources]
     note = source_note("merge", {"base": Path(base.name).name, "loras": parts})
     with progress("merge", len(base.shapes), "tensors") as advance:
         done = (merge_to_file if single else merge_to_folder)(merger, args.out, note, advance)
-    say(f"{done.path}: {base.name} with {', '.join(f'{weight:g} x {name}' for name, weight in parts.items())}")
+    say(f"{done.path}: {base.name} with {', '.join(f'{weight:g} x {name}' for name, weight in parts)}")
     types = ", ".join(sorted({merger.kind(name) for name in base.shapes}))
     say(f"  {done.layers} layers changed, written in {types}; rounding cost {done.lost:.2%} of the update")
     return done.path

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import original_layout
@@ -190,7 +192,7 @@ def test_a_merged_single_file_is_the_base_with_the_loras(source, pipeline, singl
     close(velocity(theirs.eval()), live(pipeline, (files["comfy"], 0.7), (files["other"], 0.5)))
     with safe_open(out, framework="pt") as handle:
         made = json.loads(handle.metadata()["simpletune_made_from"])
-    assert made == {"base": base.name, "loras": {"comfy.safetensors": 0.7, "other.safetensors": 0.5}}
+    assert made == {"base": base.name, "loras": [["comfy.safetensors", 0.7], ["other.safetensors", 0.5]]}
 
 
 def test_a_merge_with_strength_zero_is_the_base_bit_for_bit(pipeline, files, tmp_path) -> None:
@@ -343,7 +345,7 @@ def test_resize_is_the_truncated_product(files, tmp_path, capsys) -> None:
         u, s, vt = torch.linalg.svd(update.delta(), full_matrices=False)
         torch.testing.assert_close(new[name].delta(), u[:, :2] * s[:2] @ vt[:2], rtol=0, atol=1e-5)
         lost, whole = lost + s[2:].square().sum().item(), whole + s.square().sum().item()
-    assert f"rank 4 to 2; what was cut off is {(lost / whole) ** 0.5:.3%}" in capsys.readouterr().out
+    assert f"rank 4 before, 2 now; cut off: {(lost / whole) ** 0.5:.3%}" in capsys.readouterr().out
 
 
 def test_resize_by_energy_and_to_a_larger_rank(files) -> None:
@@ -401,6 +403,30 @@ def test_mistakes_are_explained(words, message, files, pipeline, tiny_pipeline, 
     assert main([word.format(**names) for word in words]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lora_of_sd35_is_refused_by_sd3(pipeline: Path, tmp_path: Path) -> None:
+    updates = random_lora(pipeline, 1)
+    second = {
+        name.replace(".attn.", ".attn2."): update
+        for name, update in updates.items()
+        if ".attn.to_" in name and "add" not in name
+    }
+    file = write_lora(updates | second, tmp_path / "x.safetensors", "kohya")
+    with pytest.raises(UserError, match="for Stable Diffusion 3.5 Medium.*not in this model: .*attn2"):
+        load_lora(base_model(pipeline), file)
+    wide = write_lora(random_lora(pipeline, 1) | {"proj_out": Update(torch.ones(1, 9), torch.ones(9, 1))}, file)
+    with pytest.raises(UserError, match="proj_out is for 9 inputs and 9 outputs; this model has 128 and 64"):
+        load_lora(base_model(pipeline), wide)
+
+
+def test_inspect_imports_no_torch(files: dict[str, Path]) -> None:
+    code = (
+        "import sys; from simpletune.__main__ import main; main(['inspect', sys.argv[1]]); "
+        "print([name for name in ('torch', 'peft', 'diffusers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, files["kohya"]], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -13,10 +13,20 @@ from simpletune.lora_files.header import LISTED, LoraHeader, natural, open_lora
 from simpletune.lora_files.names import ALPHA, TITLES
 from simpletune.lora_files.readers import verdicts
 from simpletune.lora_files.values import look_at
+from simpletune.models.weights import weight_files
 from simpletune.options import UserError
 
 BASE_KEYS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "modelspec.title", "base_model")
 LONG = 60
+
+
+def file_of(path: Path) -> Path:
+    """The weight file that a path means: itself, or in a folder the LoRA of a run, or a model's weights."""
+    if not path.is_dir():
+        return path
+    from simpletune.adapters.lora import OUTPUT
+
+    return path / OUTPUT if (path / OUTPUT).is_file() else weight_files(path)[0]
 
 
 def describe(file: Path, values: bool = True) -> dict[str, Any]:

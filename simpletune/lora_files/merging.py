@@ -151,7 +151,8 @@ def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done:
     with SafetensorsWriter(file, entries, {**old, "format": "pt", **metadata}) as writer:
         for original, parts in groups.items():
             writer.write(prefix + original, _assemble(merger, parts))
-            done()
+            for _ in parts:
+                done()
         for name, data in _raw(base.file, others):
             writer.write_bytes(name, data)
     return Merged(file, len(merger.changed), merger.lost)

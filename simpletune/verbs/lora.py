@@ -14,9 +14,12 @@ LORA = "a LoRA file in any layout, a run's folder, or a hub name"
 
 def inspect(args: argparse.Namespace) -> None:
     """say what a weight file is, and which tools load it"""
-    from simpletune.lora_tools import inspect as run
+    import json
 
-    run(args)
+    from simpletune.lora_files.describe import describe, file_of, in_words
+
+    about = describe(file_of(Path(args.file)), values=not args.header_only)
+    print(json.dumps(about, indent=2) if args.json else in_words(about))
 
 
 def inspect_arguments(parser: argparse.ArgumentParser) -> None:
