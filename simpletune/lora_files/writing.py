@@ -57,8 +57,8 @@ def tensors_of(updates: Updates, layout: Layout, dtype: torch.dtype | None = Non
     tensors: dict[str, Tensor] = {}
     for module in sorted(named, key=natural):
         update = named[module] if layout.original else named[module].folded()
-        tensors[layout.key(module, DOWN)] = update.down.to(dtype or update.down.dtype)
-        tensors[layout.key(module, UP)] = update.up.to(dtype or update.up.dtype)
+        tensors[layout.key(module, DOWN)] = update.down.to(dtype or update.down.dtype, copy=True)  # layers may share it
+        tensors[layout.key(module, UP)] = update.up.to(dtype or update.up.dtype, copy=True)
         if layout is not DIFFUSERS:
             tensors[layout.key(module, ALPHA)] = torch.tensor(update.scale * update.rank, dtype=torch.float32)
     return tensors
