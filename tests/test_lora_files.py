@@ -142,6 +142,21 @@ def test_a_fused_update_that_shares_its_first_factor_stays_whole() -> None:
     assert torch.equal(again.down, whole.down) and torch.equal(again.up, whole.up) and again.scale == 0.5
 
 
+@pytest.mark.parametrize("layout", WRITTEN)
+def test_a_file_that_was_trained_on_fused_layers_goes_to_every_layout(layout: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = "lora_unet_joint_blocks_0_x_block_attn_qkv."
+    down, up = torch.randn(4, 16), torch.randn(48, 4)
+    tensors = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(2.0)}
+    save_file({module + role: tensor for role, tensor in tensors.items()}, tmp_path / "x.safetensors")
+    file = write_lora(read_lora(tmp_path / "x.safetensors"), tmp_path / "y.safetensors", layout)
+    original = original_layout.mmdit(random_state(TINY), TINY["num_layers"])
+    actual, unmatched = lora_readers.apply(original, load_file(file), TINY["num_layers"])
+    name = "joint_blocks.0.x_block.attn.qkv.weight"
+    torch.testing.assert_close(actual[name], original[name] + 0.5 * up @ down, rtol=1e-5, atol=1e-5)
+    assert unmatched == []
+
+
 @pytest.mark.parametrize("rank", [3, 4])
 def test_an_untrained_part_and_an_untrained_whole_are_kept(rank: int) -> None:
     torch.manual_seed(0)
