@@ -21,7 +21,9 @@ LAYERS = [
         "generate_arguments",
         "compare",
         "push",
+        "lora_tools",
     },
+    {"lora_metadata"},
     {"setting_up"},
     {"rescue"},
     {"levers"},
@@ -30,7 +32,7 @@ LAYERS = [
     {"validation", "summary", "checkpoint", "runs", "trackers", "card", "step", "places", "results"},
     {"feed", "prepare", "sampling", "loading"},
     {"config", "devices", "profiling"},
-    {"demo", "data", "models", "adapters", "quant", "optim", "memory", "ema"},
+    {"demo", "data", "models", "adapters", "lora_files", "quant", "optim", "memory", "ema"},
     {"flow", "options", "streams", "stages", "terminal"},
 ]
 MAX_FILE, MAX_FUNCTION, MAX_NESTING = 320, 60, 4

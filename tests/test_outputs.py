@@ -159,10 +159,14 @@ def test_generate_without_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rename", "message"),
     [
-        (lambda name: name.removeprefix("transformer."), "no LoRA that is known here"),
-        (lambda name: "lora_unet_" + name.replace(".", "_"), "is a kohya LoRA"),
-        (lambda name: "diffusion_" + name.replace("transformer", "model", 1), "is a ComfyUI LoRA"),
-        (lambda name: name.replace("transformer_blocks", "single_blocks"), "layers are not in this model"),
+        (lambda name: name.replace("lora_A", "first").replace("lora_B", "second"), "is no LoRA that is known here"),
+        (lambda name: "lora_unet_" + name, "is a LoRA for no model that is known here"),
+        (lambda name: name.replace("transformer_blocks", "single_blocks"), "is a LoRA for Flux"),
+        (
+            lambda name: name.replace("blocks.0", "blocks.7"),
+            "7 of 7 layers are not in this model: transformer_blocks.7",
+        ),
+        (lambda name: name.replace("to_out.0", "to_out.1"), "keys match no layer of SD3: .*to_out.1"),
     ],
 )
 def test_a_lora_that_does_not_fit_is_refused(rename, message: str, tiny_config, tiny_pipeline, tmp_path: Path) -> None:

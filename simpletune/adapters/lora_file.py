@@ -1,89 +1,130 @@
-"""Reading a LoRA file into a model: what does not fit is an error, never silence."""
+"""LoRA files in a model, one or several at once: what does not fit is an error, never silence."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from simpletune.adapters.lora_layers import ADAPTER, compute_in_input_type, lora_layers
-from simpletune.models.weights import read_header
+from simpletune.lora_files.families import MEDIUM_35
+from simpletune.lora_files.header import open_lora
+from simpletune.lora_files.reading import updates_of
+from simpletune.lora_files.updates import Updates
 from simpletune.options import UserError
 
-PREFIX = "transformer."
-ENDINGS = (".lora_A.weight", ".lora_B.weight")
+LISTED = 5
 
 
 def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
-    """Add a LoRA in diffusers' format to a transformer, in place.
+    """Add a LoRA to a transformer, in place. As ``load_loras`` with one file."""
+    load_loras(model, [(file, scale)])
+
+
+def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[str]:
+    """Add LoRAs to a transformer, in place, all of them active: y = W x + sum of scale_n B_n A_n x.
 
     Args:
-        model: the transformer, quantised or not.
-        file: safetensors with keys ``transformer.{layer}.lora_A.weight`` and ``.lora_B.weight``.
-        scale: strength.
+        model: the transformer, quantised or not, without updates.
+        loras: files in any layout (diffusers', kohya's, ComfyUI's, ...) with their strengths.
+
+    Returns:
+        The names of the adapters, in the same order, for ``strengths``.
 
     Raises:
-        UserError: keys that match no layer, another format, or shapes of another model.
+        UserError: keys that match no layer, shapes of another model, or what ``read_lora`` refuses.
     """
-    from peft import LoraConfig, inject_adapter_in_model
-    from safetensors.torch import load_file
-
-    header = read_header(file)
-    header.pop("__metadata__", None)
-    _require_diffusers_format(file, header)
-    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
-    layers = sorted({name.removesuffix(ENDINGS[0]).removesuffix(ENDINGS[1]) for name in tensors})
-    modules = dict(model.named_modules())
-    lost = [layer for layer in layers if not isinstance(modules.get(layer), nn.Linear)]
-    if lost:
-        raise UserError(f"{file}: {len(lost)} of {len(layers)} layers are not in this model: {', '.join(lost[:5])}")
-    ranks = {}
-    for layer in layers:
-        pair = [tensors.get(layer + ending) for ending in ENDINGS]
-        if pair[0] is None or pair[1] is None:
-            raise UserError(f"{file}: {layer} has only one of lora_A and lora_B. The file is damaged")
-        linear = modules[layer]
-        expected = (linear.in_features, linear.out_features)
-        if (pair[0].shape[1], pair[1].shape[0]) != expected or pair[0].shape[0] != pair[1].shape[1]:
-            shapes = f"{list(pair[0].shape)} and {list(pair[1].shape)}"
-            raise UserError(
-                f"{file}: {layer} has {shapes}, which do not fit {expected[0]} inputs and {expected[1]} outputs"
-            )
-        ranks[layer] = pair[0].shape[0]
-    common = max(ranks.values())
-    config = LoraConfig(
-        r=common, lora_alpha=common, target_modules=layers,
-        rank_pattern={f"^{k}$": r for k, r in ranks.items()}, alpha_pattern={f"^{k}$": r for k, r in ranks.items()},
-    )  # fmt: skip
-    inject_adapter_in_model(config, model)
-    for name, layer in lora_layers(model):
-        layer.lora_A[ADAPTER].weight.data.copy_(tensors[name + ENDINGS[0]])
-        layer.lora_B[ADAPTER].weight.data.copy_(tensors[name + ENDINGS[1]])
-        layer.scaling[ADAPTER] = scale
+    names = [ADAPTER if number == 0 else f"{ADAPTER}_{number}" for number in range(len(loras))]
+    for name, (file, scale) in zip(names, loras, strict=True):
+        header = open_lora(file)
+        updates = updates_of(header)
+        require_fit(f"{file} (for {header.family[0]})", updates, model)
+        _inject(model, name, updates, scale)
+    for _, layer in lora_layers(model):
+        layer.set_adapter([name for name in names if name in layer.lora_A])
     compute_in_input_type(model)
     model.requires_grad_(False)
+    return names
 
 
-def _require_diffusers_format(file: Path, header: dict) -> None:
-    """Name the format of a file that is none of diffusers'."""
-    strange = [name for name in header if not (name.startswith(PREFIX) and name.endswith(ENDINGS))]
-    if not strange and header:
-        return
-    kind = "no LoRA that is known here"
-    if any(name.startswith("lora_unet_") for name in strange):
-        kind = "a kohya LoRA"
-    elif any(name.startswith("diffusion_model.") for name in strange):
-        kind = "a ComfyUI LoRA"
-    listed = ", ".join(strange[:4]) or "nothing"
-    raise UserError(f"{file} is {kind} (it holds {listed}). Give one in diffusers' format: transformer.*.lora_A.weight")
+@contextmanager
+def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
+    """Within this context adapters have other strengths.
+
+    Args:
+        scales: by adapter name, as ``load_loras`` gave them.
+    """
+    before = {}
+    for layer_name, layer in lora_layers(model):
+        for name, scale in scales.items():
+            if name in layer.scaling:
+                before[layer_name, name] = layer.scaling[name]
+                layer.scaling[name] = scale
+    try:
+        yield
+    finally:
+        for layer_name, layer in lora_layers(model):
+            layer.scaling.update({name: scale for (owner, name), scale in before.items() if owner == layer_name})
+
+
+def require_fit(place: str, updates: Updates, model: nn.Module) -> None:
+    """Whether a model has every layer of a LoRA, in its shape.
+
+    Args:
+        place: of the LoRA, for messages.
+
+    Raises:
+        UserError: it has not.
+    """
+    modules = {name.replace(".base_layer", ""): module for name, module in model.named_modules()}
+    linears = {name: modules[name] for name in updates if name in modules}
+    lost = [name for name in updates if not hasattr(linears.get(name), "in_features")]
+    if lost:
+        dual = f". {MEDIUM_35} has such layers" if any(".attn2." in name for name in lost) else ""
+        listed = ", ".join(lost[:LISTED])
+        raise UserError(f"{place}: {len(lost)} of {len(updates)} layers are not in this model: {listed}{dual}")
+    for name, update in updates.items():
+        expected = linears[name].out_features, linears[name].in_features
+        if update.shape != expected:
+            raise UserError(
+                f"{place}: {name} is for {update.shape[1]} inputs and {update.shape[0]} outputs; "
+                f"this model has {expected[1]} and {expected[0]}. It belongs to another model"
+            )
+
+
+def _inject(model: nn.Module, adapter: str, updates: Updates, scale: float) -> None:
+    """One more adapter; each update's own scale goes into its second factor, so that PEFT's scale is the strength."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    ranks = {f"^{layer}$": update.rank for layer, update in updates.items()}
+    common = max(ranks.values())
+    config = LoraConfig(
+        r=common, lora_alpha=common, target_modules=list(updates), rank_pattern=ranks, alpha_pattern=ranks
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
+        inject_adapter_in_model(config, model, adapter_name=adapter)
+    layers = dict(lora_layers(model))
+    with torch.no_grad():
+        for name, update in updates.items():
+            layer = layers[name]
+            layer.lora_A[adapter].weight.copy_(update.down)
+            layer.lora_B[adapter].weight.copy_(update.up.float() * update.scale)
+            layer.scaling[adapter] = scale
 
 
 def fold_lora(model: nn.Module) -> None:
     """Add each update to its layer's weight, W + scale B A, and remove it; weights must not be quantised."""
     for name, layer in list(lora_layers(model)):
         linear = layer.get_base_layer()
-        a, b = (pair[ADAPTER].weight.data for pair in (layer.lora_A, layer.lora_B))
-        update = layer.scaling[ADAPTER] * (b.float() @ a.float())
-        linear.weight.data.copy_(linear.weight.data.float() + update)
+        weight = linear.weight.data.float()
+        for adapter in layer.active_adapters:
+            a, b = (pair[adapter].weight.data for pair in (layer.lora_A, layer.lora_B))
+            weight += layer.scaling[adapter] * (b.float() @ a.float())
+        linear.weight.data.copy_(weight)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, linear)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-ADAPTER = "default"  # PEFT's name for the only adapter
+ADAPTER = "default"  # PEFT's name for the first adapter; the only one in training
 
 
 class InputTypeLinear(nn.Linear):
@@ -34,10 +34,10 @@ def compute_in_input_type(model: nn.Module, dtype: torch.dtype = torch.float32) 
     for _, layer in lora_layers(model):
         layer.cast_input_dtype_enabled = False
         for pair in (layer.lora_A, layer.lora_B):
-            old = pair[ADAPTER]
-            new = InputTypeLinear(old.in_features, old.out_features, bias=False, device="meta")
-            new.weight = nn.Parameter(old.weight.detach().to(dtype))
-            pair[ADAPTER] = new
+            for adapter, old in list(pair.items()):
+                new = InputTypeLinear(old.in_features, old.out_features, bias=False, device="meta")
+                new.weight = nn.Parameter(old.weight.detach().to(dtype))
+                pair[adapter] = new
 
 
 def lora_state(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,156 @@
+"""A checkpoint's transformer, tensor by tensor, wherever it lies: a folder, a single file, or a kept quantised base."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from simpletune.models.original_names import origin_of
+from simpletune.models.parts import Part
+from simpletune.models.sd3_shapes import parameter_shapes
+from simpletune.models.single_file import open_file
+from simpletune.models.weights import WeightReader, read_header, weight_files
+from simpletune.options import UserError
+
+TABLE = "pos_embed.pos_embed"
+KEPT = "made_from.json"  # beside a quantised base that was kept: see models/quantised_cache.py
+KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+FP8 = ("F8_E4M3", "F8_E5M2")
+
+
+class Tensors(Protocol):
+    """What is read from."""
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+
+
+class Base:
+    """The transformer of a checkpoint under diffusers' names. Only what is asked for is read.
+
+    Args:
+        name: a pipeline's or a transformer's folder in diffusers' layout, a single file in the original one, a hub
+            name, or the folder of a quantised base that a run kept in its cache.
+
+    Raises:
+        UserError: it is no SD3, or cannot be read.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.part: Part | None = None
+        if (Path(name) / KEPT).is_file():
+            self._open_kept(Path(name))
+        else:
+            self.part = locate(name)
+            self._open_part(self.part)
+
+    def _open_part(self, part: Part) -> None:
+        from simpletune.models.sd3_transformer import open_tensors
+
+        self.file = part.file
+        self.tensors: Tensors = open_tensors(part.file or part.folder)  # type: ignore[arg-type]
+        if part.file is None:
+            assert part.folder is not None
+            self.config: Mapping[str, Any] = part.config()
+            entries = {k: v for file in weight_files(part.folder) for k, v in read_header(file).items()}
+            self.kinds = {k: v["dtype"] for k, v in entries.items() if k != "__metadata__"}
+            self.shapes = {k: tuple(v["shape"]) for k, v in entries.items() if k != "__metadata__"}
+            return
+        single = open_file(part.file)
+        self.config = single.transformer_config
+        found, layers = single.tensors_of("transformer"), self.config["num_layers"]
+        self.shapes = {**parameter_shapes(self.config), TABLE: tuple(found["pos_embed"]["shape"])}
+        self.kinds = {k: found[origin_of(k, layers).name]["dtype"] for k in self.shapes}
+        self.kinds = {k: "BF16" if kind in FP8 else kind for k, kind in self.kinds.items()}
+
+    def _open_kept(self, folder: Path) -> None:
+        self.file = None
+        self.tensors = kept = KeptTensors(folder)
+        self.config = kept.config
+        self.shapes = kept.shapes
+        self.kinds = {name: kept.kind(name) for name in self.shapes}
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, on the CPU, in the type it has on disk; a quantised one comes dequantised."""
+        return self.tensors.get(name)
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of every linear layer."""
+        matrices = {k: v for k, v in self.shapes.items() if k.endswith(".weight") and len(v) == 2}
+        return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in matrices.items()}
+
+    def save_config(self, folder: Path) -> None:
+        """Write the transformer's ``config.json``."""
+        if self.part is not None and self.part.folder is not None:
+            shutil.copyfile(self.part.folder / "config.json", folder / "config.json")
+        else:
+            config = {"_class_name": "SD3Transformer2DModel", **self.config}
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+class KeptTensors:
+    """A quantised base that a run kept, dequantised layer by layer as its tensors are asked for.
+
+    Args:
+        folder: with ``transformer.safetensors`` and ``made_from.json``.
+    """
+
+    def __init__(self, folder: Path):
+        from pydantic import TypeAdapter
+
+        from simpletune.models.sd3_transformer import empty_transformer
+        from simpletune.quant import Precision
+
+        about: dict[str, Any] = json.loads((folder / KEPT).read_text())
+        self.config: Mapping[str, Any] = about["config"]
+        self._precision = TypeAdapter(Precision).validate_python(about["precision"])
+        self._reader = WeightReader([folder / "transformer.safetensors"])
+        self._model = empty_transformer(self.config)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
+
+    def kind(self, name: str) -> str:
+        """The type that a tensor comes in, in safetensors' words."""
+        return "F32" if self._quantised(name) else KINDS[self._reader.get(name).dtype]
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, on the CPU; of a quantised layer the weight that it stands for, in fp32."""
+        if not self._quantised(name):
+            return self._reader.get(name)
+        owner = name.removesuffix(".weight")
+        twin = self._precision.convert(owner, self._model.get_submodule(owner))
+        twin.load_state_dict({own: self._reader.get(f"{owner}.{own}") for own in twin.state_dict()}, assign=True)
+        return twin.dequantise() if hasattr(twin, "dequantise") else twin.weight.dequantize().float()
+
+    def _quantised(self, name: str) -> bool:
+        owner = name.removesuffix(".weight")
+        if owner == name or not self._precision.quantises(owner):
+            return False
+        return isinstance(self._model.get_submodule(owner), nn.Linear)
+
+
+def locate(name: str) -> Part:
+    """Where the transformer of a checkpoint is.
+
+    Raises:
+        UserError: there is none.
+    """
+    from simpletune.demo import resolve
+    from simpletune.models import Model
+    from simpletune.models.sd3_sources import is_single_file
+
+    path = Path(name)
+    if name.startswith("demo:"):
+        path = resolve(name, Path(".cache"))
+        name = str(path)
+    if (path / "config.json").is_file() and not (path / "transformer").is_dir():
+        return Part("transformer", path)
+    if is_single_file(name) and not path.is_file():
+        raise UserError(f"{name} does not exist. Check the path")
+    return Model().model_copy(update={"pretrained": name}).part("transformer")
