@@ -23,25 +23,9 @@ def request_of(studio: Studio, args: argparse.Namespace, prompt: str | None) -> 
     prompt = prompt or default_prompt(studio)
     request = Request(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
     request = replace(request, **given(args, "seed", "negative_prompt", "steps", "guidance", "image", "strength"))
-    _require_steps(request, args)
+    if request.image is None and given(args, "strength"):
+        raise UserError(f"--strength: {args.strength:g} is for a starting picture. Give one: --image FILE")
     return request
-
-
-def _require_steps(request: Request, args: argparse.Namespace) -> None:
-    """A starting picture must leave a step to take.
-
-    Raises:
-        UserError: it does not, or there is none.
-    """
-    if request.image is None:
-        if given(args, "strength"):
-            raise UserError(f"--strength: {args.strength:g} is for a starting picture. Give one: --image FILE")
-        return
-    if request.skipped >= request.steps:
-        least = 1 / request.steps
-        raise UserError(
-            f"--strength: {request.strength:g} of {request.steps} steps is none. Use {least:.3g} or more, or more steps"
-        )
 
 
 def requests_of(studio: Studio, args: argparse.Namespace, default: Sequence[str | None] = (None,)) -> list[Request]:

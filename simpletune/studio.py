@@ -232,5 +232,5 @@ def _require_streamable(config: TrainConfig) -> None:
     if not config.precision.streamable:
         raise UserError(
             f"--resident-blocks: {config.precision.weights} weights cannot be brought in block by block. Use "
-            "--precision int8 or nf4"
+            "another --precision"
         )
