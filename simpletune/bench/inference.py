@@ -53,8 +53,9 @@ fastest of {rounds} rounds; one process. *Encode*: prompt and negative prompt, a
 loads the text encoders for it, the other rows read the cache; diffusers keeps its encoders in memory. *Peak*: {peak}.
 *Latents differ by*: root mean square from diffusers' latents of the same seeds and the same LoRA, largest over the
 pictures; latents have a variance of about 1. The rows with other precisions, without guidance and those marked lossy
-draw other pictures than diffusers; all others draw the same up to rounding. *Times diffusers* is against the fastest of
-diffusers' rows; how far these are apart is the table's noise."""
+draw other pictures than diffusers; all others draw the same up to rounding. *Times diffusers*: on the CPU
+against rounds of diffusers that take turns with the row's own, so that other work on the machine slows both; on a GPU
+against diffusers' row. How far from 1 diffusers' own rows are is the table's noise."""
 
 
 @dataclass(frozen=True)
@@ -134,21 +135,27 @@ def run(
     with tempfile.TemporaryDirectory() as place:
         job = prepare(model, device, (width, height), steps, rounds, Path(place))
         baselines: dict[bool, Round] = {}
+        beside = Beside(job)
         for name, way in ROWS.items():
             wanted = only in name or name in (BASELINE, BASELINE_LORA)
             if not wanted or time.monotonic() - started > 60 * minutes:
                 say(f"bench   {name}: left out")
                 continue
-            row, best = measure(job, way)
+            row, best = measure(job, way, beside)
             baseline = baselines.setdefault(bool(way.lora), best)
             away = max(latent_distance(a, b) for a, b in zip(best.latents, baseline.latents, strict=True))
             results.add(name, {**row, "differs": f"{away:.1e}" if away else "0", "lora": bool(way.lora)})
             say(f"bench   {name}: {row['seconds_per_picture']:.4f} s per picture")
     finish(results, prices or {})
-    guidance = job.requests[0].guidance
+    return write_page(results, job, model, prices or {})
+
+
+def write_page(results: Results, job: Job, model: str, prices: Mapping[str, float]) -> Path:
+    """The Markdown table, and where there are prices one of costs."""
+    first = job.requests[0]
     about = ABOUT.format(
-        model=model, size=f"{width} x {height}", steps=steps, guidance=guidance, pictures=PICTURES, rounds=rounds,
-        compute=job.config.precision.compute, peak=peak_words(job.device),
+        model=model, size=f"{first.width} x {first.height}", steps=first.steps, guidance=first.guidance,
+        pictures=PICTURES, rounds=job.rounds, compute=job.config.precision.compute, peak=peak_words(job.device),
     )  # fmt: skip
     page = results.write_table("Inference", about, machine())
     if prices:
@@ -160,7 +167,7 @@ def run(
 
 
 def finish(results: Results, prices: Mapping[str, float]) -> None:
-    """Add to every row how many times as fast as diffusers it is, at diffusers' fastest, and what it costs."""
+    """Add to every row how many times as fast as diffusers it is, and what it costs."""
     rows = results.rows
     fastest = {
         lora: min(r["seconds_per_picture"] for n, r in rows.items() if n.startswith("diffusers") and r["lora"] == lora)
@@ -169,7 +176,7 @@ def finish(results: Results, prices: Mapping[str, float]) -> None:
     for name, row in list(rows.items()):
         seconds = row["seconds_per_picture"]
         cost = {key: 1000 * seconds * price / 3600 for key, price in prices.items()}
-        results.add(name, {**row, "faster": fastest[row["lora"]] / seconds, "cost": cost})
+        results.add(name, {**row, "faster": (row["beside"] or fastest[row["lora"]]) / seconds, "cost": cost})
 
 
 def peak_words(device: torch.device) -> str:
@@ -216,7 +223,24 @@ def random_lora(config: TrainConfig, folder: Path) -> Path:
     return folder
 
 
-def measure(job: Job, way: Way) -> tuple[dict[str, Any], Round]:
+class Beside:
+    """diffusers' rounds in between those of a row on the CPU, where other work may come and go: the row is compared with
+    these. On a GPU its weights would stand in the row's memory: there the table's own rows of diffusers must do."""
+
+    def __init__(self, job: Job):
+        self.job, self._rounds = job, dict[bool, Callable[[], Round]]()
+
+    def round(self, lora: bool) -> float | None:
+        """Seconds of one."""
+        if self.job.device.type == "cuda":
+            return None
+        if lora not in self._rounds:
+            self._rounds[lora] = diffusers_round(self.job, Way(diffusers=True, lora="live" if lora else ""))
+            self._rounds[lora]()
+        return self._rounds[lora]().seconds
+
+
+def measure(job: Job, way: Way, beside: Beside) -> tuple[dict[str, Any], Round]:
     """One row: what it takes, and its fastest round."""
     gc.collect()
     stages = Stages(cuda=job.device.type == "cuda")
@@ -225,14 +249,17 @@ def measure(job: Job, way: Way) -> tuple[dict[str, Any], Round]:
         one_round = (diffusers_round if way.diffusers else own_round)(job, way)
         one_round()
         first = time.perf_counter() - clock
-        best = min((one_round() for _ in range(job.rounds)), key=lambda done: done.seconds)
+        rounds = [(beside.round(bool(way.lora)), one_round()) for _ in range(job.rounds)]
+    best = min((own for _, own in rounds), key=lambda done: done.seconds)
+    theirs = min((other for other, _ in rounds if other is not None), default=None)
     del one_round
     free_memory(job.device)
     peak = stages.peak("peak_allocated_gib") or stages.peak("peak_rss_gib") or 0.0
     parts = {name: getattr(best, name) / PICTURES for name in ("encode", "denoise", "decode")}
     seconds = best.seconds / PICTURES
     figures = {"seconds_per_picture": seconds, "pictures_per_second": 1 / seconds, **parts}
-    return {**figures, "peak_mib": round(peak * 1024), "first": first}, best
+    other = None if theirs is None else theirs / PICTURES
+    return {**figures, "beside": other, "peak_mib": round(peak * 1024), "first": first}, best
 
 
 def diffusers_round(job: Job, way: Way) -> Callable[[], Round]:
