@@ -112,5 +112,6 @@ def generate(args: argparse.Namespace) -> Path:
     for text in studio.speed.lossy().values():
         say(f"  lossy: {text}")
     say(f"  {drawn.denoise + drawn.decode:.2f} s per picture, peak memory {studio.memory()}")
-    say(f"  denoise {drawn.denoise:.2f} s, decode {drawn.decode:.2f} s")
+    compiling = " (with the compiling)" if studio.speed.compiled else ""
+    say(f"  denoise {drawn.denoise:.2f} s{compiling}, decode {drawn.decode:.2f} s")
     return files[0]

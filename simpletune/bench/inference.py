@@ -22,7 +22,7 @@ from torch import Tensor
 
 from simpletune.adapters.lora import Lora
 from simpletune.bench.diffusers_pipeline import Plain
-from simpletune.bench.inference_rows import BASELINE, BASELINE_LORA, PICTURES, ROWS, Way
+from simpletune.bench.inference_rows import ABOUT, BASELINE, BASELINE_LORA, COLUMNS, PICTURES, ROWS, Way
 from simpletune.bench.table import Results, machine, table
 from simpletune.config import TrainConfig
 from simpletune.data.folder import Folder
@@ -42,20 +42,6 @@ from simpletune.turns import Turns
 
 SEEDS = range(PICTURES)
 DEMO = "demo:tiny-sd3"
-COLUMNS = {
-    "what": "", "seconds_per_picture": "s/picture", "pictures_per_second": "pictures/s", "faster": "times diffusers",
-    "encode": "encode, s", "denoise": "denoise, s", "decode": "decode, s", "peak_mib": "peak, MiB",
-    "differs": "latents differ by", "first": "load and first picture, s",
-}  # fmt: skip
-ABOUT = """\
-{model}, {size} px, {steps} steps, guidance {guidance:g}, {pictures} pictures a round of one prompt, {compute} products,
-fastest of {rounds} rounds; one process. *Encode*: prompt and negative prompt, a share for each picture; *prompts new*
-loads the text encoders for it, the other rows read the cache; diffusers keeps its encoders in memory. *Peak*: {peak}.
-*Latents differ by*: root mean square from diffusers' latents of the same seeds and the same LoRA, largest over the
-pictures; latents have a variance of about 1. The rows with other precisions, without guidance and those marked lossy
-draw other pictures than diffusers; all others draw the same up to rounding. *Times diffusers*: on the CPU
-against rounds of diffusers that take turns with the row's own, so that other work on the machine slows both; on a GPU
-against diffusers' row. How far from 1 diffusers' own rows are is the table's noise."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +76,7 @@ class Round:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """All."""
         return self.encode + self.denoise + self.decode
 
 
@@ -224,8 +210,10 @@ def random_lora(config: TrainConfig, folder: Path) -> Path:
 
 
 class Beside:
-    """diffusers' rounds in between those of a row on the CPU, where other work may come and go: the row is compared with
-    these. On a GPU its weights would stand in the row's memory: there the table's own rows of diffusers must do."""
+    """On the CPU, where other work may come and go, rounds of diffusers in between those of a row, to compare it with.
+
+    On a GPU their weights would stand in the row's memory: there the table's own rows of diffusers must do.
+    """
 
     def __init__(self, job: Job):
         self.job, self._rounds = job, dict[bool, Callable[[], Round]]()
@@ -258,8 +246,12 @@ def measure(job: Job, way: Way, beside: Beside) -> tuple[dict[str, Any], Round]:
     parts = {name: getattr(best, name) / PICTURES for name in ("encode", "denoise", "decode")}
     seconds = best.seconds / PICTURES
     figures = {"seconds_per_picture": seconds, "pictures_per_second": 1 / seconds, **parts}
-    other = None if theirs is None else theirs / PICTURES
-    return {**figures, "beside": other, "peak_mib": round(peak * 1024), "first": first}, best
+    return {
+        **figures,
+        "beside": None if theirs is None else theirs / PICTURES,
+        "peak_mib": round(peak * 1024),
+        "first": first,
+    }, best
 
 
 def diffusers_round(job: Job, way: Way) -> Callable[[], Round]:

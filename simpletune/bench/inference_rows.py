@@ -57,3 +57,17 @@ ROWS: dict[str, Way] = {
     "int8, plan, every block streamed": Way(weights="int8", memory=(PLAN, STREAMED)),
     f"{BASELINE}, again at the end": Way(diffusers=True),
 }
+COLUMNS = {
+    "what": "", "seconds_per_picture": "s/picture", "pictures_per_second": "pictures/s", "faster": "times diffusers",
+    "encode": "encode, s", "denoise": "denoise, s", "decode": "decode, s", "peak_mib": "peak, MiB",
+    "differs": "latents differ by", "first": "load and first picture, s",
+}  # fmt: skip
+ABOUT = """\
+{model}, {size} px, {steps} steps, guidance {guidance:g}, {pictures} pictures a round of one prompt, {compute} products,
+fastest of {rounds} rounds; one process. *Encode*: prompt and negative prompt, a share for each picture; *prompts new*
+loads the text encoders for it, the other rows read the cache; diffusers keeps its encoders in memory. *Peak*: {peak}.
+*Latents differ by*: root mean square from diffusers' latents of the same seeds and the same LoRA, largest over the
+pictures; latents have a variance of about 1. The rows with other precisions, without guidance and those marked lossy
+draw other pictures than diffusers; all others draw the same up to rounding. *Times diffusers*: on the CPU
+against rounds of diffusers that take turns with the row's own, so that other work on the machine slows both; on a GPU
+against diffusers' row. How far from 1 diffusers' own rows are is the table's noise."""
