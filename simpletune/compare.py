@@ -4,53 +4,89 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from simpletune.checkpoint import write_json
-from simpletune.generate import Studio, open_studio, request_of
+from simpletune.compare_page import write_page
+from simpletune.generate import Studio, open_studio, requests_of
+from simpletune.measures import Clip, Dino, latent_distance, pixel_difference
 from simpletune.options import UserError
-from simpletune.results import BASE, Weights, lora_weights, result_of
-from simpletune.sampling import Request, grid, save_png
+from simpletune.prepare import free_memory
+from simpletune.results import (
+    BASE,
+    LORA_FILE,
+    TRAINABLE,
+    TRANSFORMER,
+    Weights,
+    checkpoints_of,
+    lora_weights,
+    precision_of,
+    result_of,
+    split_scale,
+)
+from simpletune.sampling import Request, save_png
+from simpletune.sheets import grid
+from simpletune.studio import Drawn
 from simpletune.terminal import say
 
 SCALES = (0.5, 1.0)
+PAGE, SHEET, FIGURES = "compare.html", "grid.png", "compare.json"
 
 
 def models_to_compare(studio: Studio, args: argparse.Namespace) -> list[Weights]:
-    """The base first, then each LoRA at each strength, or the run's result.
+    """The base first, then what the arguments name, or the run's result; each once.
 
     Raises:
-        UserError: neither a run nor a LoRA is given.
+        UserError: there is neither a run nor another name.
     """
     scales = args.scale or SCALES
-    if args.lora:
-        return [BASE, *(lora_weights(name, scale) for name in args.lora for scale in scales)]
-    if studio.run is None:
-        raise UserError("--lora: no LoRA is given, and no run. Give one of them")
-    if result_of(studio.run).transformer is not None:
-        return [BASE, result_of(studio.run)]
-    return [BASE, *(result_of(studio.run, scale) for scale in scales)]
+    models = [BASE, *(weights for name in args.models for weights in named(name))]
+    for text in args.lora or ():
+        name, scale = split_scale(text)
+        models += [lora_weights(name, each) for each in (scales if scale is None else [scale])]
+    if args.checkpoints:
+        runs = [Path(name) for name in args.models if (Path(name) / "checkpoints").is_dir()]
+        if not runs and studio.run is None:
+            raise UserError("--checkpoints: no run is given. Give one: --run FOLDER")
+        if not runs and studio.run is not None:
+            runs = [studio.run]
+        models += [w for run in runs for scale in args.scale or [1.0] for w in checkpoints_of(run, scale)]
+    if len(models) == 1 and not args.models:
+        if studio.run is None:
+            raise UserError("--lora: no LoRA is given, and no run. Give one of them")
+        models += dict.fromkeys(result_of(studio.run, scale) for scale in scales)
+    return list(dict.fromkeys(models))
 
 
-def requests_of(studio: Studio, args: argparse.Namespace) -> list[Request]:
-    """Every prompt with every seed."""
-    prompts = args.prompt or studio.config.validation.prompts or [None]
-    first = [request_of(studio, args, prompt) for prompt in prompts]
-    return [replace(request, seed=request.seed + number) for request in first for number in range(args.seeds)]
+def named(text: str) -> list[Weights]:
+    """The weights that a name on the command line stands for: ``base``, a run or checkpoint, a LoRA, a transformer.
 
-
-def difference(a: Image.Image, b: Image.Image) -> float:
-    """Mean absolute difference of two pictures' values, 0 to 1."""
-    return float(np.abs(np.asarray(a, dtype=np.float32) - np.asarray(b, dtype=np.float32)).mean() / 255)
+    Raises:
+        UserError: there is none of that name.
+    """
+    if text == "base":
+        return [BASE]
+    name, scale = split_scale(text)
+    folder = Path(name)
+    if (folder / TRANSFORMER).is_dir() or (folder / LORA_FILE).exists():
+        found = result_of(folder, 1.0 if scale is None else scale)
+    elif (folder / TRAINABLE).exists():
+        found = Weights(name, trained=folder / TRAINABLE, short=folder.name)
+    elif (folder / "config.json").exists() and any(folder.glob("*.safetensors*")):
+        found = Weights(name, transformer=folder, short=folder.name)
+    else:
+        return [lora_weights(name, 1.0 if scale is None else scale)]
+    if scale is not None and found.lora is None:
+        raise UserError(f"{text}: a full model has no strength. Leave :{scale:g} out")
+    return [found]
 
 
 def compare(args: argparse.Namespace) -> Path:
-    """Draw every request with every model; write single pictures, one grid and the figures.
+    """Draw every request with every model; write single pictures, one grid, a page and the figures.
 
     Args:
         args: as ``generate_arguments.add_compare_arguments`` describes.
@@ -59,36 +95,97 @@ def compare(args: argparse.Namespace) -> Path:
         The grid.
     """
     studio = open_studio(args)
-    models, requests = models_to_compare(studio, args), requests_of(studio, args)
+    models = models_to_compare(studio, args)
+    requests = requests_of(studio, args, studio.config.validation.prompts or (None,))
     folder = args.output or (studio.run / "compare" if studio.run else Path("inference-out") / "compare")
-    columns: list[list[Image.Image]] = []
-    figures: list[dict[str, Any]] = []
-    for weights in models:
-        pictures, seconds = studio.draw(weights, requests)
-        columns.append(pictures)
-        for number, (picture, request) in enumerate(zip(pictures, requests, strict=True)):
-            save_png(picture, folder / file_name(weights.label) / f"{number:03d}.png", request, weights=weights.label)
-        away = [difference(picture, base) for picture, base in zip(pictures, columns[0], strict=True)]
-        figures.append({"weights": weights.label, "seconds_per_picture": seconds, "difference_from_base": away})
-        say(f"{weights.label}: {seconds:.2f} s per picture, mean difference from the base {np.mean(away):.4f}")
-    sheet = folder / "grid.png"
-    rows = [
-        (f"{request.prompt}  (seed {request.seed})", [column[number] for column in columns])
-        for number, request in enumerate(requests)
-    ]
-    grid(rows, [title(weights) for weights in models]).save(sheet)
-    precision = studio.config.precision.weights
-    write_json(folder / "compare.json", {"precision": precision, "device": studio.reason, "models": figures})
+    columns = studio.draw_all(models, requests)
+    figures = [figures_of(studio, column, columns[0]) for column in columns]
+    add_scores(studio, args, columns, requests, figures)
+    for column, figure in zip(columns, figures, strict=True):
+        save_pictures(folder, column, requests, figure, studio.speed.lossy())
+        away = np.mean(figure["difference_from_base"])
+        seconds = figure["seconds_per_picture"]
+        say(f"{column.weights.label}: {seconds:.2f} s per picture, mean difference from the base {away:.4f}")
+    sheet, precision = folder / SHEET, studio.config.precision.weights
+    rows = [(caption(request), [column.pictures[n] for column in columns]) for n, request in enumerate(requests)]
+    grid(rows, [column.weights.title for column in columns]).save(sheet)
+    about = {
+        "precision": precision, "device": studio.reason, "peak_memory": studio.memory(),
+        **studio.speed.lossy(), "stages": studio.stages.as_json(),
+        "pictures": [{**request.__dict__, "image": request.image and str(request.image)} for request in requests],
+    }  # fmt: skip
+    write_json(folder / FIGURES, {**about, "models": figures})
+    page = write_page(folder / PAGE, columns, requests, figures, about)
+    warn_of_precisions(figures)
     say(f"{sheet}: {len(models)} models, {len(requests)} pictures each, {precision} weights on {studio.reason}")
+    say(f"  {page}: with a slider, offline")
     say(f"  peak memory {studio.memory()}")
     return sheet
 
 
-def title(weights: Weights) -> str:
-    """A column's title."""
-    if weights.lora is not None:
-        return f"LoRA x {weights.scale:g}"
-    return "base" if weights.transformer is None else "full"
+def figures_of(studio: Studio, column: Drawn, base: Drawn) -> dict[str, Any]:
+    """What one model took, and how far its pictures are from the base's."""
+    return {
+        "weights": column.weights.label,
+        "title": column.weights.title,
+        "precision": getattr(precision_of(studio.config, column.weights), "weights"),  # noqa: B009 members own it
+        "seconds_per_picture": column.denoise + column.decode,
+        "seconds": {"denoise": column.denoise, "decode": column.decode},
+        "difference_from_base": [pixel_difference(a, b) for a, b in zip(column.pictures, base.pictures, strict=True)],
+        "latent_distance_from_base": [latent_distance(a, b) for a, b in zip(column.latents, base.latents, strict=True)],
+    }
+
+
+def add_scores(
+    studio: Studio,
+    args: argparse.Namespace,
+    columns: Sequence[Drawn],
+    requests: Sequence[Request],
+    figures: Sequence[dict[str, Any]],
+) -> None:
+    """Cosines by the encoders that the user named, added to the figures, one encoder in memory at a time."""
+    if args.clip:
+        with studio.stages.stage("clip"):
+            clip = Clip(args.clip, studio.device)
+            prompts = clip.of_prompts([request.prompt for request in requests])
+            seen = [clip.of_pictures(column.pictures) for column in columns]
+            del clip
+            free_memory(studio.device)
+        for figure, pictures in zip(figures, seen, strict=True):
+            figure["clip_prompt"] = (pictures * prompts).sum(-1).tolist()
+            figure["clip_base"] = (pictures * seen[0]).sum(-1).tolist()
+    if args.dino:
+        with studio.stages.stage("dino"):
+            dino = Dino(args.dino, studio.device)
+            seen = [dino.of_pictures(column.pictures) for column in columns]
+            del dino
+            free_memory(studio.device)
+        for figure, pictures in zip(figures, seen, strict=True):
+            figure["dino_base"] = (pictures * seen[0]).sum(-1).tolist()
+
+
+def save_pictures(
+    folder: Path, column: Drawn, requests: Sequence[Request], figure: dict[str, Any], lossy: dict[str, str]
+) -> None:
+    """Single PNGs of one model, each with how it was made."""
+    weights = column.weights
+    more = {"weights": weights.label, "precision": figure["precision"], **lossy}
+    for number, (picture, request) in enumerate(zip(column.pictures, requests, strict=True)):
+        save_png(picture, folder / file_name(weights.label) / f"{number:03d}.png", request, **more)
+
+
+def warn_of_precisions(figures: Sequence[dict[str, Any]]) -> None:
+    """Say when models could not be held alike."""
+    precisions = {figure["precision"] for figure in figures}
+    if len(precisions) > 1:
+        listed = "; ".join(f"{figure['title']}: {figure['precision']}" for figure in figures)
+        say(f"NOT in the same precision, so differences are not the training's alone: {listed}")
+        say("  weights that replace the base's are not quantised; --precision bf16 holds all of them alike")
+
+
+def caption(request: Request) -> str:
+    """A request in words."""
+    return f"{request.prompt}  (seed {request.seed})"
 
 
 def file_name(label: str) -> str:

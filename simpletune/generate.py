@@ -3,108 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 from PIL import Image
-from pydantic import TypeAdapter
 
-from simpletune.config import TrainConfig
-from simpletune.data.folder import Folder
-from simpletune.devices import choose_device
 from simpletune.options import UserError
-from simpletune.places import resolved
-from simpletune.prepare import TextCache, free_memory
-from simpletune.quant import Precision
-from simpletune.results import (
-    BASE,
-    Weights,
-    find_run,
-    full_model_of,
-    load_weights,
-    lora_weights,
-    precision_of,
-    result_of,
-    run_config,
-)
-from simpletune.sampling import Request, draw, save_png
-from simpletune.stages import Stages
+from simpletune.results import BASE, Weights, full_model_of, lora_weights, precision_of, result_of, split_scale
+from simpletune.sampling import Request, save_png
+from simpletune.studio import Studio, given, open_studio
 from simpletune.terminal import say
-
-
-@dataclass
-class Studio:
-    """Everything for drawing that does not depend on the weights: configuration, device, prompts, autoencoder.
-
-    Args:
-        config: of the run, changed by arguments, with folders resolved.
-        run: the run's folder, or None.
-        device: where to.
-        reason: which device and why.
-        stages: time and memory so far.
-    """
-
-    config: TrainConfig
-    run: Path | None
-    device: torch.device
-    reason: str
-    stages: Stages
-
-    def draw(self, weights: Weights, requests: Sequence[Request]) -> tuple[list[Image.Image], float]:
-        """Draw pictures with some weights.
-
-        Returns:
-            The pictures, and seconds per picture, loading left out.
-        """
-        config = self.config
-        text = TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache))
-        with self.stages.stage("text"):
-            text.fill([prompt for r in requests for prompt in (r.prompt, r.negative_prompt)], self.device)
-        with self.stages.stage("load"):
-            sizes = {(request.width, request.height) for request in requests}
-            transformer, modulation = load_weights(config, weights, self.device, sizes)
-            vae = config.model.load_vae(self.device, config.precision.encoder_dtype(), config.memory.vae_tile)
-        with self.stages.stage("draw"):
-            clock = time.perf_counter()
-            pictures = draw(transformer, vae, config.model, config.precision, list(requests), text.load, modulation)
-            seconds = (time.perf_counter() - clock) / len(requests)
-        del transformer, modulation, vae
-        free_memory(self.device)
-        return pictures, seconds
-
-    def memory(self) -> str:
-        """The peaks so far, in words."""
-        peak = self.stages.peak("peak_allocated_gib")
-        on_device = f"{peak:.2f} GiB on the GPU, " if peak is not None else ""
-        return f"{on_device}{self.stages.peak('peak_rss_gib'):.2f} GiB of the process"
-
-
-def open_studio(args: argparse.Namespace) -> Studio:
-    """The run that arguments name, or the newest, with their changes; ``--model`` alone needs no run.
-
-    Raises:
-        UserError: there is no run, or no usable device.
-    """
-    run = None if args.model and not args.run else find_run(args.run, args.runs)
-    if run is None:
-        config = TrainConfig(name="generate", data=Folder(path="demo:pictures"))
-    else:
-        config = run_config(run)
-    changes: dict[str, object] = {}
-    if args.model:
-        changes["model"] = config.model.model_copy(update={"pretrained": args.model, "init": "pretrained"})
-    if args.precision:
-        changes["precision"] = TypeAdapter(Precision).validate_python({"weights": args.precision})
-    if args.modulation:
-        changes["memory"] = config.memory.model_copy(update={"modulation": args.modulation})
-    if args.device:
-        changes["device"] = args.device
-    config = config.model_copy(update=changes)
-    device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
-    return Studio(resolved(config), run, device, reason, Stages(cuda=device.type == "cuda"))
 
 
 def request_of(studio: Studio, args: argparse.Namespace, prompt: str | None) -> Request:
@@ -113,8 +22,21 @@ def request_of(studio: Studio, args: argparse.Namespace, prompt: str | None) -> 
     width, height = args.size or studio.config.picture_size()
     prompt = prompt or default_prompt(studio)
     request = Request(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
-    given = {name: getattr(args, name) for name in ("seed", "negative_prompt", "steps", "guidance")}
-    return replace(request, **{name: value for name, value in given.items() if value is not None})
+    request = replace(request, **given(args, "seed", "negative_prompt", "steps", "guidance", "image", "strength"))
+    if request.image is None and given(args, "strength"):
+        raise UserError(f"--strength: {args.strength:g} is for a starting picture. Give one: --image FILE")
+    return request
+
+
+def requests_of(studio: Studio, args: argparse.Namespace, default: Sequence[str | None] = (None,)) -> list[Request]:
+    """Every prompt with every seed.
+
+    Args:
+        default: prompts where none is given; None: the run's first.
+    """
+    prompts = args.prompt or default
+    first = [request_of(studio, args, prompt) for prompt in prompts]
+    return [replace(request, seed=request.seed + number) for request in first for number in range(args.seeds)]
 
 
 def default_prompt(studio: Studio) -> str:
@@ -137,33 +59,59 @@ def weights_of(studio: Studio, args: argparse.Namespace) -> tuple[str, Weights]:
     if args.base:
         return "base", BASE
     if args.lora:
-        return "lora", lora_weights(args.lora, args.scale)
+        name, scale = split_scale(args.lora, args.scale)
+        return "lora", _fused(studio, args, lora_weights(name, args.scale if scale is None else scale))
     if studio.run is None:
         raise UserError("--lora: no file is given, and no run. Give a LoRA, or --base")
     if args.full:
         return "full", full_model_of(studio.run)
     weights = result_of(studio.run, args.scale)
-    return ("full" if weights.transformer else "lora"), weights
+    return ("full" if weights.transformer else "lora"), _fused(studio, args, weights)
+
+
+def _fused(studio: Studio, args: argparse.Namespace, weights: Weights) -> Weights:
+    """With ``--fuse``: the LoRA added to the base's weights, W + scale B A, so that it costs no time.
+
+    Raises:
+        UserError: the base is quantised.
+    """
+    if not given(args, "fuse") or not args.fuse or weights.lora is None:
+        return weights
+    precision = studio.config.precision
+    if not precision.trainable:
+        raise UserError(
+            f"--fuse: into {precision.weights} weights a LoRA cannot be added: rounding them again would lose most of "
+            "it. Use --precision bf16, or leave --fuse out"
+        )
+    return replace(weights, label=f"{weights.label}, fused", short=f"{weights.title}, fused", merged=True)
 
 
 def generate(args: argparse.Namespace) -> Path:
-    """Draw one picture and say how long it took and how much memory.
+    """Draw pictures and say how long it took and how much memory.
 
     Args:
         args: as ``generate_arguments.add_arguments`` describes.
 
     Returns:
-        The PNG.
+        The PNG; of several the first.
     """
     studio = open_studio(args)
     name, weights = weights_of(studio, args)
-    request = request_of(studio, args, args.prompt)
-    pictures, seconds = studio.draw(weights, [request])
+    requests = requests_of(studio, args)
+    (drawn,) = studio.draw_all([weights], requests)
     folder = studio.run / "inference" if studio.run else Path("inference-out")
-    output = args.output or folder / f"{name}.png"
+    first = args.output or folder / f"{name}.png"
+    files = [first.with_stem(f"{first.stem}-{number:03d}") for number in range(len(requests))]
+    files = files if len(files) > 1 else [first]
     precision = getattr(precision_of(studio.config, weights), "weights")  # noqa: B009 members own it
-    save_png(pictures[0], output, request, weights=weights.label, precision=precision)
-    say(f"{output}: {weights.label}, {precision} weights on {studio.reason}")
-    say(f"  prompt {request.prompt!r}, seed {request.seed}, {request.steps} steps, guidance {request.guidance:g}")
-    say(f"  {seconds:.2f} s per picture, peak memory {studio.memory()}")
-    return output
+    more = {"weights": weights.label, "precision": precision, **studio.speed.lossy()}
+    for file, picture, request in zip(files, drawn.pictures, requests, strict=True):
+        save_png(picture, file, request, **more)
+        say(f"{file}: {weights.label}, {precision} weights on {studio.reason}")
+        say(f"  prompt {request.prompt!r}, seed {request.seed}, {request.steps} steps, guidance {request.guidance:g}")
+    for text in studio.speed.lossy().values():
+        say(f"  lossy: {text}")
+    say(f"  {drawn.denoise + drawn.decode:.2f} s per picture, peak memory {studio.memory()}")
+    compiling = " (with the compiling)" if studio.speed.compiled else ""
+    say(f"  denoise {drawn.denoise:.2f} s{compiling}, decode {drawn.decode:.2f} s")
+    return files[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.adapters.lora import OUTPUT as LORA_FILE
+from simpletune.checkpoint import AVERAGE, TRAINABLE, list_checkpoints
 from simpletune.config import TrainConfig, cache_of_bases
 from simpletune.data.buckets import Size
 from simpletune.models.hub import is_hub_name
@@ -36,6 +37,8 @@ class Weights:
         scale: strength of the LoRA.
         transformer: the folder of a fine-tuned transformer, if any.
         merged: fold the LoRA into the weights, as a full model.
+        trained: a checkpoint's file of trained weights that replace the base's, if any.
+        short: the label in few letters, for the head of a column.
     """
 
     label: str
@@ -43,6 +46,13 @@ class Weights:
     scale: float = 1.0
     transformer: Path | None = None
     merged: bool = False
+    trained: Path | None = None
+    short: str = ""
+
+    @property
+    def title(self) -> str:
+        """The head of a column."""
+        return self.short or self.label
 
 
 BASE = Weights("base")
@@ -78,7 +88,40 @@ def lora_weights(name: str, scale: float) -> Weights:
         path = path / LORA_FILE
     if not path.is_file():
         raise UserError(f"--lora: {name} does not exist. Give a LoRA file, a run's folder, or a hub name (owner/name)")
-    return Weights(f"LoRA {name} x {scale:g}", lora=path, scale=scale)
+    return Weights(f"LoRA {name} x {scale:g}", lora=path, scale=scale, short=f"{Path(name).stem} x {scale:g}")
+
+
+def split_scale(text: str, default: float | None = None) -> tuple[str, float | None]:
+    """A name and the strength after its last colon: ``my.safetensors:0.8``.
+
+    Args:
+        default: where there is no strength.
+    """
+    name, colon, scale = text.rpartition(":")
+    try:
+        return (name, float(scale)) if colon and not Path(text).exists() else (text, default)
+    except ValueError:
+        return text, default
+
+
+def checkpoints_of(run: Path, scale: float = 1.0) -> list[Weights]:
+    """What a run's checkpoints hold, oldest first.
+
+    Raises:
+        UserError: it has none.
+    """
+    found = list_checkpoints(run)
+    if not found:
+        raise UserError(f"--checkpoints: {run} has no checkpoint. Leave the option out, or name another run")
+    states = []
+    for step, folder in found:
+        if (folder / LORA_FILE).exists():
+            label, short = f"{run} step {step} x {scale:g}", f"{run.name} step {step}"
+            states.append(Weights(label, lora=folder / LORA_FILE, scale=scale, short=short))
+        else:
+            file = folder / (AVERAGE if (folder / AVERAGE).exists() else TRAINABLE)
+            states.append(Weights(f"{run} step {step}", trained=file, short=f"{run.name} step {step}"))
+    return states
 
 
 def result_of(run: Path, scale: float = 1.0) -> Weights:
@@ -88,9 +131,10 @@ def result_of(run: Path, scale: float = 1.0) -> Weights:
         UserError: it left no result.
     """
     if (run / TRANSFORMER).is_dir():
-        return Weights(f"{run}/{TRANSFORMER}", transformer=run / TRANSFORMER)
+        return Weights(f"{run}/{TRANSFORMER}", transformer=run / TRANSFORMER, short=f"full {run.name}")
     if (run / LORA_FILE).exists():
-        return Weights(f"LoRA {run / LORA_FILE} x {scale:g}", lora=run / LORA_FILE, scale=scale)
+        short = f"LoRA {run.name} x {scale:g}"
+        return Weights(f"LoRA {run / LORA_FILE} x {scale:g}", lora=run / LORA_FILE, scale=scale, short=short)
     raise UserError(f"--run: {run} holds no {LORA_FILE} and no {TRANSFORMER}/. Let it finish, or name another run")
 
 
@@ -103,9 +147,9 @@ def full_model_of(run: Path) -> Weights:
 
 
 def precision_of(config: TrainConfig, weights: Weights) -> WeightPrecision:
-    """How the weights are held: as the configuration says, but a merged model is not quantised."""
+    """How the weights are held: as the configuration says, but what is written over the base's is not quantised."""
     precision = config.precision
-    if weights.merged and not precision.trainable:
+    if (weights.merged or weights.trained) and not precision.trainable:
         return BF16() if precision.compute == "bf16" else FP32()
     return precision
 
@@ -136,6 +180,8 @@ def load_weights(
         cache = None  # a result is drawn with a few times; a base, by every run
     precision = precision_of(config, weights)
     transformer = load_base(model, config.memory, precision, device, sizes, cache=cache)
+    if weights.trained is not None:
+        overwrite(transformer, weights.trained)
     if weights.lora is not None:
         load_lora(transformer, weights.lora, weights.scale)
     if weights.merged:
@@ -143,3 +189,23 @@ def load_weights(
     modulation = take_out_modulation(transformer, config.memory, precision, device)
     config.memory.attach(transformer.transformer_blocks, device_of(transformer))  # type: ignore[arg-type]
     return transformer, modulation
+
+
+def overwrite(transformer: nn.Module, file: Path) -> None:
+    """Put a checkpoint's trained weights in the place of the base's.
+
+    Raises:
+        UserError: they are of another model.
+    """
+    from simpletune.models.weights import WeightReader
+
+    reader, parameters = WeightReader([file]), dict(transformer.named_parameters())
+    lost = sorted(reader.names - set(parameters))
+    if lost:
+        raise UserError(f"{file}: {len(lost)} of its tensors are not in this model: {', '.join(lost[:5])}")
+    for name in sorted(reader.names):
+        tensor = reader.get(name)
+        if tensor.shape != parameters[name].shape:
+            shapes = f"{list(tensor.shape)}, and the model {list(parameters[name].shape)}"
+            raise UserError(f"{file}: {name} has shape {shapes}: it is of another model")
+        parameters[name].data.copy_(tensor)

@@ -15,7 +15,8 @@ from simpletune.feed import Batch, Feed
 from simpletune.loading import device_of
 from simpletune.memory.modulation import Modulation
 from simpletune.prepare import TextCache, free_memory
-from simpletune.sampling import Request, draw, grid, save_png
+from simpletune.sampling import Request, draw, save_png
+from simpletune.sheets import grid
 
 BASE = "base"
 GRID = "grid.png"

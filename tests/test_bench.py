@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from simpletune.bench import memory, quality
+from simpletune.bench import inference, memory, quality
 from simpletune.bench.table import Results, shown
+from simpletune.options import UserError
 
 
 def test_rows_are_kept_on_disk_and_shown(tmp_path: Path) -> None:
@@ -60,3 +61,21 @@ def test_the_quality_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: 
     assert "LoRA" in table.read_text()
     with Image.open(tmp_path / "quality.png") as picture:
         assert picture.height > 2 * 64
+
+
+def test_inference_is_measured_against_diffusers_in_one_process(tmp_path: Path, monkeypatch) -> None:
+    wanted = ["diffusers", "simpletune, prompts new", "modulation plan", "lossy: guidance difference for 2 steps"]
+    wanted += ["diffusers, LoRA r16", "LoRA r16, fused"]
+    monkeypatch.setattr(inference, "ROWS", {name: inference.ROWS[name] for name in wanted})
+    with pytest.raises(UserError, match="none of the 6 rows holds 'nothing'"):
+        inference.run(tmp_path, only="nothing")
+    page = inference.run(tmp_path, size=(32, 32), steps=2, rounds=1, prices={"spot": 0.36}, device="cpu").read_text()
+    rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
+    assert list(rows) == wanted
+    for name in ("simpletune, prompts new", "modulation plan", "LoRA r16, fused"):
+        assert float(rows[name]["differs"]) < 1e-5, name
+    assert float(rows[wanted[3]]["differs"]) > 1e-4
+    for row in rows.values():
+        assert row["seconds_per_picture"] == pytest.approx(row["encode"] + row["denoise"] + row["decode"])
+        assert row["cost"]["spot"] == pytest.approx(0.1 * row["seconds_per_picture"])
+    assert 0.2 < rows["diffusers"]["faster"] < 5 and "spot, at 0.36 an hour" in page

@@ -60,3 +60,25 @@ def updates_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
+
+
+def detach(model: nn.Module) -> None:
+    """Take every update off: each wrapped layer is again the very layer that it was."""
+    for name, layer in list(lora_layers(model)):
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, layer.get_base_layer())
+    if hasattr(model, "peft_config"):
+        del model.peft_config  # or PEFT would take the next update for a second one of the same name
+
+
+def rescale(model: nn.Module, scale: float) -> None:
+    """Give every update this strength."""
+    for _, layer in lora_layers(model):
+        layer.scaling[ADAPTER] = scale
+
+
+def bring_to(model: nn.Module, device: torch.device) -> None:
+    """Move the updates, and nothing else, to a device: beside streamed weights they are made in host memory."""
+    for _, layer in lora_layers(model):
+        for pair in (layer.lora_A, layer.lora_B):
+            pair.to(device)

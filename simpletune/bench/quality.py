@@ -28,7 +28,8 @@ from simpletune.prepare import TextCache
 from simpletune.reading import read_config
 from simpletune.results import BASE, Weights, load_weights, result_of
 from simpletune.runs import SUMMARY, read_json_or_none
-from simpletune.sampling import Request, draw, grid
+from simpletune.sampling import Request, draw
+from simpletune.sheets import grid
 from simpletune.terminal import say
 from simpletune.train import train
 

@@ -194,10 +194,19 @@ class SD3(Option):
         """A short name for the autoencoder's content."""
         return self.part("vae").fingerprint()
 
-    def encode_pictures(self, vae: Any, pixels: Tensor) -> Tensor:
-        """Pictures [b, 3, 8h, 8w] in -1..1 to latents [b, c, h, w], fp32: the posterior's mode, shifted, scaled."""
+    def encode_pictures(self, vae: Any, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Pictures [b, 3, 8h, 8w] in -1..1 to latents [b, c, h, w], fp32: the posterior's mode, shifted, scaled.
+
+        Args:
+            noise: normal noise [b, c, h, w]; with it, a draw from the posterior instead of its mode.
+        """
         output = vae.encode(pixels.to(vae.dtype))
-        raw = output.latent_dist.mode() if hasattr(output, "latent_dist") else output.latents
+        if not hasattr(output, "latent_dist"):
+            raw = output.latents
+        elif noise is None:
+            raw = output.latent_dist.mode()
+        else:
+            raw = output.latent_dist.mean + output.latent_dist.std * noise.to(vae.dtype)
         return (raw.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
     def decode_latents(self, vae: Any, z: Tensor) -> Tensor:

@@ -1,0 +1,83 @@
+"""Drawing on an NVIDIA GPU (``make gpu``): as on the CPU, streamed and resident alike; nothing is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from simpletune.adapters.lora import Lora
+from simpletune.config import TrainConfig
+from simpletune.data.folder import Folder
+from simpletune.memory import Memory
+from simpletune.models.sd3 import SD3
+from simpletune.quant.plain import FP32
+from simpletune.results import BASE, Weights
+from simpletune.sampling import Request
+from simpletune.stages import Stages
+from simpletune.studio import Speed, Studio
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+REQUESTS = [Request("a red disc", seed, "blurry", 32, 32, 4, 3.0) for seed in range(3)]
+
+
+@pytest.fixture
+def lora(tiny_pipeline: Path, tmp_path: Path) -> Path:
+    """A LoRA with values, on the attention."""
+    transformer = SD3(pretrained=str(tiny_pipeline)).load_transformer(FP32(), torch.device("cpu"))
+    adapter = Lora(rank=2)
+    adapter.attach(transformer, 0)
+    torch.manual_seed(0)
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.2)
+    return adapter.export(transformer, tmp_path, {})
+
+
+def studio_on(device: str, pipeline: Path, cache: Path, speed: Speed, **memory: object) -> Studio:
+    model = SD3(pretrained=str(pipeline), t5_length=8)
+    config = TrainConfig(name="x", data=Folder(path="."), precision=FP32(), model=model)
+    changes = {
+        "memory": Memory().model_copy(update=memory),
+        "output": config.output.model_copy(update={"cache": str(cache)}),
+    }
+    config = config.model_copy(update=changes)
+    return Studio(config, None, torch.device(device), device, Stages(cuda=device == "cuda"), speed)
+
+
+@pytest.mark.parametrize("memory", [{}, {"modulation": "plan"}, {"resident_blocks": 0}], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_pictures_equal_those_of_the_cpu(memory, batch: int, lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    models = [BASE, Weights("a", lora=lora), Weights("half", lora=lora, scale=0.5)]
+    drawn = [
+        studio_on(device, tiny_pipeline, tmp_path / device, Speed(batch), **options).draw_all(models, REQUESTS)
+        for device, options in (("cpu", {}), ("cuda", memory))
+    ]
+    for ours, theirs in zip(*drawn, strict=True):
+        for a, b in zip(ours.latents, theirs.latents, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert not torch.equal(drawn[1][0].latents[0], drawn[1][1].latents[0])
+
+
+def test_nothing_is_left_on_the_device(lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
+    studio = studio_on("cuda", tiny_pipeline, tmp_path, Speed(2))
+    studio.draw(BASE, REQUESTS)
+    before = torch.cuda.memory_allocated()
+    studio.draw_all([BASE, Weights("a", lora=lora), Weights("fused", lora=lora, merged=True)], REQUESTS)
+    assert torch.cuda.memory_allocated() == before
+    assert studio.stages.peak("peak_allocated_gib") is not None
+
+
+def test_compiled_blocks_draw_the_same(lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
+    models = [BASE, Weights("a", lora=lora), Weights("half", lora=lora, scale=0.5)]
+    plain, compiled = (
+        studio_on("cuda", tiny_pipeline, tmp_path, Speed(compiled=on)).draw_all(models, REQUESTS)
+        for on in (False, True)
+    )
+    for a, b in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(a.latents[0], b.latents[0], rtol=1e-3, atol=1e-3)

@@ -1,0 +1,309 @@
+"""Drawing: batches, starting pictures, LoRAs that take turns on one base, the levers, the comparison's page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from simpletune.adapters.lora import Lora
+from simpletune.adapters.lora_layers import lora_layers
+from simpletune.compare import compare
+from simpletune.compiling import compile_blocks
+from simpletune.config import TrainConfig
+from simpletune.data.folder import Folder
+from simpletune.generate import generate
+from simpletune.generate_arguments import add_arguments, add_compare_arguments
+from simpletune.measures import latent_distance
+from simpletune.memory import Memory
+from simpletune.models.sd3 import SD3
+from simpletune.options import UserError
+from simpletune.prepare import TextCache
+from simpletune.quant.int8 import Int8
+from simpletune.quant.nf4 import Nf4
+from simpletune.quant.plain import FP32
+from simpletune.results import BASE, Weights, load_weights, split_scale
+from simpletune.sampling import Request, batches, draw_latents, encode_starts, sample_batch
+from simpletune.stages import Stages
+from simpletune.studio import Speed, Studio
+from simpletune.turns import Turns
+
+CPU = torch.device("cpu")
+PROMPTS = ("a red disc", "a blue star", "")
+SIZE = (32, 32)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_pipeline: Path) -> SD3:
+    return SD3(pretrained=str(tiny_pipeline), t5_length=8)
+
+
+@pytest.fixture(scope="module")
+def text(model: SD3, shared_cache: Path) -> TextCache:
+    cache = TextCache(model, torch.float32, shared_cache)
+    cache.fill([*PROMPTS, "blurry"], CPU)
+    return cache
+
+
+@pytest.fixture(scope="module")
+def config(model: SD3, shared_cache: Path) -> TrainConfig:
+    output = {"runs": str(shared_cache / "runs"), "profiles": str(shared_cache / "p"), "cache": str(shared_cache)}
+    whole = TrainConfig(name="x", device="cpu", data=Folder(path="."), precision=FP32(), model=model)
+    return whole.model_copy(update={"output": whole.output.model_copy(update=output)})
+
+
+@pytest.fixture(scope="module")
+def loras(model: SD3, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three LoRAs with values: on attention, another there, and one on the modulation too."""
+    made = {}
+    for seed, (name, targets) in enumerate({"a": "attention", "b": "attention", "all": "all_linear"}.items()):
+        transformer = model.load_transformer(FP32(), CPU)
+        adapter = Lora(rank=2, targets=targets)
+        adapter.attach(transformer, seed)
+        torch.manual_seed(seed)
+        for parameter in transformer.parameters():
+            if parameter.requires_grad:
+                parameter.data.normal_(0, 0.2)
+        folder = tmp_path_factory.mktemp("loras") / name
+        folder.mkdir()
+        made[name] = adapter.export(transformer, folder, {})
+    return made
+
+
+def requests(count: int = 3, **changes: object) -> list[Request]:
+    made = [Request(PROMPTS[n % 2], n, "blurry", *SIZE, 4, 3.0) for n in range(count)]
+    return [replace(request, **changes) for request in made]
+
+
+def latents_of(config: TrainConfig, text: TextCache, weights: Weights, **changes: object) -> list[torch.Tensor]:
+    """Latents of freshly loaded weights."""
+    transformer, modulation = load_weights(config, weights, CPU, {SIZE})
+    return draw_latents(transformer, config.model, config.precision, requests(**changes), text.load, modulation)
+
+
+def with_memory(config: TrainConfig, **options: object) -> TrainConfig:
+    return config.model_copy(update={"memory": Memory().model_copy(update=options)})
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_a_picture_does_not_depend_on_its_batch(guidance: float, config, text) -> None:
+    transformer, _ = load_weights(config, BASE, CPU, {SIZE, (64, 32)})
+    some = requests(5, guidance=guidance)
+    some[2] = replace(some[2], width=64)  # another size: it goes alone
+    assert batches(some, 3) == [[0, 1, 3], [4], [2]]
+    alone, together = (
+        draw_latents(transformer, config.model, FP32(), some, text.load, batch_size=size) for size in (1, 3)
+    )
+    assert together[2].shape == (1, 16, 4, 8)
+    for a, b in zip(alone, together, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+    assert latent_distance(alone[0], alone[1]) > 0.1
+
+
+def test_a_starting_picture_gives_what_diffusers_gives(config, text, tiny_pipeline: Path, tmp_path: Path) -> None:
+    from diffusers import StableDiffusion3Img2ImgPipeline
+
+    values = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
+    Image.fromarray(values).resize((48, 32)).save(tmp_path / "start.png")
+    pipeline = StableDiffusion3Img2ImgPipeline.from_pretrained(tiny_pipeline, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    transformer, _ = load_weights(config, BASE, CPU, {(48, 32)})
+    for strength in (0.3, 0.75, 1.0):
+        request = Request(PROMPTS[0], 5, "blurry", 48, 32, 6, 3.0, tmp_path / "start.png", strength)
+        start = encode_starts(pipeline.vae, config.model, [request])[0]
+        ours = sample_batch(
+            transformer, config.model, FP32(), [request], [text.load(PROMPTS[0])], [text.load("blurry")], start=start
+        )
+        theirs = pipeline(
+            prompt=PROMPTS[0], negative_prompt="blurry", image=Image.open(tmp_path / "start.png"), strength=strength,
+            width=48, height=32, num_inference_steps=6, guidance_scale=3.0, max_sequence_length=8,
+            generator=torch.Generator("cpu").manual_seed(5), output_type="latent",
+        ).images  # fmt: skip
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_one_guidance_difference_for_all_steps_saves_passes_and_changes_little(config, text) -> None:
+    transformer, _ = load_weights(config, BASE, CPU, {SIZE})
+    rows: list[int] = []
+    transformer.register_forward_pre_hook(lambda _, a, k: rows.append(len(k["hidden_states"])), with_kwargs=True)
+    exact, lossy = (
+        draw_latents(transformer, config.model, FP32(), requests(1), text.load, reuse_guidance=n)[0] for n in (1, 2)
+    )
+    assert rows == [2, 2, 2, 2, 2, 1, 2, 1]
+    assert 0 < latent_distance(exact, lossy) < 0.3 * float(exact.std())
+
+
+@pytest.mark.parametrize(
+    ("memory", "precision"),
+    [
+        ({}, Int8(compute="fp32")),
+        ({"modulation": "plan"}, FP32()),
+        ({"resident_blocks": 0}, Nf4(compute="fp32")),
+        ({"resident_blocks": 0, "modulation": "plan"}, Int8(compute="fp32")),
+    ],
+    ids=str,
+)
+def test_loras_take_turns_on_one_base(memory, precision, config, text, loras) -> None:
+    config = with_memory(config.model_copy(update={"precision": precision}), cache_quantised=False, **memory)
+    models = {
+        "base": BASE, "a": Weights("a", lora=loras["a"]), "half": Weights("half", lora=loras["a"], scale=0.5),
+        "b": Weights("b", lora=loras["b"]), "all": Weights("all", lora=loras["all"]),
+    }  # fmt: skip
+    turns = Turns(config, CPU, {SIZE})
+    order = ["a", "base", "half", "b", "base", "all", "base"]
+    expected = {name: latents_of(config, text, weights, count=1)[0] for name, weights in models.items()}
+    for name in order:
+        transformer, modulation = turns.take(models[name])
+        drawn = draw_latents(transformer, config.model, precision, requests(1), text.load, modulation)[0]
+        torch.testing.assert_close(drawn, expected[name], rtol=0, atol=0 if name == "base" else 1e-6)
+        assert name == "base" or latent_distance(drawn, expected["base"]) > 1e-3
+        assert any(lora_layers(transformer)) == (name not in ("base",)) or modulation is not None
+    planned = memory.get("modulation") == "plan"
+    assert turns.loads == (3 if planned else 1)  # a LoRA on what the plan took out is loaded with its base
+
+
+def test_models_on_one_base_are_drawn_one_after_another(config, loras) -> None:
+    a, half = Weights("a", lora=loras["a"]), Weights("half", lora=loras["a"], scale=0.5)
+    full, fused = Weights("full", transformer=Path("t")), Weights("fused", lora=loras["a"], merged=True)
+    assert Turns(config, CPU, {SIZE}).in_turn([BASE, full, a, fused, half]) == [BASE, a, half, full, fused]
+
+
+def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, loras, monkeypatch, text) -> None:
+    import gc
+    import weakref
+
+    alive: list[weakref.ref] = []
+    takes, loads = Turns.take, SD3.load_vae
+
+    def take(self: Turns, weights: Weights):
+        transformer, modulation = takes(self, weights)
+        alive.append(weakref.ref(transformer))
+        return transformer, modulation
+
+    def load_vae(self: SD3, *args):
+        gc.collect()
+        assert alive and all(each() is None for each in alive)
+        return loads(self, *args)
+
+    monkeypatch.setattr(Turns, "take", take)
+    monkeypatch.setattr(SD3, "load_vae", load_vae)
+    studio = Studio(config, None, CPU, "cpu", Stages(cuda=False), Speed(batch_size=2))
+    models = [BASE, Weights("a", lora=loras["a"]), Weights("fused", lora=loras["a"], merged=True)]
+    base, live, fused = studio.draw_all(models, requests())
+    assert [len(drawn.pictures) for drawn in (base, live, fused)] == [3, 3, 3]
+    assert latent_distance(live.latents[0], fused.latents[0]) < 1e-5 < latent_distance(live.latents[0], base.latents[0])
+    assert studio.draw(BASE, requests())[0] == base.pictures
+
+
+def test_compiled_blocks_draw_the_same(config, text, capsys, monkeypatch) -> None:
+    transformer, _ = load_weights(config, BASE, CPU, {SIZE})
+    expected = draw_latents(transformer, config.model, FP32(), requests(1), text.load)[0]
+
+    def broken(*args: object, **kwargs: object):
+        raise RuntimeError("no C compiler\nmore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", broken)
+        assert not compile_blocks(transformer, CPU)
+    assert "NOT compiled, this goes on without: no C compiler (torch.compile needs" in capsys.readouterr().out
+    for block in transformer.transformer_blocks:
+        block.compile(dynamic=False, backend="eager")  # the compiler's front half; inductor takes half a minute
+    drawn = draw_latents(transformer, config.model, FP32(), requests(1), text.load)[0]
+    torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-6)
+
+
+def parsed(add, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add(parser)
+    return parser.parse_args([*words, "--runs", "/nowhere", "--device", "cpu", "--size", "32x32", "--steps", "2"])
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_compare_writes_a_page_that_stands_alone(tiny_pipeline: Path, loras, here: Path, clip: Path) -> None:
+    nasty = '<script>alert("x")</script> & "quotes"'
+    words = ["--model", str(tiny_pipeline), "--precision", "fp32", "--prompt", nasty, "--clip", str(clip)]
+    sheet = compare(parsed(add_compare_arguments, f"{loras['a']}:0", str(loras["b"]), *words))
+    page, figures = (sheet.parent / "compare.html").read_text(), json.loads((sheet.parent / "compare.json").read_text())
+    assert "<script>alert" not in page and "&lt;script&gt;alert" in page
+    assert not re.search(r"(?:src|href)=\"(?!data:)|https?://|url\(", page)
+    assert page.count('src="data:image/png;base64,') == 3 and 'type="range"' in page
+    base, off, on = figures["models"]
+    assert off["difference_from_base"] == off["latent_distance_from_base"] == [0]
+    assert on["difference_from_base"][0] > 0 and on["latent_distance_from_base"][0] > 0
+    assert base["clip_base"] == pytest.approx([1.0]) and on["clip_base"][0] < 1
+    assert base["clip_prompt"] == off["clip_prompt"] and -1 <= on["clip_prompt"][0] <= 1
+    assert set(figures["stages"]) >= {"text", "load", "denoise", "decode", "clip"}
+    assert {"peak_memory", "device", "precision", "pictures"} <= set(figures)
+    pictures = sorted(sheet.parent.glob("*/000.png"))
+    assert len(pictures) == 3 and all(Image.open(file).text["prompt"] == nasty for file in pictures)
+
+
+@pytest.fixture(scope="module")
+def clip(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CLIP model of random weights, with the tiny pipeline's tokenizer."""
+    from transformers import AutoTokenizer, CLIPConfig, CLIPModel
+
+    folder = tmp_path_factory.mktemp("clip")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_pipeline / "tokenizer")
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    words = {**small, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    torch.manual_seed(0)
+    config = CLIPConfig(text_config=words, vision_config={**small, "image_size": 32, "patch_size": 8}, projection_dim=8)
+    CLIPModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_generate_draws_every_prompt_and_seed_in_batches(tiny_pipeline: Path, loras, here: Path, capsys) -> None:
+    words = ["--model", str(tiny_pipeline), "--precision", "fp32", "--prompt", "a red disc", "--prompt", "a blue star"]
+    words += ["--seeds", "2", "--lora", f"{loras['a']}:0.5"]
+    first = generate(parsed(add_arguments, *words, "--batch-size", "4", "--fuse", "--reuse-guidance", "2"))
+    files = sorted(first.parent.glob("lora-*.png"))
+    assert [file.name for file in files] == [f"lora-{n:03d}.png" for n in range(4)] and first == files[0]
+    told = Image.open(files[3]).text
+    assert (told["prompt"], told["seed"]) == ("a blue star", "1")
+    assert told["weights"].endswith("x 0.5, fused") and told["lossy"] == "one guidance difference for 2 steps"
+    assert "lossy: one guidance difference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--strength", "0.5"], "--strength: 0.5 is for a starting picture. Give one: --image FILE"),
+        (["--image", "x.png"], "--image: x.png cannot be read .* Give a PNG"),
+        (["--resident-blocks", "9"], "--resident-blocks: 9 leaves none of the model's 1 blocks to stream. Use 0 to 0"),
+        (["--resident-blocks", "0", "--precision", "int8"], "--resident-blocks: int8 weights cannot be brought in"),
+        (["--resident-blocks", "0", "--compile"], "--compile: compiled blocks expect their weights in one place"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_drawn_is_said(words, message, tiny_pipeline: Path, here: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Int8, "streamable", False)  # as a precision might be that keeps pointers of its own
+    with pytest.raises(UserError, match=message):
+        generate(parsed(add_arguments, "--model", str(tiny_pipeline), "--base", "--prompt", "x", *words))
+
+
+def test_a_lora_is_not_fused_into_quantised_weights(tiny_pipeline: Path, loras, here: Path) -> None:
+    words = ["--model", str(tiny_pipeline), "--precision", "int8", "--prompt", "x", "--lora", str(loras["a"]), "--fuse"]
+    with pytest.raises(UserError, match="--fuse: into int8 weights a LoRA cannot be added: .* --precision bf16"):
+        generate(parsed(add_arguments, *words))
+
+
+def test_a_strength_after_a_colon(tmp_path: Path) -> None:
+    assert split_scale("a/b.safetensors:0.5") == ("a/b.safetensors", 0.5)
+    assert split_scale("C:here.safetensors", 1.0) == ("C:here.safetensors", 1.0)
+    odd = tmp_path / "x:2"
+    odd.touch()
+    assert split_scale(str(odd)) == (str(odd), None)
