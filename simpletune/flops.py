@@ -1,0 +1,162 @@
+"""The arithmetic of a training step, from shapes alone: the products of matrices, which are nearly all of it.
+
+A multiplication and an addition are two operations. Counted are the transformer's forward pass, with attention, and of
+its backward pass what training needs: a product for every weight that trains, and one for every input on the way to
+something that trains. What is computed a second time, by checkpointing, is counted apart: model FLOPs utilisation
+leaves it out (arXiv:2204.02311, appendix B). Fused attention's own second computation of its scores is left out, too.
+
+Shapes: b samples, n image tokens, t text tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from simpletune.models.sd3_shapes import Shape, parameter_shapes
+
+LORA_A, LORA_B = ".lora_A.", ".lora_B."
+
+
+@dataclass
+class Flops:
+    """Floating-point operations of one micro-batch."""
+
+    forward: int = 0
+    backward: int = 0
+    recomputed: int = 0
+    """What checkpointing computes again."""
+
+    @property
+    def model(self) -> int:
+        """What the model needs, however it is computed."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What trains: names of the base's parameters, and ranks of LoRA by module."""
+
+    names: frozenset[str] = frozenset()
+    ranks: Mapping[str, int] | None = None
+
+
+def trained_of(parameters: Mapping[str, Shape]) -> Trained:
+    """What trains, from the names and shapes of the parameters that do, as the model with its adapter has them."""
+    ranks = {name.split(LORA_A)[0]: shape[0] for name, shape in parameters.items() if LORA_A in name}
+    return Trained(frozenset(name for name in parameters if LORA_A not in name and LORA_B not in name), ranks)
+
+
+def sd3_flops(
+    config: Mapping[str, Any], trained: Trained, size: tuple[int, int], batch: int, text: int, checkpointed: int = 0
+) -> Flops:
+    """What one micro-batch takes.
+
+    Args:
+        config: the transformer's ``config.json``.
+        trained: what trains.
+        size: (width, height) of the pictures in pixels.
+        batch: b.
+        text: t.
+        checkpointed: how many blocks, the first ones, are computed again in the backward pass.
+    """
+    count = _Count(parameter_shapes(config), trained)
+    image = (size[0] // 8 // config["patch_size"]) * (size[1] // 8 // config["patch_size"])
+    b, n, t = batch, batch * image, batch * text
+    embed = "time_text_embed"
+    condition = count.chain([f"{embed}.timestep_embedder.linear_1", f"{embed}.timestep_embedder.linear_2"], b, False)
+    condition |= count.chain([f"{embed}.text_embedder.linear_1", f"{embed}.text_embedder.linear_2"], b, False)
+    x = count.linear("pos_embed.proj", n, False)
+    y = count.linear("context_embedder", t, False)
+    layers, dual = config["num_layers"], config.get("dual_attention_layers") or ()
+    for number in range(layers):
+        before = count.flops.forward
+        block = _Block(count, f"transformer_blocks.{number}", b, image, text, last=number == layers - 1)
+        x, y = block.count(x, y, condition, dual=number in dual)
+        if number < checkpointed:
+            count.flops.recomputed += count.flops.forward - before
+    x |= count.linear("norm_out.linear", b, condition)
+    count.linear("proj_out", n, x)
+    return count.flops
+
+
+class _Count:
+    """Adds up. What is passed on is whether a gradient has to flow back through a tensor."""
+
+    def __init__(self, shapes: Mapping[str, Shape], trained: Trained):
+        self.shapes, self.trained, self.flops = shapes, trained, Flops()
+
+    def linear(self, name: str, rows: int, grad: bool) -> bool:
+        """y = x W^T + bias, and LoRA's y += (x A^T) B^T."""
+        shape = self.shapes[f"{name}.weight"]
+        outputs, inputs = shape[0], math.prod(shape[1:])
+        product = 2 * rows * outputs * inputs
+        trains = self.trains(f"{name}.weight")
+        self.flops.forward += product
+        self.flops.backward += product * (grad + trains)
+        rank = (self.trained.ranks or {}).get(name)
+        if rank is not None:
+            down, up = 2 * rows * inputs * rank, 2 * rows * rank * outputs
+            self.flops.forward += down + up
+            self.flops.backward += 2 * up + down * (1 + grad)
+        return grad or trains or self.trains(f"{name}.bias") or rank is not None
+
+    def chain(self, names: list[str], rows: int, grad: bool) -> bool:
+        """Linear layers one after another."""
+        for name in names:
+            grad = self.linear(name, rows, grad)
+        return grad
+
+    def attention(self, batch: int, tokens: int, width: int, grad: bool) -> bool:
+        """softmax(q k^T) v: two products forward, four backward."""
+        product = 2 * batch * tokens * tokens * width
+        self.flops.forward += 2 * product
+        self.flops.backward += 4 * product * grad
+        return grad
+
+    def trains(self, name: str) -> bool:
+        """Whether a parameter of the base trains."""
+        return name in self.trained.names
+
+
+class _Block:
+    """A joint block (arXiv:2403.03206, figure 2b), as diffusers computes it."""
+
+    def __init__(self, count: _Count, name: str, batch: int, image: int, text: int, last: bool):
+        self._count, self._name, self._batch, self._last = count, name, batch, last
+        self._image, self._text = image, text
+        self._width = count.shapes[f"{name}.attn.to_q.weight"][0]
+
+    def count(self, x: bool, y: bool, condition: bool, dual: bool) -> tuple[bool, bool]:
+        """Count it; in and out, whether image and text carry gradients."""
+        n, t = self._batch * self._image, self._batch * self._text
+        scale_x = self._linear("norm1.linear", self._batch, condition)
+        scale_y = self._linear("norm1_context.linear", self._batch, condition)
+        attended = self._project("attn", ("to_q", "to_k", "to_v"), n, x or scale_x)
+        attended |= self._project("attn", ("add_q_proj", "add_k_proj", "add_v_proj"), t, y or scale_y)
+        attended = self._count.attention(self._batch, self._image + self._text, self._width, attended)
+        out_x = self._linear("attn.to_out.0", n, attended) or x or scale_x
+        if dual:
+            attended2 = self._project("attn2", ("to_q", "to_k", "to_v"), n, x or scale_x)
+            attended2 = self._count.attention(self._batch, self._image, self._width, attended2)
+            out_x |= self._linear("attn2.to_out.0", n, attended2)
+        out_x |= self._feed_forward("ff", n, out_x)
+        if self._last:
+            return out_x, False
+        out_y = self._linear("attn.to_add_out", t, attended) or y or scale_y
+        return out_x, self._feed_forward("ff_context", t, out_y)
+
+    def _linear(self, name: str, rows: int, grad: bool) -> bool:
+        return self._count.linear(f"{self._name}.{name}", rows, grad)
+
+    def _project(self, attention: str, names: tuple[str, ...], rows: int, grad: bool) -> bool:
+        """The projections before attention; the norms of queries and keys are no products, but they may train."""
+        norms = ("norm_q", "norm_k") if names[0] == "to_q" else ("norm_added_q", "norm_added_k")
+        flows = [self._linear(f"{attention}.{name}", rows, grad) for name in names]
+        return any(flows) or any(self._count.trains(f"{self._name}.{attention}.{norm}.weight") for norm in norms)
+
+    def _feed_forward(self, name: str, rows: int, grad: bool) -> bool:
+        names = [f"{self._name}.{name}.net.0.proj", f"{self._name}.{name}.net.2"]
+        return self._count.chain(names, rows, grad)
