@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -347,3 +348,21 @@ def test_with_no_traces_nothing_of_it_is_loaded(tiny_config: dict, tmp_path: Pat
     monkeypatch.setattr("simpletune.tracing.moments_of_step", raise_error)
     run = run_with(tiny_config, profile={"max_traces": 0})
     assert warnings_of(run) == [] and traced(tmp_path) == {}
+
+
+@pytest.mark.slow
+def test_steps_outside_of_windows_are_not_slower(tiny_config: dict, tmp_path: Path) -> None:
+    """In pairs, on and off in turn: the median of each pair's ratio of median seconds a step. Windows are left out."""
+    ratios = []
+    for pair in range(8):
+        seconds = {}
+        for traces in (1, 0) if pair % 2 else (0, 1):
+            changes = {"train": {"steps": 120}, "data": {"repeats": 20}, "tracking": {"tensorboard": False}}
+            run = run_with(tiny_config, name=f"{pair}-{traces}", profile={"max_traces": traces}, **changes)
+            rows = [row["seconds"] for row in read_metrics(run) if row["step"] > 10]
+            seconds[traces] = statistics.median(rows)
+        assert len(list((tmp_path / "profiles" / f"{pair}-1").glob("epoch-000/*.gz"))) == 1
+        ratios.append(seconds[1] / seconds[0])
+    print(f"\nseconds a step outside of the window, profiling on over off: {statistics.median(ratios):.3f}")
+    print("  by pair:", " ".join(f"{ratio:.3f}" for ratio in ratios))
+    assert statistics.median(ratios) < 1.25

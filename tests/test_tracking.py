@@ -144,7 +144,7 @@ def test_online_without_an_answer_goes_offline(
     assert [file for file in files if MARKER.encode() in file.read_bytes()] == []
 
 
-METHODS = ("config", "scalars", "picture", "summary", "place", "close")
+METHODS = ("config", "scalars", "picture", "report", "summary", "place", "close")
 
 
 class Stub:
@@ -176,6 +176,7 @@ def test_a_tracker_that_fails_is_said_once_and_is_off(broken: str, capsys: pytes
     with Trackers({"bad": make, "good": lambda warn: good}, {}) as trackers:
         trackers.scalars(1, {"loss": 1.0})
         trackers.picture(1, "samples", Image.new("RGB", (2, 2)))
+        trackers.report(Path("report.html"))
         places = trackers.finish({})
     assert good.calls == list(METHODS)
     assert bad.calls == ["maker", *METHODS][: ["maker", *METHODS].index(broken) + 1]
