@@ -37,6 +37,13 @@ class Card:
     found: float = FOUND
 
     @property
+    def driver(self) -> str:
+        """A pattern of the name that CUDA gives it; several sizes of a card share one."""
+        words = re.findall(r"[A-Z]+\d*|\d+|[a-z]+", self.name.partition("-")[0])
+        model = re.sub(r"(RTX)(\d)", r"\1 ?\2", "".join(words)).replace("Ti", " ?Ti")
+        return rf"\b{model}\b(?! ?(?:Ti|SUPER|Super|Laptop|D|Ada|NVL|PCIe)\b)"
+
+    @property
     def bytes(self) -> int:
         """What torch finds: ``torch.cuda.get_device_properties().total_memory``."""
         return int(self.gib * self.found * GIB)
@@ -109,12 +116,21 @@ def card_named_by_driver(name: str, total: int, capability: tuple[int, int]) -> 
         total: bytes that torch finds.
         capability: of the device.
     """
-    known = [card for card in CARDS if _plain(card.name.partition("-")[0]) == _plain(name)]
-    like = min(known, key=lambda card: abs(card.bytes - total), default=None)
+    like = min(cards_like(name), key=lambda card: abs(card.bytes - total), default=None)
     gib = total / GIB
     if like is None:
         return Card(name, gib, capability, found=1.0)
     return Card(name, gib, capability, like.tflops, like.bandwidth, like.link, found=1.0)
+
+
+def cards_like(name: str) -> list[Card]:
+    """The cards of the table that CUDA's name of a device may mean."""
+    return [card for card in CARDS if re.search(card.driver, name)]
+
+
+def peak_tflops(device: str) -> float | None:
+    """Dense products at the most, by a device's name as CUDA gives it; None: not known."""
+    return next((card.tflops for card in cards_like(device)), None)
 
 
 def _plain(text: str) -> str:

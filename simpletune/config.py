@@ -21,6 +21,7 @@ from simpletune.optim import Optimizer
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.schedule import Constant, Schedule
 from simpletune.options import Option, Problem
+from simpletune.profiling.option import Profile
 from simpletune.quant import Precision
 from simpletune.quant.plain import BF16
 
@@ -79,19 +80,6 @@ class Validation(Option):
     """Height in pixels; null: the training resolution."""
     eval_samples: Annotated[int, Field(ge=0, le=4096)] = 16
     """Size of the fixed set of (picture, noise level, noise) that the evaluation loss is a mean over; 0: none."""
-
-
-class Profile(Option):
-    """PyTorch Profiler traces, at most one an epoch."""
-
-    max_traces: Annotated[int, Field(ge=0)] = 5
-    """How many epochs are traced, spread evenly; 0: none."""
-    wait: Annotated[int, Field(ge=0)] = 1
-    """Steps of an epoch before the profiler warms up."""
-    warmup: Annotated[int, Field(ge=0)] = 1
-    """Steps in which it runs and what it sees is thrown away."""
-    active: Annotated[int, Field(ge=1, le=20)] = 2
-    """Steps that are recorded."""
 
 
 class Tracking(Option):

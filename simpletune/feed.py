@@ -11,6 +11,7 @@ from torch import Tensor
 from simpletune.data.plan import Draw
 from simpletune.memory.modulation import Modulation, ModulationPlan
 from simpletune.prepare import Prepared
+from simpletune.profiling import phase
 from simpletune.streams import stream
 
 
@@ -75,7 +76,8 @@ class Feed:
     def load(self, draws: list[Draw]) -> Batch:
         """The tensors of one micro-batch; noise is drawn in fp32 on the CPU from its key, the same on every device."""
         z_0 = torch.stack([self.latents.load(draw.view) for draw in draws])
-        noise = torch.stack([self._noise(draw, z_0.shape[1:]) for draw in draws])
+        with phase("noise"):
+            noise = torch.stack([self._noise(draw, z_0.shape[1:]) for draw in draws])
         embeddings = [self.text.load(draw.caption) for draw in draws]
         return Batch(
             z_0=z_0.to(self.device),

@@ -14,6 +14,7 @@ from simpletune.options import UserError
 from simpletune.terminal import say
 
 METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.json", "eval_before.json"
+REPORT = "report.html"
 
 
 def open_fresh(config: TrainConfig) -> Path:

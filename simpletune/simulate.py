@@ -140,6 +140,7 @@ def take_steps(
     transformer.train()
     feed = EmptyFeed(config, core, size)
     for step in range(steps):
+        accounting.forget_moments()
         batches = feed.step(step)
         accounting.register((tensor for batch in batches for tensor in batch_tensors(batch)), "activations")
         core.step(batches)

@@ -5,6 +5,7 @@ Only so does it run under fake tensors, without synchronisation, and under compi
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -50,12 +51,14 @@ class StepCore:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of one micro-batch: a scalar in fp32 (arXiv:2403.03206, eq. 13 and section 2)."""
         precision = self.config.precision
-        z_t = interpolate(batch.z_0, batch.noise, batch.sigma)
+        with phase("noise"):
+            z_t = interpolate(batch.z_0, batch.noise, batch.sigma)
         with autocast_of(precision, z_t.device):
             velocity = predict_velocity(
                 model, z_t, batch.sigma, batch.prompt_embeds, batch.pooled, precision.compute_dtype()
             )
-        return flow_loss(velocity, velocity_target(batch.z_0, batch.noise))
+        with phase("loss"):
+            return flow_loss(velocity, velocity_target(batch.z_0, batch.noise))
 
     def step(self, batches: list[Batch]) -> tuple[Tensor, Tensor | None]:
         """One optimizer step.
@@ -65,7 +68,7 @@ class StepCore:
         """
         mean = torch.zeros((), device=batches[0].z_0.device)
         for number, batch in enumerate(batches, 1):
-            with self.accelerator.no_sync(self.model) if number < len(batches) else phase("sync"):
+            with self.accelerator.no_sync(self.model) if number < len(batches) else nullcontext():
                 with phase("forward"):
                     loss = self.loss(self.model, batch) / len(batches)
                 with phase("backward"):

@@ -10,7 +10,7 @@ import torch
 
 from simpletune import checkpoint
 from simpletune.card import shareable, write_card
-from simpletune.config import Profile, TrainConfig, profile_folder
+from simpletune.config import TrainConfig, profile_folder
 from simpletune.ema import averaged
 from simpletune.forecast import beside_measured, tell_beside_measured
 from simpletune.optim.rounding import key_draws
@@ -18,13 +18,14 @@ from simpletune.places import resolved
 from simpletune.prepare import prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.rescue import not_finite, out_of_memory, resident
-from simpletune.runs import EVALUATION, SUMMARY, append_metrics, read_json_or_none
+from simpletune.runs import EVALUATION, REPORT, SUMMARY, append_metrics, read_json_or_none
 from simpletune.setting_up import Run, make_accelerator, set_up
 from simpletune.stages import Stages
 from simpletune.step import set_learning_rate
 from simpletune.streams import reseed_global
 from simpletune.summary import summarise, tell_data, tell_results
 from simpletune.terminal import TrainingLine, say
+from simpletune.tracing import add_memory, traces_of
 
 
 def train(
@@ -71,18 +72,16 @@ def look_train_finish(run: Run) -> None:
         finish(run, seconds_setup, traces)
 
 
-def loop(run: Run) -> list[Path]:
+def loop(run: Run) -> EpochTraces:
     """The training loop: plan, noise, predict, loss, backward, step, log.
 
     Returns:
-        The traces written.
+        The profiler's windows.
     """
     config, plan, process = run.config, run.prepared.plan, run.accelerator.process_index
     line = TrainingLine(run.steps, run.start)
-    option = config.profile if run.main else Profile(max_traces=0)
-    traces = EpochTraces(option, profile_folder(config), run.steps, plan.steps_per_epoch, run.stages.cuda)
     run.transformer.train()
-    with traces, run.stages.stage("train"):
+    with traces_of(run, lambda step: is_interrupted(config, step)) as traces, run.stages.stage("train"):
         for step in range(run.start, run.steps):
             clock = time.perf_counter()
             traces.before_step(step)
@@ -113,7 +112,12 @@ def loop(run: Run) -> list[Path]:
             if step + 1 < run.steps and due(config.validation.every, step + 1):
                 run.evaluate(step + 1)
                 run.validate(step + 1)
-    return traces.written
+    return traces
+
+
+def is_interrupted(config: TrainConfig, step: int) -> bool:
+    """Whether validation or saving stands between a step and the next."""
+    return due(config.checkpoint.every, step + 1) or due(config.validation.every, step + 1)
 
 
 def due(every: int | None, step: int) -> bool:
@@ -121,7 +125,7 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def finish(run: Run, seconds_setup: float, traces: list[Path]) -> None:
+def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     """Save, export, then look: what is trained is safe before the last pictures are drawn."""
     run.save(run.steps)
     with run.stages.stage("save"), averaged(run.average):
@@ -144,9 +148,12 @@ def finish(run: Run, seconds_setup: float, traces: list[Path]) -> None:
         summary["predicted"] = beside_measured(run.predicted, summary["stages"])
     checkpoint.write_json(run.folder / SUMMARY, summary)  # again below: a tracker may take minutes to close
     write_card(run.folder, run.config, summary, run.prepared)
+    add_memory(run, traces)
+    if (run.folder / REPORT).exists():
+        run.trackers.report(run.folder / REPORT)
     places = run.trackers.finish(summary)
     checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": run.trackers.warnings})
-    tell_results(summary, run.folder, profile_folder(run.config), traces, places)
+    tell_results(summary, run.folder, profile_folder(run.config), traces.written, places)
     if run.predicted is not None:
         tell_beside_measured(summary["predicted"])
 

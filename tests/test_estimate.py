@@ -11,7 +11,7 @@ import torch
 from simpletune import estimate as estimating
 from simpletune import forecast as forecasting
 from simpletune.__main__ import main
-from simpletune.cards import CARDS, GIB, Card, card_named_by_driver, card_of
+from simpletune.cards import CARDS, GIB, Card, card_named_by_driver, card_of, peak_tflops
 from simpletune.estimate import CONTEXT, FRAGMENTED, MIB, Estimate, estimate
 from simpletune.estimate_text import bars
 from simpletune.forecast import beside_measured, cheapest_change, forecast
@@ -53,10 +53,25 @@ def test_what_torch_finds_on_cards_is_what_users_were_told() -> None:
 
 
 def test_the_card_at_hand_takes_its_speed_from_the_table_and_its_memory_from_the_driver() -> None:
-    card = card_named_by_driver("NVIDIA A100-SXM4-40GB", 40 * GIB, (8, 0))
-    assert card.bytes == 40 * GIB and card.tflops is None  # another name than the table's: nothing is guessed
+    card = card_named_by_driver("NVIDIA A100-SXM4-80GB", 79 * GIB, (8, 0))
+    assert (card.bytes, card.tflops, card.bandwidth) == (79 * GIB, 312, 2039)
     card = card_named_by_driver("NVIDIA GeForce RTX 4090", 24 * GIB - 7, (8, 9))
     assert (card.bytes, card.tflops) == (24 * GIB - 7, card_of("RTX4090").tflops)
+    card = card_named_by_driver("NVIDIA GB10", 120 * GIB, (12, 1))
+    assert card.bytes == 120 * GIB and card.tflops is None  # not in the table: nothing is guessed
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [
+        ("NVIDIA L4", 121), ("Tesla T4", 65), ("NVIDIA A10G", 70), ("NVIDIA A10", 125), ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H200", 989), ("NVIDIA GeForce RTX 3060", 25), ("NVIDIA GeForce RTX 3060 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 4060 Ti", 44), ("NVIDIA H100 PCIe", None),
+        ("NVIDIA L40S", 362), ("NVIDIA GeForce RTX 5070 Ti", 88), ("AMD EPYC", None), ("NVIDIA RTX 4000 Ada", None),
+    ],
+)  # fmt: skip
+def test_a_device_by_its_name(device: str, tflops: float | None) -> None:
+    assert peak_tflops(device) == tflops
 
 
 def an_estimate(**stages: int) -> Estimate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,21 @@ def test_peaks_are_reported_by_stage(tiny_config: dict) -> None:
 def test_the_trace_holds_device_time_under_names_that_tensorboard_knows(tiny_config: dict, tmp_path: Path) -> None:
     import gzip
 
-    run_on(tiny_config, "cuda", profile={"max_traces": 1})
-    trace = next((tmp_path / "profiles" / "tiny").glob("epoch-*/*.gz"))
+    run = run_on(tiny_config, "cuda", profile={"max_traces": 1, "memory": True, "snapshot": True})
+    assert json.loads((run / "summary.json").read_text())["warnings"] == []
+    folder = tmp_path / "profiles" / "tiny" / "epoch-000"
+    trace = next(folder.glob("*.gz"))
     categories = {event.get("cat") for event in json.loads(gzip.open(trace).read())["traceEvents"]}
     assert "kernel" in categories and "Runtime" in categories
     assert "cuda_runtime" not in categories
+    values = json.loads((folder / "summary.json").read_text())
+    assert values["kernels"] and values["kernels"][0]["self_ms"] > 0
+    assert sum(values["phases"].values()) == pytest.approx(values["seconds_per_step"], rel=1e-6)
+    assert {"forward", "backward", "optimizer"} <= {name for name, seconds in values["phases"].items() if seconds > 0}
+    assert 0 < sum(values["idle"].values()) < values["seconds_per_step"]
+    assert any(note.startswith("memory: measured") for note in values["notes"])
+    snapshot = pickle.loads((folder / "memory_snapshot.pickle").read_bytes())
+    assert snapshot["segments"] and any(snapshot["device_traces"])
 
 
 @pytest.mark.parametrize("weights", ["fp32", "int8", "int8-quanto"])

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from simpletune import checkpoint
 from simpletune.options import UserError
-from simpletune.profiling import EpochTraces, fit_window, spread
 from simpletune.reading import validate
 from simpletune.runs import newest_run, read_metrics
 from simpletune.step import StepCore
@@ -196,25 +195,3 @@ def test_no_silent_cpu(tiny_config: dict) -> None:
         pytest.skip("there is a GPU here")
     with pytest.raises(UserError, match="no NVIDIA GPU was found.*set device=cpu knowingly"):
         run_with(tiny_config, device="auto")
-
-
-def test_a_failing_profiler_does_not_fail_the_run(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(EpochTraces, "_write", broken)
-    with pytest.warns(UserWarning, match="the profiler failed and is off for the rest of the run.*no space left"):
-        run = run_with(tiny_config, profile={"max_traces": 2})
-    assert (run / "summary.json").exists()
-
-
-def test_traces_are_spread_and_windows_fit() -> None:
-    assert spread(3, 5) == [0, 1, 2]
-    assert spread(11, 5) == [0, 2, 5, 8, 10]
-    assert spread(9, 1) == [0] and spread(9, 0) == []
-    option = validate(
-        {"name": "x", "data": {"path": "demo:pictures"}, "model": {"pretrained": "demo:tiny-sd3"}}, "x"
-    ).profile
-    assert [fit_window(option, steps) for steps in (1, 2, 3, 4, 9)] == [
-        (0, 0, 1), (0, 0, 2), (0, 1, 2), (1, 1, 2), (1, 1, 2),
-    ]  # fmt: skip

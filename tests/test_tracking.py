@@ -15,6 +15,7 @@ from PIL import Image
 
 from simpletune.options import UserError
 from simpletune.reading import validate
+from simpletune.setting_up import Run
 from simpletune.step import StepCore
 from simpletune.trackers import Trackers, weights_and_biases
 from simpletune.trackers.tensor_board import TensorBoard
@@ -144,7 +145,7 @@ def test_online_without_an_answer_goes_offline(
     assert [file for file in files if MARKER.encode() in file.read_bytes()] == []
 
 
-METHODS = ("config", "scalars", "picture", "summary", "place", "close")
+METHODS = ("config", "scalars", "picture", "report", "summary", "place", "close")
 
 
 class Stub:
@@ -176,6 +177,7 @@ def test_a_tracker_that_fails_is_said_once_and_is_off(broken: str, capsys: pytes
     with Trackers({"bad": make, "good": lambda warn: good}, {}) as trackers:
         trackers.scalars(1, {"loss": 1.0})
         trackers.picture(1, "samples", Image.new("RGB", (2, 2)))
+        trackers.report(Path("report.html"))
         places = trackers.finish({})
     assert good.calls == list(METHODS)
     assert bad.calls == ["maker", *METHODS][: ["maker", *METHODS].index(broken) + 1]
@@ -208,6 +210,39 @@ def test_tensorboard_shows_config_and_summary(tiny_config: dict, tmp_path: Path)
     events = EventAccumulator(str(tmp_path / "profiles" / "tiny")).Reload()
     texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
     assert '"rank": 2' in texts["config/text_summary"] and '"final_loss"' in texts["summary/text_summary"]
+
+
+def test_the_report_reaches_the_trackers(tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    page = "<!doctype html><title>all of it</title>"
+
+    def with_page(run: Run, traces: object) -> None:
+        (run.folder / "report.html").write_text(page)
+
+    monkeypatch.setattr("simpletune.train.add_memory", with_page)  # the last thing before the trackers are closed
+    run = run_with(tiny_config, train={"steps": 1}, tracking={"wandb": "offline"})
+    assert summary_of(run)["warnings"] == []
+    (logged,) = run.glob("wandb/offline-run-*/files/media/html/report_*.html")
+    assert logged.read_text() == page
+    assert [row["report/_type"] for row in history(wandb_records(run)) if "report/_type" in row] == ["html-file"]
+    events = EventAccumulator(str(tmp_path / "profiles" / "tiny")).Reload()
+    text = events.Tensors("report/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text == f"`{run}/report.html`"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_tensorboards_thread_cannot_write_is_said_at_the_end(tmp_path: Path, monkeypatch: Any) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def full(self: object, data: bytes) -> None:
+        raise OSError("no space left")
+
+    with Trackers({"TensorBoard": lambda warn: TensorBoard(tmp_path, 0)}, {}) as trackers:
+        monkeypatch.setattr(RecordWriter, "write", full)
+        trackers.scalars(1, {"loss": 1.0})
+        trackers.finish({})
+    assert trackers.warnings == ["TensorBoard failed and is off for the rest of the run (OSError: no space left)"]
 
 
 def test_nothing_is_loaded_or_written_when_all_is_off(tiny_config: dict, tmp_path: Path, monkeypatch) -> None:

@@ -26,7 +26,7 @@ from simpletune.memory.moment import HOST, Moment, require_known, rounded
 from simpletune.models.weights import plain_tensors
 
 MARKS = "## ", " ##"  # around the names of a step's phases (profiling.phase)
-ACTIVATION_PHASES = ("forward", "backward")
+ACTIVATION_PHASES = ("noise", "forward", "loss", "backward")
 
 Temporaries = Mapping[Any, Callable[..., int]]
 """Bytes that an operation's kernel allocates and frees within the call, from the operation's arguments."""
@@ -47,9 +47,10 @@ class Accounting(TorchDispatchMode):
 
     Args:
         temporaries: what kernels allocate within a call, by operation.
+        keep: whether every moment is kept, not only the largest.
     """
 
-    def __init__(self, temporaries: Temporaries | None = None):
+    def __init__(self, temporaries: Temporaries | None = None, keep: bool = False):
         super().__init__()
         self._temporaries = temporaries or {}
         self._storages: dict[int, _Storage] = {}
@@ -64,6 +65,8 @@ class Accounting(TorchDispatchMode):
         """The largest moment so far; of equal ones the last, in which states exist and carry their kinds."""
         self.peaks: dict[str, Moment] = {}
         """The largest moment of each phase."""
+        self.moments: list[Moment] | None = [] if keep else None
+        """All moments since the last ``forget_moments``, in order."""
 
     def __enter__(self) -> Accounting:
         _ACTIVE.append(self)
@@ -111,6 +114,11 @@ class Accounting(TorchDispatchMode):
         """Begin a new peak: what came before belonged to another stage."""
         self.peak, self.peaks = Moment(), {}
         self._look()
+
+    def forget_moments(self) -> None:
+        """Keep moments from now on: those of another step begin."""
+        if self.moments is not None:
+            self.moments = [self.current]
 
     @property
     def host_bytes(self) -> int:
@@ -255,14 +263,19 @@ class Accounting(TorchDispatchMode):
         """Is this the largest moment so far, with what a kernel held meanwhile?"""
         temporary = rounded(temporary)
         total, name = self._total + temporary, self._moment_name()
-        if total >= self.peak.bytes or total >= self.peaks.get(name, Moment()).bytes:
-            now = self.current
-            by_kind = dict(now.by_kind)
-            if temporary:
-                by_kind["workspace"] = by_kind.get("workspace", 0) + temporary
-            self.peaks[name] = Moment(total, by_kind, now.phase, now.place)
-            if total >= self.peak.bytes:
-                self.peak = self.peaks[name]
+        larger = total >= self.peak.bytes or total >= self.peaks.get(name, Moment()).bytes
+        if not larger and self.moments is None:
+            return
+        now = self.current
+        by_kind = dict(now.by_kind)
+        if temporary:
+            by_kind["workspace"] = by_kind.get("workspace", 0) + temporary
+        moment = Moment(total, by_kind, now.phase, now.place)
+        if self.moments is not None:
+            self.moments.append(moment)
+        if larger:
+            self.peaks[name] = moment
+            self.peak = max(moment, self.peak, key=lambda moment: moment.bytes)
 
     def _resized(self, resize: Callable[..., Any]) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
         """``UntypedStorage.resize_`` is no operation that a dispatch mode sees."""

@@ -53,6 +53,10 @@ class Trackers:
         """Log a picture at a step."""
         self._each(lambda tracker: tracker.picture(step, name, image))
 
+    def report(self, file: Path) -> None:
+        """Log the run's report, an HTML page of its own."""
+        self._each(lambda tracker: tracker.report(file))
+
     def finish(self, summary: Json) -> dict[str, str]:
         """Log what the run was, and close.
 
@@ -76,7 +80,7 @@ class Trackers:
         self._open.clear()
 
     def _start(self, name: str, make: Callable[[Warn], Tracker], config: Json) -> None:
-        self._open[name] = make(self._warn)
+        self._open[name] = make(self.warn)
         self._open[name].config(config)
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
@@ -90,9 +94,10 @@ class Trackers:
         except Exception as error:  # whatever it is: figures on a screen are not worth a run
             reason = " ".join(str(error).split())[:300] or "no reason given"
             self._open.pop(name, None)
-            self._warn(f"{name} failed and is off for the rest of the run ({type(error).__name__}: {reason})")
+            self.warn(f"{name} failed and is off for the rest of the run ({type(error).__name__}: {reason})")
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Say a warning; it is kept for the run's summary."""
         self.warnings.append(text)
         say(f"warning {text}")
 

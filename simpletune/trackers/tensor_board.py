@@ -51,9 +51,20 @@ class TensorBoard:
         """Log what the run was as text."""
         self._text("summary", values, values.get("steps", self.start))
 
+    def report(self, file: Path) -> None:
+        """Log where the run's report is: TensorBoard shows no pages."""
+        self._writer.add_text("report", f"`{file}`", self.start)
+
     def close(self, failed: bool) -> None:
-        """Flush and close."""
-        self._writer.close()
+        """Flush and close.
+
+        Raises:
+            OSError: its thread could not write something: closing alone would not say so.
+        """
+        try:
+            self._writer.flush()
+        finally:
+            self._writer.close()
 
     def _text(self, name: str, values: Json, step: int) -> None:
         lines = json.dumps(values, indent=2).splitlines()

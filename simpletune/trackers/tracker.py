@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ class Tracker(Protocol):
 
     def summary(self, values: Json) -> None:
         """Log what the run was, at its end."""
+
+    def report(self, file: Path) -> None:
+        """Log the run's report, an HTML page of its own."""
 
     def close(self, failed: bool) -> None:
         """Flush and close."""

@@ -92,6 +92,12 @@ class Wandb:
         """Log what the run was."""
         self._run.summary.update(values)
 
+    def report(self, file: Path) -> None:
+        """Log the run's report as it is."""
+        import wandb
+
+        self._run.log({"report": wandb.Html(str(file), inject=False)})
+
     def close(self, failed: bool) -> None:
         """Send what is left, for at most ``FINISH_SECONDS``."""
         self._run.finish(exit_code=1 if failed else 0)

@@ -1,0 +1,149 @@
+"""What a window's events say: seconds by phase, idle time, the most expensive operators and kernels."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from simpletune.profiling.events import Recording, Span, gaps, overlap, self_times, union
+from simpletune.profiling.phases import phase_of
+
+TOP = 20
+OTHER = "other"
+Json = dict[str, Any]
+
+
+def figures(recording: Recording, count: int) -> Json:
+    """The figures of the recorded steps, each per step.
+
+    Without a device, a phase takes the time of its range less that of phases inside it. With one, the device decides:
+    a phase takes from the end of the work before it to the end of the last work that it launched.
+
+    Args:
+        recording: the events.
+        count: how many steps are whole; one that was cut short may follow.
+
+    Raises:
+        ValueError: no step was recorded.
+    """
+    steps = recording.steps[:count]
+    if not steps:
+        raise ValueError("the profiler recorded no step")
+    start, stop = steps[0].start, steps[-1].stop
+    ranges = [span for span in recording.ranges if phase_of(span.name) is not None and start <= span.start < stop]
+    waits = union(span for span in ranges if phase_of(span.name) == "data")
+    busy = union(recording.device)
+    if busy:
+        seconds = device_phases(recording, ranges, start)
+        idle = list(gaps(busy, start, stop))
+        for_data = overlap(idle, waits)
+        for_host = sum(b - a for a, b in idle) - for_data
+    else:
+        seconds = host_phases(ranges)
+        for_data, for_host = sum(b - a for a, b in waits), 0
+    count, whole = len(steps), stop - start
+    seconds[OTHER] += max(0, whole - sum(seconds.values()))
+    return {
+        "steps": count,
+        "seconds_per_step": _seconds(whole, count),
+        "phases": {name: _seconds(taken, count) for name, taken in seconds.items()},
+        "idle": {"data": _seconds(for_data, count), "host": _seconds(for_host, count)},
+        "operators": top(self_times(_within(recording.operators, start, stop)), count),
+        "kernels": top(((span, span.stop - span.start) for span in recording.device), count),
+    }
+
+
+def host_phases(ranges: Sequence[Span]) -> Counter[str]:
+    """Nanoseconds by phase, in the order in which they first come, from the ranges alone."""
+    taken: Counter[str] = Counter()
+    for span in sorted(ranges, key=lambda span: span.start):
+        taken.setdefault(str(phase_of(span.name)), 0)
+    for span, own in self_times(ranges):
+        taken[str(phase_of(span.name))] += own
+    return taken
+
+
+def device_phases(recording: Recording, ranges: Sequence[Span], start: int) -> Counter[str]:
+    """Nanoseconds by phase, from the work that each launched on the device."""
+    launched = {span.id: span.start for span in recording.operators if span.id}
+    taken: Counter[str] = Counter()
+    before, name = start, OTHER
+    innermost = Phases(ranges)
+    for span in sorted(recording.device, key=lambda span: (span.start, span.stop)):
+        if span.id in launched:  # of what nobody is known to have launched, the phase is that of the work before
+            name = innermost.at(launched[span.id])
+        taken[name] += max(0, span.stop - before)
+        before = max(before, span.stop)
+    return taken
+
+
+class Phases:
+    """Which phase is on at a time: the innermost.
+
+    Args:
+        ranges: of phases; one lies within another or apart from it.
+    """
+
+    def __init__(self, ranges: Iterable[Span]):
+        self._times, self._names = [0], [OTHER]
+        inside: list[Span] = []
+        for span in sorted(ranges, key=lambda span: (span.start, -span.stop)):
+            self._close(inside, span.start)
+            inside.append(span)
+            self._change(span.start, inside)
+        self._close(inside, None)
+
+    def at(self, time: int) -> str:
+        """The phase at a time; between phases, ``other``."""
+        return self._names[bisect_right(self._times, time) - 1]
+
+    def _close(self, inside: list[Span], until: int | None) -> None:
+        while inside and (until is None or inside[-1].stop <= until):
+            stop = inside.pop().stop
+            self._change(stop, inside)
+
+    def _change(self, time: int, inside: list[Span]) -> None:
+        self._times.append(time)
+        self._names.append(str(phase_of(inside[-1].name)) if inside else OTHER)
+
+
+def top(timed: Iterable[tuple[Span, int]], steps: int) -> list[Json]:
+    """The most expensive names: calls in the window, milliseconds a step, share of all that are counted here."""
+    total: dict[str, int] = defaultdict(int)
+    calls: Counter[str] = Counter()
+    for span, own in timed:
+        total[span.name] += own
+        calls[span.name] += 1
+    whole = sum(total.values()) or 1
+    names = sorted(total, key=lambda name: (-total[name], name))[:TOP]
+    return [
+        {
+            "name": name,
+            "calls": calls[name],
+            "self_ms": round(total[name] / steps / 1e6, 6),
+            "share": round(total[name] / whole, 6),
+        }
+        for name in names
+    ]
+
+
+def peak_of_memory(recording: Recording) -> tuple[int, str] | None:
+    """How much more memory was taken at the most than when the window began, and in which phase; None: not recorded."""
+    if not recording.memory:
+        return None
+    now = most = when = 0
+    for time, change in sorted(recording.memory, key=lambda event: event[0]):
+        now += change
+        if now > most:
+            most, when = now, time
+    return most, Phases(span for span in recording.ranges if phase_of(span.name) is not None).at(when)
+
+
+def _within(spans: Iterable[Span], start: int, stop: int) -> Iterable[Span]:
+    return (span for span in spans if start <= span.start < stop)
+
+
+def _seconds(nanoseconds: int, steps: int) -> float:
+    return round(nanoseconds / steps / 1e9, 9)

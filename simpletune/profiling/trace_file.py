@@ -1,0 +1,82 @@
+"""The trace file that TensorBoard's plugin reads, line by line from what the profiler exports: it may be gigabytes."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+SUFFIX = ".pt.trace.json.gz"
+MB = 10**6
+# torch-tb-profiler 0.4.3 knows the categories of older traces; with today's its operator view shows no device time.
+RENAMED = {'"cat": "cuda_runtime"': '"cat": "Runtime"', '"cat": "cuda_driver"': '"cat": "Runtime"',
+           '"cat": "fwdbwd"': '"cat": "forward_backward"'}  # fmt: skip
+
+
+class TooLarge(Exception):
+    """A trace over the size that is allowed."""
+
+
+def write_trace(export: Callable[[str], object], folder: Path, max_mb: float) -> Path:
+    """Export a trace into an epoch's folder, gzipped, with the category names that TensorBoard's plugin knows.
+
+    Args:
+        export: writes the raw trace to a path.
+        folder: there.
+        max_mb: what the file may have, in MB of 10^6 bytes.
+
+    Returns:
+        The file.
+
+    Raises:
+        TooLarge: it would be larger than that; nothing is left of it.
+        OSError: it cannot be written; nothing is left of it.
+    """
+    with TemporaryDirectory(dir=folder, prefix=".trace-") as aside:
+        raw, packed = Path(aside) / "raw.json", Path(aside) / "packed.json.gz"
+        export(str(raw))
+        require_whole(raw)
+        pack(raw, packed, max_mb)
+        file = folder / f"training.{time.time_ns()}{SUFFIX}"
+        os.replace(packed, file)
+    return file
+
+
+def require_whole(raw: Path) -> None:
+    """The profiler does not say when it could not write, or not all of it.
+
+    Raises:
+        OSError: the trace is missing or cut short.
+    """
+    size = raw.stat().st_size if raw.exists() else 0
+    with open(raw if size else os.devnull, "rb") as handle:
+        handle.seek(max(0, size - 64))
+        end = handle.read().strip()
+    if not end.endswith(b"}"):
+        raise OSError(f"the trace was cut short after {size:,} bytes: is the disk full?")
+
+
+def pack(raw: Path, packed: Path, max_mb: float) -> None:
+    """Gzip a raw trace, its categories renamed.
+
+    Raises:
+        TooLarge: the result would be larger than ``max_mb``.
+    """
+    with open(raw, encoding="utf-8") as source, open(packed, "wb") as out, gzip.open(out, "wt", 6, "utf-8") as target:
+        for number, line in enumerate(source):
+            target.write(rename_category(line))
+            if number % 10_000 == 0 and out.tell() > max_mb * MB:
+                break
+    if packed.stat().st_size > max_mb * MB:
+        raise TooLarge(f"{packed.stat().st_size / MB:.3g} MB and more")
+
+
+def rename_category(line: str) -> str:
+    """One line of a trace; inside a string a quote would stand behind a backslash, so this touches categories only."""
+    for old, new in RENAMED.items():
+        if old in line:
+            return line.replace(old, new)
+    return line

@@ -1,0 +1,155 @@
+"""One window of the profiler: started, stepped, closed whatever happens."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simpletune.profiling.option import Profile
+from simpletune.profiling.place import Place
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SNAPSHOT = "memory_snapshot.pickle"
+ENTRIES = 100_000
+
+
+class Window:
+    """A fresh profiler over a few steps.
+
+    Args:
+        option: what is recorded.
+        place: how many steps.
+        cuda: whether to record the device too.
+        blocks: modules to name ranges for; empty: none.
+        snapshot: where CUDA's memory history goes; None: it is not kept.
+    """
+
+    def __init__(
+        self, option: Profile, place: Place, cuda: bool, blocks: Sequence[nn.Module] = (), snapshot: Path | None = None
+    ):
+        self.place, self._blocks, self._snapshot = place, blocks, snapshot
+        self.done = 0
+        """Steps seen so far."""
+        self._profiler = make_profiler(option, place, cuda)
+        self._undo: list[Callable[[], Any]] = []
+
+    @property
+    def recorded(self) -> int:
+        """Whole steps that were recorded, not thrown away as warm-up."""
+        return max(0, self.done - self.place.warmup)
+
+    @property
+    def full(self) -> bool:
+        """Whether its last step is done."""
+        return self.done >= self.place.warmup + self.place.active
+
+    def start(self) -> None:
+        """Begin with the next step.
+
+        Raises:
+            RuntimeError: another profiler is on.
+        """
+        import torch
+
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError("another profiler is on, and two at once are not possible")
+        if self._snapshot is not None:
+            self._undo.append(lambda: torch.cuda.memory._record_memory_history(enabled=None))
+            torch.cuda.memory._record_memory_history(max_entries=ENTRIES)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a window without warm-up: short epochs have none, and that is said
+            self._undo.append(self._stop_profiler)
+            self._profiler.start()
+        for number, block in enumerate(self._blocks):
+            self._undo += name_ranges(block, f"block {number}")
+
+    def step(self) -> None:
+        """A step is done; the last one is ended by ``close``."""
+        self.done += 1
+        if not self.full:
+            self._profiler.step()
+
+    def close(self, keep: bool = True) -> None:
+        """Stop everything that was started, all of it even if a part fails. A second call does nothing.
+
+        Args:
+            keep: whether the memory history is written, too.
+
+        Raises:
+            Exception: the first failure, after all is stopped.
+        """
+        if self._undo and self._snapshot is not None and keep:
+            self._undo.insert(1, self._dump)  # after the profiler has stopped, before the history is off
+        errors = []
+        while self._undo:
+            try:
+                self._undo.pop()()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def events(self) -> Sequence[Any]:
+        """The profiler's own events, once it is closed."""
+        return self._profiler.profiler.kineto_results.events()
+
+    def export(self, file: str) -> None:
+        """Write the raw trace, once it is closed."""
+        self._profiler.export_chrome_trace(file)
+
+    def _stop_profiler(self) -> None:
+        import torch
+
+        try:
+            self._profiler.stop()
+        finally:
+            if torch.autograd._profiler_enabled():  # it failed half-way: left on, it would fill the host's memory
+                torch.autograd._disable_profiler()
+
+    def _dump(self) -> None:
+        import torch
+
+        assert self._snapshot is not None
+        self._snapshot.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(self._snapshot))
+
+
+def make_profiler(option: Profile, place: Place, cuda: bool) -> Any:
+    """torch's profiler over so many steps, which says nothing and writes nothing by itself."""
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
+            schedule=schedule(wait=0, warmup=place.warmup, active=place.active, repeat=1),
+            with_stack=option.with_stack,
+            record_shapes=option.record_shapes,
+            profile_memory=option.memory,
+        )
+
+
+def name_ranges(module: nn.Module, name: str) -> list[Callable[[], None]]:
+    """Name a range around a module's forward pass.
+
+    Returns:
+        What takes the hooks off again.
+    """
+    from torch.profiler import record_function
+
+    ranges: list[Any] = []
+
+    def begin(*_: Any) -> None:
+        ranges.append(record_function(name))
+        ranges[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        if ranges:
+            ranges.pop().__exit__(None, None, None)
+
+    before = module.register_forward_pre_hook(begin)
+    return [before.remove, module.register_forward_hook(end, always_call=True).remove]

@@ -1,0 +1,29 @@
+"""Memory over one training step by kind, predicted: for the summaries beside a run's traces."""
+
+from __future__ import annotations
+
+from simpletune.config import TrainConfig
+from simpletune.data.buckets import Size
+from simpletune.loading import empty_base
+from simpletune.memory.accounting import Accounting
+from simpletune.memory.device_terms import temporaries
+from simpletune.memory.fake import fake_tensors
+from simpletune.memory.moment import Moment
+from simpletune.simulate import CPU, take_steps, without_collection
+
+
+def moments_of_step(config: TrainConfig, size: Size) -> list[Moment]:
+    """What lives on the device, allocation by allocation, in a step that has optimizer states: the second.
+
+    Counting every allocation would slow a real step many times over, so it is one on fake tensors, as ``simulate``
+    takes them; what CUDA's libraries keep for themselves is left out.
+
+    Args:
+        config: of the run, demo names and ``checkpointing: auto`` resolved.
+        size: (width, height) in pixels.
+    """
+    with fake_tensors(), without_collection():
+        transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
+        with Accounting(temporaries(), keep=True) as accounting:
+            take_steps(accounting, config, transformer, size)
+    return accounting.moments or []

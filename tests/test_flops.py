@@ -1,0 +1,97 @@
+"""The count of operations against torch's own counter, which sees every product as it happens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from simpletune.adapters.full import Full
+from simpletune.adapters.lora import Lora
+from simpletune.adapters.partial import Partial
+from simpletune.config import TrainConfig
+from simpletune.flops import Flops, sd3_flops, trained_of
+from simpletune.memory import Memory
+from simpletune.models.sd3_shapes import sd3_medium_config
+from simpletune.models.sd3_transformer import RandomTensors, load
+from simpletune.models.weights import trained_parameters
+from simpletune.quant.int8 import Int8
+from simpletune.quant.plain import BF16
+from simpletune.reading import validate
+from simpletune.simulate import CPU, EmptyFeed, OneProcess
+from simpletune.step import StepCore, assemble
+
+TEXT = 77 + 8
+CASES: dict[str, dict] = {
+    "lora": {"adapter": Lora(rank=2)},
+    "lora-image": {"adapter": Lora(rank=2, targets="attention_image")},
+    "lora-last-block": {"adapter": Lora(rank=2, targets=["transformer_blocks.1.ff.net.2"])},
+    "lora-int8": {"adapter": Lora(rank=3), "precision": Int8()},
+    "full": {"adapter": Full(), "precision": BF16()},
+    "partial": {
+        "adapter": Partial(layers=["transformer_blocks.1.attn.to_k.*", "transformer_blocks.0.norm1.linear.bias"])
+    },
+}
+
+
+def config_of(tiny_config: dict, **changes: object) -> TrainConfig:
+    config = validate(copy.deepcopy(tiny_config) | {"train": {"steps": 1, "batch_size": 2}}, "test")
+    return config.model_copy(update=changes)
+
+
+def sd3(config: TrainConfig, **changes: object) -> dict:
+    return config.model.known_config() | {"num_layers": 2} | changes
+
+
+def build(config: TrainConfig, shapes: dict) -> StepCore:
+    model = load(shapes, RandomTensors(shapes, 1), config.precision, CPU)
+    return assemble(config, model, OneProcess(CPU))
+
+
+def counted(config: TrainConfig, core: StepCore, step: bool = True) -> int:
+    """What torch sees; attention in single products, because its counter knows no fused one of the CPU."""
+    batches = EmptyFeed(config, core, (32, 64)).step(0)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.set_grad_enabled(step):
+        core.step(batches) if step else core.loss(core.model, batches[0])
+    return counter.get_total_flops()
+
+
+def ours(core: StepCore, shapes: dict, checkpointed: int = 0) -> Flops:
+    parameters = {name: tuple(p.shape) for name, p in trained_parameters(core.model).items()}
+    return sd3_flops(shapes, trained_of(parameters), (32, 64), 2, TEXT, checkpointed)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dual", [(), (0,)], ids=["sd3", "sd3.5"])
+def test_forward_and_backward_are_what_torch_counts(case: str, dual: tuple, tiny_config: dict) -> None:
+    config = config_of(tiny_config, **CASES[case])
+    shapes = sd3(config, dual_attention_layers=dual, qk_norm="rms_norm" if dual else None)
+    core = build(config, shapes)
+    expected = ours(core, shapes)
+    assert counted(config, core, step=False) == expected.forward
+    assert counted(config, core) == expected.model
+
+
+def test_recomputation_is_counted_apart(tiny_config: dict) -> None:
+    config = config_of(tiny_config, memory=Memory(checkpointing=1))
+    shapes = sd3(config, num_layers=3)
+    core = build(config, shapes)
+    expected = ours(core, shapes, checkpointed=1)
+    assert counted(config, core) == expected.model + expected.recomputed
+    assert 0 < expected.recomputed < expected.forward
+    assert ours(core, shapes).model == expected.model
+
+
+def test_sd3_medium_by_hand() -> None:
+    """The products of the blocks at 1024 px dominate: 2 operations a weight and token, and attention."""
+    flops = sd3_flops(sd3_medium_config(), trained_of({}), (1024, 1024), 1, 333)
+    image, text, width = 4096, 333, 1536
+    blocks = (
+        24 * (image * 12 * width**2 + text * 12 * width**2) - text * 9 * width**2
+    )  # the last one ends its text early
+    attention = 24 * 2 * (image + text) ** 2 * width
+    assert flops.forward == pytest.approx(2 * (blocks + attention), rel=0.01)
+    assert flops.backward == 0
