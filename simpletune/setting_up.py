@@ -14,6 +14,7 @@ from simpletune import checkpoint
 from simpletune.config import TrainConfig, cache_of_bases, run_folder
 from simpletune.devices import choose_device
 from simpletune.ema import Average, averaged
+from simpletune.environment import machine
 from simpletune.feed import Feed
 from simpletune.levers import within_budget
 from simpletune.loading import load_base
@@ -21,7 +22,7 @@ from simpletune.models.weights import trained_parameters
 from simpletune.options import UserError
 from simpletune.places import require_fit, resolved
 from simpletune.prepare import Prepared, prepare
-from simpletune.runs import CONFIG, open_again, open_fresh
+from simpletune.runs import CONFIG, ENVIRONMENT, EVALUATIONS, append_metrics, open_again, open_fresh
 from simpletune.stages import Stages
 from simpletune.step import StepCore, assemble
 from simpletune.summary import tell_data
@@ -97,6 +98,7 @@ class Run:
         with self.stages.stage("validate"), averaged(self.average):
             loss = evaluation_loss(self.transformer, self.core.loss, self.feed, self.config.validation.eval_samples)
         if loss is not None:
+            append_metrics(self.folder, {"step": step, "eval_loss": loss}, EVALUATIONS)
             self.trackers.scalars(step, {"eval_loss": loss})
         return loss
 
@@ -123,6 +125,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float) -> Run:
     if accelerator.is_main_process:
         folder = open_again(config, saved.step) if saved else open_fresh(config)
         checkpoint.write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
+        checkpoint.write_json(folder / ENVIRONMENT, machine())
     with stages.stage("load"):
         transformer = load_base(
             here.model,

@@ -69,11 +69,11 @@ def loop(run: Run) -> list[Path]:
         The traces written.
     """
     config, plan, process = run.config, run.prepared.plan, run.accelerator.process_index
-    line = TrainingLine(run.steps, run.start)
+    line = training_line(run)
     option = config.profile if run.main else Profile(max_traces=0)
     traces = EpochTraces(option, profile_folder(config), run.steps, plan.steps_per_epoch, run.stages.cuda)
     run.transformer.train()
-    with traces, run.stages.stage("train"):
+    with traces, line, run.stages.stage("train"):
         for step in range(run.start, run.steps):
             clock = time.perf_counter()
             traces.before_step(step)
@@ -100,11 +100,22 @@ def loop(run: Run) -> list[Path]:
             run.trackers.scalars(step + 1, row)
             line.update(step + 1, value, run.seconds[-1])
             if step + 1 < run.steps and due(config.checkpoint.every, step + 1):
-                run.save(step + 1)
+                with line.interrupted("save"):
+                    run.save(step + 1)
             if step + 1 < run.steps and due(config.validation.every, step + 1):
-                run.evaluate(step + 1)
-                run.validate(step + 1)
+                with line.interrupted("validate"):
+                    run.evaluate(step + 1)
+                    run.validate(step + 1)
     return traces.written
+
+
+def training_line(run: Run) -> TrainingLine:
+    """What a person sees of the loop."""
+    train, first = run.config.train, run.stages.by_name.get("validate")
+    samples = train.batch_size * train.gradient_accumulation * run.accelerator.num_processes
+    every = {"save": run.config.checkpoint.every, "validate": run.config.validation.every}
+    took = {"validate": first.seconds} if first else {}
+    return TrainingLine(run.steps, run.start, samples, run.stages.memory_now, every, took)
 
 
 def due(every: int | None, step: int) -> bool:
@@ -127,15 +138,39 @@ def finish(run: Run, seconds_setup: float, traces: list[Path]) -> None:
         "seconds_setup": round(seconds_setup, 2),
         "trainable_parameters": sum(parameter.numel() for parameter in run.core.parameters),
         "total_parameters": run.total,
+        "steps_per_epoch": run.prepared.plan.steps_per_epoch,
         "eval_loss_before": (read_json_or_none(run.folder / EVALUATION) or {}).get("eval_loss"),
         "eval_loss_after": eval_after,
         "output": str(output),
     }
-    checkpoint.write_json(run.folder / SUMMARY, summary)  # again below: a tracker may take minutes to close
+    warnings = run.trackers.warnings
+    # Written again below: a tracker may take minutes to close.
+    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings})
     write_card(run.folder, run.config, summary, run.prepared)
-    places = run.trackers.finish(summary)
-    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": run.trackers.warnings})
+    page, said = write_page(run), len(warnings)
+    places = {**page, **run.trackers.finish(summary)}
+    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings})
+    if page and len(warnings) > said:
+        write_page(run)
     tell_results(summary, run.folder, profile_folder(run.config), traces, places)
+
+
+def write_page(run: Run) -> dict[str, str]:
+    """The report of the run, into its folder: a failure is a warning and never the run's."""
+    if not run.config.output.report:
+        return {}
+    try:
+        from simpletune.report import report_at_end
+
+        page = report_at_end(run.folder)
+    except Exception as error:  # whatever it is: a page is not worth a run
+        text = f"the report failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        run.trackers.warnings.append(text)
+        say(f"warning {text}")
+        return {}
+    if hasattr(run.trackers, "report"):
+        run.trackers.report(page)
+    return {"report": str(page)}
 
 
 def prepare_only(config: TrainConfig) -> None:

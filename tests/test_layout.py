@@ -26,11 +26,11 @@ LAYERS = [
     {"rescue"},
     {"levers"},
     {"simulate", "simulate_stages", "reading", "problems"},
-    {"validation", "summary", "checkpoint", "runs", "trackers", "card", "step", "places", "results"},
+    {"validation", "summary", "checkpoint", "runs", "trackers", "card", "step", "places", "results", "report"},
     {"feed", "prepare", "sampling", "loading"},
     {"config", "devices", "profiling"},
     {"demo", "data", "models", "adapters", "quant", "optim", "memory", "ema"},
-    {"flow", "options", "streams", "stages", "terminal"},
+    {"flow", "options", "streams", "stages", "terminal", "environment"},
 ]
 MAX_FILE, MAX_FUNCTION, MAX_NESTING = 320, 60, 4
 LONGER = {"setting_up.set_up": "one call that fills the run's fields, one line each"}
