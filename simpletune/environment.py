@@ -16,7 +16,8 @@ def machine() -> dict[str, str]:
     if torch.cuda.is_available():
         device = f"{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
     else:
-        device = f"{torch.get_num_threads()} CPU threads ({_cpu_name()})"
+        threads = torch.get_num_threads()
+        device = f"{threads} CPU thread{'s' * (threads > 1)} ({_cpu_name()})"
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     return {"device": device, "python": platform.python_version(), "versions": versions}
 

@@ -176,13 +176,11 @@ def read_runs(folders: list[Path]) -> list[Recorded]:
         UserError: one of them is no run.
     """
     runs = [read_run(folder) for folder in folders]
-    for run in runs:
-        same = [other for other in runs if other.name == run.name and other is not run]
-        if same:
-            run.name = str(run.folder)
+    names = [run.name for run in runs]
     for number, run in enumerate(runs):
-        if any(run.name == other.name for other in runs[:number]):
-            run.name = f"{run.name} ({number + 1})"
+        if names.count(run.name) > 1:
+            again = folders[:number].count(run.folder)
+            run.name = f"{run.folder} ({again + 1})" if again else str(run.folder)
     return runs
 
 

@@ -138,7 +138,7 @@ def table_section(runs: list[Recorded], price: float | None) -> Section:
         ]
         cells += [dollars(run.seconds_per_step * 1000 / 3600 * price) if run.seconds_per_step else ""] if price else []
         rows.append(tuple(cells))
-    note = f"The first is {runs[0].name}." + (f" Cost at ${price:g} an hour." if price else "")
+    note = f"Percentages are of the first, {runs[0].name}." + (f" Cost at ${price:g} an hour." if price else "")
     return Section("figures", "Figures", notes=[note], tables=[Table("Runs", tuple(head), rows)])
 
 
@@ -149,12 +149,19 @@ def _percent(value: float | None, first: float | None) -> str:
 def differing(runs: list[Recorded]) -> dict[str, list[str]]:
     """Settings in which the runs differ: path, and each run's value."""
     tables = [
-        {row.path: row.value for row in (settings_of(run.config) if run.config else plain_settings(run.settings))}
+        {row.path: row for row in (settings_of(run.config) if run.config else plain_settings(run.settings))}
         for run in runs
     ]
-    paths = list(dict.fromkeys(path for table in tables for path in table))
-    found = {path: [table.get(path, "") for table in tables] for path in paths if path not in NAMES}
-    return {path: values for path, values in found.items() if len(set(values)) > 1}
+    found = {}
+    for path in dict.fromkeys(path for table in tables for path in table):
+        rows = [table.get(path) for table in tables]
+        there = [row for row in rows if row is not None]
+        same = len({row.value for row in there}) == 1
+        # A field that only some runs' options have tells nothing while it is at its default.
+        if path in NAMES or (same and (len(there) == len(rows) or not any(row.changed for row in there))):
+            continue
+        found[path] = [row.value if row is not None else "" for row in rows]
+    return found
 
 
 def comparability(runs: list[Recorded], differences: dict[str, list[str]]) -> list[str]:
