@@ -28,6 +28,17 @@ FLAGS = (
     "--disable-component-update --disable-sync --virtual-time-budget=20000 --enable-logging=stderr --dump-dom"
 ).split()
 
+USING = """
+const set = (query, value) => {
+  const control = document.querySelector(query);
+  control.value = value;
+  control.dispatchEvent(new Event("input"));
+};
+set("#step", 0); set("#smoothing", 0.5); set("#price", 2); set(".frame input", 20);
+document.getElementById("theme").click();
+"""
+MEASURING = "setTimeout(() => { document.documentElement.dataset.wide = document.body.scrollWidth; }, 8000)"
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -285,10 +296,10 @@ def test_a_browser_draws_it_and_asks_for_nothing(which: str, whole: Path, compar
         pytest.skip("needs Chromium or Chrome")
     source = whole / "report.html" if which == "one" else compared
     page = tmp_path / "page.html"
-    measuring = "document.documentElement.dataset.wide = document.body.scrollWidth"
+    using = USING if which == "one" else ""
     text, _, end = source.read_text().rpartition("</body>")
     text = text.replace("<style>", "<style>html { width: 390px; }", 1)
-    page.write_text(f"{text}<script>setTimeout(() => {{ {measuring} }}, 5000)</script></body>{end}")
+    page.write_text(f"{text}<script>setTimeout(() => {{ {using} }}, 3000); {MEASURING}</script></body>{end}")
     flags = [*FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=500,900"]
     done = subprocess.run([chromium, *flags, page.as_uri()], capture_output=True, text=True, timeout=120)
     said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -298,4 +309,9 @@ def test_a_browser_draws_it_and_asks_for_nothing(which: str, whole: Path, compar
     charts = [tag for _, tag in outline.tags if "data-chart" in tag]
     drawings = [tag for tag in outline.all("svg") if "marks" in (tag.get("class") or "")]
     assert len(drawings) == len(charts) == (8 if which == "one" else 3)
-    assert int(outline.all("html")[0]["data-wide"] or 0) <= 390  # nothing is wider than a phone
+    assert 0 < int(outline.all("html")[0]["data-wide"] or 0) <= 390  # nothing is wider than a phone
+    if which == "one":
+        assert outline.all("html")[0]["data-theme"] == "dark"  # it was light, and the button was pressed
+        text = " ".join("".join(outline.text).split())
+        assert "step 20" in text and "the whole job $0.2" in text and "Smoothing 0.50" in text
+        assert any(tag.get("style") == "--cut: 20%;" for tag in outline.all("div"))

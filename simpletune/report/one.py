@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,9 +63,9 @@ def lead(run: Recorded) -> str:
         return f"{run.steps_done:,} steps"
     base = config.model.transformer or config.model.pretrained
     base = base if not os.path.isabs(base) else os.path.basename(base)
-    rank = f" r{config.adapter.rank}" if hasattr(config.adapter, "rank") else ""
+    method = f"LoRA r{config.adapter.rank}" if config.adapter.method == "lora" else config.adapter.method
     return (
-        f"{config.adapter.method}{rank} on {base}, {config.precision.weights} weights, "
+        f"{method} on {base}, {config.precision.weights} weights, "
         f"{config.data.resolution} px, batch {config.train.batch_size}"
         + (f" × {config.train.gradient_accumulation}" if config.train.gradient_accumulation > 1 else "")
         + f", {config.optimizer.name}, {run.steps_done:,} steps"
@@ -128,6 +129,13 @@ def step_section(run: Recorded) -> Section:
         rows = [row for row in thin if isinstance(row.get(field), int | float)]
         if rows:
             section.charts.append(charts.line(field.replace("_", "-"), title, field, axis, rows, form))
+    ranges = [
+        (title, *(f"{value:.3g}" for value in (values[0], statistics.median(values), max(values), values[-1])))
+        for field, (title, *_) in wanted.items()
+        if (values := [row[field] for row in run.metrics if isinstance(row.get(field), int | float)])
+    ]
+    if ranges:
+        section.tables.append(Table("In figures", ("what", "first", "median", "largest", "last"), ranges, folded=True))
     if not section.charts:
         section.notes.append("No step was recorded.")
     elif len(thin) < len(run.metrics):

@@ -96,7 +96,7 @@
   if (smoothing) smoothing.addEventListener("input", () => {
     find("smoothing-value").textContent = Number(smoothing.value).toFixed(2);
     const made = views.get("loss");
-    if (made) made.view.change("loss", window.vega.changeset().remove(() => true).insert(lossRows())).run();
+    if (made) made.view.data("loss", lossRows()).run();
   });
 
   // Pictures: the line between base and tuned, and the step.
