@@ -213,9 +213,8 @@ def picture_section(found: dict[str, list[pictures.Drawn]]) -> Section:
         section.block = ""
         section.notes.append("No run drew validation pictures.")
         return section
-    section.notes.append(
-        "The base, then each run's last pictures, from the same noise. Scaled down where they are large."
-    )
+    section.notes.append("The base, then each run's last pictures, from the same noise; large ones are scaled down.")
+    section.lines.append("They are on the page beside this file, and in each run's `samples/`.")
     return section
 
 
