@@ -56,8 +56,8 @@ PUBLISHED: list[tuple[str, ...]] = [
 ABOUT = "One of the four runs of simpletune bench study."
 TITLE = "Full fine-tuning against LoRA of rank 64, 16 and 1"
 ABOUT_TINY = (
-    "The four runs of a study of SD3 Medium, on the tiny model that comes with the tool: what is compared is the same, the "
-    "sizes are not. Without a GPU the memory is that of the whole process, most of it Python and its libraries."
+    "The four runs of a study of SD3 Medium, on the tiny model that comes with the tool: what is compared is the same, "
+    "the sizes are not. Without a GPU the memory is that of the whole process, most of it Python and its libraries."
 )
 ABOUT_REAL = (
     "SD3 Medium at the settings of the study: 1024 px, batch 1, checkpointing; LoRA over an int8 base, full in bf16."
