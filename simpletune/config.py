@@ -103,6 +103,8 @@ class Output(Option):
     """TensorBoard's folder: scalars, pictures, traces."""
     cache: str = ".cache"
     """Latents and prompt embeddings by content, shared by all runs."""
+    report: bool = True
+    """Write report.html and report.md into the run's folder at its end."""
 
 
 class TrainConfig(Option):

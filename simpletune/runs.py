@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from simpletune.checkpoint import list_checkpoints
 from simpletune.config import TrainConfig, profile_folder, run_folder
 from simpletune.options import UserError
 from simpletune.terminal import say
 
 METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.json", "eval_before.json"
-REPORT = "report.html"
+EVALUATIONS, ENVIRONMENT = "evaluations.jsonl", "environment.json"
 
 
 def open_fresh(config: TrainConfig) -> Path:
@@ -27,6 +26,8 @@ def open_fresh(config: TrainConfig) -> Path:
         if traces.exists():
             os.replace(traces, traces.with_name(f"{traces.name}.{number}"))
         say(f"{folder} held an older run: moved to {aside}")
+        from simpletune.checkpoint import list_checkpoints  # torch; a report only reads, and starts without it
+
         checkpoints = list_checkpoints(aside)
         if checkpoints and not (aside / SUMMARY).exists():
             say(
@@ -46,11 +47,12 @@ def open_again(config: TrainConfig, step: int) -> Path:
     folder = run_folder(config)
     if not folder.is_dir():
         raise UserError(f"--resume: {folder} does not exist. Start without --resume, or check name")
-    kept = [row for row in read_metrics(folder) if row["step"] <= step]
-    file = folder / METRICS
-    aside = file.with_name(f".{METRICS}.part")
-    aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    os.replace(aside, file)
+    for name in (METRICS, EVALUATIONS):
+        file = folder / name
+        kept = [row for row in _rows(file) if row["step"] <= step]
+        aside = file.with_name(f".{name}.part")
+        aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(aside, file)
     return folder
 
 
@@ -69,9 +71,9 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
                 raise
 
 
-def append_metrics(folder: Path, row: dict[str, Any]) -> None:
-    """Add one line to metrics.jsonl."""
-    with open(folder / METRICS, "a", encoding="utf-8") as handle:
+def append_metrics(folder: Path, row: dict[str, Any], name: str = METRICS) -> None:
+    """Add one line to metrics.jsonl or another such file; it is closed, so a reader sees the line at once."""
+    with open(folder / name, "a", encoding="utf-8") as handle:
         handle.write(json.dumps(row) + "\n")
 
 

@@ -15,6 +15,7 @@ from simpletune.config import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import Plan
 from simpletune.devices import choose_device
 from simpletune.ema import Average, averaged
+from simpletune.environment import machine
 from simpletune.estimate import Estimate
 from simpletune.feed import Feed
 from simpletune.forecast import forecast
@@ -24,7 +25,7 @@ from simpletune.models.weights import trained_parameters
 from simpletune.options import UserError
 from simpletune.places import require_fit, resolved
 from simpletune.prepare import Prepared, prepare
-from simpletune.runs import CONFIG, open_again, open_fresh
+from simpletune.runs import CONFIG, ENVIRONMENT, EVALUATIONS, append_metrics, open_again, open_fresh
 from simpletune.stages import Stages
 from simpletune.step import StepCore, assemble
 from simpletune.summary import tell_data
@@ -102,6 +103,7 @@ class Run:
         with self.stages.stage("validate"), averaged(self.average):
             loss = evaluation_loss(self.transformer, self.core.loss, self.feed, self.config.validation.eval_samples)
         if loss is not None:
+            append_metrics(self.folder, {"step": step, "eval_loss": loss}, EVALUATIONS)
             self.trackers.scalars(step, {"eval_loss": loss})
         return loss
 
@@ -144,6 +146,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
     if accelerator.is_main_process:
         folder = open_again(config, saved.step) if saved else open_fresh(config)
         checkpoint.write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
+        checkpoint.write_json(folder / ENVIRONMENT, machine())
     with stages.stage("load"):
         transformer = load_base(
             here.model,

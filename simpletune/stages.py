@@ -74,6 +74,14 @@ class Stages:
         peaks = [value for stage in self.by_name.values() if (value := getattr(stage, name)) is not None]
         return max(peaks, default=None)
 
+    def memory_now(self) -> str:
+        """The peak of the stage so far in words: allocated on the GPU, or without one of the process."""
+        if not self.cuda:
+            return f"{peak_rss_gib():.2f} GiB RAM"
+        import torch
+
+        return f"{torch.cuda.max_memory_allocated() / GIB:.2f} GiB GPU"
+
     def as_json(self) -> dict[str, Any]:
         """Every stage's figures, rounded to what is measured."""
         return {name: {key: rounded(value) for key, value in asdict(s).items()} for name, s in self.by_name.items()}

@@ -18,7 +18,7 @@ from simpletune.places import resolved
 from simpletune.prepare import prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.rescue import not_finite, out_of_memory, resident
-from simpletune.runs import EVALUATION, REPORT, SUMMARY, append_metrics, read_json_or_none
+from simpletune.runs import EVALUATION, SUMMARY, append_metrics, read_json_or_none
 from simpletune.setting_up import Run, make_accelerator, set_up
 from simpletune.stages import Stages
 from simpletune.step import set_learning_rate
@@ -79,9 +79,9 @@ def loop(run: Run) -> EpochTraces:
         The profiler's windows.
     """
     config, plan, process = run.config, run.prepared.plan, run.accelerator.process_index
-    line = TrainingLine(run.steps, run.start)
+    line = training_line(run)
     run.transformer.train()
-    with traces_of(run, lambda step: is_interrupted(config, step)) as traces, run.stages.stage("train"):
+    with traces_of(run, lambda step: is_interrupted(config, step)) as traces, line, run.stages.stage("train"):
         for step in range(run.start, run.steps):
             clock = time.perf_counter()
             traces.before_step(step)
@@ -108,16 +108,27 @@ def loop(run: Run) -> EpochTraces:
             run.trackers.scalars(step + 1, row)
             line.update(step + 1, value, run.seconds[-1])
             if step + 1 < run.steps and due(config.checkpoint.every, step + 1):
-                run.save(step + 1)
+                with line.interrupted("save"):
+                    run.save(step + 1)
             if step + 1 < run.steps and due(config.validation.every, step + 1):
-                run.evaluate(step + 1)
-                run.validate(step + 1)
+                with line.interrupted("validate"):
+                    run.evaluate(step + 1)
+                    run.validate(step + 1)
     return traces
 
 
 def is_interrupted(config: TrainConfig, step: int) -> bool:
     """Whether validation or saving stands between a step and the next."""
     return due(config.checkpoint.every, step + 1) or due(config.validation.every, step + 1)
+
+
+def training_line(run: Run) -> TrainingLine:
+    """What a person sees of the loop."""
+    train, first = run.config.train, run.stages.by_name.get("validate")
+    samples = train.batch_size * train.gradient_accumulation * run.accelerator.num_processes
+    every = {"save": run.config.checkpoint.every, "validate": run.config.validation.every}
+    took = {"validate": first.seconds} if first else {}
+    return TrainingLine(run.steps, run.start, samples, run.stages.memory_now, every, took)
 
 
 def due(every: int | None, step: int) -> bool:
@@ -140,22 +151,41 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
         "seconds_setup": round(seconds_setup, 2),
         "trainable_parameters": sum(parameter.numel() for parameter in run.core.parameters),
         "total_parameters": run.total,
+        "steps_per_epoch": run.prepared.plan.steps_per_epoch,
         "eval_loss_before": (read_json_or_none(run.folder / EVALUATION) or {}).get("eval_loss"),
         "eval_loss_after": eval_after,
         "output": str(output),
     }
     if run.predicted is not None:
         summary["predicted"] = beside_measured(run.predicted, summary["stages"])
-    checkpoint.write_json(run.folder / SUMMARY, summary)  # again below: a tracker may take minutes to close
+    warnings = run.trackers.warnings
+    # Written again below: a tracker may take minutes to close.
+    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings})
     write_card(run.folder, run.config, summary, run.prepared)
     add_memory(run, traces)
-    if (run.folder / REPORT).exists():
-        run.trackers.report(run.folder / REPORT)
-    places = run.trackers.finish(summary)
-    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": run.trackers.warnings})
+    page, said = write_page(run), len(warnings)
+    places = {**page, **run.trackers.finish(summary)}
+    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings})
+    if page and len(warnings) > said:
+        write_page(run)
     tell_results(summary, run.folder, profile_folder(run.config), traces.written, places)
     if run.predicted is not None:
         tell_beside_measured(summary["predicted"])
+
+
+def write_page(run: Run) -> dict[str, str]:
+    """The report of the run, into its folder: a failure is a warning and never the run's."""
+    if not run.config.output.report:
+        return {}
+    try:
+        from simpletune.report import report_at_end
+
+        page = report_at_end(run.folder)
+    except Exception as error:  # whatever it is: a page is not worth a run
+        run.trackers.warn(f"the report failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
+        return {}
+    run.trackers.report(page)
+    return {"report": str(page)}
 
 
 def prepare_only(config: TrainConfig) -> None:

@@ -64,6 +64,7 @@ def tiny_config(tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tm
             "runs": str(tmp_path / "runs"),
             "profiles": str(tmp_path / "profiles"),
             "cache": str(shared_cache),
+            "report": False,
         },
     }
 

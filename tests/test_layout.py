@@ -35,11 +35,11 @@ LAYERS = [
     {"levers"},
     {"simulate", "simulate_stages", "step_memory", "needs", "reading", "problems"},
     {"stand_ins"},
-    {"validation", "summary", "checkpoint", "runs", "trackers", "card", "step", "places", "results", "turns"},
+    {"validation", "summary", "checkpoint", "runs", "trackers", "card", "step", "places", "results", "turns", "report"},
     {"feed", "prepare", "sampling", "loading"},
     {"config", "devices", "profiling", "flops"},
     {"demo", "data", "models", "adapters", "lora_files", "quant", "optim", "memory", "ema"},
-    {"flow", "options", "streams", "stages", "terminal", "sheets", "compiling", "measures", "cards"},
+    {"flow", "options", "streams", "stages", "terminal", "sheets", "compiling", "measures", "cards", "environment"},
 ]
 MAX_FILE, MAX_FUNCTION, MAX_NESTING = 320, 60, 4
 LONGER = {"setting_up.set_up": "one call that fills the run's fields, one line each"}

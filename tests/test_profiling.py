@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from simpletune.cards import peak_tflops
 from simpletune.memory.moment import Moment
 from simpletune.options import ConfigError
 from simpletune.profiling import summary, trace_file
@@ -183,18 +182,6 @@ def test_a_phase_that_comes_twice_has_its_time_in_two_parts() -> None:
     timeline = summary.memory_over(moments, {"forward": 4.0, "backward": 8.0})["timeline"]
     assert [point["ms"] / 1000 for point in timeline] == [0, 2, 6, 8, 10]
     assert summary.memory_over([], {})["timeline"] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA A10", 125), ("NVIDIA A10G", None),
-        ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("Tesla T4", None), ("", None),
-    ],
-)  # fmt: skip
-def test_peaks_by_name(name: str, peak: float | None) -> None:
-    assert peak_tflops(name) == peak
 
 
 RAW = """{

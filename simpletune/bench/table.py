@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 from simpletune.checkpoint import write_json
+from simpletune.environment import machine
 from simpletune.options import UserError
 from simpletune.runs import read_json_or_none
 from simpletune.terminal import say
 
 Row = TypeVar("Row")
-
-LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "optimum-quanto")
-
-
-def machine() -> dict[str, str]:
-    """Hardware and versions, in words."""
-    import torch
-
-    if torch.cuda.is_available():
-        device = f"{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
-    else:
-        device = f"{torch.get_num_threads()} CPU threads ({_cpu_name()})"
-    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
-    return {"device": device, "python": platform.python_version(), "versions": versions}
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 class Results:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from simpletune.generate_arguments import positive, size
 
-GRIDS = ("memory", "estimate", "quality", "inference")
+GRIDS = ("memory", "estimate", "quality", "inference", "study")
 
 
 def bench(args: argparse.Namespace) -> None:
     """measure a grid of settings and write its table"""
-    from simpletune.bench import estimate, inference, memory, quality
+    from simpletune.bench import estimate, inference, memory, quality, study
 
     if args.grid == "memory":
         print(memory.run(args.out, args.minutes, args.rows))
@@ -22,6 +22,8 @@ def bench(args: argparse.Namespace) -> None:
         asked = {"minutes": args.minutes, "only": args.rows, "prices": dict(args.price), "rounds": args.rounds}
         more = {"size": args.size, "steps": args.steps, "device": args.device}
         print(inference.run(args.out, args.model or inference.DEMO, **asked, **more))
+    elif args.grid == "study":
+        print(study.run(args.out, args.minutes, args.rows, args.model, args.overrides))
     else:
         print(quality.run(args.out, args.prompts, args.minutes, args.rows, args.overrides))
 
@@ -34,8 +36,8 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", default="", help="only rows whose names hold this")
     parser.add_argument("--minutes", type=float, default=8.0, help="begin no row after so many (default: 8)")
     parser.add_argument("--prompts", type=int, default=100, help="quality: prompts for each score (default: 100)")
+    parser.add_argument("--model", help="inference, study: a hub name or a folder (default: the tiny model)")
     mine = parser.add_argument_group("inference")
-    mine.add_argument("--model", help="the base model: a folder or hub name (default: the demo's)")
     mine.add_argument("--size", type=size, metavar="WIDTHxHEIGHT", help="default: 1024x1024; the demo's 64x64")
     mine.add_argument("--steps", type=positive, help="sampling steps (default: 28; the demo's 12)")
     mine.add_argument("--rounds", type=positive, default=5, help="rounds of which the fastest counts (default: 5)")

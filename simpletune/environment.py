@@ -1,0 +1,29 @@
+"""The machine and the versions that made a figure."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "optimum-quanto")
+
+
+def machine() -> dict[str, str]:
+    """Hardware and versions, in words."""
+    import torch
+
+    if torch.cuda.is_available():
+        device = f"{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
+    else:
+        threads = torch.get_num_threads()
+        device = f"{threads} CPU thread{'s' * (threads > 1)} ({_cpu_name()})"
+    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    return {"device": device, "python": platform.python_version(), "versions": versions}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

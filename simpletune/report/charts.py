@@ -1,0 +1,244 @@
+"""The figures of a report, in Vega-Lite. Strings that begin with @ are colours of the page's theme."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simpletune.memory.moment import KINDS
+from simpletune.report.content import Chart
+
+Json = dict[str, Any]
+KIND_COLOURS = {kind: number for number, kind in enumerate(KINDS)}
+PHASE_COLOURS = {"data": 6, "noise": 8, "forward": 0, "loss": 1, "backward": 4, "clip": 5, "optimizer": 3}
+BAR = 26  # pixels a row
+
+
+def bars(
+    name: str, title: str, says: str, rows: list[Json], axis: str, colour: str = "@first", marks: str = ""
+) -> Chart:
+    """Horizontal bars with their values beside them.
+
+    Args:
+        name: of the chart.
+        title: above it.
+        says: what it shows.
+        rows: ``name``, ``value``, ``label``; ``mark``: a second value that is drawn as a tick.
+        axis: what the values are.
+        colour: of the bars, or ``@runs``: one each.
+        marks: what the ticks are; empty: none are drawn.
+    """
+    y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": {"ticks": False, "domain": False}}
+    top = max((max(row["value"] or 0, row.get("mark") or 0) for row in rows), default=0)
+    scale = {"domainMin": 0, "domainMax": 1.35 * top or 1}
+    x = {"field": "value", "type": "quantitative", "axis": None, "scale": scale}
+    rows = [{**row, "label_at": max(row["value"] or 0, row.get("mark") or 0)} for row in rows]
+    tooltip = [{"field": "name", "title": " "}, {"field": "label", "title": axis}]
+    fill: Json = {"value": colour}
+    if colour == "@runs":
+        names = [row["name"] for row in rows]
+        fill = {"field": "name", "type": "nominal", "legend": None, "scale": {"domain": names, "range": "@runs"}}
+    layers: list[Json] = [
+        {"mark": {"type": "bar", "cornerRadiusEnd": 3, "height": {"band": 0.68}},
+         "encoding": {"x": x, "color": fill, "tooltip": tooltip}},
+        {"mark": {"type": "text", "align": "left", "dx": 6, "color": "@ink"},
+         "encoding": {"x": {**x, "field": "label_at"}, "text": {"field": "label"}}},
+    ]  # fmt: skip
+    if marks:
+        mark = {"type": "tick", "thickness": 2, "size": 22, "color": "@ink"}
+        told = [{"field": "name", "title": " "}, {"field": "mark_label", "title": marks}]
+        layers.insert(1, {"mark": mark, "encoding": {"x": {**x, "field": "mark"}, "tooltip": told}})
+    spec = {"height": BAR * len(rows), "data": {"values": rows}, "encoding": {"y": y}, "layer": layers}
+    return Chart(name, title, says, spec)
+
+
+def stacked(
+    name: str, title: str, says: str, rows: list[Json], axis: str, colours: dict[str, int], format: str = ",.0f"
+) -> Chart:
+    """Horizontal stacked bars.
+
+    Args:
+        name: of the chart.
+        title: above it.
+        says: what it shows.
+        rows: ``name``, ``part``, ``value``.
+        axis: title of the values' axis.
+        colours: of the parts, in their order; each keeps its own in all figures.
+        format: of the values.
+    """
+    shown = _shown(rows, colours)
+    order = {part: number for number, part in enumerate(shown)}
+    spec = {
+        "height": (BAR + 6) * len({row["name"] for row in rows}),
+        "data": {"values": [{**row, "order": order[row["part"]]} for row in rows]},
+        "mark": {"type": "bar", "height": {"band": 0.68}, "stroke": "@card", "strokeWidth": 1},
+        "encoding": {
+            "y": {"field": "name", "type": "nominal", "sort": None, "title": None,
+                  "axis": {"ticks": False, "domain": False}},
+            "x": {"field": "value", "type": "quantitative", "title": axis, "axis": {"tickCount": 5}},
+            "color": _part_colours(shown, colours),
+            "order": {"field": "order"},
+            "tooltip": [{"field": "name", "title": " "}, {"field": "part", "title": "what"},
+                        {"field": "value", "title": axis, "format": format}],
+        },
+    }  # fmt: skip
+    return Chart(name, title, says, spec)
+
+
+def _shown(rows: list[Json], colours: dict[str, int]) -> list[str]:
+    """The parts that rows have, known ones first."""
+    names = {row["part"] for row in rows}
+    return [part for part in colours if part in names] + sorted(names - set(colours))
+
+
+def _part_colours(shown: list[str], colours: dict[str, int]) -> Json:
+    """A part's colour is its own, whatever else a figure shows; unknown parts take the last two."""
+    scale = {
+        "domain": shown,
+        "range": [f"@part{colours.get(part, 7 + number % 2)}" for number, part in enumerate(shown)],
+    }
+    return {"field": "part", "type": "nominal", "scale": scale, "legend": {"orient": "top", "title": None}}
+
+
+def timeline(rows: list[Json], phases: list[Json]) -> Chart:
+    """Memory over one step, stacked by kind.
+
+    Args:
+        rows: ``ms``, ``part``, ``value`` in MiB.
+        phases: ``name``, ``from`` and ``to`` in ms, ``peak`` in MiB.
+    """
+    shown = _shown(rows, KIND_COLOURS)
+    order = {part: number for number, part in enumerate(shown)}
+    top = max((phase["peak"] for phase in phases), default=0)
+    x = {"field": "ms", "type": "quantitative", "title": "ms into the step", "axis": {"tickCount": 6, "grid": False}}
+    area = {
+        "data": {"values": [{**row, "order": order[row["part"]]} for row in rows]},
+        "mark": {"type": "area", "interpolate": "step-after", "opacity": 0.92},
+        "encoding": {
+            "x": x,
+            "y": {"field": "value", "type": "quantitative", "stack": "zero", "title": "MiB", "axis": {"tickCount": 5},
+                  "scale": {"domainMax": 1.15 * top or 1}},
+            "color": _part_colours(shown, KIND_COLOURS),
+            "order": {"field": "order"},
+            "tooltip": [{"field": "part", "title": "kind"}, {"field": "value", "title": "MiB", "format": ",.1f"},
+                        {"field": "ms", "title": "ms", "format": ".1f"}, {"field": "phase", "title": "phase"}],
+        },
+    }  # fmt: skip
+    borders = {
+        "data": {"values": phases},
+        "layer": [
+            {"mark": {"type": "rule", "color": "@muted", "strokeDash": [3, 3]}, "encoding": {"x": {"field": "from",
+             "type": "quantitative"}}},
+            {"mark": {"type": "text", "align": "left", "dx": 4, "dy": 4, "baseline": "top", "color": "@muted",
+                      "fontSize": 11, "clip": True},
+             "encoding": {"x": {"field": "from", "type": "quantitative"}, "y": {"value": 0},
+                          "text": {"field": "name"}}},
+        ],
+    }  # fmt: skip
+    spec = {"height": 240, "layer": [area, borders]}
+    says = "Memory in MiB over the milliseconds of one training step, stacked by kind, with the phases' borders"
+    return Chart("timeline", "Memory over one step", says, spec)
+
+
+def line(name: str, title: str, field: str, axis: str, rows: list[Json], format: str) -> Chart:
+    """One value over the steps.
+
+    Args:
+        name: of the chart.
+        title: above it.
+        field: of the rows.
+        axis: title of the value's axis.
+        rows: with ``step`` and the field.
+        format: of the value in the tooltip.
+    """
+    x = {"field": "step", "type": "quantitative", "title": "step", "axis": {"tickCount": 5, "grid": False}}
+    y = {
+        "field": field, "type": "quantitative", "title": None, "scale": {"zero": False},
+        "axis": {"tickCount": 4, "format": "~g" if field != "lr" else "~e"},
+    }  # fmt: skip
+    tooltip = [{"field": "step", "title": "step"}, {"field": field, "title": axis, "format": format}]
+    spec = {
+        "height": 130,
+        "data": {"values": [{"step": row["step"], field: row[field]} for row in rows]},
+        "encoding": {"x": x},
+        "layer": [
+            {"mark": {"type": "line", "strokeWidth": 1.5, "color": "@first"}, "encoding": {"y": y}},
+            _hover(y, tooltip),
+        ],
+    }  # fmt: skip
+    return Chart(name, title, f"{title} over the training steps", spec)
+
+
+def _hover(y: Json, tooltip: list[Json]) -> Json:
+    """A point that follows the pointer and tells of the nearest step."""
+    return {
+        "params": [{"name": "hover", "select": {"type": "point", "fields": ["step"], "nearest": True,
+                                                "on": "pointerover", "clear": "pointerout"}}],
+        "mark": {"type": "point", "filled": True, "size": 60, "color": "@first"},
+        "encoding": {
+            "y": y,
+            "opacity": {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0},
+            "tooltip": tooltip,
+        },
+    }  # fmt: skip
+
+
+def loss(runs: list[str], evaluations: list[Json], fields: list[str]) -> Chart:
+    """The loss: raw and smoothed; the page's script fills the data ``loss`` and smooths them.
+
+    Args:
+        runs: their names; one is drawn in one colour, with its raw losses.
+        evaluations: ``run``, ``step``, ``eval_loss``.
+        fields: further fields of the data for the tooltip.
+    """
+    several = len(runs) > 1
+    colours = {"domain": runs, "range": "@runs"}
+    legend = {"orient": "top", "title": None} if several else None
+    colour = {"field": "run", "type": "nominal", "scale": colours, "legend": legend}
+    x = {"field": "step", "type": "quantitative", "title": "step", "axis": {"tickCount": 6, "grid": False}}
+    scale = {"zero": False, "nice": True}
+    y = {"field": "loss", "type": "quantitative", "title": "loss", "scale": scale, "axis": {"tickCount": 5}}
+    smooth = {**y, "field": "smoothed"}
+    told = [{"field": "run", "title": "run"}] if several else []
+    formats = {"loss": ".4f", "smoothed": ".4f", "lr": ".3~e", "grad_norm": ".4~g", "seconds": ".3~g"}
+    titles = {"lr": "learning rate", "grad_norm": "gradient norm", "seconds": "s/step"}
+    told += [{"field": "step", "title": "step"}]
+    told += [
+        {"field": field, "title": titles.get(field, field), **({"format": formats[field]} if field in formats else {})}
+        for field in ("loss", "smoothed", *fields)
+    ]
+    layers: list[Json] = []
+    if not several:
+        layers += [{"mark": {"type": "line", "strokeWidth": 1, "opacity": 0.35}, "encoding": {"y": y}}]
+    layers += [
+        {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {"y": smooth}},
+        {**_hover(smooth, told), "mark": {"type": "point", "filled": True, "size": 70}},
+    ]
+    spec: Json = {
+        "height": 300,
+        "data": {"name": "loss", "values": []},
+        "encoding": {"x": x, "color": colour},
+        "layer": layers,
+    }
+    if evaluations:
+        mark = {
+            "type": "point",
+            "shape": "diamond",
+            "filled": True,
+            "size": 170,
+            "stroke": "@card",
+            "opacity": 1,
+            "clip": False,
+        }
+        points: Json = {
+            "data": {"values": evaluations},
+            "mark": mark,
+            "encoding": {
+                "x": x, "y": {**y, "field": "eval_loss"},
+                "color": colour if several else {"value": "@second"},
+                "tooltip": [*told[:1], *([{"field": "step", "title": "step"}] if several else []),
+                            {"field": "eval_loss", "title": "evaluation loss", "format": ".4f"}],
+            },
+        }  # fmt: skip
+        spec["layer"].append(points)
+    says = "The loss of every step, faint, and smoothed; diamonds are evaluation losses"
+    return Chart("loss", "Loss", says, spec)

@@ -1,0 +1,84 @@
+"""The loss of one run or of several: data for the page's curve, and a few lines of text."""
+
+from __future__ import annotations
+
+from simpletune.report import charts
+from simpletune.report.content import Section, Table
+from simpletune.report.recorded import Json, Recorded
+
+ROOM = 20_000  # steps of a run that a page holds
+BLOCKS = "▁▂▃▄▅▆▇█"
+ROWS = 10
+
+
+def loss_data(run: Recorded) -> Json:
+    """Columns for the page's script: step, loss and what a tooltip says beside them."""
+    rows = averaged(run.metrics, ROOM)
+    fields = [field for field in ("lr", "grad_norm", "seconds") if any(field in row for row in rows)]
+    columns = {field: [_short(row.get(field)) for row in rows] for field in ("step", "loss", *fields)}
+    return {"run": run.name, **columns}
+
+
+def averaged(rows: list[Json], room: int) -> list[Json]:
+    """At most ``room`` rows; where there are more, each stands for several and has their mean loss."""
+    many = max(1, -(-len(rows) // room))
+    if many == 1:
+        return rows
+    groups = [rows[start : start + many] for start in range(0, len(rows), many)]
+    return [{**group[-1], "loss": sum(row["loss"] for row in group) / len(group)} for group in groups]
+
+
+def _short(value: object) -> float | int | None:
+    """Six digits are more than an eye can tell."""
+    if isinstance(value, int) or value is None:
+        return value
+    number = float(f"{value:.6g}")
+    return number if number - number == 0 else None  # infinities and NaN are no JSON
+
+
+def loss_section(runs: list[Recorded]) -> Section:
+    """The curve, and what stands for it where nothing is drawn."""
+    section = Section("loss", "Loss", block="loss")
+    drawn = [run for run in runs if run.metrics]
+    if not drawn:
+        section.block = ""
+        section.notes.append("No step was recorded.")
+        return section
+    points = [
+        {"run": run.name, "step": step, "eval_loss": round(loss, 6)} for run in drawn for step, loss in run.evaluations
+    ]
+    fields = [field for field in ("lr", "grad_norm", "seconds") if any(field in run.metrics[-1] for run in drawn)]
+    section.charts.append(charts.loss([run.name for run in drawn], points, fields))
+    if points:
+        section.notes.append("Diamonds: the evaluation loss, a mean over a fixed set, so its points can be compared.")
+    if any(len(run.metrics) > ROOM for run in drawn):
+        section.notes.append(f"Of more than {ROOM:,} steps, neighbours are averaged.")
+    for run in drawn:
+        name = f"{run.name}: " if len(drawn) > 1 else ""
+        section.lines.append(f"{name}`{sparkline([row['loss'] for row in run.metrics])}`")
+        if len(drawn) == 1:
+            section.tables.append(_table(run))
+    return section
+
+
+def _table(run: Recorded) -> Table:
+    """Mean losses of equal parts of the run."""
+    many = -(-len(run.metrics) // ROWS)
+    groups = [run.metrics[start : start + many] for start in range(0, len(run.metrics), many)]
+    rows = []
+    for group in groups:
+        first, last = group[0]["step"], group[-1]["step"]
+        mean = sum(row["loss"] for row in group) / len(group)
+        seen = [loss for step, loss in run.evaluations if first <= step <= last]
+        rows.append((f"{first:,} to {last:,}", f"{mean:.4f}", f"{seen[-1]:.4f}" if seen else ""))
+    before = [loss for step, loss in run.evaluations if step == 0]
+    rows = [("before", "", f"{before[0]:.4f}"), *rows] if before else rows
+    return Table("Loss by part of the run", ("steps", "mean loss", "evaluation loss"), rows, folded=True)
+
+
+def sparkline(values: list[float], width: int = 60) -> str:
+    """Values as a line of blocks, each the mean of its part."""
+    many = max(1, -(-len(values) // width))
+    means = [sum(part) / len(part) for part in (values[at : at + many] for at in range(0, len(values), many))]
+    low, high = min(means), max(means)
+    return "".join(BLOCKS[round((mean - low) / ((high - low) or 1) * (len(BLOCKS) - 1))] for mean in means)

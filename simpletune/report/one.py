@@ -1,0 +1,252 @@
+"""The report of one run."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+from simpletune.report import charts, pictures
+from simpletune.report.content import Fact, Report, Section, Table, gib, seconds
+from simpletune.report.losses import loss_data, loss_section
+from simpletune.report.peaks import memory_section
+from simpletune.report.profile import profile_sections
+from simpletune.report.recorded import Json, Recorded
+from simpletune.report.settings import Setting, plain_settings, settings_of
+from simpletune.terminal import duration
+
+STEPS_SHOWN = 12  # steps whose pictures a page holds at most
+
+
+def report_of(run: Recorded, price: float | None) -> Report:
+    """Everything about one run.
+
+    Args:
+        run: as its folder tells it.
+        price: of the machine, dollars an hour, if known.
+    """
+    settings = settings_of(run.config) if run.config else plain_settings(run.settings)
+    settings = [row for row in settings if row.path != "about"]  # stands under the title
+    found = list(pictures.drawn(run.folder))
+    warned = warnings_section(run)
+    sections = [
+        *([warned] if run.summary.get("warnings") else []),  # first, where there are any
+        picture_section(run, found),
+        loss_section([run]),
+        step_section(run),
+        memory_section(run),
+        *profile_sections(run.profiles),
+        settings_section(settings, known=run.config is not None),
+        environment_section(run),
+        *([] if run.summary.get("warnings") else [warned]),
+        files_section(run),
+    ]
+    data = {"losses": [loss_data(run)], "pictures": picture_data(found), "settings": settings}
+    return Report(
+        run.name,
+        lead(run),
+        str(run.settings.get("about", "")),
+        run.notes,
+        headline(run),
+        sections,
+        price,
+        priced(run),
+        data,
+    )
+
+
+def lead(run: Recorded) -> str:
+    """What the run was, in a sentence."""
+    config = run.config
+    if config is None:
+        return f"{run.steps_done:,} steps"
+    base = config.model.transformer or config.model.pretrained
+    base = base if not os.path.isabs(base) else os.path.basename(base)
+    method = f"LoRA r{config.adapter.rank}" if config.adapter.method == "lora" else config.adapter.method
+    return (
+        f"{method} on {base}, {config.precision.weights} weights, "
+        f"{config.data.resolution} px, batch {config.train.batch_size}"
+        + (f" × {config.train.gradient_accumulation}" if config.train.gradient_accumulation > 1 else "")
+        + f", {config.optimizer.name}, {run.steps_done:,} steps"
+    )
+
+
+def headline(run: Recorded) -> list[Fact]:
+    """The figures that are asked for first."""
+    unknown = "not known"
+    peak = f"{run.peak_words}, in stage {run.peak_stage}" if run.peak else "written at a run's end"
+    pace = "median; warm-up, validation and saving left out"
+    rate = f"{run.samples_per_second:.3g}" if run.samples_per_second else unknown
+    facts = [
+        Fact("Peak of the whole job", gib(run.peak) or unknown, peak),
+        Fact("Seconds a step", seconds(run.seconds_per_step) or unknown, pace),
+        Fact("Samples a second", rate, "pictures learned from, at that pace"),
+    ]
+    if run.share is not None:
+        trained, total = run.summary["trainable_parameters"], run.summary["total_parameters"]
+        facts.append(Fact("Trained share", f"{100 * run.share:.3g}%", f"{trained:,} of {total:,} parameters"))
+    facts += _losses(run)
+    if "seconds_total" in run.summary:
+        setup = run.summary.get("seconds_setup")
+        note = f"of it {duration(setup)} before the first step" if setup is not None else ""
+        facts.append(Fact("Whole job", duration(run.summary["seconds_total"]), note))
+    return facts
+
+
+def _losses(run: Recorded) -> Iterator[Fact]:
+    if len(run.evaluations) > 1:
+        (_, before), (step, after) = run.evaluations[0], run.evaluations[-1]
+        yield Fact(
+            "Evaluation loss", f"{after:.4f}", f"{before:.4f} before, {after / before - 1:+.1%}, at step {step:,}"
+        )
+    elif run.metrics:
+        tenth = run.metrics[-max(1, len(run.metrics) // 10) :]
+        mean = sum(row["loss"] for row in tenth) / len(tenth)
+        yield Fact("Loss", f"{mean:.4f}", f"mean of the last {len(tenth)} steps")
+
+
+def priced(run: Recorded) -> list[tuple[str, float]]:
+    """What costs money: (what, seconds)."""
+    found = []
+    if run.seconds_per_step:
+        found += [("the steps", run.seconds_per_step * run.steps_done), ("1,000 steps", run.seconds_per_step * 1000)]
+    if "seconds_total" in run.summary:
+        found.append(("the whole job", run.summary["seconds_total"]))
+    return found
+
+
+def step_section(run: Recorded) -> Section:
+    """Learning rate, gradient norm, seconds a step."""
+    section = Section("steps", "Over the steps")
+    wanted = {
+        "lr": ("Learning rate", "learning rate", ".3~e"),
+        "grad_norm": ("Gradient norm", "gradient norm", ".4~g"),
+        "seconds": ("Seconds a step", "s", ".3~g"),
+    }
+    thin = thinned(run.metrics, 800)
+    for field, (title, axis, form) in wanted.items():
+        rows = [row for row in thin if isinstance(row.get(field), int | float)]
+        if rows:
+            section.charts.append(charts.line(field.replace("_", "-"), title, field, axis, rows, form))
+    ranges = [
+        (title, *(f"{value:.3g}" for value in (values[0], statistics.median(values), max(values), values[-1])))
+        for field, (title, *_) in wanted.items()
+        if (values := [row[field] for row in run.metrics if isinstance(row.get(field), int | float)])
+    ]
+    if ranges:
+        section.tables.append(Table("In figures", ("what", "first", "median", "largest", "last"), ranges, folded=True))
+    if not section.charts:
+        section.notes.append("No step was recorded.")
+    elif len(thin) < len(run.metrics):
+        section.notes.append(f"Every {-(-len(run.metrics) // 800)}th step is drawn.")
+    return section
+
+
+def thinned(rows: list[Json], room: int) -> list[Json]:
+    """Every n-th row, so that at most ``room`` are left."""
+    return rows[:: max(1, -(-len(rows) // room))]
+
+
+def picture_data(found: list[pictures.Drawn]) -> list[Json]:
+    """Pictures by prompt, as data URIs: the base's, and those of at most ``STEPS_SHOWN`` steps."""
+    steps = sorted({picture.step for picture in found})
+    shown = {0, *pictures.spread_steps([step for step in steps if step], STEPS_SHOWN)} & set(steps)
+    kept = [picture for picture in found if picture.step in shown]
+    side = pictures.side_for(len(kept))
+    prompts: dict[str, Json] = {}
+    for picture in kept:
+        row = prompts.setdefault(picture.file.name, {"prompt": picture.prompt, "seed": picture.seed, "steps": {}})
+        row["steps"][picture.step] = pictures.data_uri(picture.file, side)
+    return [row for row in prompts.values() if any(row["steps"])]
+
+
+def picture_section(run: Recorded, found: list[pictures.Drawn]) -> Section:
+    """Base against tuned, over the steps."""
+    section = Section("pictures", "Base against tuned", block="pictures")
+    if not found:
+        section.block = ""
+        section.notes.append("This run drew no validation pictures (validation.prompts).")
+        return section
+    steps = sorted({picture.step for picture in found})
+    shown = pictures.spread_steps([step for step in steps if step], STEPS_SHOWN)
+    choose = " Choose the step with the slider." if len(shown) > 1 else ""
+    section.notes.append(f"Both are drawn from the same noise. Pull the line over a picture.{choose}")
+    if len(shown) < len([step for step in steps if step]):
+        section.notes.append(f"{len(shown)} of {len(steps) - 1} steps are shown; all are in samples/.")
+    side = pictures.side_for(len([p for p in found if p.step in {0, *shown}]))
+    if any(max(_size(picture.file)) > side for picture in found[:1]):
+        section.notes.append(f"Scaled down to {side} px and compressed; the originals are in samples/.")
+    if (run.folder / "samples" / "grid.png").exists():
+        section.lines.append("![The base and the tuned model, a row a prompt, a column a step](samples/grid.png)")
+    return section
+
+
+def _size(file: Path) -> tuple[int, int]:
+    with pictures.Image.open(file) as image:
+        return image.size
+
+
+def settings_section(settings: list[Setting], known: bool) -> Section:
+    """The whole configuration."""
+    section = Section("settings", "Configuration", block="settings")
+    changed = [row for row in settings if row.changed]
+    if known:
+        section.notes.append(f"{len(changed)} of {len(settings)} values are not the defaults.")
+        rows = [(row.path, row.value, row.default or "(none: must be given)") for row in changed]
+        section.tables.append(Table("Not the defaults", ("setting", "value", "default"), rows, folded=True))
+    elif settings:
+        section.notes.append("Defaults are not known: this configuration is of another version of the tool.")
+        section.tables.append(
+            Table("Settings", ("setting", "value"), [(r.path, r.value) for r in settings], folded=True)
+        )
+    else:
+        section.block = ""
+        section.notes.append("No configuration was found.")
+    return section
+
+
+def environment_section(run: Recorded) -> Section:
+    """Machine and versions."""
+    section = Section("environment", "Environment")
+    rows = [("run on", str(run.summary["device"]))] if run.summary.get("device") else []
+    for name, value in run.environment.items():
+        if name == "versions":
+            rows += [(word.rpartition(" ")[0], word.rpartition(" ")[2]) for word in str(value).split(", ")]
+        else:
+            rows.append((name, str(value)))
+    if rows:
+        section.tables.append(Table("Machine and versions", ("what", "value"), rows))
+    else:
+        section.notes.append("Machine and versions were not recorded.")
+    return section
+
+
+def warnings_section(run: Recorded) -> Section:
+    """What the run warned of."""
+    section = Section("warnings", "Warnings")
+    warnings = [str(text) for text in run.summary.get("warnings", [])]
+    section.notes += warnings or (["None."] if run.summary else ["Warnings are written at a run's end."])
+    return section
+
+
+def files_section(run: Recorded) -> Section:
+    """What the run left, with sizes."""
+    section = Section("files", "Files")
+    rows = []
+    for path in sorted(run.folder.iterdir(), key=lambda path: (path.is_file(), path.name)):
+        if path.name.startswith(".") or path.name.startswith("report."):
+            continue
+        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        size = sum(file.stat().st_size for file in files)
+        rows.append((path.name + ("" if path.is_file() else "/"), str(len(files)), _size_words(size)))
+    section.tables.append(Table("In the run's folder", ("name", "files", "size"), rows))
+    return section
+
+
+def _size_words(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.2f} GB"

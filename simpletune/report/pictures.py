@@ -1,0 +1,87 @@
+"""Validation pictures, made small enough to travel inside a page."""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+BASE = "base"
+LARGEST = 512  # pixels of the longer side
+SHOWN_AS_IS = 128  # small pictures keep every pixel
+ROOM = 3 * 2**20  # bytes of all pictures of a page
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A validation picture.
+
+    Args:
+        prompt: what was asked for.
+        seed: of its noise.
+        step: 0 for the base.
+        file: where it is.
+    """
+
+    prompt: str
+    seed: str
+    step: int
+    file: Path
+
+
+def drawn(folder: Path) -> list[Drawn]:
+    """The validation pictures of a run's folder, by prompt, then by step.
+
+    Args:
+        folder: of the run.
+    """
+    found = []
+    for state in sorted((folder / "samples").glob("*/")):
+        step = 0 if state.name == BASE else _number(state.name)
+        if step is None:
+            continue
+        for file in sorted(state.glob("prompt-*.png")):
+            with Image.open(file) as image:
+                text = getattr(image, "text", {})
+                found.append((file.name, Drawn(str(text.get("prompt", "")), str(text.get("seed", "")), step, file)))
+    return [picture for _, picture in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
+
+
+def _number(name: str) -> int | None:
+    digits = name.removeprefix("step-")
+    return int(digits) if digits.isdigit() else None
+
+
+def spread_steps(steps: list[int], room: int) -> list[int]:
+    """At most so many of the steps, evenly spread, the first and the last among them."""
+    if len(steps) <= room:
+        return steps
+    return [steps[round(number * (len(steps) - 1) / (room - 1))] for number in range(room)]
+
+
+def data_uri(file: Path, largest: int = LARGEST, quality: int = 82) -> str:
+    """A picture as a WebP data URI; tiny ones without loss, larger ones scaled down.
+
+    Args:
+        file: of the picture.
+        largest: pixels of the longer side at most.
+        quality: of WebP, 0 to 100.
+    """
+    with Image.open(file) as image:
+        picture = image.convert("RGB")
+    tiny = max(picture.size) <= SHOWN_AS_IS
+    picture.thumbnail((largest, largest), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    picture.save(buffer, "WEBP", lossless=tiny, quality=100 if tiny else quality, method=4)
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def side_for(count: int) -> int:
+    """Pixels of the longer side, so that so many pictures fit into a page (a pixel takes about a fifth of a byte)."""
+    side = LARGEST
+    while side > SHOWN_AS_IS and count * side * side // 5 > ROOM:
+        side -= 32
+    return side

@@ -1,0 +1,77 @@
+"""A run's configuration as rows: each value, its default, and whether the two differ."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from simpletune.config import TrainConfig
+from simpletune.options import Option, union_of
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value of a configuration.
+
+    Args:
+        path: dotted.
+        value: as text.
+        default: as text; empty if there is none.
+        changed: whether the value is not the default.
+        says: the field's documentation.
+    """
+
+    path: str
+    value: str
+    default: str
+    changed: bool
+    says: str
+
+
+def settings_of(config: TrainConfig) -> list[Setting]:
+    """Every field of a configuration, in the order of its documentation."""
+    rows = _rows(config, None, "")
+    return [row for row in rows if row.path not in ("$schema", "version")]
+
+
+def plain_settings(settings: dict[str, Any]) -> list[Setting]:
+    """The values of a configuration that this version cannot read, without defaults."""
+    return [Setting(path, _text(value), "", False, "") for path, value in _flat(settings, "")]
+
+
+def _rows(option: Option, usual: Option | None, prefix: str, tag: str = "") -> list[Setting]:
+    """The fields of one option; ``usual`` is the default of the field that holds it, ``tag`` its union's."""
+    found: list[Setting] = []
+    for name, field in type(option).model_fields.items():
+        value, path = getattr(option, name), prefix + (field.alias or name)
+        default = field.get_default(call_default_factory=True)
+        if usual is not None and (type(usual) is type(option) or name == tag):
+            default = getattr(usual, name)
+        if isinstance(value, Option):
+            union = union_of(field)
+            below = default if isinstance(default, Option) else None
+            found += _rows(value, below, f"{path}.", union.tag if union else "")
+            continue
+        known = default is not PydanticUndefined
+        shown = _text(default) if known else ""
+        found.append(Setting(path, _text(value), shown, not known or value != default, field.description or ""))
+    return found
+
+
+def _flat(value: Any, prefix: str) -> list[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        return [(prefix, value)]
+    return [pair for key, inner in value.items() for pair in _flat(inner, f"{prefix}.{key}" if prefix else key)]
+
+
+def _text(value: Any) -> str:
+    """A value as JSON; of a path of this machine only its last name, because pages are passed on."""
+    if isinstance(value, str):
+        return f"…/{os.path.basename(value.rstrip('/'))}" if os.path.isabs(value) else value
+    if isinstance(value, Option):
+        value = value.model_dump(mode="json")
+    return json.dumps(value, ensure_ascii=False, default=str)
