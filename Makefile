@@ -26,8 +26,9 @@ test:  ## what CI runs: quality, then every test not marked gpu or slow
 slow: setup  ## the tests that take minutes or many GiB
 	$(PY) -m pytest -m "slow and not gpu"
 
-gpu: setup  ## the tests that need an NVIDIA GPU
+gpu: setup  ## the tests that need an NVIDIA GPU, then the memory grid, predicted and measured, in shards of 8 minutes
 	$(PY) -m pytest -m gpu
+	$(PY) -m simpletune bench estimate --out benchmarks/results/gpu
 
 tiny-sd3: setup  ## make the tiny Stable Diffusion 3 that comes with the tool, from nothing; hours on 2 cores, resumable
 	$(PY) -m simpletune.demo.make_tiny_sd3

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from simpletune.ask import GIB, read_for_estimate
+from simpletune.ask import GIB, read_for_estimate, unfit
 from simpletune.cards import CARDS, Card, card_of
 from simpletune.checkpoint import write_json
 from simpletune.config import TrainConfig
@@ -64,6 +64,7 @@ def _described(number: int, found: Found, best: Found, config: TrainConfig) -> I
     yield f"{number}. {choice.about}"
     job = f"{estimate.peak.bytes / MIB:,.0f} ({estimate.peak_stage}), the card must have {estimate.needed() / MIB:,.0f}"
     yield f"   predicted MiB: training {estimate.stages['train'].bytes / MIB:,.0f}, whole job {job}"
+    yield f"   host memory about {sum(estimate.needs.host.values()) / GIB:.1f} GiB"
     yield f"   expected: {found.pace.seconds:.2f} s a step{_why(found.pace, best.pace) if number > 1 else ''}"
     if choice.lossy:
         yield "   it may cost quality: fewer bits than you asked for, or another clipping or state"
@@ -100,7 +101,8 @@ def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_jso
     head = f"| {config.name}: card | " + " | ".join(f"{resolution} px" for resolution in RESOLUTIONS) + " |"
     lines = [head, "|---" * (1 + len(RESOLUTIONS)) + "|"]
     for card in cards:
-        cells = (str(batch) if batch else "does not fit" for batch in table[card.name])
+        why = "has no bf16" if unfit(config, card) else "does not fit"
+        cells = (str(batch) if batch and not unfit(config, card) else why for batch in table[card.name])
         lines.append(f"| {_named(card)} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", "Suggested largest batch of the training step, predicted; allowances are in it."])
 

@@ -157,18 +157,22 @@ class Search:
             UserError: nothing fits.
         """
         chosen: list[Choice] = []
-        bound = None  # the first chain takes most memory: what fits there fits in every other chain
-        for chain in chains(self.config, self.card):
+        spare: list[Choice] = []  # the next rungs: slower, and they fit
+        bound: int | None = None  # the first chain takes most memory: what fits there fits in every other chain
+        for number, chain in enumerate(chains(self.config, self.card)):
             if chosen and chain[0].last_resort:
                 continue
             place = self._first_that_fits(chain, bound)
             if place is None:
                 continue
-            bound = place if bound is None else bound
+            bound = place if number == 0 else bound
             chosen.append(chain[place])
+            spare += chain[place + 1 : place + 2]
             if place == 0 and not chain[0].lossy:
                 break  # all activations kept, nothing lost: the rest is slower
-        ranked = sorted(chosen, key=lambda choice: self._cost(choice))
+        ranked = sorted(chosen, key=self._cost)
+        if len(ranked) < SHOWN:
+            ranked += sorted(spare, key=self._cost)
         found: list[Found] = []
         for choice in ranked:
             found += self._whole_job(choice)

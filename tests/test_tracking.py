@@ -15,7 +15,6 @@ from PIL import Image
 
 from simpletune.options import UserError
 from simpletune.reading import validate
-from simpletune.setting_up import Run
 from simpletune.step import StepCore
 from simpletune.trackers import Trackers, weights_and_biases
 from simpletune.trackers.tensor_board import TensorBoard
@@ -217,10 +216,12 @@ def test_the_report_reaches_the_trackers(tiny_config: dict, tmp_path: Path, monk
 
     page = "<!doctype html><title>all of it</title>"
 
-    def with_page(run: Run, traces: object) -> None:
-        (run.folder / "report.html").write_text(page)
+    def report_at_end(folder: Path) -> Path:
+        (folder / "report.html").write_text(page)
+        return folder / "report.html"
 
-    monkeypatch.setattr("simpletune.train.add_memory", with_page)  # the last thing before the trackers are closed
+    monkeypatch.setattr("simpletune.report.report_at_end", report_at_end)
+    tiny_config["output"]["report"] = True
     run = run_with(tiny_config, train={"steps": 1}, tracking={"wandb": "offline"})
     assert summary_of(run)["warnings"] == []
     (logged,) = run.glob("wandb/offline-run-*/files/media/html/report_*.html")
