@@ -10,7 +10,16 @@ from pathlib import Path
 from PIL import Image
 
 from simpletune.options import UserError
-from simpletune.results import BASE, Weights, full_model_of, lora_weights, precision_of, result_of, split_scale
+from simpletune.results import (
+    BASE,
+    Weights,
+    full_model_of,
+    lora_weights,
+    precision_of,
+    result_of,
+    split_scale,
+    together,
+)
 from simpletune.sampling import Request, save_png
 from simpletune.studio import Studio, given, open_studio
 from simpletune.terminal import say
@@ -59,8 +68,9 @@ def weights_of(studio: Studio, args: argparse.Namespace) -> tuple[str, Weights]:
     if args.base:
         return "base", BASE
     if args.lora:
-        name, scale = split_scale(args.lora, args.scale)
-        return "lora", _fused(studio, args, lora_weights(name, args.scale if scale is None else scale))
+        asked = [split_scale(text, args.scale) for text in args.lora]
+        loras = [lora_weights(name, args.scale if scale is None else scale) for name, scale in asked]
+        return "lora", _fused(studio, args, together(loras))
     if studio.run is None:
         raise UserError("--lora: no file is given, and no run. Give a LoRA, or --base")
     if args.full:

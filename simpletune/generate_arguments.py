@@ -9,7 +9,8 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``generate``: what is not given is taken from the run."""
     _add_common(parser)
-    parser.add_argument("--lora", metavar="NAME[:SCALE]", help="a LoRA file, a run, or a hub name; default: the run's")
+    about = "a LoRA file, a run, or a hub name; several add up; default: the run's"
+    parser.add_argument("--lora", metavar="NAME[:SCALE]", action="append", help=about)
     parser.add_argument("--scale", type=float, default=1.0, help="strength of the LoRA (default: 1)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--base", action="store_true", help="draw with the base model alone")

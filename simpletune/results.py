@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ class Weights:
         merged: fold the LoRA into the weights, as a full model.
         trained: a checkpoint's file of trained weights that replace the base's, if any.
         short: the label in few letters, for the head of a column.
+        more: further LoRAs on the same base at once, with their strengths.
     """
 
     label: str
@@ -48,6 +49,12 @@ class Weights:
     merged: bool = False
     trained: Path | None = None
     short: str = ""
+    more: tuple[tuple[Path, float], ...] = ()
+
+    @property
+    def loras(self) -> list[tuple[Path, float]]:
+        """All LoRAs with their strengths."""
+        return [] if self.lora is None else [(self.lora, self.scale), *self.more]
 
     @property
     def title(self) -> str:
@@ -124,6 +131,13 @@ def checkpoints_of(run: Path, scale: float = 1.0) -> list[Weights]:
     return states
 
 
+def together(all_of_them: list[Weights]) -> Weights:
+    """LoRAs that are drawn with at once: their updates add up."""
+    first, *rest = all_of_them
+    label = " + ".join(weights.label for weights in all_of_them)
+    return replace(first, label=label, more=tuple(pair for weights in rest for pair in weights.loras))
+
+
 def result_of(run: Path, scale: float = 1.0) -> Weights:
     """What a run has trained.
 
@@ -171,7 +185,7 @@ def load_weights(
     Returns:
         The transformer, and its modulation if it was taken out.
     """
-    from simpletune.adapters.lora_file import fold_lora, load_lora
+    from simpletune.adapters.lora_file import fold_lora, load_loras
     from simpletune.loading import device_of, load_base, take_out_modulation
 
     model, cache = config.model, cache_of_bases(config)
@@ -182,8 +196,8 @@ def load_weights(
     transformer = load_base(model, config.memory, precision, device, sizes, cache=cache)
     if weights.trained is not None:
         overwrite(transformer, weights.trained)
-    if weights.lora is not None:
-        load_lora(transformer, weights.lora, weights.scale)
+    if weights.loras:
+        load_loras(transformer, weights.loras)
     if weights.merged:
         fold_lora(transformer)
     modulation = take_out_modulation(transformer, config.memory, precision, device)

@@ -8,14 +8,15 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from simpletune.adapters.lora_file import load_lora
+from simpletune.adapters.lora_file import load_loras
 from simpletune.adapters.lora_layers import bring_to, detach, rescale
 from simpletune.compiling import compile_blocks
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
+from simpletune.lora_files.header import open_lora
+from simpletune.lora_files.reading import updates_of
 from simpletune.memory.modulation import Modulation
 from simpletune.models.sd3_shapes import is_conditioning
-from simpletune.models.weights import read_header
 from simpletune.prepare import free_memory
 from simpletune.results import BASE, Weights, load_weights
 
@@ -78,17 +79,16 @@ class Turns:
         """Whether a LoRA changes layers that the modulation plan has taken out of the transformer."""
         if self.config.memory.modulation != "plan" or weights.lora is None:
             return False
-        layers = (name.removeprefix("transformer.").partition(".lora_")[0] for name in read_header(weights.lora))
-        return any(is_conditioning(layer) for layer in layers)
+        return any(is_conditioning(name) for file, _ in weights.loras for name in updates_of(open_lora(file)))
 
     def _wear(self, transformer: nn.Module, weights: Weights) -> None:
         if self.base_of(weights) != replace(BASE, label=""):
             return  # loaded with all that belongs to it
-        if weights.lora == self._worn.lora:
+        if weights.lora == self._worn.lora and not (weights.more or self._worn.more):
             rescale(transformer, weights.scale)
         else:
             detach(transformer)
-            if weights.lora is not None:
-                load_lora(transformer, weights.lora, weights.scale)
+            if weights.loras:
+                load_loras(transformer, weights.loras)
                 bring_to(transformer, self.device)
         self._worn = weights

@@ -29,7 +29,7 @@ from simpletune.prepare import TextCache
 from simpletune.quant.int8 import Int8
 from simpletune.quant.nf4 import Nf4
 from simpletune.quant.plain import FP32
-from simpletune.results import BASE, Weights, load_weights, split_scale
+from simpletune.results import BASE, Weights, load_weights, split_scale, together
 from simpletune.sampling import Request, batches, draw_latents, encode_starts, sample_batch
 from simpletune.stages import Stages
 from simpletune.studio import Speed, Studio
@@ -156,8 +156,9 @@ def test_loras_take_turns_on_one_base(memory, precision, config, text, loras) ->
         "base": BASE, "a": Weights("a", lora=loras["a"]), "half": Weights("half", lora=loras["a"], scale=0.5),
         "b": Weights("b", lora=loras["b"]), "all": Weights("all", lora=loras["all"]),
     }  # fmt: skip
+    models["both"] = together([models["half"], models["b"]])
     turns = Turns(config, CPU, {SIZE})
-    order = ["a", "base", "half", "b", "base", "all", "base"]
+    order = ["a", "base", "half", "both", "half", "b", "base", "all", "base"]
     expected = {name: latents_of(config, text, weights, count=1)[0] for name, weights in models.items()}
     for name in order:
         transformer, modulation = turns.take(models[name])
@@ -165,6 +166,7 @@ def test_loras_take_turns_on_one_base(memory, precision, config, text, loras) ->
         torch.testing.assert_close(drawn, expected[name], rtol=0, atol=0 if name == "base" else 1e-6)
         assert name == "base" or latent_distance(drawn, expected["base"]) > 1e-3
         assert any(lora_layers(transformer)) == (name not in ("base",)) or modulation is not None
+    assert min(latent_distance(expected["both"], expected[name]) for name in ("a", "half", "b")) > 1e-3
     planned = memory.get("modulation") == "plan"
     assert turns.loads == (3 if planned else 1)  # a LoRA on what the plan took out is loaded with its base
 
@@ -293,6 +295,17 @@ def test_what_cannot_be_drawn_is_said(words, message, tiny_pipeline: Path, here:
     monkeypatch.setattr(Int8, "streamable", False)  # as a precision might be that keeps pointers of its own
     with pytest.raises(UserError, match=message):
         generate(parsed(add_arguments, "--model", str(tiny_pipeline), "--base", "--prompt", "x", *words))
+
+
+def test_several_loras_are_drawn_with_at_once(tiny_pipeline: Path, loras, here: Path) -> None:
+    words = ["--model", str(tiny_pipeline), "--precision", "fp32", "--prompt", "a red disc", "--output"]
+    both = ["--lora", f"{loras['a']}:0.5", "--lora", str(loras["b"])]
+    live = generate(parsed(add_arguments, *words, "live.png", *both))
+    fused = generate(parsed(add_arguments, *words, "fused.png", *both, "--fuse"))
+    one = generate(parsed(add_arguments, *words, "one.png", *both[:2]))
+    live_values, fused_values, one_values = (np.asarray(Image.open(file), int) for file in (live, fused, one))
+    assert abs(live_values - fused_values).max() <= 1 and abs(live_values - one_values).max() > 1
+    assert Image.open(live).text["weights"].count(" + ") == 1
 
 
 def test_a_lora_is_not_fused_into_quantised_weights(tiny_pipeline: Path, loras, here: Path) -> None:

@@ -408,7 +408,8 @@ def test_tests_check_style_and_types_first(machine: Machine) -> None:
     machine.python()
     status, output = machine.run("test.sh")
     assert status == 0, output
-    commands = ["-m ruff check .", "-m ruff format --check .", "-m mypy", "-m pytest"]
+    tests = "-m pytest -n auto --maxprocesses 4 --dist loadfile"
+    commands = ["-m ruff check .", "-m ruff format --check .", "-m mypy", tests]
     assert machine.calls("run") == [f"{machine.root}: {command}" for command in commands]
     assert re.search(r"== mypy: ok in \d+ s\n", output) and re.search(r"test\.sh: all passed in \d+ s\n", output)
 
