@@ -16,9 +16,9 @@ from simpletune.data.plan import Plan
 from simpletune.devices import choose_device
 from simpletune.ema import Average, averaged
 from simpletune.environment import machine
-from simpletune.estimate import Estimate
+from simpletune.estimate.forecast import forecast
+from simpletune.estimate.job import Estimate
 from simpletune.feed import Feed
-from simpletune.forecast import forecast
 from simpletune.levers import within_budget
 from simpletune.loading import load_base
 from simpletune.models.weights import trained_parameters

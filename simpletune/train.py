@@ -12,7 +12,7 @@ from simpletune import checkpoint
 from simpletune.card import shareable, write_card
 from simpletune.config import TrainConfig, profile_folder
 from simpletune.ema import averaged
-from simpletune.forecast import beside_measured, tell_beside_measured
+from simpletune.estimate.forecast import beside_measured, tell_beside_measured
 from simpletune.optim.rounding import key_draws
 from simpletune.places import resolved
 from simpletune.prepare import prepare

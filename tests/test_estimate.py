@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from simpletune import estimate as estimating
-from simpletune import forecast as forecasting
 from simpletune.__main__ import main
 from simpletune.cards import CARDS, GIB, Card, card_named_by_driver, card_of, peak_tflops
-from simpletune.estimate import CONTEXT, FRAGMENTED, MIB, Estimate, estimate
-from simpletune.estimate_text import bars
-from simpletune.forecast import beside_measured, cheapest_change, forecast
+from simpletune.estimate import forecast as forecasting
+from simpletune.estimate import job as estimating
+from simpletune.estimate.forecast import beside_measured, cheapest_change, forecast
+from simpletune.estimate.job import CONTEXT, FRAGMENTED, MIB, Estimate, estimate
+from simpletune.estimate.needs import Needs
+from simpletune.estimate.text import bars
 from simpletune.memory.moment import Moment
-from simpletune.needs import Needs
 from simpletune.options import UserError
 from simpletune.reading import validate
 from simpletune.simulate_stages import simulate_stages

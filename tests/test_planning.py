@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from simpletune.__main__ import main
-from simpletune.ask import read_for_estimate
 from simpletune.cards import FOUND, GIB, Card, card_of
-from simpletune.estimate import CONTEXT, MIB, estimate, needed
+from simpletune.estimate.ask import read_for_estimate
+from simpletune.estimate.job import CONTEXT, MIB, estimate, needed
+from simpletune.estimate.pace import pace
+from simpletune.estimate.planning import Search, batch_table, chains, differing, largest_peak, rungs
 from simpletune.levers import with_changes
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError
-from simpletune.pace import pace
-from simpletune.planning import Search, batch_table, chains, differing, largest_peak, rungs
 from simpletune.reading import read_config
 from simpletune.simulate import simulate
 
@@ -87,7 +87,7 @@ def test_what_other_programs_hold_is_left_to_them(config_of) -> None:
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("simpletune.planning.MOST", 16)
+    monkeypatch.setattr("simpletune.estimate.planning.MOST", 16)
     config = config_of("train.batch_size=4")
     card = a_card(must_have(config) + 10)
     search = Search(config, card)
@@ -152,7 +152,7 @@ def test_plan_writes_a_configuration_that_fits(config_of, tmp_path: Path, capsys
 def test_plan_asks_for_a_card_and_prints_batches(
     tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("simpletune.ask_plan.RESOLUTIONS", (32, 64))
+    monkeypatch.setattr("simpletune.estimate.ask_plan.RESOLUTIONS", (32, 64))
     file = tmp_path / "c.json"
     file.write_text(json.dumps(tiny_config))
     assert main(["plan", str(file)]) == 2

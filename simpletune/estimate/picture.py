@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletune.cards import Card
-from simpletune.estimate import Estimate
+from simpletune.estimate.job import Estimate
 from simpletune.memory.moment import KINDS
 from simpletune.options import UserError
 

@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from simpletune.ask import GIB, read_for_estimate, unfit
 from simpletune.cards import CARDS, Card, card_of
 from simpletune.checkpoint import write_json
 from simpletune.config import TrainConfig
-from simpletune.estimate import MIB
-from simpletune.pace import Pace
-from simpletune.planning import Found, Search, batch_table, differing
+from simpletune.estimate.ask import GIB, read_for_estimate, unfit
+from simpletune.estimate.job import MIB
+from simpletune.estimate.pace import Pace
+from simpletune.estimate.planning import Found, Search, batch_table, differing
 from simpletune.reading import merge, read_json
 from simpletune.terminal import say
 

@@ -10,11 +10,11 @@ import torch
 from simpletune.cards import Card, card_named_by_driver
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
-from simpletune.estimate import MIB, Estimate, estimate, moment_json
-from simpletune.estimate_text import place
+from simpletune.estimate.job import MIB, Estimate, estimate, moment_json
+from simpletune.estimate.planning import Search, differing
+from simpletune.estimate.text import place
 from simpletune.levers import LEVERS, changed
 from simpletune.options import UserError
-from simpletune.planning import Search, differing
 from simpletune.terminal import say
 
 CPU_STANDS_FOR = (8, 9)  # the capability whose workspaces are counted where there is no GPU
@@ -59,7 +59,7 @@ def card_at_hand(device: torch.device) -> tuple[Card, int]:
 
 def _own_context(device: torch.device) -> int:
     """Bytes that this process's own CUDA context takes already: it is among the allowances."""
-    from simpletune.estimate import CONTEXT
+    from simpletune.estimate.job import CONTEXT
 
     return CONTEXT if torch.cuda.is_initialized() else 0
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from simpletune.cards import Card
 from simpletune.config import TrainConfig
-from simpletune.estimate import FRAGMENTED, Estimate, estimate, needed
+from simpletune.estimate.job import FRAGMENTED, Estimate, estimate, needed
+from simpletune.estimate.pace import Pace, pace
 from simpletune.levers import with_changes
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError
-from simpletune.pace import Pace, pace
 from simpletune.simulate import Report, simulate
 
 WORTH = 1.05  # a setting that may cost quality must be this many times faster than one that does not

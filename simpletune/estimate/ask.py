@@ -8,9 +8,9 @@ from pathlib import Path
 
 from simpletune.cards import Card, card_of
 from simpletune.config import TrainConfig
-from simpletune.estimate import Estimate, estimate
-from simpletune.estimate_picture import write_picture
-from simpletune.estimate_text import as_text, comparison
+from simpletune.estimate.job import Estimate, estimate
+from simpletune.estimate.picture import write_picture
+from simpletune.estimate.text import as_text, comparison
 from simpletune.options import UserError
 from simpletune.places import model_resolved, require_fit
 from simpletune.reading import read_config

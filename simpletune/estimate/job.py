@@ -17,10 +17,10 @@ from simpletune.cards import Card
 from simpletune.checkpoint import write_json
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
+from simpletune.estimate.needs import Needs, needs_of
 from simpletune.levers import within_budget
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.moment import Moment
-from simpletune.needs import Needs, needs_of
 from simpletune.runs import read_json_or_none
 from simpletune.simulate import Report
 from simpletune.simulate_stages import JobReport, simulate_stages
@@ -162,4 +162,4 @@ def _key(config: TrainConfig, capability: tuple[int, int], size: Size) -> str:
 
 def _sources() -> list[Path]:
     """The package's own code: another version may predict otherwise."""
-    return list(Path(__file__).parent.rglob("*.py"))
+    return list(Path(__file__).parent.parent.rglob("*.py"))
