@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -274,7 +274,7 @@ def to_image(pixels: Tensor) -> Image.Image:
     return Image.fromarray(array)
 
 
-def save_png(image: Image.Image, file: Path, request: Request, **more: str) -> None:
+def save_png(image: Image.Image, file: Path | IO[bytes], request: Request, **more: str) -> None:
     """Write a PNG whose text chunks say how it was made (``prompt``, ``seed``, ``parameters`` and more)."""
     info = PngInfo()
     info.add_itxt("prompt", request.prompt)
@@ -285,5 +285,6 @@ def save_png(image: Image.Image, file: Path, request: Request, **more: str) -> N
     info.add_itxt("parameters", json.dumps({**how, **more}, ensure_ascii=False))
     for key, value in more.items():
         info.add_itxt(key, value)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    image.save(file, pnginfo=info)
+    if isinstance(file, Path):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    image.save(file, format="PNG", pnginfo=info)

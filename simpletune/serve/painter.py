@@ -6,7 +6,6 @@ Only one thread may use it. Nothing here writes a file: neither prompts nor pict
 from __future__ import annotations
 
 import io
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from torch import nn
 
 from simpletune.adapters.lora_file import load_lora
@@ -24,7 +22,7 @@ from simpletune.models import Model
 from simpletune.options import UserError
 from simpletune.prepare import free_memory
 from simpletune.results import Weights, load_weights
-from simpletune.sampling import Embeddings, draw
+from simpletune.sampling import Embeddings, draw, save_png
 from simpletune.serve.orders import BASE, Order
 from simpletune.stages import GIB, peak_rss_gib
 
@@ -196,11 +194,6 @@ class Painter:
 def png_of(image: Image.Image, order: Order) -> bytes:
     """A PNG with the text chunks that ``simpletune generate`` writes."""
     label = BASE if order.lora == BASE else f"LoRA {order.lora} x {order.scale:g}"
-    info = PngInfo()
-    info.add_itxt("prompt", order.request.prompt)
-    info.add_text("seed", str(order.request.seed))
-    info.add_itxt("parameters", json.dumps({**order.request.__dict__, "weights": label}, ensure_ascii=False))
-    info.add_itxt("weights", label)
     buffer = io.BytesIO()
-    image.save(buffer, format="PNG", pnginfo=info)
+    save_png(image, buffer, order.request, weights=label)
     return buffer.getvalue()
