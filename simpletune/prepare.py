@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,8 +18,8 @@ from simpletune.data.buckets import Size
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.files import shown
 from simpletune.data.pictures import cut, decode
-from simpletune.data.plan import Plan, View, make_plan, too_small
-from simpletune.data.source import Picture, Rejected, UnusablePicture
+from simpletune.data.plan import Plan, View, make_plan, too_small, without
+from simpletune.data.source import Rejected, UnusablePicture
 from simpletune.models import Model
 from simpletune.options import UserError
 from simpletune.sampling import Request
@@ -124,11 +123,8 @@ class LatentCache:
 
 
 def _pixels(view: View) -> Tensor:
-    """The cut [3, h, w] in -1..1; what is cached under a digest is what had it."""
-    data = view.picture.read()
-    if hashlib.sha256(data).hexdigest() != view.picture.digest:
-        raise UnusablePicture("was changed since the folder was scanned. Start again")
-    return torch.from_numpy(cut(decode(data), view.bucket, view.offset, view.flip))
+    """The cut [3, h, w] in -1..1."""
+    return torch.from_numpy(cut(decode(view.picture.read_same()), view.bucket, view.offset, view.flip))
 
 
 def free_memory(device: torch.device) -> None:
@@ -221,12 +217,6 @@ def prepare(
     if rejected:
         plan = make_plan(config, without(usable, rejected), accelerator.num_processes)
     return Prepared(plan, text, latents, requests, scan.captions, [*scan.rejected, *small, *rejected])
-
-
-def without(pictures: Sequence[Picture], rejected: Sequence[Rejected]) -> list[Picture]:
-    """The pictures that were not rejected."""
-    bad = {each.name for each in rejected}
-    return [picture for picture in pictures if picture.name not in bad]
 
 
 def validation_requests(config: TrainConfig, plan: Plan) -> list[Request]:

@@ -36,6 +36,7 @@ LAYERS = [
     {"simulate", "simulate_stages", "step_memory", "needs", "reading", "problems"},
     {"stand_ins"},
     {"validation", "summary", "checkpoint", "runs", "trackers", "card", "step", "places", "results", "turns", "report"},
+    {"dataset"},
     {"feed", "prepare", "sampling", "loading"},
     {"config", "devices", "profiling", "flops"},
     {"demo", "data", "models", "adapters", "lora_files", "quant", "optim", "memory", "ema"},

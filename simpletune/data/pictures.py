@@ -59,7 +59,7 @@ def picture_size(data: bytes) -> Size:
 
 
 def _exif(image: Image.Image, data: bytes) -> Image.Exif:
-    """The EXIF; of a PNG, which Pillow would decode to look behind its pixels, only if there is something behind them."""
+    """The EXIF. Pillow decodes a PNG to look behind its pixels; here only if there is something behind them."""
     from PIL import Image
 
     if image.format == "PNG" and not late_text(data):
@@ -67,8 +67,12 @@ def _exif(image: Image.Image, data: bytes) -> Image.Exif:
     return image.getexif()
 
 
-def decode(data: bytes) -> Image.Image:
-    """Decode to RGB, EXIF-rotated, transparent parts on white.
+def decode(data: bytes, at_least: int | None = None) -> Image.Image:
+    """Decode to RGB, EXIF-rotated, transparent parts on white; of an animation the first frame.
+
+    Args:
+        data: the file.
+        at_least: a JPEG may come smaller, by a power of two, if no side gets shorter than this; None: whole.
 
     Raises:
         UnusablePicture: the file is damaged or truncated.
@@ -76,7 +80,10 @@ def decode(data: bytes) -> Image.Image:
     from PIL import Image, ImageOps
 
     try:
-        image = _to_srgb(ImageOps.exif_transpose(_open(data)))
+        image = _open(data)
+        if at_least is not None:
+            image.draft(None, (at_least, at_least))
+        image = _to_srgb(ImageOps.exif_transpose(image))
         if image.mode.startswith("I"):
             return _from_16_bit(image)
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:

@@ -86,6 +86,12 @@ def too_small(pictures: Sequence[Picture], source: Source) -> list[Rejected]:
     return rejected
 
 
+def without(pictures: Sequence[Picture], rejected: Sequence[Rejected]) -> list[Picture]:
+    """The pictures that were not rejected."""
+    bad = {each.name for each in rejected}
+    return [picture for picture in pictures if picture.name not in bad]
+
+
 def make_samples(pictures: Sequence[Picture], source: Source) -> list[Sample]:
     """The samples of an epoch, in the order of the pictures' names, repetitions together."""
     samples = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -33,6 +34,17 @@ class Picture:
     size: Size
     digest: str
     read: Callable[[], bytes] = field(compare=False, repr=False)
+
+    def read_same(self) -> bytes:
+        """The bytes that were scanned: what is kept under a digest is what had it.
+
+        Raises:
+            UnusablePicture: they cannot be read, or have changed.
+        """
+        data = self.read()
+        if hashlib.sha256(data).hexdigest() != self.digest:
+            raise UnusablePicture("was changed since the folder was scanned. Start again")
+        return data
 
 
 @dataclass(frozen=True)
