@@ -84,6 +84,8 @@ def decode(data: bytes, at_least: int | None = None) -> Image.Image:
         if at_least is not None:
             image.draft(None, (at_least, at_least))
         image = _to_srgb(ImageOps.exif_transpose(image))
+        if image.mode == "F":
+            raise UnusablePicture("holds floating-point levels, which have no fixed white. Save it as PNG")
         if image.mode.startswith("I"):
             return _from_16_bit(image)
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
