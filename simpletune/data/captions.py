@@ -45,7 +45,7 @@ def txt_caption(root: Path, links: Links, file: Path) -> str:
     if not os.path.lexists(text_file):
         raise UnusablePicture(f"has no caption: {text_file.name} is missing")
     what = f"its caption {text_file.name}"
-    if links == "inside" and leads_out(text_file, root):
+    if links == "inside" and text_file.is_symlink() and leads_out(text_file, root):
         raise UnusablePicture(f"{what} {OUTSIDE}")
     try:
         caption = read_regular(text_file, MAX_BYTES).decode("utf-8-sig")

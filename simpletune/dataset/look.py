@@ -117,12 +117,13 @@ class Look:
         return [each for each in self.rejected if "caption" in each.reason or "text in" in each.reason]
 
 
-def look(config: TrainConfig, shown: int) -> Look:
+def look(config: TrainConfig, shown: int, name: str = "") -> Look:
     """Look at a data set.
 
     Args:
         config: with the data's folder resolved.
         shown: of how many pictures tiles are made.
+        name: what the data is called, if not by its folder.
 
     Raises:
         UserError: the data cannot be scanned at all.
@@ -130,7 +131,7 @@ def look(config: TrainConfig, shown: int) -> Look:
     scan = config.data.scan(Path(config.data.path))
     small = too_small(scan.pictures, config.data)
     pictures = without(scan.pictures, small)
-    found = Look(config.data.path, scan.captions, [], [*scan.rejected, *small], dict(scan.left_alone))
+    found = Look(name or config.data.path, scan.captions, [], [*scan.rejected, *small], dict(scan.left_alone))
     found.on_error, found.resolution = config.data.on_error, config.data.resolution
     if not pictures:
         return found

@@ -32,10 +32,10 @@ def report(config: TrainConfig, out: Path | None, as_figures: bool = False, show
     here = data_resolved(config)
     if as_figures:
         with silent():
-            found = look(here, shown)
+            found = look(here, shown, config.data.path)
         print(json.dumps(as_json(found)))
     else:
-        found = look(here, shown)
+        found = look(here, shown, config.data.path)
         say(text(found))
     if out is not None:
         try:
