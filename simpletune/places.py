@@ -66,10 +66,17 @@ def resolved(config: TrainConfig) -> TrainConfig:
     Raises:
         UserError: it cannot be fetched, or does not fit on the disk.
     """
-    config, data = model_resolved(config), config.data
-    if data.path.startswith(DEMO):
-        data = data.model_copy(update={"path": str(resolve(data.path, Path(config.output.cache)))})
+    config = data_resolved(model_resolved(config))
     config.model.fetch()
+    return config
+
+
+def data_resolved(config: TrainConfig) -> TrainConfig:
+    """The same configuration with the data's ``demo:`` name replaced by its folder."""
+    data = config.data
+    if not data.path.startswith(DEMO):
+        return config
+    data = data.model_copy(update={"path": str(resolve(data.path, Path(config.output.cache)))})
     return config.model_copy(update={"data": data})
 
 

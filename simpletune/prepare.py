@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,9 +16,10 @@ from torch import Tensor
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
 from simpletune.data.cache import Cache, view_key
-from simpletune.data.pictures import UnusablePicture, cut, decode
-from simpletune.data.plan import Plan, View, make_samples, too_small
-from simpletune.data.source import Picture, Rejected
+from simpletune.data.files import shown
+from simpletune.data.pictures import cut, decode
+from simpletune.data.plan import Plan, View, make_plan, too_small, without
+from simpletune.data.source import Rejected, UnusablePicture
 from simpletune.models import Model
 from simpletune.options import UserError
 from simpletune.sampling import Request
@@ -105,8 +107,6 @@ class LatentCache:
                     pixels = _pixels(view)
                 except UnusablePicture as reason:
                     rejected[name] = Rejected(name, str(reason))
-                except OSError as error:
-                    rejected[name] = Rejected(name, f"cannot be read ({error.strerror or error})")
                 else:
                     if view_key(view) not in self.cache:  # the same picture may lie there under two names
                         z_0 = self.model.encode_pictures(vae, pixels[None].to(device))[0]
@@ -123,11 +123,8 @@ class LatentCache:
 
 
 def _pixels(view: View) -> Tensor:
-    """The cut [3, h, w] in -1..1; what is cached under a digest is what had it."""
-    data = view.picture.read()
-    if hashlib.sha256(data).hexdigest() != view.picture.digest:
-        raise UnusablePicture("was changed since the folder was scanned. Start again")
-    return torch.from_numpy(cut(decode(data), view.bucket, view.offset, view.flip))
+    """The cut [3, h, w] in -1..1."""
+    return torch.from_numpy(cut(decode(view.picture.read_same()), view.bucket, view.offset, view.flip))
 
 
 def free_memory(device: torch.device) -> None:
@@ -145,10 +142,13 @@ def report_rejected(rejected: Sequence[Rejected], on_error: str) -> None:
     """
     if not rejected:
         return
-    listed = [f"  {each.name}: {each.reason}" for each in rejected[:20]]
+    listed = [f"  {shown(each.name)}: {each.reason}" for each in rejected[:20]]
     if len(rejected) > len(listed):
-        listed.append(f"  and {len(rejected) - len(listed)} more")
-    head = f"{len(rejected)} picture{'s' if len(rejected) > 1 else ''} cannot be used"
+        listed.append(f"  and {len(rejected) - len(listed)} more (simpletune data CONFIG lists all)")
+    kinds = ", ".join(
+        f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in Counter(each.kind for each in rejected).items()
+    )
+    head = f"{kinds} cannot be used"
     if on_error == "stop":
         remedy = "Mend or remove them, or set data.on_error=skip to go on without them"
         raise UserError("\n".join([f"data.path: {head}:", *listed, remedy]))
@@ -165,6 +165,7 @@ class Prepared:
         latents: of the pictures.
         requests: the validation pictures to draw.
         captions: where captions came from, in words.
+        left_out: what could not be used and was left out.
     """
 
     plan: Plan
@@ -172,6 +173,12 @@ class Prepared:
     latents: LatentCache
     requests: list[Request]
     captions: str
+    left_out: list[Rejected] = field(default_factory=list)
+
+    def data(self) -> dict[str, Any]:
+        """What the run learns from, and what was left out, for the run's folder."""
+        left_out = [asdict(each) for each in self.left_out]
+        return {"captions": self.captions, "samples": self.plan.manifest(), "left_out": left_out}
 
     def sizes(self) -> set[Size]:
         """(width, height) in pixels of every picture that the transformer will see."""
@@ -209,32 +216,7 @@ def prepare(
     report_rejected(rejected, config.data.on_error)
     if rejected:
         plan = make_plan(config, without(usable, rejected), accelerator.num_processes)
-    return Prepared(plan, text, latents, requests, scan.captions)
-
-
-def without(pictures: Sequence[Picture], rejected: Sequence[Rejected]) -> list[Picture]:
-    """The pictures that were not rejected."""
-    bad = {each.name for each in rejected}
-    return [picture for picture in pictures if picture.name not in bad]
-
-
-def make_plan(config: TrainConfig, pictures: Sequence[Picture], processes: int) -> Plan:
-    """The plan over the usable pictures.
-
-    Raises:
-        UserError: there are none.
-    """
-    if not pictures:
-        raise UserError(f"data.path: {config.data.path} holds no usable picture. Put some there")
-    return Plan(
-        make_samples(pictures, config.data),
-        config.data,
-        config.objective,
-        seed=config.train.seed,
-        batch_size=config.train.batch_size,
-        accumulation=config.train.gradient_accumulation,
-        processes=processes,
-    )
+    return Prepared(plan, text, latents, requests, scan.captions, [*scan.rejected, *small, *rejected])
 
 
 def validation_requests(config: TrainConfig, plan: Plan) -> list[Request]:

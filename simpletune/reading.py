@@ -21,7 +21,7 @@ REPAIRS = 3  # leaving out one wrong value can make another wrong: an unknown ta
 
 
 def read_config(
-    file: Path, overrides: list[str] | None = None, needs_data: bool = True
+    file: Path, overrides: list[str] | None = None, needs_data: bool = True, needs_model: bool = True
 ) -> tuple[TrainConfig, list[str]]:
     """Read, merge and validate a configuration.
 
@@ -29,6 +29,7 @@ def read_config(
         file: a JSON file.
         overrides: ``key.path=value`` each; values are read as the field's type says.
         needs_data: whether the data must be there.
+        needs_model: whether the model must be there.
 
     Returns:
         The configuration, and notices about what overrides dropped.
@@ -39,7 +40,7 @@ def read_config(
     """
     data = read_json(file)
     merged, notices, problems = merge(data, overrides or [])
-    return validate(merged, str(file), problems, needs_data), notices
+    return validate(merged, str(file), problems, needs_data, needs_model), notices
 
 
 def read_json(file: Path) -> Json:
@@ -190,7 +191,13 @@ def with_default_tags(option: type[Option], data: Any) -> Any:
     return result
 
 
-def validate(data: Json, source: str, problems: list[Problem] | None = None, needs_data: bool = True) -> TrainConfig:
+def validate(
+    data: Json,
+    source: str,
+    problems: list[Problem] | None = None,
+    needs_data: bool = True,
+    needs_model: bool = True,
+) -> TrainConfig:
     """Validate once, strictly, in JSON mode; then the rules between fields.
 
     Fields with a problem of their own are left out before the rules are asked, so that all problems come at once.
@@ -208,7 +215,8 @@ def validate(data: Json, source: str, problems: list[Problem] | None = None, nee
     if config is not None:
         bad = {problem.path for problem in found}
         found += [problem for problem in config.rules() if problem.path not in bad]
-        found += [p for p in _checks_of_files(config, bad) if needs_data or not p.path.startswith("data.")]
+        absent = tuple(part for part, needed in (("data.", needs_data), ("model.", needs_model)) if not needed)
+        found += [problem for problem in _checks_of_files(config, bad) if not problem.path.startswith(absent)]
     if found or config is None:
         raise ConfigError(found, source)
     return config

@@ -13,7 +13,7 @@ from simpletune.options import UserError
 from simpletune.terminal import say
 
 METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.json", "eval_before.json"
-EVALUATIONS, ENVIRONMENT = "evaluations.jsonl", "environment.json"
+EVALUATIONS, ENVIRONMENT, DATA = "evaluations.jsonl", "environment.json", "data.json"
 
 
 def open_fresh(config: TrainConfig) -> Path:

@@ -25,7 +25,7 @@ from simpletune.models.weights import trained_parameters
 from simpletune.options import UserError
 from simpletune.places import require_fit, resolved
 from simpletune.prepare import Prepared, prepare
-from simpletune.runs import CONFIG, ENVIRONMENT, EVALUATIONS, append_metrics, open_again, open_fresh
+from simpletune.runs import CONFIG, DATA, ENVIRONMENT, EVALUATIONS, append_metrics, open_again, open_fresh
 from simpletune.stages import Stages
 from simpletune.step import StepCore, assemble
 from simpletune.summary import tell_data
@@ -147,6 +147,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
         folder = open_again(config, saved.step) if saved else open_fresh(config)
         checkpoint.write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
         checkpoint.write_json(folder / ENVIRONMENT, machine())
+        checkpoint.write_json(folder / DATA, prepared.data())
     with stages.stage("load"):
         transformer = load_base(
             here.model,

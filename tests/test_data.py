@@ -14,10 +14,11 @@ import pytest
 from PIL import Image
 
 from simpletune.data.buckets import bucket_sizes, covering_size, nearest_bucket
-from simpletune.data.folder import Folder, read_metadata
-from simpletune.data.pictures import MAX_PIXELS, UnusablePicture, cut, decode, picture_size
+from simpletune.data.captions import read_metadata
+from simpletune.data.folder import Folder
+from simpletune.data.pictures import MAX_PIXELS, cut, decode, picture_size
 from simpletune.data.plan import make_samples
-from simpletune.data.source import Picture
+from simpletune.data.source import Picture, UnusablePicture
 from simpletune.options import UserError
 from simpletune.prepare import report_rejected
 
@@ -330,7 +331,6 @@ def test_captions_from_metadata(tmp_path: Path, newline: str) -> None:
     rows = [
         {"file_name": "b.png", "text": " a bear\u2028with two lines\x85 "},
         {"file_name": "./sub/c.png", "text": "ice", "more": 1},
-        {"file_name": "elsewhere.png", "text": "not here"},
     ]
     text = newline.join(["", *(json.dumps(row, ensure_ascii=False) for row in rows), ""])
     put(tmp_path, {"b.png": PICTURE, "sub/c.png": PICTURE, "metadata.jsonl": text, "b.txt": "not this"})
@@ -410,9 +410,10 @@ def test_pictures_without_a_caption(tmp_path: Path, options: dict, files: dict, 
         ('{"file_name": "../secret.png", "text": "a"}', "'../secret.png' leads out of the folder"),
         ('{"file_name": "sub/../../x.png", "text": "a"}', "leads out of the folder. Use paths inside it"),
         ('{"file_name": "/etc/x.png", "text": "a"}', "'/etc/x.png' leads out of the folder"),
-        ('{"file_name": "ok.png", "text": "again"}', "'ok.png' has a line already. Keep one"),
-        ('{"file_name": "./ok.png", "text": "again"}', "'ok.png' has a line already"),
-        ('{"file_name": "a.png", "text": "cut sho', 'not a JSON object with "file_name" and "text". Mend that line'),
+        ('{"file_name": "ok.png", "text": "again"}', "'ok.png' has line 1 already. Keep one"),
+        ('{"file_name": "./ok.png", "text": "again"}', "'ok.png' has line 1 already"),
+        ('{"file_name": "a.png", "text": "cut sho', 'not a JSON object with "file_name" and "text"'),
+        ("[" * 100_000, 'not a JSON object with "file_name" and "text"'),
         ('{"file_name": "a.png"}', 'not a JSON object with "file_name" and "text"'),
         ('["a.png", "text"]', "not a JSON object"),
         ("null", "not a JSON object"),
@@ -424,8 +425,10 @@ def test_pictures_without_a_caption(tmp_path: Path, options: dict, files: dict, 
 def test_metadata_that_cannot_be_used_names_the_line(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "metadata.jsonl"
     file.write_text('{"file_name": "ok.png", "text": "fine"}\n\n' + line + "\n")
-    with pytest.raises(UserError, match=f"metadata.jsonl:3: .*{message}"):
-        read_metadata(file)
+    metadata = read_metadata(file)
+    assert metadata.captions == {"ok.png": "fine"}
+    assert [(each.name, each.kind) for each in metadata.rejected] == [("metadata.jsonl:3", "line")]
+    assert message in metadata.rejected[0].reason
 
 
 def test_metadata_that_is_missing_or_no_text(tmp_path: Path) -> None:
@@ -505,7 +508,10 @@ def test_many_bad_pictures_take_no_more_than_a_screen(tmp_path: Path, capsys: py
     report_rejected(Folder(path=str(tmp_path), prompt="x").scan(tmp_path).rejected, "skip")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "25 pictures cannot be used and left out:"
-    assert lines[20:] == ["  19.png: the file is empty", "  and 5 more"]
+    assert lines[20:] == [
+        "  19.png: the file is empty",
+        "  and 5 more (simpletune data CONFIG lists all)",
+    ]
 
 
 def test_nothing_is_said_when_all_pictures_are_good(capsys: pytest.CaptureFixture[str]) -> None:

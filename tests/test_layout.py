@@ -31,6 +31,7 @@ LAYERS = [
     {"levers"},
     {"simulate", "simulate_stages", "step_memory", "reading", "problems"},
     {"stand_ins"},
+    {"dataset"},
     {"validation", "summary", "checkpoint", "runs", "trackers", "card", "step", "places", "results", "turns", "report"},
     {"feed", "prepare", "sampling", "loading"},
     {"config", "devices", "profiling", "flops"},

@@ -196,6 +196,13 @@ def test_a_picture_changed_after_the_scan_is_refused_not_cached_under_its_old_co
     assert_as_encoded_afresh(data, prepared)
 
 
+def test_a_picture_that_goes_after_the_scan_is_named(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, fill = Path(data["data"]["path"]) / "b.png", TextCache.fill
+    monkeypatch.setattr(TextCache, "fill", lambda *rest: (file.unlink(), fill(*rest))[1])
+    with pytest.raises(UserError, match="1 picture cannot be used:\n  b.png: cannot be read .No such file"):
+        run(data)
+
+
 def test_killed_among_the_prompts_it_continues_where_it_was(
     data: dict, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:

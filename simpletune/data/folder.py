@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 
-from simpletune.data.pictures import UnusablePicture, picture_size
-from simpletune.data.source import Picture, Rejected, Scan, Source
+from simpletune.data.captions import METADATA, filename_caption, jsonl_caption, read_metadata, txt_caption
+from simpletune.data.files import OUTSIDE, SUFFIXES, Links, is_text, leads_out, read_regular, readable, walk
+from simpletune.data.pictures import picture_size
+from simpletune.data.source import Picture, Rejected, Scan, Source, UnusablePicture
 from simpletune.options import Problem, UserError
-
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-METADATA = "metadata.jsonl"
 
 
 class Folder(Source):
@@ -25,6 +24,8 @@ class Folder(Source):
     captions: Literal["auto", "txt", "jsonl", "filename"] = "auto"
     """Where captions come from when there is no prompt: NAME.txt beside NAME.jpg, metadata.jsonl (file_name, text), or
     the file names; auto takes metadata.jsonl if there is one, else .txt files if there are any, else file names."""
+    links: Links = "inside"
+    """Which symbolic links are followed: those that stay in the folder, or all of them, linked folders too."""
 
     def problems(self, path: Path) -> Iterator[Problem]:
         """What can be said about the folder without opening a picture.
@@ -36,8 +37,10 @@ class Folder(Source):
             yield Problem("data.path", f"{self.path} does not exist. Give a folder with pictures")
         elif not path.is_dir():
             yield Problem("data.path", f"{self.path} is a file. Give the folder that holds the pictures")
-        elif next(_picture_files(path), None) is None:
-            yield Problem("data.path", f"{self.path} holds no picture ({', '.join(SUFFIXES)}). Put some there")
+        else:
+            found = walk(path, self.links)
+            if not found.pictures and not found.rejected:
+                yield Problem("data.path", f"{self.path} holds no picture ({', '.join(SUFFIXES)}). Put some there")
 
     def scan(self, path: Path) -> Scan:
         """Find the pictures and their captions.
@@ -48,119 +51,43 @@ class Folder(Source):
         Raises:
             UserError: metadata.jsonl cannot be read.
         """
-        files = sorted(_picture_files(path), key=lambda file: file.relative_to(path).as_posix())
-        caption_of, described = self._caption_reader(path, files)
-        pictures, rejected = [], []
-        for file in files:
-            name = file.relative_to(path).as_posix()
-            if not _is_text(name):
-                readable = name.encode("utf-8", "replace").decode()
-                rejected.append(Rejected(readable, "its file name is not UTF-8 text. Rename it"))
-                continue
+        found = walk(path, self.links)
+        caption_of, described, rejected = self._caption_reader(path, found.pictures)
+        rejected += found.rejected
+        pictures = []
+        for file in found.pictures:
             try:
-                caption = caption_of(file)
-                data = file.read_bytes()
-                size = picture_size(data)
+                pictures.append(_picture(path, file, caption_of))
             except UnusablePicture as reason:
-                rejected.append(Rejected(name, str(reason)))
-            except OSError as error:
-                rejected.append(Rejected(name, f"cannot be read ({error.strerror or error})"))
-            else:
-                pictures.append(Picture(name, caption, size, hashlib.sha256(data).hexdigest(), file.read_bytes))
-        return Scan(pictures, rejected, described)
+                rejected.append(Rejected(readable(file.relative_to(path).as_posix()), str(reason)))
+        return Scan(pictures, rejected, described, dict(found.left_alone))
 
-    def _caption_reader(self, path: Path, files: list[Path]) -> tuple[Callable[[Path], str], str]:
-        """The function that gives a file's caption, and where captions come from in words."""
+    def _caption_reader(self, path: Path, files: list[Path]) -> tuple[Callable[[Path], str], str, list[Rejected]]:
+        """The function that gives a file's caption, where captions come from in words, and the lines left out."""
         prompt = self.prompt
         if prompt is not None:
-            return (lambda file: prompt), f"one prompt for all: {prompt!r}"
+            return (lambda file: prompt), f"one prompt for all: {prompt!r}", []
         kind = self.captions
         if kind == "auto":
-            has_txt = any(file.with_suffix(".txt").exists() for file in files)
-            kind = "jsonl" if (path / METADATA).exists() else "txt" if has_txt else "filename"
+            has_txt = any(os.path.lexists(file.with_suffix(".txt")) for file in files)
+            kind = "jsonl" if os.path.lexists(path / METADATA) else "txt" if has_txt else "filename"
         if kind == "jsonl":
-            return partial(_jsonl_caption, path, read_metadata(path / METADATA)), METADATA
+            if self.links == "inside" and leads_out(path / METADATA, path):
+                raise UserError(f"data.captions: {path / METADATA} {OUTSIDE}")
+            metadata = read_metadata(path / METADATA)
+            names = {file.relative_to(path).as_posix() for file in files}
+            rejected = [*metadata.rejected, *metadata.unmatched(path, names)]
+            return partial(jsonl_caption, path, metadata.captions), METADATA, rejected
         if kind == "txt":
-            return _txt_caption, ".txt files beside the pictures"
-        return _filename_caption, f"the file names (no {METADATA}, no .txt files, no data.prompt)"
+            return partial(txt_caption, path, self.links), ".txt files beside the pictures", []
+        return filename_caption, f"the file names (no {METADATA}, no .txt files, no data.prompt)", []
 
 
-def _picture_files(path: Path) -> Iterator[Path]:
-    """The picture files below a folder; hidden files and folders are left out, dangling links are not."""
-    for file in path.rglob("*"):
-        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-        if file.suffix.lower() in SUFFIXES and not hidden and (file.is_file() or file.is_symlink()):
-            yield file
-
-
-def _is_text(value: str) -> bool:
-    """Whether a string can be written as UTF-8: lone surrogates (of file names in other encodings) cannot."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _txt_caption(file: Path) -> str:
-    text_file = file.with_suffix(".txt")
-    if not text_file.exists():
-        raise UnusablePicture(f"has no caption: {text_file.name} is missing")
-    try:
-        caption = text_file.read_text(encoding="utf-8-sig").strip()
-    except UnicodeDecodeError:
-        raise UnusablePicture(f"its caption {text_file.name} is not UTF-8 text") from None
-    if not caption:
-        raise UnusablePicture(f"its caption {text_file.name} is empty")
-    return caption
-
-
-def _filename_caption(file: Path) -> str:
-    caption = " ".join(file.stem.replace("_", " ").replace("-", " ").split())
-    if not any(character.isalpha() for character in caption):
-        raise UnusablePicture(
-            f"has no caption, and its file name has no words. Set data.prompt, or write {file.with_suffix('.txt').name}"
-        )
-    return caption
-
-
-def _jsonl_caption(path: Path, captions: dict[str, str], file: Path) -> str:
+def _picture(path: Path, file: Path, caption_of: Callable[[Path], str]) -> Picture:
+    """One picture: its size and digest are of the same bytes."""
     name = file.relative_to(path).as_posix()
-    if name not in captions:
-        raise UnusablePicture(f"has no line in {METADATA}")
-    if not captions[name].strip():
-        raise UnusablePicture(f"its text in {METADATA} is empty")
-    return captions[name].strip()
-
-
-def read_metadata(file: Path) -> dict[str, str]:
-    """The captions in a metadata.jsonl (the Hugging Face imagefolder convention), by relative file name.
-
-    Raises:
-        UserError: a line is not a JSON object with ``file_name`` and ``text``, names a file outside the folder, or a
-            file twice.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # JSON strings may hold U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.captions: {file} cannot be read as UTF-8 text ({error}). It is needed here") from None
-    captions: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            name, text = row["file_name"], row["text"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f'{file}:{number}: not a JSON object with "file_name" and "text". Mend that line') from None
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise UserError(f"{file}:{number}: file_name and text must be strings. Mend that line")
-        if not _is_text(name + text):
-            raise UserError(f"{file}:{number}: holds half of a surrogate pair, which is no text. Mend that line")
-        name = PurePosixPath(name).as_posix()
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise UserError(f"{file}:{number}: file_name {name!r} leads out of the folder. Use paths inside it")
-        if name in captions:
-            raise UserError(f"{file}:{number}: {name!r} has a line already. Keep one")
-        captions[name] = text
-    return captions
+    if not is_text(name):
+        raise UnusablePicture("its file name is not UTF-8 text. Rename it")
+    caption = caption_of(file)
+    data = read_regular(file)
+    return Picture(name, caption, picture_size(data), hashlib.sha256(data).hexdigest(), partial(read_regular, file))

@@ -7,6 +7,8 @@ import struct
 from typing import TYPE_CHECKING
 
 from simpletune.data.buckets import Size, covering_size
+from simpletune.data.source import UnusablePicture
+from simpletune.data.whole import late_text, looks_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,10 +19,6 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # not those that start 
 MAX_PIXELS = 178_956_970  # where Pillow refuses to open what may be a decompression bomb
 MAX_SPARE = 8  # a scaled picture's area over its bucket's, up to which it is scaled whole
 DAMAGE = (OSError, ValueError, SyntaxError, struct.error)  # what Pillow raises for damaged data, EXIF included
-
-
-class UnusablePicture(Exception):
-    """The reason why a picture cannot be used."""
 
 
 def _open(data: bytes) -> Image.Image:
@@ -45,21 +43,36 @@ def _open(data: bytes) -> Image.Image:
 
 
 def picture_size(data: bytes) -> Size:
-    """(width, height) after EXIF rotation, read from the header (Pillow decodes a PNG that has no EXIF to find it).
+    """(width, height) after EXIF rotation, read from the header; what looks incomplete is decoded, to know.
 
     Raises:
         UnusablePicture: not a picture, damaged, or too large.
     """
     image = _open(data)
     try:
-        turned = image.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
+        turned = _exif(image, data).get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
     except DAMAGE as error:
         raise UnusablePicture(f"is damaged ({error})") from None
+    if not looks_whole(data, image.format):
+        decode(data)
     return (image.height, image.width) if turned else (image.width, image.height)
 
 
-def decode(data: bytes) -> Image.Image:
-    """Decode to RGB, EXIF-rotated, transparent parts on white.
+def _exif(image: Image.Image, data: bytes) -> Image.Exif:
+    """The EXIF. Pillow decodes a PNG to look behind its pixels; here only if there is something behind them."""
+    from PIL import Image
+
+    if image.format == "PNG" and not late_text(data):
+        return Image.Image.getexif(image)
+    return image.getexif()
+
+
+def decode(data: bytes, at_least: int | None = None) -> Image.Image:
+    """Decode to RGB, EXIF-rotated, transparent parts on white; of an animation the first frame.
+
+    Args:
+        data: the file.
+        at_least: a JPEG may come smaller, by a power of two, if no side gets shorter than this; None: whole.
 
     Raises:
         UnusablePicture: the file is damaged or truncated.
@@ -67,7 +80,12 @@ def decode(data: bytes) -> Image.Image:
     from PIL import Image, ImageOps
 
     try:
-        image = _to_srgb(ImageOps.exif_transpose(_open(data)))
+        image = _open(data)
+        if at_least is not None:
+            image.draft(None, (at_least, at_least))
+        image = _to_srgb(ImageOps.exif_transpose(image))
+        if image.mode == "F":
+            raise UnusablePicture("holds floating-point levels, which have no fixed white. Save it as PNG")
         if image.mode.startswith("I"):
             return _from_16_bit(image)
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
@@ -75,6 +93,8 @@ def decode(data: bytes) -> Image.Image:
             white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
             return Image.alpha_composite(white, rgba).convert("RGB")
         return image.convert("RGB")
+    except Image.DecompressionBombError:
+        raise UnusablePicture(f"has more than {MAX_PIXELS:,} pixels") from None
     except DAMAGE as error:
         raise UnusablePicture(f"is damaged ({error})") from None
 

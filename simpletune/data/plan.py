@@ -12,11 +12,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from simpletune.data.buckets import Size, nearest_bucket, upscaling
 from simpletune.data.source import Picture, Rejected, Source
 from simpletune.flow import Objective
+from simpletune.options import UserError
 from simpletune.streams import stream
+
+if TYPE_CHECKING:
+    from simpletune.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,12 @@ def too_small(pictures: Sequence[Picture], source: Source) -> list[Rejected]:
     return rejected
 
 
+def without(pictures: Sequence[Picture], rejected: Sequence[Rejected]) -> list[Picture]:
+    """The pictures that were not rejected."""
+    bad = {each.name for each in rejected}
+    return [picture for picture in pictures if picture.name not in bad]
+
+
 def make_samples(pictures: Sequence[Picture], source: Source) -> list[Sample]:
     """The samples of an epoch, in the order of the pictures' names, repetitions together."""
     samples = []
@@ -88,6 +99,25 @@ def make_samples(pictures: Sequence[Picture], source: Source) -> list[Sample]:
         bucket = bucket_of(picture, source)
         samples += [Sample(picture, bucket, repeat) for repeat in range(source.repeats)]
     return samples
+
+
+def make_plan(config: TrainConfig, pictures: Sequence[Picture], processes: int) -> Plan:
+    """The plan over the usable pictures.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not pictures:
+        raise UserError(f"data.path: {config.data.path} holds no usable picture. Put some there")
+    return Plan(
+        make_samples(pictures, config.data),
+        config.data,
+        config.objective,
+        seed=config.train.seed,
+        batch_size=config.train.batch_size,
+        accumulation=config.train.gradient_accumulation,
+        processes=processes,
+    )
 
 
 class Plan:

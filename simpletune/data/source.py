@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -10,6 +11,10 @@ from pydantic import AfterValidator, Field
 
 from simpletune.data.buckets import STEP, Size
 from simpletune.options import Option
+
+
+class UnusablePicture(Exception):
+    """The reason why a picture cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +35,31 @@ class Picture:
     digest: str
     read: Callable[[], bytes] = field(compare=False, repr=False)
 
+    def read_same(self) -> bytes:
+        """The bytes that were scanned: what is kept under a digest is what had it.
+
+        Raises:
+            UnusablePicture: they cannot be read, or have changed.
+        """
+        data = self.read()
+        if hashlib.sha256(data).hexdigest() != self.digest:
+            raise UnusablePicture("was changed since the folder was scanned. Start again")
+        return data
+
 
 @dataclass(frozen=True)
 class Rejected:
-    """A picture that cannot be used, and why."""
+    """Something that cannot be used, and why.
+
+    Args:
+        name: of the picture, of the folder, or of the line (``metadata.jsonl:3``).
+        reason: follows the name in a sentence.
+        kind: what has the name.
+    """
 
     name: str
     reason: str
+    kind: Literal["picture", "folder", "line"] = "picture"
 
 
 @dataclass(frozen=True)
@@ -47,11 +70,13 @@ class Scan:
         pictures: the usable pictures, in the order of their names.
         rejected: the others.
         captions: where captions came from, in words.
+        left_alone: pictures of formats that are not read, counted by their files' endings.
     """
 
     pictures: list[Picture]
     rejected: list[Rejected]
     captions: str
+    left_alone: Mapping[str, int] = field(default_factory=dict)
 
 
 def _multiple_of_step(resolution: int) -> int:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from simpletune.data.pictures import UnusablePicture, picture_size
-from simpletune.data.source import Picture, Rejected, Scan, Source
+from simpletune.data.captions import checked
+from simpletune.data.files import leads_out, read_regular
+from simpletune.data.pictures import picture_size
+from simpletune.data.source import Picture, Rejected, Scan, Source, UnusablePicture
 from simpletune.options import Problem, UserError
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ class Table(Source):
         described = f"the column {self.caption_column}" if self.prompt is None else f"one prompt: {self.prompt!r}"
         return Scan(pictures, rejected, described)
 
-    def _columns(self, file: Path, number: int) -> tuple[pyarrow.ChunkedArray, list[Any]]:
+    def _columns(self, file: Path, number: int) -> tuple[pyarrow.ChunkedArray, Any]:
         """The pictures and captions of one chunk of a file."""
         table = _chunk(file, number)
         for column in (self.image_column, *([self.caption_column] if self.prompt is None else [])):
@@ -77,15 +79,21 @@ class Table(Source):
                 known = ", ".join(table.column_names)
                 raise UserError(f"data.{field}: {file.name} has no column {column!r}. It has: {known}")
         images = table[self.image_column]
-        captions = [self.prompt] * len(images) if self.prompt else table[self.caption_column].to_pylist()
+        captions = [self.prompt] * len(images) if self.prompt else table[self.caption_column]
         return images, captions
 
     def _picture(self, name: str, image: Any, caption: Any, file: Path, number: int, row: int) -> Picture:
+        if not isinstance(caption, str):
+            try:
+                caption = caption.as_py()
+            except UnicodeDecodeError:
+                raise UnusablePicture(f"its {self.caption_column} is not UTF-8 text") from None
         if not isinstance(caption, str) or not caption.strip():
             raise UnusablePicture(f"its {self.caption_column} is not a text, or empty")
+        caption = checked(caption, f"its {self.caption_column}")
         data = _bytes_of(image.as_py(), file)
         read: Callable[[], bytes] = partial(_read_again, file, number, self.image_column, row)
-        return Picture(name, caption.strip(), picture_size(data), hashlib.sha256(data).hexdigest(), read)
+        return Picture(name, caption, picture_size(data), hashlib.sha256(data).hexdigest(), read)
 
     def _fetched(self) -> Path:
         """The parquet files of a data set on the hub."""
@@ -122,7 +130,7 @@ def _open(file: Path) -> Any:
             return pq.ParquetFile(file)
         with pa.memory_map(str(file)) as source:
             return list(pa.ipc.open_stream(source))
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise UserError(f"data.path: {file} is not a {file.suffix} file, or it is damaged ({error})") from None
 
 
@@ -138,7 +146,10 @@ def _chunk(file: Path, number: int) -> pyarrow.Table:
     import pyarrow as pa
 
     opened = _open(file)
-    return pa.Table.from_batches([opened[number]]) if isinstance(opened, list) else opened.read_row_group(number)
+    try:
+        return pa.Table.from_batches([opened[number]]) if isinstance(opened, list) else opened.read_row_group(number)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"data.path: {file} is damaged ({error})") from None
 
 
 def _bytes_of(value: Any, file: Path) -> bytes:
@@ -152,13 +163,14 @@ def _bytes_of(value: Any, file: Path) -> bytes:
     if isinstance(value, bytes):
         return value
     if isinstance(value, str):
-        path = (file.parent / value).resolve()
-        if not path.is_relative_to(file.parent.resolve()):
+        if "\0" in value:
+            raise UnusablePicture(f"its path {value!r} is none that a file can have")
+        if leads_out(file.parent / value, file.parent):
             raise UnusablePicture(f"its path {value!r} leads out of the data set's folder")
         try:
-            return path.read_bytes()
-        except OSError as error:
-            raise UnusablePicture(f"{value} cannot be read ({error.strerror or error})") from None
+            return read_regular(file.parent / value)
+        except UnusablePicture as reason:
+            raise UnusablePicture(f"its file {value!r} {reason}") from None
     raise UnusablePicture("its cell holds no picture")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from simpletune.verbs import estimating, lora, measuring, pictures, reporting, serving, sharing, training
+from simpletune.verbs import dataset, estimating, lora, measuring, pictures, reporting, serving, sharing, training
 
 Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
-GROUPS = (training, estimating, pictures, reporting, serving, lora, sharing, measuring)
+GROUPS = (training, dataset, estimating, pictures, reporting, serving, lora, sharing, measuring)
 VERBS: dict[str, Verb] = {name: verb for group in GROUPS for name, verb in group.VERBS.items()}

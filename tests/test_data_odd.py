@@ -1,0 +1,351 @@
+"""Odd pictures, captions, names and links: each has a stated outcome (docs/data.md names the test for each)."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from simpletune.data.captions import METADATA
+from simpletune.data.files import MAX_BYTES, read_regular, shown
+from simpletune.data.folder import Folder
+from simpletune.data.pictures import decode, picture_size
+from simpletune.data.source import Rejected, Scan, UnusablePicture
+from simpletune.data.table import Table
+from simpletune.options import UserError
+from simpletune.prepare import report_rejected
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def scan(path: Path, **options: object) -> Scan:
+    return Folder(path=str(path), **options).scan(path)
+
+
+def reasons(path: Path, **options: object) -> dict[str, str]:
+    return {each.name: each.reason for each in scan(path, **options).rejected}
+
+
+PICTURE = encoded(noise(8, 8))
+
+
+# Pictures
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("kept", [0.3, 0.6, 0.95])
+def test_a_truncated_picture_is_found_while_scanning(kind: str, kept: float, tmp_path: Path) -> None:
+    """Not hours later, when its turn to be encoded comes."""
+    data = encoded(noise(64, 64), kind)
+    (tmp_path / "a.png").write_bytes(data[: int(kept * len(data))])
+    assert list(reasons(tmp_path, prompt="x")) == ["a.png"]
+
+
+def test_damage_inside_a_png_is_found_by_its_sums(tmp_path: Path) -> None:
+    data = bytearray(encoded(noise(64, 64)))
+    data[len(data) // 2] ^= 255
+    (tmp_path / "a.png").write_bytes(data)
+    assert reasons(tmp_path, prompt="x")["a.png"].startswith("is damaged")
+
+
+def test_whole_pictures_are_not_decoded_by_a_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for kind in ("PNG", "JPEG", "WEBP"):
+        (tmp_path / f"plain-{kind}.png").write_bytes(encoded(noise(9, 5), kind))
+        (tmp_path / f"turned-{kind}.png").write_bytes(encoded(noise(9, 5), kind, exif=exif))
+
+    def never(*rest: object) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", never)
+    found = {picture.name: picture.size for picture in scan(tmp_path, prompt="x").pictures}
+    assert found == {f"{how}-{kind}.png": (9, 5) if how == "plain" else (5, 9)
+                     for how in ("plain", "turned") for kind in ("PNG", "JPEG", "WEBP")}  # fmt: skip
+
+
+def test_an_orientation_behind_the_pixels_of_a_png_is_seen() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(noise(9, 5), exif=exif)
+    start = data.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(data[start : start + 4], "big")
+    chunk, rest = data[start:end], data[:start] + data[end:]
+    late = rest[:-12] + chunk + rest[-12:]  # before IEND
+    assert picture_size(late) == decode(late).size == (5, 9)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_of_an_animation_the_first_frame_is_taken(kind: str) -> None:
+    red, blue = (Image.new("RGB", (16, 16), colour) for colour in ("red", "blue"))
+    data = encoded(red, kind, save_all=True, append_images=[blue])
+    assert Image.open(io.BytesIO(data)).n_frames == 2
+    assert picture_size(data) == (16, 16)
+    np.testing.assert_allclose(np.asarray(decode(data))[8, 8], [255, 0, 0], atol=3)
+
+
+def test_gifs_and_other_formats_are_left_alone_and_counted(tmp_path: Path) -> None:
+    for name in ("a.png", "b.gif", "c.GIF", "d.heic", "Thumbs.db", ".DS_Store", "notes.txt"):
+        (tmp_path / name).write_bytes(PICTURE)
+    found = scan(tmp_path, prompt="x")
+    assert ([picture.name for picture in found.pictures], found.rejected) == (["a.png"], [])
+    assert found.left_alone == {".gif": 2, ".heic": 1}
+
+
+@pytest.mark.parametrize("size", [(1, 1), (20_000, 20), (20, 20_000)])
+def test_the_smallest_and_the_narrowest_are_read(size: tuple[int, int]) -> None:
+    image = Image.new("RGB", size, (1, 2, 3))
+    assert picture_size(encoded(image)) == decode(encoded(image)).size == size
+
+
+def test_levels_in_floating_point_are_refused() -> None:
+    image = Image.fromarray(np.ones((4, 4), dtype=np.float32))
+    with pytest.raises(UnusablePicture, match="floating-point levels"):
+        decode(encoded(image, "TIFF"))
+
+
+def test_a_file_larger_than_any_picture_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "film.png").open("wb") as file:
+        file.truncate(MAX_BYTES + 1)  # sparse
+    assert reasons(tmp_path, prompt="x") == {"film.png": "has 1,073,741,825 bytes; the most is 1,073,741,824"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["PNG", "JPEG", "WEBP", "GIF"]),
+    st.lists(st.tuples(st.floats(0, 0.9999), st.integers(0, 255)), min_size=1, max_size=4),
+    st.floats(0.1, 1),
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_fuzzed_pictures_are_read_or_refused(kind: str, changes: list[tuple[float, int]], kept: float) -> None:
+    data = bytearray(encoded(noise(12, 10), kind))
+    for place, value in changes:
+        data[int(place * len(data))] = value
+    for read in (picture_size, decode):
+        try:
+            read(bytes(data[: int(kept * len(data)) + 1]))
+        except UnusablePicture:
+            pass
+
+
+# Captions
+
+
+def test_a_caption_of_10000_characters_is_used(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PICTURE)
+    (tmp_path / "a.txt").write_text("word " * 2000)
+    assert len(scan(tmp_path).pictures[0].caption) == 9999
+
+
+@pytest.mark.parametrize(
+    ("caption", "reason"),
+    [
+        (b"a \x1b[31mred\x1b[0m cat", "its caption a.txt holds the control character U+001B at place 3"),
+        (b"a\x00b", "its caption a.txt holds the control character U+0000 at place 2"),
+        ("a\x9bb".encode(), "its caption a.txt holds the control character U+009B at place 2"),
+        (b"x" * (2**20 + 1), "its caption a.txt has 1,048,577 bytes; the most is 1,048,576"),
+    ],
+)
+def test_captions_that_no_prompt_has(caption: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PICTURE)
+    (tmp_path / "a.txt").write_bytes(caption)
+    assert reasons(tmp_path) == {"a.png": reason}
+
+
+def test_windows_line_ends_and_byte_order_marks_do_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PICTURE)
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa red\r\ncircle\r\n")
+    assert scan(tmp_path).pictures[0].caption == "a red\ncircle"
+
+
+def test_all_bad_lines_of_a_metadata_file_come_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PICTURE)
+    (tmp_path / "b.gif").write_bytes(PICTURE)
+    rows = [{"file_name": "a.png", "text": "fine"}, {"text": "x"}, {"file_name": "../a.png", "text": "x"},
+            {"file_name": "gone.png", "text": "x"}, {"file_name": "b.gif", "text": "x"},
+            {"file_name": "nul\0.png", "text": "x"}, {"file_name": "n" * 300 + ".png", "text": "x"}]  # fmt: skip
+    (tmp_path / METADATA).write_text("\n".join(map(json.dumps, rows)))
+    found = reasons(tmp_path)
+    assert list(found) == [f"{METADATA}:{number}" for number in range(2, 8)]
+    assert found[f"{METADATA}:4"] == "names 'gone.png', and there is no such file"
+    assert "which is no .jpg, .jpeg, .png, .webp file" in found[f"{METADATA}:5"]
+    with pytest.raises(
+        UserError, match="^data.path: 6 lines cannot be used:\n  metadata.jsonl:2: is not a JSON object"
+    ):
+        report_rejected(scan(tmp_path).rejected, "stop")
+
+
+LINES = st.one_of(
+    st.text(max_size=60),
+    st.recursive(st.none() | st.text(max_size=9), lambda inner: st.lists(inner, max_size=3)).map(json.dumps),
+    st.fixed_dictionaries({"file_name": st.sampled_from(["a.png", "./a.png", "b.png", "../x", "/", ""]) | st.text(),
+                           "text": st.none() | st.text(max_size=20)}).map(json.dumps),
+)  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    content=st.lists(LINES, max_size=5).map("\n".join).map(lambda text: text.encode("utf-8", "surrogatepass"))
+    | st.binary(max_size=80)
+)
+def test_any_metadata_file_is_read_or_refused_with_its_line(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PICTURE)
+    (tmp_path / METADATA).write_bytes(content)
+    try:
+        found = scan(tmp_path)
+    except UserError:
+        return
+    lines = content.decode("utf-8-sig").count("\n") + 1
+    for each in found.rejected:
+        assert each.name == "a.png" or 1 <= int(each.name.rpartition(":")[2]) <= lines
+    assert [picture.name for picture in found.pictures] in ([], ["a.png"])
+
+
+# Names and links
+
+
+def test_names_of_every_kind_are_read_and_shown_in_one_line(tmp_path: Path) -> None:
+    names = [
+        "with space.png",
+        "-rf.png",
+        "fox 🦊.png",
+        "two\nlines.png",
+        "esc\x1b[2J.png",
+        "n" * 251 + ".png",
+        "'\"`$(x).png",
+    ]
+    for name in names:
+        (tmp_path / name).write_bytes(PICTURE)
+    assert {picture.name for picture in scan(tmp_path, prompt="x").pictures} == set(names)
+    assert shown("two\nlines.png") == "two\\nlines.png"
+    assert shown("esc\x1b[2J.png") == "esc\\x1b[2J.png"
+    assert shown("fox 🦊 ä.png") == "fox 🦊 ä.png"
+    assert len(shown("n" * 251 + ".png")) == 120
+    with pytest.raises(UserError) as error:
+        report_rejected([Rejected(name, "why") for name in names], "stop")
+    assert len(str(error.value).splitlines()) == len(names) + 2
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> Path:
+    """A data folder with links inside, outside, to itself and to a device."""
+    outside, data = tmp_path / "outside", tmp_path / "data"
+    outside.mkdir()
+    (data / "sub").mkdir(parents=True)
+    (outside / "o.png").write_bytes(encoded(noise(8, 8, 1)))
+    (outside / "secret.txt").write_text("a password")
+    (data / "a.png").write_bytes(PICTURE)
+    (data / "sub" / "b.png").write_bytes(PICTURE)
+    (data / "inside.png").symlink_to("sub/b.png")
+    (data / "cycle").symlink_to(data)
+    (data / "out.png").symlink_to(outside / "o.png")
+    (data / "folder").symlink_to(outside)
+    (data / "self.png").symlink_to("self.png")
+    (data / "device.png").symlink_to("/dev/zero")
+    return data
+
+
+def test_links_that_lead_out_are_refused(linked: Path) -> None:
+    found = scan(linked, prompt="x")
+    assert [picture.name for picture in found.pictures] == ["a.png", "inside.png", "sub/b.png"]
+    told = {each.name: each.reason for each in found.rejected}
+    assert set(told) == {"out.png", "folder", "self.png", "device.png"}
+    for name in ("out.png", "folder", "device.png"):
+        assert told[name].startswith(
+            "is a symbolic link that leads out of the data folder. Copy the file there, or set"
+        )
+    assert "symbolic links" in told["self.png"]
+
+
+def test_links_that_lead_anywhere_are_followed_when_asked_and_cycles_end(linked: Path) -> None:
+    found = scan(linked, prompt="x", links="anywhere")
+    assert [picture.name for picture in found.pictures] == [
+        "a.png",
+        "folder/o.png",
+        "inside.png",
+        "out.png",
+        "sub/b.png",
+    ]
+    assert {each.name: each.reason for each in found.rejected}["device.png"] == "is not a regular file"
+
+
+@pytest.mark.parametrize("name", ["a.txt", METADATA])
+def test_captions_may_not_come_from_outside_by_a_link(name: str, linked: Path) -> None:
+    """What is read there would stand in the run's files, and be pushed with them."""
+    for link in ("out.png", "folder", "self.png", "device.png"):
+        (linked / link).unlink()
+    (linked / name).symlink_to(linked.parent / "outside" / "secret.txt")
+    try:
+        found = reasons(linked)
+    except UserError as error:
+        found = {name: str(error)}
+    assert "is a symbolic link that leads out of the data folder" in next(iter(found.values()))
+    assert "password" not in str(found)
+
+
+def test_a_pipe_does_not_hold_up_the_scan(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "a.png").write_bytes(PICTURE)
+    assert reasons(tmp_path, prompt="x") == {"pipe.png": "is not a regular file"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PICTURE)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.png").chmod(0)
+    (tmp_path / "sub").chmod(0)
+    assert set(reasons(tmp_path, prompt="x").values()) == {"cannot be read (Permission denied)"}
+
+
+@pytest.mark.parametrize("path", ["nul\0.png", "n" * 300 + ".png", "../o.png", "/etc/passwd", "loop.png", "gone.png"])
+def test_paths_in_a_table_are_read_or_refused(path: str, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    rows = [
+        {"image": {"bytes": None, "path": path}, "text": "fine"},
+        {"image": {"bytes": PICTURE, "path": None}, "text": "b\x1b"},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    first, second = Table(path="t").scan(tmp_path / "t.parquet").rejected
+    assert first.reason.startswith(("its path", "its file"))
+    assert second.reason == "its text holds the control character U+001B at place 2"
+
+
+# Time
+
+
+def test_5000_files_are_scanned_within_seconds(tmp_path: Path) -> None:
+    data = [encoded(noise(16, 16, seed)) for seed in range(10)]
+    for number in range(5000):
+        (tmp_path / f"p{number:04d}.png").write_bytes(data[number % 10])
+        (tmp_path / f"p{number:04d}.txt").write_text("a picture")
+    start = time.perf_counter()
+    found = scan(tmp_path)
+    seconds = time.perf_counter() - start
+    print(f"5000 pictures and captions scanned in {seconds:.2f} s")
+    assert len(found.pictures) == 5000
+    assert seconds < 8
+
+
+def test_a_file_that_goes_while_it_is_read_is_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(UnusablePicture, match="cannot be read .No such file or directory"):
+        read_regular(tmp_path / "gone.png")

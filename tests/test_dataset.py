@@ -1,0 +1,163 @@
+"""``simpletune data``: what it finds, prints and writes; and what a run keeps of what it left out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from simpletune.__main__ import main
+from simpletune.dataset.alike import alike, likeness
+from simpletune.dataset.look import TILE, spread
+from simpletune.reading import validate
+from simpletune.train import train
+
+
+def scene(seed: int, size: tuple[int, int] = (96, 96)) -> Image.Image:
+    """A picture with a slope and some discs, different for each seed."""
+    draw = np.random.default_rng(seed)
+    image = Image.fromarray(draw.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize((96, 96), Image.Resampling.BICUBIC)
+    pen = ImageDraw.Draw(image)
+    for _ in range(4):
+        x, y = draw.integers(0, 80, 2)
+        pen.ellipse((x, y, x + 30, y + 30), tuple(int(c) for c in draw.integers(0, 256, 3)))
+    return image.resize(size)
+
+
+@pytest.fixture
+def messy(tmp_path: Path) -> Path:
+    """Eight pictures that can be used, of which two are the same and one nearly; three that cannot; one GIF."""
+    folder = tmp_path / "messy"
+    folder.mkdir()
+    for seed in range(5):
+        scene(seed).save(folder / f"p{seed}.png")
+        (folder / f"p{seed}.txt").write_text(f"scene {seed}")
+    shutil.copy(folder / "p0.png", folder / "same.png")
+    scene(1, (90, 90)).save(folder / "near.jpg", quality=80)
+    scene(9, (200, 50)).save(folder / "<img src=x>.png")
+    for name, caption in {"same": "word " * 100, "near": "scene 2", "<img src=x>": "<script>alert(1)</script>"}.items():
+        (folder / f"{name}.txt").write_text(caption)
+    (folder / "half.jpg").write_bytes((folder / "near.jpg").read_bytes()[:700])
+    (folder / "half.txt").write_text("x")
+    (folder / "bare.png").write_bytes((folder / "p0.png").read_bytes())
+    scene(8, (12, 12)).save(folder / "tiny.png")
+    (folder / "tiny.txt").write_text("tiny")
+    (folder / "film.gif").write_bytes(b"GIF89a")
+    return folder
+
+
+@pytest.fixture
+def config(tiny_config: dict, messy: Path, write_config: Callable[[object], Path]) -> str:
+    tiny_config["data"] = {"path": str(messy), "resolution": 64}
+    tiny_config["train"]["batch_size"] = 3
+    return str(write_config(tiny_config))
+
+
+def look(config: str, *words: str, capsys: pytest.CaptureFixture[str]) -> dict:
+    assert main(["data", config, "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_all_that_is_odd_is_found(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = look(config, capsys=capsys)
+    assert len(found["usable"]) == 8
+    reasons = {each["name"]: each["reason"] for each in found["unusable"]}
+    assert set(reasons) == {"half.jpg", "bare.png", "tiny.png"}
+    assert reasons["tiny.png"] == "is too small: 12x12 would be scaled up 5.3 times; data.max_upscale is 2"
+    assert found["without_caption"] == ["bare.png"]
+    assert found["duplicates"] == [["p0.png", "same.png"]]
+    assert found["alike"] == [["near.jpg", "p1.png"]]
+    assert found["same_caption"] == {"scene 2": ["near.jpg", "p2.png"]}
+    assert found["too_long"] == {
+        "limit": "77 CLIP tokens",
+        "captions": {"same.png": found["too_long"]["captions"]["same.png"]},
+    }
+    assert found["too_long"]["captions"]["same.png"] >= 102
+    assert found["left_alone"] == {".gif": 1}
+
+
+def test_buckets_and_epochs_by_hand(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seven squares in batches of three: two are repeated; 200x50 in 128x32 fits exactly, and wraps twice."""
+    found = look(config, "data.repeats=1", capsys=capsys)
+    assert found["buckets"] == [
+        {"size": [64, 64], "pictures": 7, "samples": 7, "batches": 3, "repeated": 2, "cut_away": 0.0},
+        {"size": [128, 32], "pictures": 1, "samples": 1, "batches": 1, "repeated": 2, "cut_away": 0.0},
+    ]
+    assert found["epoch"] == {"steps": 3, "pictures_a_step": 3, "dropped": 0, "repeated": 4}
+    square = look(config, "data.aspect=square", "data.max_upscale=null", capsys=capsys)
+    assert {row["name"]: row["cut_away"] for row in square["usable"]}["<img src=x>.png"] == 0.75
+    assert square["scaled_up"] == {"tiny.png": 5.3333, "<img src=x>.png": 1.28}
+
+
+def test_page_and_sheet_hold_the_pictures_and_escape_what_was_typed(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["data", config, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "unusable   3 entries; training would stop (data.on_error=stop)" in said
+    assert f"{out / 'data.html'}, {out / 'sheet.png'}, {out / 'data.json'}" in said
+    page = (out / "data.html").read_text()
+    assert page.count('<img src="data:image/webp;base64,') == 8
+    assert "<script" not in page and "<img src=x>" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "http://" not in page and "https://" not in page
+    with Image.open(out / "sheet.png") as sheet:
+        pixels = np.asarray(sheet.convert("RGB"), dtype=int)
+    first = np.asarray(scene_tile("near.jpg", Path(json.loads((out / "data.json").read_text())["path"])), dtype=int)
+    assert np.abs(pixels[31 : 31 + TILE, 10 : 10 + TILE] - first).mean() < 3  # the first of the largest bucket
+
+
+def scene_tile(name: str, folder: Path) -> Image.Image:
+    return Image.open(folder / name).convert("RGB").resize((TILE, TILE), Image.Resampling.LANCZOS)
+
+
+def test_the_number_of_tiles_is_bounded(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", config, "--out", str(tmp_path / "out"), "--pictures", "3"]) == 0
+    assert (tmp_path / "out" / "data.html").read_text().count("<img ") == 3
+    assert spread(10, 3) == [0, 3, 6] and spread(2, 5) == [0, 1] and spread(5, 0) == []
+
+
+def test_nothing_usable_is_exit_2_with_the_reasons(
+    config: str, messy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in messy.glob("*"):
+        file.write_bytes(b"")
+    assert main(["data", config]) == 2
+    said = capsys.readouterr()
+    assert "p0.png: its caption p0.txt is empty" in said.out
+    assert "holds no usable picture. Mend what is listed above" in said.err
+
+
+def test_no_model_is_needed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = look(config, "model.pretrained=/nowhere", capsys=capsys)
+    assert found["too_long"]["limit"].startswith("300 characters")
+    assert list(found["too_long"]["captions"]) == ["same.png"]
+
+
+def test_likeness_survives_scaling_and_jpeg_and_tells_others_apart(tmp_path: Path) -> None:
+    scenes = [scene(seed) for seed in range(40)]
+    again = []
+    for number, image in enumerate(scenes):
+        image.resize((70, 70)).save(tmp_path / f"{number}.jpg", quality=60)
+        again.append(Image.open(tmp_path / f"{number}.jpg").convert("RGB"))
+    groups = alike([likeness(image) for image in [*scenes, *again]])
+    found = sum(group == [number, number + 40] for number in range(40) for group in groups)
+    assert found >= 36 and len(groups) == found
+    recoloured = Image.fromarray(np.asarray(scenes[0])[:, :, ::-1].copy())
+    assert alike([likeness(scenes[0]), likeness(recoloured)]) == []
+
+
+def test_a_run_keeps_what_it_left_out(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(Path(config).read_text())
+    data["data"]["on_error"] = "skip"
+    run = train(validate(data, "x"))
+    assert "3 pictures cannot be used and left out:" in capsys.readouterr().out
+    kept = json.loads((run / "data.json").read_text())
+    assert sorted(each["name"] for each in kept["left_out"]) == ["bare.png", "half.jpg", "tiny.png"]
+    assert len(kept["samples"]) == 8
