@@ -53,7 +53,7 @@ def _is_free(folder: Path, traces: Path, number: int) -> bool:
 
 
 def clear_unsaved(config: TrainConfig) -> None:
-    """Remove what a run left that was stopped before its first checkpoint, so that beginning it anew moves nothing aside.
+    """Remove what a run left that was stopped before its first checkpoint: beginning it anew then moves nothing aside.
 
     A folder that holds a checkpoint, under whatever name, a result or anything that no run writes is left alone.
     """
@@ -96,9 +96,7 @@ def open_again(config: TrainConfig, step: int) -> Path:
     from simpletune.checkpoint import rewind  # torch, as above
 
     for later in rewind(folder, step):
-        say(
-            f"  {later} is later than step {step}, which is continued: it is kept under this name. Remove it if not wanted"
-        )
+        say(f"  {later} is later than step {step}: it is kept under this name. Remove it if it is not wanted")
     for entry in folder.glob(".*.part"):
         remove(entry)
     for entry in (folder / SAMPLES).glob("step-*"):

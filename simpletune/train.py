@@ -41,8 +41,8 @@ def train(
 
     Args:
         config: as the user gave it.
-        resume: ``latest``, a checkpoint's folder, or ``auto``: the last checkpoint if there is one, and nothing to do if
-            the run is finished.
+        resume: ``latest``, a checkpoint's folder, or ``auto``: the last checkpoint if there is one, and nothing to do
+            if the run is finished.
         started: when the process started, by ``time.perf_counter``.
         force: begin even what does not fit on the device, by prediction.
         foresee: predict the memory on the CPU too.
@@ -117,9 +117,7 @@ def tell_stopped(run: Run) -> None:
     if not run.main:
         return
     found = checkpoint.list_checkpoints(run.folder)
-    kept = (
-        f"step {found[-1][0]} of {run.steps} is saved: {found[-1][1]}" if found else "no step is done, nothing is lost"
-    )
+    kept = f"step {found[-1][0]} of {run.steps} is saved: {found[-1][1]}" if found else "before the first step"
     say(f"stopped: {kept}")
 
 
