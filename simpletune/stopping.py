@@ -59,7 +59,7 @@ def listening() -> Iterator[None]:
     try:
         yield
     finally:
-        _Signals.listening = False
+        _Signals.received, _Signals.listening = None, False
         for each, handler in before.items():
             signal.signal(each, handler)
 
