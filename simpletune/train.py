@@ -163,7 +163,7 @@ def loop(run: Run) -> EpochTraces:
             if run.main:
                 between(run, step + 1, line, stops=signal is not None)
             if signal is not None:
-                run.accelerator.wait_for_everyone()  # when one has ended, a launcher ends the others: not while one saves
+                run.accelerator.wait_for_everyone()  # a launcher ends all when one has ended: not while one saves
                 raise Stopped(signal)
     return traces
 
