@@ -19,7 +19,7 @@ from simpletune.places import resolved
 from simpletune.prepare import prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.rescue import not_finite, out_of_memory, resident
-from simpletune.runs import EVALUATION, SUMMARY, append_metrics, read_json_or_none
+from simpletune.runs import EVALUATION, SUMMARY, append_metrics, finished_steps, read_json_or_none
 from simpletune.setting_up import Run, make_accelerator, set_up
 from simpletune.stages import Stages
 from simpletune.step import set_learning_rate
@@ -97,9 +97,10 @@ def is_finished(config: TrainConfig) -> bool:
         UserError: the finished run was made with settings that may not change.
     """
     folder = run_folder(config)
-    summary = read_json_or_none(folder / SUMMARY)
-    saved = checkpoint.find("auto", folder)
-    if not summary or not saved or not summary["steps"] == saved.step == config.steps(summary["steps_per_epoch"]):
+    if finished_steps(folder) is None:
+        return False
+    summary, saved = read_json_or_none(folder / SUMMARY), checkpoint.find("auto", folder)
+    if not saved or not summary["steps"] == saved.step == config.steps(summary["steps_per_epoch"]):
         return False
     checkpoint.check_resumable(saved, config, saved.manifest)
     say(f"{folder}: already done, {saved.step} steps. Its result: {summary['output']}")
@@ -240,14 +241,14 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
         summary["predicted"] = beside_measured(run.predicted, summary["stages"])
     warnings = run.trackers.warnings
     # Written again below: a tracker may take minutes to close.
-    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings})
+    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
     passed("finish.summary")
     write_card(run.folder, run.config, summary, run.prepared)
     add_memory(run, traces)
     page, said = write_page(run), len(warnings)
     passed("finish.reported")
     places = {**page, **run.trackers.finish(summary)}
-    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings})
+    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": True})
     if page and len(warnings) > said:
         write_page(run)
     tell_results(summary, run.folder, profile_folder(run.config), traces.written, places)

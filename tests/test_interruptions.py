@@ -135,12 +135,13 @@ def test_what_someone_else_wrote_is_moved_aside_not_removed(tiny_config: dict) -
     assert (run.with_name("tiny.1") / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("moment", ["finish.saved", "finish.exported", "finish.summary"])
+@pytest.mark.parametrize("moment", ["finish.saved", "finish.exported", "finish.summary", "finish.reported"])
 def test_a_run_that_died_after_its_last_step_is_finished(moment: str, tiny_config: dict) -> None:
     fail_at(moment, tiny_config)
-    run = run_with(tiny_config, "auto" if moment == "finish.summary" else "latest")
+    run = run_with(tiny_config, "latest" if moment == "finish.exported" else "auto")
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["steps"] == 4 and summary["seconds_per_step"] > 0 and Path(summary["output"]).exists()
+    assert summary["steps"] == 4 and summary["complete"] and (run / "README.md").exists()
+    assert summary["seconds_per_step"] > 0 and Path(summary["output"]).exists()
 
 
 def test_auto_refuses_another_run_of_the_name(tiny_config: dict) -> None:
