@@ -3,7 +3,7 @@ SHELL := /usr/bin/env bash
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test slow gpu tiny-sd3 clean
+.PHONY: help setup quality style test slow gpu torture tiny-sd3 clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ slow: setup  ## the tests that take minutes or many GiB
 gpu: setup  ## the tests that need an NVIDIA GPU, then the memory grid, predicted and measured, in shards of 8 minutes
 	$(PY) -m pytest -m gpu
 	$(PY) -m simpletune bench estimate --out benchmarks/results/gpu
+
+torture: setup  ## kill 50 runs at named and random moments; what remains is whole; at most 10 minutes on 2 idle cores
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture.py
 
 tiny-sd3: setup  ## make the tiny Stable Diffusion 3 that comes with the tool, from nothing; hours on 2 cores, resumable
 	$(PY) -m simpletune.demo.make_tiny_sd3

@@ -9,6 +9,7 @@ import sys
 from simpletune import __version__
 from simpletune.devices import prepare_environment
 from simpletune.options import UserError
+from simpletune.stopping import Stopped
 from simpletune.verbs import VERBS
 
 
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb; a user's mistake is a message and an exit code, never a traceback.
 
     Returns:
-        0; 2 for configuration and input, 4 for a loss that is not finite, 130 after Ctrl-C.
+        0; 2 for configuration and input, 4 for a loss that is not finite, 130 after Ctrl-C, 143 after SIGTERM.
     """
     args = parse(argv)
     prepare_environment()
@@ -51,11 +52,11 @@ def main(argv: list[str] | None = None) -> int:
         return error.code
     except BrokenPipeError:  # the reader of a pipe, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Stopped as stopped:
+        print(f"\n{stopped}", file=sys.stderr)
+        return stopped.code
     except KeyboardInterrupt:
-        print(
-            "\nstopped; what is finished is kept. To continue from the last checkpoint: --resume latest",
-            file=sys.stderr,
-        )
+        print("\nstopped; what is finished is kept", file=sys.stderr)
         return 130
     return 0
 

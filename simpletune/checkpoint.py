@@ -18,8 +18,10 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from simpletune.aside import remove
 from simpletune.config import TrainConfig
 from simpletune.ema import Average, averaged
+from simpletune.failpoints import passed
 from simpletune.models.weights import (
     WeightReader,
     flush_to_disk,
@@ -86,10 +88,13 @@ def save(
     aside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
+    passed("checkpoint.begun")
     metadata = metadata_of(config, step)
     write_safetensors(trained_parameters(model), aside / TRAINABLE, metadata)
+    passed("checkpoint.weights")
     tensors, scalars = state_to_tensors(optimizer)
     write_safetensors(tensors, aside / OPTIMIZER, {})
+    passed("checkpoint.optimizer")
     if average is not None:
         write_safetensors(average.tensors(), aside / AVERAGE, {})
     if config.adapter.exports_to_checkpoints:
@@ -105,11 +110,34 @@ def save(
     }
     (aside / STATE).write_text(json.dumps(state))
     flush_to_disk(aside / STATE)
+    passed("checkpoint.before-rename")
     replace_folder(aside, folder)
     flush_to_disk(folder.parent)
+    passed("checkpoint.after-rename")
     for _, old in list_checkpoints(run)[: -config.checkpoint.keep_last]:
-        shutil.rmtree(old)
+        gone = old.with_name(f".{old.name}.part")  # a kill while files are removed must not leave half a checkpoint
+        os.replace(old, gone)
+        passed("checkpoint.removing")
+        remove(gone)
     return folder
+
+
+def rewind(run: Path, step: int) -> list[Path]:
+    """Make a run's checkpoints those of a run that is at ``step``: what a kill left half written is removed, and
+    later checkpoints, which it will write again, get another name.
+
+    Returns:
+        The later ones, as they are called now.
+    """
+    for entry in (run / "checkpoints").glob(".*.part"):
+        remove(entry)
+    later = []
+    for number, folder in list_checkpoints(run):
+        if number > step:
+            later.append(folder.with_name(f"{folder.name}.superseded"))
+            remove(later[-1])
+            os.replace(folder, later[-1])
+    return later
 
 
 def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
@@ -123,16 +151,21 @@ def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def find(resume: str, run: Path) -> SavedState:
+def find(resume: str, run: Path) -> SavedState | None:
     """The checkpoint that ``--resume`` names.
 
     Args:
-        resume: ``latest``, or a checkpoint's folder.
+        resume: ``latest``; ``auto``: the same, where there is one; or a checkpoint's folder.
         run: the run's folder.
+
+    Returns:
+        It; None if there is none and ``auto`` was asked for.
 
     Raises:
         UserError: there is none, or it is damaged.
     """
+    if resume == "auto":
+        return find("latest", run) if list_checkpoints(run) else None
     if resume == "latest":
         found = list_checkpoints(run)
         if not found:

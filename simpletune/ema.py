@@ -55,8 +55,8 @@ class Average:
     def in_place(self) -> Iterator[None]:
         """Within this context the parameters hold the average."""
         self._ema.store(self.parameters)
-        self._ema.copy_to(self.parameters)
         try:
+            self._ema.copy_to(self.parameters)
             yield
         finally:
             self._ema.restore(self.parameters)

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from simpletune.aside import remove_left_over
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
 from simpletune.data.cache import Cache, view_key
@@ -20,10 +21,12 @@ from simpletune.data.files import shown
 from simpletune.data.pictures import cut, decode
 from simpletune.data.plan import Plan, View, make_plan, too_small, without
 from simpletune.data.source import Rejected, UnusablePicture
+from simpletune.failpoints import passed
 from simpletune.models import Model
 from simpletune.options import UserError
 from simpletune.sampling import Request
 from simpletune.stages import Stages
+from simpletune.stopping import poll
 from simpletune.terminal import progress, say
 
 
@@ -53,10 +56,13 @@ class TextCache:
             missing = [prompt for prompt in wanted if prompt not in cache]
             if not missing:
                 continue
+            remove_left_over(cache.folder)
             with progress(f"text  {encoder.name}", len(missing), "prompts") as advance:
                 for prompt, parts in zip(missing, self.prompts.encode(encoder, missing, device), strict=True):
                     cache.save(prompt, parts)
                     advance()
+                    passed("text.encoded")
+                    poll()
             encoded |= set(missing)
             free_memory(device)
         return len(encoded)
@@ -98,6 +104,7 @@ class LatentCache:
         missing = [view for view in views if view_key(view) not in self.cache]
         if not missing:
             return 0, []
+        remove_left_over(self.cache.folder)
         encoded, rejected = 0, dict[str, Rejected]()
         vae = self.model.load_vae(device, self.dtype, self.tile)
         with progress("latents", len(missing), "pictures") as advance, torch.no_grad():
@@ -113,6 +120,8 @@ class LatentCache:
                         self.cache.save(view_key(view), {"z_0": z_0})
                         encoded += 1
                 advance()
+                passed("latents.encoded")
+                poll()
         del vae
         free_memory(device)
         return encoded, list(rejected.values())
@@ -203,6 +212,7 @@ def prepare(
     usable = without(scan.pictures, small)
     plan = make_plan(config, usable, accelerator.num_processes)
     planned(plan)
+    passed("data.scanned")
     cache, dtype = Path(config.output.cache), config.precision.encoder_dtype()
     text = TextCache(config.model, dtype, cache)
     latents = LatentCache(config.model, dtype, cache, config.memory.vae_tile)

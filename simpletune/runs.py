@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from simpletune.aside import remove
 from simpletune.config import TrainConfig, profile_folder, run_folder
+from simpletune.failpoints import passed
 from simpletune.options import UserError
 from simpletune.terminal import say
 
 METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.json", "eval_before.json"
 EVALUATIONS, ENVIRONMENT, DATA = "evaluations.jsonl", "environment.json", "data.json"
+SAMPLES, CHECKPOINTS = "samples", "checkpoints"
+# What a run writes before it has saved anything; wandb keeps its own copy.
+WRITTEN_FIRST = {METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SAMPLES, "wandb"}
+LEFT_OVER = re.compile(r"^\..*\.part$")
 
 
 def open_fresh(config: TrainConfig) -> Path:
     """Make the run's folder. An older one is moved to NAME.1, NAME.2, ...: nothing is lost."""
     folder, traces = run_folder(config), profile_folder(config)
     if folder.exists() and any(folder.iterdir()):
-        number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
+        number = next(n for n in range(1, 10**6) if _is_free(folder, traces, n))
         aside = folder.with_name(f"{folder.name}.{number}")
-        os.replace(folder, aside)
         if traces.exists():
             os.replace(traces, traces.with_name(f"{traces.name}.{number}"))
+            passed("run.moved-traces")
+        os.replace(folder, aside)
         say(f"{folder} held an older run: moved to {aside}")
         from simpletune.checkpoint import list_checkpoints  # torch; a report only reads, and starts without it
 
@@ -36,6 +44,37 @@ def open_fresh(config: TrainConfig) -> Path:
             )
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _is_free(folder: Path, traces: Path, number: int) -> bool:
+    """Whether neither a run nor its traces lie under a number; traces alone do where a kill came between the moves."""
+    taken = traces.exists() and traces.with_name(f"{traces.name}.{number}").exists()
+    return not folder.with_name(f"{folder.name}.{number}").exists() and not taken
+
+
+def clear_unsaved(config: TrainConfig) -> None:
+    """Remove what a run left that was stopped before its first checkpoint: beginning it anew then moves nothing aside.
+
+    A folder that holds a checkpoint, under whatever name, a result or anything that no run writes is left alone.
+    """
+    folder, traces = run_folder(config), profile_folder(config)
+    if not folder.is_dir() or any(_is_worth_keeping(entry) for entry in folder.iterdir()):
+        return
+    for entry in [traces, *(entry for entry in folder.iterdir() if not entry.name.endswith("lock"))]:
+        remove(entry)
+        passed("run.cleared")
+
+
+def _is_worth_keeping(entry: Path) -> bool:
+    if entry.name == CHECKPOINTS:
+        return any(not LEFT_OVER.match(saved.name) for saved in entry.iterdir())
+    return entry.name not in WRITTEN_FIRST and not LEFT_OVER.match(entry.name) and not entry.name.endswith("lock")
+
+
+def finished_steps(folder: Path) -> int | None:
+    """How many steps the run had that was last finished in a folder, card and report included; None if none was."""
+    summary = read_json_or_none(folder / SUMMARY)
+    return summary["steps"] if summary and summary.get("complete", True) else None  # older summaries: complete
 
 
 def open_again(config: TrainConfig, step: int) -> Path:
@@ -53,6 +92,16 @@ def open_again(config: TrainConfig, step: int) -> Path:
         aside = file.with_name(f".{name}.part")
         aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(aside, file)
+        passed("run.opened-again")
+    from simpletune.checkpoint import rewind  # torch, as above
+
+    for later in rewind(folder, step):
+        say(f"  {later} is later than step {step}: it is kept under this name. Remove it if it is not wanted")
+    for entry in folder.glob(".*.part"):
+        remove(entry)
+    for entry in (folder / SAMPLES).glob("step-*"):
+        if int(entry.name[5:]) > step:
+            remove(entry)
     return folder
 
 
@@ -75,6 +124,20 @@ def append_metrics(folder: Path, row: dict[str, Any], name: str = METRICS) -> No
     """Add one line to metrics.jsonl or another such file; it is closed, so a reader sees the line at once."""
     with open(folder / name, "a", encoding="utf-8") as handle:
         handle.write(json.dumps(row) + "\n")
+    passed("metrics.appended")
+
+
+def put_evaluation(folder: Path, row: dict[str, Any]) -> None:
+    """Keep an evaluation, in the place of one of the same step: a run that was killed after it does it again."""
+    kept = [json.dumps(old) for old in _rows(folder / EVALUATIONS) if old["step"] != row["step"]]
+    aside = folder / f".{EVALUATIONS}.part"
+    aside.write_text("\n".join([*kept, json.dumps(row)]) + "\n")
+    os.replace(aside, folder / EVALUATIONS)
+
+
+def was_evaluated(folder: Path, step: int) -> bool:
+    """Whether the evaluation loss after so many steps is known."""
+    return any(row["step"] == step for row in _rows(folder / EVALUATIONS))
 
 
 def newest_run(runs: Path) -> Path:

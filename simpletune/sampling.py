@@ -26,6 +26,7 @@ from simpletune.memory.modulation import Modulation
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.options import UserError
 from simpletune.quant.precision import WeightPrecision
+from simpletune.stopping import poll
 
 Embeddings = tuple[Tensor, Tensor]
 """(prompt_embeds [t, e], pooled [p])."""
@@ -141,6 +142,7 @@ def sample_batch(
     away: Tensor | float = 0.0
     with autocast_of(precision, device):
         for step, (sigma, sigma_next, condition) in enumerate(zip(sigmas[:-1], sigmas[1:], conditions, strict=True)):
+            poll()
             both = guided and step % reuse_guidance == 0
             skip = count if guided and not both else 0
             levels = sigma.expand(2 * count if both else count).to(device)

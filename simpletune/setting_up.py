@@ -18,6 +18,7 @@ from simpletune.ema import Average, averaged
 from simpletune.environment import machine
 from simpletune.estimate.forecast import forecast
 from simpletune.estimate.job import Estimate
+from simpletune.failpoints import passed
 from simpletune.feed import Feed
 from simpletune.levers import within_budget
 from simpletune.loading import load_base
@@ -25,9 +26,20 @@ from simpletune.models.weights import trained_parameters
 from simpletune.options import UserError
 from simpletune.places import require_fit, resolved
 from simpletune.prepare import Prepared, prepare
-from simpletune.runs import CONFIG, DATA, ENVIRONMENT, EVALUATIONS, append_metrics, open_again, open_fresh
+from simpletune.runs import (
+    CONFIG,
+    DATA,
+    ENVIRONMENT,
+    clear_unsaved,
+    finished_steps,
+    open_again,
+    open_fresh,
+    put_evaluation,
+    was_evaluated,
+)
 from simpletune.stages import Stages
 from simpletune.step import StepCore, assemble
+from simpletune.stopping import stop_if_asked
 from simpletune.summary import tell_data
 from simpletune.terminal import say
 from simpletune.trackers import Trackers, open_trackers
@@ -103,9 +115,20 @@ class Run:
         with self.stages.stage("validate"), averaged(self.average):
             loss = evaluation_loss(self.transformer, self.core.loss, self.feed, self.config.validation.eval_samples)
         if loss is not None:
-            append_metrics(self.folder, {"step": step, "eval_loss": loss}, EVALUATIONS)
+            put_evaluation(self.folder, {"step": step, "eval_loss": loss})
+            passed("validation.evaluated")
             self.trackers.scalars(step, {"eval_loss": loss})
         return loss
+
+    def look(self, step: int) -> None:
+        """Evaluate and draw in the course of training."""
+        self.evaluate(step)
+        self.validate(step)
+
+    def has_looked(self, step: int) -> bool:
+        """Whether evaluation and pictures after ``step`` steps are there, as far as they are asked for."""
+        evaluated = not self.config.validation.eval_samples or was_evaluated(self.folder, step)
+        return evaluated and self.previews.has_drawn(step)
 
 
 def set_up(config: TrainConfig, resume: str | None, started: float, force: bool = False, foresee: bool = False) -> Run:
@@ -113,7 +136,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
 
     Args:
         config: as the user gave it.
-        resume: ``latest`` or a checkpoint's folder.
+        resume: ``latest``, ``auto`` or a checkpoint's folder.
         started: when the process started, by ``time.perf_counter``.
         force: begin even what does not fit on the device, by prediction.
         foresee: predict the memory on the CPU too.
@@ -144,10 +167,13 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
         tell_resume(saved, config, prepared, steps)
     folder = run_folder(config)
     if accelerator.is_main_process:
+        if resume == "auto" and not saved:
+            clear_unsaved(config)
         folder = open_again(config, saved.step) if saved else open_fresh(config)
         checkpoint.write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
         checkpoint.write_json(folder / ENVIRONMENT, machine())
         checkpoint.write_json(folder / DATA, prepared.data())
+    stop_if_asked()
     with stages.stage("load"):
         transformer = load_base(
             here.model,
@@ -158,11 +184,13 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
             config.train.seed,
             cache_of_bases(here),
         )
+        passed("model.loaded")
         total = here.model.parameter_count()
         core = assemble(chosen, transformer, accelerator)
         average = config.ema.build(trained_parameters(transformer)) if config.ema else None
         if saved:
             checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)
+            passed("run.restored")
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
     return Run(
@@ -207,6 +235,6 @@ def tell_resume(saved: checkpoint.SavedState, config: TrainConfig, prepared: Pre
     """
     for change in checkpoint.check_resumable(saved, config, prepared.plan.manifest()):
         say(f"resume  changed {change}")
-    if saved.step >= steps:
+    if saved.step > steps or saved.step == steps == finished_steps(run_folder(config)):
         raise UserError(f"--resume: {saved.step} steps are done and {steps} are asked for. Ask for more: train.steps=N")
     say(f"resume  from {saved.folder}: step {saved.step} of {steps}")

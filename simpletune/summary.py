@@ -37,7 +37,9 @@ def summarise(
         steps: of the whole run.
         processes: how many train together, each at this pace.
     """
-    losses = [row["loss"] for row in read_metrics(folder)]
+    rows = read_metrics(folder)
+    losses = [row["loss"] for row in rows]
+    seconds = seconds or [row["seconds"] for row in rows]  # killed after the last step: there were none to do again
     tenth = max(1, len(losses) // 10)
     per_step = statistics.median(seconds[WARM_UP:] or seconds)
     batch = config.train.batch_size * config.train.gradient_accumulation * processes

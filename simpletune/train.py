@@ -10,18 +10,20 @@ import torch
 
 from simpletune import checkpoint
 from simpletune.card import shareable, write_card
-from simpletune.config import TrainConfig, profile_folder
+from simpletune.config import TrainConfig, profile_folder, run_folder
 from simpletune.ema import averaged
 from simpletune.estimate.forecast import beside_measured, tell_beside_measured
+from simpletune.failpoints import passed
 from simpletune.optim.rounding import key_draws
 from simpletune.places import resolved
 from simpletune.prepare import prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.rescue import not_finite, out_of_memory, resident
-from simpletune.runs import EVALUATION, SUMMARY, append_metrics, read_json_or_none
+from simpletune.runs import EVALUATION, SUMMARY, append_metrics, finished_steps, read_json_or_none
 from simpletune.setting_up import Run, make_accelerator, set_up
 from simpletune.stages import Stages
 from simpletune.step import set_learning_rate
+from simpletune.stopping import Stopped, agreed, held, is_listening, stop_if_asked
 from simpletune.streams import reseed_global
 from simpletune.summary import summarise, tell_data, tell_results
 from simpletune.terminal import TrainingLine, say
@@ -39,7 +41,8 @@ def train(
 
     Args:
         config: as the user gave it.
-        resume: ``latest`` or a checkpoint's folder.
+        resume: ``latest``, a checkpoint's folder, or ``auto``: the last checkpoint if there is one, and nothing to do
+            if the run is finished.
         started: when the process started, by ``time.perf_counter``.
         force: begin even what does not fit on the device, by prediction.
         foresee: predict the memory on the CPU too.
@@ -49,7 +52,10 @@ def train(
 
     Raises:
         UserError: for anything that the user can mend.
+        Stopped: SIGTERM or Ctrl-C came, where ``stopping.listening`` is on.
     """
+    if resume == "auto" and is_finished(config):
+        return run_folder(config)
     run = set_up(config, resume, time.perf_counter() if started is None else started, force, foresee)
     with run.trackers:
         try:
@@ -57,6 +63,9 @@ def train(
         except torch.OutOfMemoryError as error:
             kinds = resident(run.transformer, run.core.optimizer, run.accelerator.device)
             raise out_of_memory(resolved(run.config), kinds, error) from None
+        except Stopped:
+            tell_stopped(run)
+            raise
     run.accelerator.wait_for_everyone()
     return run.folder
 
@@ -66,10 +75,51 @@ def look_train_finish(run: Run) -> None:
     if run.main and run.start == 0:
         checkpoint.write_json(run.folder / EVALUATION, {"eval_loss": run.evaluate(0)})
         run.validate(0)
+    elif run.main and run.start < run.steps and due(run.config.validation.every, run.start):
+        if not run.has_looked(run.start):  # the run was stopped while it did
+            run.look(run.start)
     seconds_setup = time.perf_counter() - run.started
-    traces = loop(run)
+    tell_stops(run)
+    stop_if_asked()
+    with held(run.accelerator.num_processes):
+        traces = loop(run)
+        if run.main and run.start < run.steps:
+            run.save(run.steps)
+    stop_if_asked()
     if run.main:
         finish(run, seconds_setup, traces)
+
+
+def is_finished(config: TrainConfig) -> bool:
+    """Whether a run of this configuration and length is finished; then it is said.
+
+    Raises:
+        UserError: the finished run was made with settings that may not change.
+    """
+    folder = run_folder(config)
+    if finished_steps(folder) is None:
+        return False
+    summary, saved = read_json_or_none(folder / SUMMARY), checkpoint.find("auto", folder)
+    if not saved or not summary["steps"] == saved.step == config.steps(summary["steps_per_epoch"]):
+        return False
+    checkpoint.check_resumable(saved, config, saved.manifest)
+    say(f"{folder}: already done, {saved.step} steps. Its result: {summary['output']}")
+    return True
+
+
+def tell_stops(run: Run) -> None:
+    """Say what a signal will do."""
+    if run.main and run.start < run.steps and is_listening():
+        say("stops   SIGTERM and Ctrl-C finish the step and save: at most one step and one save; a second one at once")
+
+
+def tell_stopped(run: Run) -> None:
+    """Say what a run that was asked to stop has kept."""
+    if not run.main:
+        return
+    found = checkpoint.list_checkpoints(run.folder)
+    kept = f"step {found[-1][0]} of {run.steps} is saved: {found[-1][1]}" if found else "before the first step"
+    say(f"stopped: {kept}")
 
 
 def loop(run: Run) -> EpochTraces:
@@ -84,6 +134,7 @@ def loop(run: Run) -> EpochTraces:
     with traces_of(run, lambda step: is_interrupted(config, step)) as traces, line, run.stages.stage("train"):
         for step in range(run.start, run.steps):
             clock = time.perf_counter()
+            passed("step.begun")
             traces.before_step(step)
             with phase("data"):
                 batches = run.feed.step(step)
@@ -95,26 +146,55 @@ def loop(run: Run) -> EpochTraces:
             if run.average is not None:
                 run.average.update()
             value = run.accelerator.reduce(loss, "mean").item()
+            passed("step.updated")
             run.seconds.append(time.perf_counter() - clock)
             traces.after_step()  # writes a trace now and then: not part of the step's time
 
             if not math.isfinite(value):
                 raise not_finite(run.folder, step, value, batches)
-            if not run.main:
-                continue
-            row = {"loss": value, "lr": lr, "seconds": round(run.seconds[-1], 6)}
-            row |= {} if norm is None else {"grad_norm": norm.item()}
-            append_metrics(run.folder, {"step": step + 1, "epoch": step // plan.steps_per_epoch, **row})
-            run.trackers.scalars(step + 1, row)
-            line.update(step + 1, value, run.seconds[-1])
-            if step + 1 < run.steps and due(config.checkpoint.every, step + 1):
-                with line.interrupted("save"):
-                    run.save(step + 1)
-            if step + 1 < run.steps and due(config.validation.every, step + 1):
-                with line.interrupted("validate"):
-                    run.evaluate(step + 1)
-                    run.validate(step + 1)
+            signal = agreed(run.accelerator)
+            if run.main:
+                row = {"loss": value, "lr": lr, "seconds": round(run.seconds[-1], 6)}
+                row |= {} if norm is None else {"grad_norm": norm.item()}
+                append_metrics(run.folder, {"step": step + 1, "epoch": step // plan.steps_per_epoch, **row})
+                run.trackers.scalars(step + 1, row)
+                line.update(step + 1, value, run.seconds[-1])
+            if step + 1 == run.steps:
+                break  # what follows the last step is not the loop's
+            if run.main:
+                between(run, step + 1, line, stops=signal is not None)
+            if signal is not None:
+                run.accelerator.wait_for_everyone()  # a launcher ends all when one has ended: not while one saves
+                raise Stopped(signal)
     return traces
+
+
+def between(run: Run, done: int, line: TrainingLine, stops: bool) -> None:
+    """What comes between two steps, where it is due: save, evaluate, draw.
+
+    Args:
+        run: of the loop.
+        done: how many steps are done.
+        line: the progress.
+        stops: whether the run stops here: then it saves, and does not draw.
+
+    Raises:
+        Stopped: a signal came while evaluating or drawing; this step is saved too.
+    """
+    config = run.config
+    saves = stops or due(config.checkpoint.every, done)
+    if saves:
+        with line.interrupted("save"):
+            run.save(done)
+    if stops or not due(config.validation.every, done):
+        return
+    try:
+        with line.interrupted("validate"):
+            run.look(done)
+    except Stopped:
+        if not saves:
+            run.save(done)
+        raise
 
 
 def is_interrupted(config: TrainConfig, step: int) -> bool:
@@ -137,11 +217,12 @@ def due(every: int | None, step: int) -> bool:
 
 
 def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
-    """Save, export, then look: what is trained is safe before the last pictures are drawn."""
-    run.save(run.steps)
+    """Export, then look: what is trained is saved, and safe, before the last pictures are drawn."""
+    passed("finish.saved")
     with run.stages.stage("save"), averaged(run.average):
         metadata = checkpoint.metadata_of(shareable(run.config), run.steps)
         output = run.config.adapter.export(run.transformer, run.folder, metadata)
+    passed("finish.exported")
     eval_after = run.evaluate(run.steps)
     run.validate(run.steps)
     processes = run.accelerator.num_processes
@@ -160,12 +241,14 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
         summary["predicted"] = beside_measured(run.predicted, summary["stages"])
     warnings = run.trackers.warnings
     # Written again below: a tracker may take minutes to close.
-    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings})
+    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
+    passed("finish.summary")
     write_card(run.folder, run.config, summary, run.prepared)
     add_memory(run, traces)
     page, said = write_page(run), len(warnings)
+    passed("finish.reported")
     places = {**page, **run.trackers.finish(summary)}
-    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings})
+    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": True})
     if page and len(warnings) > said:
         write_page(run)
     tell_results(summary, run.folder, profile_folder(run.config), traces.written, places)

@@ -10,13 +10,17 @@ import torch
 from PIL import Image
 from torch import nn
 
+from simpletune.aside import remove
 from simpletune.config import TrainConfig
+from simpletune.failpoints import passed
 from simpletune.feed import Batch, Feed
 from simpletune.loading import device_of
 from simpletune.memory.modulation import Modulation
+from simpletune.models.weights import replace_folder
 from simpletune.prepare import TextCache, free_memory
 from simpletune.sampling import Request, draw, save_png
 from simpletune.sheets import grid
+from simpletune.stopping import poll
 
 BASE = "base"
 GRID = "grid.png"
@@ -52,7 +56,14 @@ class Previews:
 
     def draw_tuned(self, transformer: nn.Module, step: int) -> None:
         """Pictures of the model as it is after ``step`` steps."""
-        self._draw(transformer, f"step {step}", self.folder / f"step-{step:06d}")
+        self._draw(transformer, f"step {step}", self._place(step))
+
+    def has_drawn(self, step: int) -> bool:
+        """Whether the pictures after ``step`` steps are there, if any are asked for."""
+        return not self.requests or self._place(step).is_dir()
+
+    def _place(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
 
     def _draw(self, transformer: nn.Module, state: str, folder: Path) -> None:
         if not self.requests:
@@ -66,8 +77,13 @@ class Previews:
         del vae
         free_memory(device)
         transformer.train(was_training)
+        aside = folder.with_name(f".{folder.name}.part")  # the grid needs all pictures of a step or none
+        remove(aside)
         for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
-            save_png(picture, folder / f"prompt-{number:02d}.png", request, run=self.config.name, weights=state)
+            save_png(picture, aside / f"prompt-{number:02d}.png", request, run=self.config.name, weights=state)
+            passed("validation.picture")
+        replace_folder(aside, folder)
+        passed("validation.drawn")
 
     def states(self) -> list[Path]:
         """The folders drawn so far: the base first, then by step."""
@@ -97,6 +113,9 @@ def evaluation_loss(
         return None
     was_training = transformer.training
     transformer.eval()
-    losses = [loss(transformer, batch) for batch in feed.singly(feed.plan.evaluation(count))]
+    losses = []
+    for batch in feed.singly(feed.plan.evaluation(count)):
+        poll()
+        losses.append(loss(transformer, batch))
     transformer.train(was_training)
     return torch.stack(losses).mean().item()

@@ -37,6 +37,7 @@ LAYERS = [
     {"config", "devices", "profiling", "flops"},
     {"demo", "data", "models", "adapters", "lora_files", "quant", "optim", "memory", "ema"},
     {"flow", "options", "streams", "stages", "terminal", "sheets", "compiling", "measures", "cards", "environment"},
+    {"failpoints", "stopping", "aside"},
 ]
 MAX_FILE, MAX_FUNCTION, MAX_NESTING = 320, 60, 4
 LONGER = {"setting_up.set_up": "one call that fills the run's fields, one line each"}

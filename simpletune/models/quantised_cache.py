@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +20,9 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from simpletune.aside import STALE as STALE
+from simpletune.aside import own_place, remove_left_over
+from simpletune.failpoints import passed
 from simpletune.models.parts import Part
 from simpletune.models.sd3_transformer import empty_transformer, put_module
 from simpletune.models.weights import (
@@ -39,7 +41,6 @@ from simpletune.terminal import say
 VERSION = 1  # raise when quantisation or the layout of a quantised layer changes
 FILE, ABOUT = "transformer.safetensors", "made_from.json"
 ROOM = 2**30  # bytes left free on the disk: the run itself has checkpoints to write
-STALE = 3600  # seconds after which an unfinished folder is nobody's work
 LISTED = 4
 
 
@@ -100,7 +101,7 @@ class QuantisedBase:
         """
         if os.environ.get("RANK", "0") != "0":  # of several processes the first writes
             return model
-        aside = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.part")
+        aside = own_place(self.folder)
         try:
             size = self._write(model, aside)
         except (OSError, SafetensorError) as error:
@@ -119,7 +120,7 @@ class QuantisedBase:
         tensors = model.state_dict()
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self._remove_stale()
+        remove_left_over(self.folder.parent)
         free = shutil.disk_usage(self.folder.parent).free
         if free < needed + ROOM:
             raise OSError(
@@ -133,6 +134,7 @@ class QuantisedBase:
         sums = {"place": self._place, "size": size, "sha256": sha256_of(file)}
         (aside / ABOUT).write_text(json.dumps({**self.made_from, **sums}, indent=2) + "\n")
         flush_to_disk(aside / ABOUT)
+        passed("quantised.before-rename")
         try:
             os.replace(aside, self.folder)
         except OSError:
@@ -186,12 +188,6 @@ class QuantisedBase:
             say(f"{self._what} in {self.folder} are damaged: {reason}. Remove them: they cannot be set aside ({error})")
         else:
             say(f"{self._what} in {self.folder} are damaged: {reason}. Set aside as {place}; quantising again")
-
-    def _remove_stale(self) -> None:
-        """Remove what runs that were killed left of this base."""
-        for folder in self.folder.parent.glob(f".{self.folder.name}.*.part"):
-            if time.time() - folder.stat().st_mtime > STALE:
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _weights_of(part: Part) -> str:

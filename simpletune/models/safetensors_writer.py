@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from simpletune.aside import own_place
 from simpletune.models.weights import flush_to_disk
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class SafetensorsWriter:
     """
 
     def __init__(self, file: Path, entries: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]):
-        self._file, self._aside = file, file.with_name(f".{file.name}.{os.getpid()}.part")
+        self._file, self._aside = file, own_place(file)
         self._entries: dict[str, Any] = {}
         offset = 0
         for name, (kind, shape) in sorted(entries.items(), key=lambda entry: (-BYTES.get(entry[1][0], 1), entry[0])):

@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from simpletune.aside import own_place, remove
+from simpletune.failpoints import passed
 from simpletune.options import UserError
 
 if TYPE_CHECKING:
@@ -145,11 +147,13 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[
     """
     from safetensors.torch import save_file
 
-    aside = file.with_name(f".{file.name}.{os.getpid()}.part")  # two runs may share a cache
+    aside = own_place(file)
     host = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     save_file(host, aside, {"format": "pt", **metadata})
     flush_to_disk(aside)
+    passed("file.before-rename")
     os.replace(aside, file)
+    passed("file.after-rename")
     return file
 
 
@@ -171,10 +175,13 @@ def write_model_folder(
 
 
 def replace_folder(aside: Path, folder: Path) -> None:
-    """Put a finished folder in the place of an older one."""
+    """Put a finished folder in the place of an older one, which is removed last: a kill loses neither."""
+    old = folder.with_name(f".{folder.name}.old.part")
+    remove(old)
     if folder.exists():
-        shutil.rmtree(folder)
+        os.replace(folder, old)
     os.replace(aside, folder)
+    remove(old)
 
 
 def flush_to_disk(path: Path) -> None:

@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import time
 
+from simpletune.stopping import Stopped, listening
 from simpletune.verbs.configured import add_config, read
 
 STARTED = time.perf_counter()
+RESUME = (
+    "continue from the run's last checkpoint (latest) or from one; auto: from the last if there is one, else begin; a "
+    "run that is finished stays as it is"
+)
 
 
 def train(args: argparse.Namespace) -> None:
     """prepare, train, validate, export"""
     config = read(args)
-    from simpletune.train import train as run
+    with listening():
+        try:
+            from simpletune.train import train as run
 
-    run(config, args.resume, STARTED, args.force, args.estimate)
+            run(config, args.resume, STARTED, args.force, args.estimate)
+        except Stopped as stopped:
+            stopped.args = (f"{stopped}. To continue: {continuing(args)}",)
+            raise
+
+
+def continuing(args: argparse.Namespace) -> str:
+    """The command that continues a run that was stopped."""
+    flags = [f"--{name}" for name in ("force", "estimate") if getattr(args, name)]
+    return shlex.join(["simpletune", "train", str(args.config), *args.overrides, *flags, "--resume", "auto"])
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``train``."""
     add_config(parser)
-    parser.add_argument("--resume", metavar="latest|PATH", help="continue from the run's last checkpoint, or from one")
+    parser.add_argument("--resume", metavar="auto|latest|PATH", help=RESUME)
     parser.add_argument("--force", action="store_true", help="start even if it should not fit on the device")
     parser.add_argument("--estimate", action="store_true", help="predict the memory first, as on CUDA always")
 
@@ -44,9 +61,10 @@ def schema(args: argparse.Namespace) -> None:
 def prepare(args: argparse.Namespace) -> None:
     """fill the cache (prompts and pictures through the encoders) and stop"""
     config = read(args)
-    from simpletune.train import prepare_only
+    with listening():
+        from simpletune.train import prepare_only
 
-    prepare_only(config)
+        prepare_only(config)
 
 
 VERBS = {

@@ -1,0 +1,116 @@
+"""SIGTERM and Ctrl-C: before training a run stops at once; while training it finishes the step, saves, and stops.
+
+A second signal always stops at once: the first one gives both back to the system, which kills the process even in the
+middle of a long computation. Nothing breaks by that: everything is written aside and renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(KeyboardInterrupt):
+    """A run that was asked to stop has stopped, with all that can be kept on disk."""
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.code = 128 + number  # as a shell tells of a process that a signal ended
+
+
+class _Signals:
+    """What this process was asked and what it does about it; signals belong to the process, and so does this."""
+
+    listening = False
+    received: int | None = None
+    held = False
+    polled = False
+
+
+def _receive(number: int, frame: FrameType | None) -> None:
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_DFL)
+    _Signals.received = number
+    if not _Signals.held:
+        raise Stopped(number)
+    text = f"\n{signal.Signals(number).name}: finishing this step and saving; a second one stops at once\n"
+    with suppress(OSError):  # print may be at work in this thread: it does not bear being interrupted by itself
+        os.write(2, text.encode())
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Within this context SIGTERM and Ctrl-C raise ``Stopped``. Only in the main thread: elsewhere nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {each: signal.signal(each, _receive) for each in SIGNALS}
+    _Signals.received, _Signals.listening = None, True
+    try:
+        yield
+    finally:
+        _Signals.received, _Signals.listening = None, False
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+@contextmanager
+def held(processes: int) -> Iterator[None]:
+    """Within this context signals wait until the loop asks for them.
+
+    Args:
+        processes: how many train together. One alone may also stop where it polls; several must stop at the same step.
+    """
+    _Signals.held, _Signals.polled = True, processes == 1
+    try:
+        yield
+    finally:
+        _Signals.held = _Signals.polled = False
+
+
+def poll() -> None:
+    """Where work can be left at once, because it changes nothing or is kept piece by piece: stop if it was asked.
+
+    Before training the signal itself has raised already; what it raised is lost where Python cleans up an object.
+
+    Raises:
+        Stopped: it was.
+    """
+    if _Signals.received is not None and (_Signals.polled or not _Signals.held):
+        raise Stopped(_Signals.received)
+
+
+def stop_if_asked() -> None:
+    """After what was held.
+
+    Raises:
+        Stopped: a signal came meanwhile.
+    """
+    if _Signals.received is not None:
+        raise Stopped(_Signals.received)
+
+
+def is_listening() -> bool:
+    """Whether signals are heard at all."""
+    return _Signals.listening
+
+
+def agreed(accelerator: Accelerator) -> int | None:
+    """The signal that ends the run after this step, the same for all processes: one that any of them received."""
+    if accelerator.num_processes == 1:
+        return _Signals.received
+    import torch
+
+    mine = torch.tensor(float(_Signals.received is not None), device=accelerator.device)
+    asked = accelerator.reduce(mine, "sum").item() > 0
+    return (_Signals.received or signal.SIGTERM) if asked else None

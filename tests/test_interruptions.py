@@ -1,0 +1,221 @@
+"""Runs that are stopped by a signal, fail at a named moment, or are started over and over by one command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_run import run_with, saved_weights
+
+from simpletune import __main__, aside, checkpoint, failpoints, stopping
+from simpletune.failpoints import InjectedError
+from simpletune.options import UserError
+from simpletune.runs import EVALUATIONS, read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def nothing_armed():
+    yield
+    failpoints.disarm()
+
+
+def fail_at(moment: str, tiny_config: dict, count: int = 1, **changes: dict) -> None:
+    """Start by --resume auto; the run dies at a moment, as far as Python can die."""
+    failpoints.arm(moment, "raise", count)
+    with pytest.raises(InjectedError):
+        run_with(tiny_config, "auto", **changes)
+
+
+def stop_at(moment: str, tiny_config: dict, name: str, count: int = 1, **changes: dict) -> int:
+    """Start by --resume auto; the run is sent a signal at a moment. Its exit code."""
+    failpoints.arm(moment, name, count)
+    with pytest.raises(stopping.Stopped) as caught, stopping.listening():
+        run_with(tiny_config, "auto", **changes)
+    return caught.value.code
+
+
+def runs_of(tiny_config: dict) -> list[str]:
+    return sorted(entry.name for entry in Path(tiny_config["output"]["runs"]).iterdir())
+
+
+def test_sigterm_finishes_the_step_and_one_command_continues_it(
+    tiny_config: dict, write_config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = run_with(tiny_config, name="whole", ema={"decay": 0.9})
+    command = ["train", str(write_config(tiny_config)), 'ema={"decay": 0.9}', "--resume", "auto"]
+    before = signal.getsignal(signal.SIGTERM)
+    failpoints.arm("step.begun", "term", 2)
+    assert __main__.main(command) == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    said = capsys.readouterr()
+    assert "at most one step and one save" in said.out and "step 2 of 4 is saved" in said.out
+    assert f"stopped by SIGTERM. To continue: simpletune train {command[1]} 'ema=" in said.err
+    assert "Traceback" not in said.err
+    assert __main__.main(command) == 0 and "step 2 of 4" in capsys.readouterr().out
+    run = whole.with_name("tiny")
+    torch.testing.assert_close(saved_weights(run, 4), saved_weights(whole, 4), rtol=0, atol=0)
+    assert [row["loss"] for row in read_metrics(run)] == [row["loss"] for row in read_metrics(whole)]
+    assert __main__.main(command) == 0
+    assert "already done, 4 steps" in capsys.readouterr().out
+    assert runs_of(tiny_config) == ["tiny", "whole"]
+
+
+def test_ctrl_c_in_the_last_step_leaves_the_result_to_the_next_start(tiny_config: dict) -> None:
+    assert stop_at("step.begun", tiny_config, "int", count=4) == 130
+    run = Path(tiny_config["output"]["runs"]) / "tiny"
+    assert checkpoint.list_checkpoints(run)[-1][0] == 4 and not (run / "summary.json").exists()
+    run_with(tiny_config, "auto")
+    assert (run / "summary.json").exists() and len(read_metrics(run)) == 4
+
+
+def test_a_signal_while_drawing_saves_and_the_pictures_are_drawn_later(tiny_config: dict) -> None:
+    looks = {"validation": {"prompts": ["a red disc"], "every": 2, "steps": 2, "eval_samples": 2}}
+    assert stop_at("validation.evaluated", tiny_config, "term", count=2, **looks) == 143
+    run = Path(tiny_config["output"]["runs"]) / "tiny"
+    assert [step for step, _ in checkpoint.list_checkpoints(run)] == [2]
+    assert sorted(entry.name for entry in (run / "samples").iterdir()) == ["base"]
+    run_with(tiny_config, "auto", **looks)
+    assert sorted(f.name for f in (run / "samples").iterdir()) == ["base", "grid.png", "step-000002", "step-000004"]
+    steps = [json.loads(line)["step"] for line in (run / EVALUATIONS).read_text().splitlines()]
+    assert steps == [0, 2, 4]
+
+
+def test_a_signal_while_preparing_stops_at_once_and_keeps_what_is_encoded(tiny_config: dict, tmp_path: Path) -> None:
+    tiny_config["output"]["cache"] = str(tmp_path / "cache")
+    assert stop_at("text.encoded", tiny_config, "term", count=3) == 143
+    assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 3
+    assert not Path(tiny_config["output"]["runs"]).exists()
+
+
+def test_the_second_signal_is_the_system_s(tiny_config: dict) -> None:
+    handlers = []
+    failpoints.arm("checkpoint.weights", lambda: handlers.append([signal.getsignal(n) for n in stopping.SIGNALS]))
+    stop_at("step.begun", tiny_config, "term")
+    assert handlers == [[signal.SIG_DFL, signal.SIG_DFL]]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_lost_exception_still_stops_the_run(tiny_config: dict) -> None:
+    class Untidy:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def lose() -> None:
+        Untidy()  # what its __del__ raises, Python prints and forgets
+
+    failpoints.arm("data.scanned", lose)
+    with pytest.raises(stopping.Stopped), stopping.listening():
+        run_with(tiny_config, "auto")
+
+
+@pytest.mark.parametrize("moment", ["step.begun", "validation.evaluated", "checkpoint.before-rename"])
+def test_runs_without_a_checkpoint_do_not_pile_up(moment: str, tiny_config: dict) -> None:
+    looks = {"validation": {"prompts": ["a red disc"], "steps": 1, "eval_samples": 1}}
+    for _ in range(2):
+        fail_at(moment, tiny_config, **looks)
+    run = run_with(tiny_config, "auto", **looks)
+    assert runs_of(tiny_config) == ["tiny"] and len(read_metrics(run)) == 4
+    assert not list(run.rglob("*.part"))
+
+
+def test_what_someone_else_wrote_is_moved_aside_not_removed(tiny_config: dict) -> None:
+    fail_at("step.begun", tiny_config, count=2)
+    run = Path(tiny_config["output"]["runs"]) / "tiny"
+    (run / "notes.txt").write_text("mine")
+    run_with(tiny_config, "auto")
+    assert (run.with_name("tiny.1") / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("moment", ["finish.saved", "finish.exported", "finish.summary", "finish.reported"])
+def test_a_run_that_died_after_its_last_step_is_finished(moment: str, tiny_config: dict) -> None:
+    fail_at(moment, tiny_config)
+    run = run_with(tiny_config, "latest" if moment == "finish.exported" else "auto")
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 4 and summary["complete"] and (run / "README.md").exists()
+    assert summary["seconds_per_step"] > 0 and Path(summary["output"]).exists()
+
+
+def test_auto_refuses_another_run_of_the_name(tiny_config: dict) -> None:
+    run_with(tiny_config, train={"steps": 2})
+    for steps in (2, 3):  # finished, and to be continued
+        with pytest.raises(UserError, match="adapter.rank: 2 -> 3"):
+            run_with(tiny_config, "auto", train={"steps": steps}, adapter={"rank": 3})
+    assert runs_of(tiny_config) == ["tiny"]
+
+
+def test_going_back_to_an_older_checkpoint_puts_later_ones_out_of_the_way(tiny_config: dict) -> None:
+    saved = {"checkpoint": {"every": 2, "keep_last": 3}, "train": {"steps": 6}}
+    run = run_with(tiny_config, **saved)
+    failpoints.arm("step.begun", "raise", 2)
+    with pytest.raises(InjectedError):
+        run_with(tiny_config, str(checkpoint.checkpoint_folder(run, 2)), **saved)
+    assert sorted(entry.name for entry in (run / "checkpoints").iterdir()) == [
+        "step-000002", "step-000004.superseded", "step-000006.superseded",
+    ]  # fmt: skip
+    run_with(tiny_config, "latest", **saved)
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_older_run_and_its_traces_move_together_even_when_killed_between(tiny_config: dict) -> None:
+    for _ in range(2):
+        run_with(tiny_config)
+    failpoints.arm("run.moved-traces", "raise")
+    with pytest.raises(InjectedError):
+        run_with(tiny_config)
+    run_with(tiny_config)
+    profiles = Path(tiny_config["output"]["profiles"])
+    assert runs_of(tiny_config) == sorted(e.name for e in profiles.iterdir()) == ["tiny", "tiny.1", "tiny.2"]
+
+
+def test_left_over_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
+    target = tmp_path / "x.safetensors"
+    mine = aside.own_place(target)
+    here, young, old = (
+        mine.with_name(f".x.safetensors.{name}.part")
+        for name in (f"{aside.machine()}-{2**22 + 1}", "abcdef-1", "abcdef-2")
+    )
+    for file in (mine, here, young, old):
+        file.write_text("half")
+    os.utime(old, (0, time.time() - aside.STALE - 60))
+    aside.remove_left_over(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([mine, young])
+
+
+@pytest.mark.parametrize(("others", "expected"), [(0.0, None), (1.0, signal.SIGTERM)])
+def test_several_processes_stop_at_the_same_step(others: float, expected: int | None) -> None:
+    def reduce(mine: torch.Tensor, how: str) -> torch.Tensor:
+        assert how == "sum"
+        return mine + others
+
+    accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"), reduce=reduce)
+    assert stopping.agreed(accelerator) == expected
+
+
+def test_every_failpoint_is_in_the_code_once() -> None:
+    text = "".join(file.read_text() for file in (ROOT / "simpletune").rglob("*.py"))
+    assert Counter({name: text.count(f'passed("{name}")') for name in failpoints.NAMES}) == dict.fromkeys(
+        failpoints.NAMES, 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("step.begun", "is not NAME"),
+        ("step.begun:x=kill", "is not NAME"),
+        ("step.gone=kill", "no failpoint. Use one of"),
+        ("step.begun=explode", "no action of a failpoint. Use one of kill"),
+    ],
+)
+def test_a_failpoint_that_cannot_be_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        failpoints.arm_all(text)
