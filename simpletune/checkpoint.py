@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,22 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from simpletune.concealing import concealed
 from simpletune.config import TrainConfig
+from simpletune.disk import room_for
 from simpletune.ema import Average, averaged
 from simpletune.models.weights import (
     WeightReader,
     flush_to_disk,
     replace_folder,
+    set_aside,
     sha256_of,
     trained_parameters,
     write_safetensors,
 )
 from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
 from simpletune.options import UserError
+from simpletune.terminal import say
 
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
 AVERAGE = "ema.safetensors"
@@ -85,10 +90,40 @@ def save(
     folder = checkpoint_folder(run, step)
     aside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
+    tensors, scalars = state_to_tensors(optimizer)
+    needed = size_of_state(trained_parameters(model), tensors, average)
+    undo = lambda: shutil.rmtree(aside, ignore_errors=True)  # noqa: E731
+    with room_for(f"saving the checkpoint of step {step}", aside.parent, needed, undo):
+        _write(aside, step, config, model, tensors, scalars, manifest, average)
+    replace_folder(aside, folder)
+    flush_to_disk(folder.parent)
+    for _, old in list_checkpoints(run)[: -config.checkpoint.keep_last]:
+        shutil.rmtree(old)
+    return folder
+
+
+def size_of_state(
+    parameters: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor], average: Average | None
+) -> int:
+    """Bytes of a checkpoint's tensors, without the exported form."""
+    tensors = [*parameters.values(), *optimizer.values(), *(average.tensors().values() if average else ())]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _write(
+    aside: Path,
+    step: int,
+    config: TrainConfig,
+    model: nn.Module,
+    tensors: dict[str, torch.Tensor],
+    scalars: dict[str, Any],
+    manifest: list[dict[str, Any]],
+    average: Average | None,
+) -> None:
+    """The files of a checkpoint, state.json last."""
     aside.mkdir(parents=True)
     metadata = metadata_of(config, step)
     write_safetensors(trained_parameters(model), aside / TRAINABLE, metadata)
-    tensors, scalars = state_to_tensors(optimizer)
     write_safetensors(tensors, aside / OPTIMIZER, {})
     if average is not None:
         write_safetensors(average.tensors(), aside / AVERAGE, {})
@@ -105,11 +140,6 @@ def save(
     }
     (aside / STATE).write_text(json.dumps(state))
     flush_to_disk(aside / STATE)
-    replace_folder(aside, folder)
-    flush_to_disk(folder.parent)
-    for _, old in list_checkpoints(run)[: -config.checkpoint.keep_last]:
-        shutil.rmtree(old)
-    return folder
 
 
 def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
@@ -137,7 +167,15 @@ def find(resume: str, run: Path) -> SavedState:
         found = list_checkpoints(run)
         if not found:
             raise UserError(f"--resume latest: {run} has no checkpoint. Start without --resume")
-        return read(found[-1][1])
+        for _, folder in reversed(found):
+            try:
+                return read(folder)
+            except UserError as error:
+                place = set_aside(folder)
+                say(f"resume  {str(error).removeprefix('--resume: ').partition('. ')[0]}: set aside as {place}")
+        raise UserError(
+            f"--resume latest: all {len(found)} checkpoints of {run} are damaged, and set aside. Start without --resume"
+        )
     return read(Path(resume))
 
 
@@ -151,18 +189,40 @@ def read(folder: Path) -> SavedState:
         state = json.loads((folder / STATE).read_text())
         saved = SavedState(folder, state["step"], state["config"], state["manifest"], state["optimizer"])
         checksums = state["sha256"]
+        _require_kinds(saved, checksums)
     except FileNotFoundError:
         raise UserError(
             f"--resume: {folder} is not a checkpoint: it has no {STATE}. Name a step-NNNNNN folder"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--resume: {folder / STATE} is damaged ({error!r}). Use an older checkpoint") from None
+    except (ValueError, KeyError, TypeError, NotADirectoryError, RecursionError) as error:
+        raise UserError(
+            f"--resume: {folder / STATE} is damaged ({concealed(repr(error))[:200]}). Use an older checkpoint"
+        ) from None
     for name, checksum in checksums.items():
         file = folder / name
         if not file.exists() or sha256_of(file) != checksum:
             state_of = "damaged" if file.exists() else "missing"
             raise UserError(f"--resume: {file} is {state_of}. Use an older checkpoint: --resume PATH")
     return saved
+
+
+def _require_kinds(saved: SavedState, checksums: Any) -> None:
+    """The fields of a state.json are of the kinds that were written.
+
+    Raises:
+        TypeError: they are not.
+        ValueError: a checksum is missing, or of a file elsewhere.
+    """
+    if type(saved.step) is not int or not isinstance(saved.config, dict) or not isinstance(saved.manifest, list):
+        raise TypeError("step, config or manifest")
+    if not all(isinstance(row, dict) and {"file", "repeat"} <= set(row) for row in saved.manifest):
+        raise TypeError("manifest")
+    if not isinstance(saved.optimizer, dict) or not {"values", "shared"} <= set(saved.optimizer):
+        raise TypeError("optimizer")
+    if not {TRAINABLE, OPTIMIZER} <= set(checksums):
+        raise ValueError("sha256")
+    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in checksums):
+        raise ValueError("a file outside of the checkpoint")
 
 
 def check_resumable(saved: SavedState, config: TrainConfig, manifest: list[dict[str, Any]]) -> list[str]:
@@ -243,6 +303,8 @@ def _indent(lines: list[str]) -> list[str]:
 def write_json(file: Path, value: Any) -> None:
     """Write JSON aside, flush, and rename."""
     aside = file.with_name(f".{file.name}.part")
-    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-    flush_to_disk(aside)
-    os.replace(aside, file)
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    with room_for(f"writing {file.name}", file.parent, len(text), lambda: aside.unlink(missing_ok=True)):
+        aside.write_text(text)
+        flush_to_disk(aside)
+        os.replace(aside, file)

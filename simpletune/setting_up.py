@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
@@ -18,20 +20,24 @@ from simpletune.ema import Average, averaged
 from simpletune.environment import machine
 from simpletune.estimate import Estimate
 from simpletune.feed import Feed
+from simpletune.finite import Watch, require_finite
 from simpletune.forecast import forecast
 from simpletune.levers import within_budget
 from simpletune.loading import load_base
 from simpletune.models.weights import trained_parameters
 from simpletune.options import UserError
 from simpletune.places import require_fit, resolved
-from simpletune.prepare import Prepared, prepare
+from simpletune.prepare import Prepared, free_memory, prepare
 from simpletune.runs import CONFIG, ENVIRONMENT, EVALUATIONS, append_metrics, open_again, open_fresh
+from simpletune.space import require_room
 from simpletune.stages import Stages
 from simpletune.step import StepCore, assemble
 from simpletune.summary import tell_data
 from simpletune.terminal import say
 from simpletune.trackers import Trackers, open_trackers
 from simpletune.validation import Previews, evaluation_loss
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -52,8 +58,10 @@ class Run:
         steps: steps of the whole run.
         total: parameters of the base model.
         started: when the process started, by ``time.perf_counter``.
+        watch: for NaN and infinity.
         predicted: its memory, if it was predicted.
         seconds: of each step done by this process.
+        failed: (what, kind of error) of what the run can do without.
     """
 
     config: TrainConfig
@@ -72,8 +80,10 @@ class Run:
     steps: int
     total: int
     started: float
+    watch: Watch
     predicted: Estimate | None = None
     seconds: list[float] = field(default_factory=list)
+    failed: set[tuple[str, type]] = field(default_factory=set)
 
     @property
     def main(self) -> bool:
@@ -83,9 +93,24 @@ class Run:
     def save(self, step: int) -> None:
         """Write a checkpoint."""
         with self.stages.stage("save"):
+            require_finite(trained_parameters(self.transformer), self.folder, step)
             manifest = self.prepared.plan.manifest()
             optimizer = self.core.optimizer
             checkpoint.save(self.folder, step, self.config, self.transformer, optimizer, manifest, self.average)
+
+    def optional(self, what: str, call: Callable[..., T], *arguments: Any) -> T | None:
+        """Do what a run can do without: a failure is a warning, once of each kind, and None; the next time it is tried
+        again. What it held on the device is given back."""
+        try:
+            return call(*arguments)
+        except Exception as error:  # whatever it is: a look at the run is not worth the run
+            reason = " ".join(str(error).split())[:300] or "no reason given"
+            failed, kind = f"{what} failed ({type(error).__name__}: {reason})", (what, type(error))
+        free_memory(self.accelerator.device)
+        if kind not in self.failed:
+            self.failed.add(kind)
+            self.trackers.warn(f"{failed}: the training goes on")
+        return None
 
     def validate(self, step: int) -> None:
         """Draw the validation pictures; at step 0 those of the base."""
@@ -133,6 +158,8 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
     predicted: list[Estimate] = []
 
     def planned(plan: Plan) -> None:
+        if accelerator.is_main_process:
+            require_room(here, plan, saved.step if saved else 0, force)
         if accelerator.is_main_process and (device.type == "cuda" or foresee):
             predicted.append(forecast(here, device, plan.largest(), force))
 
@@ -164,6 +191,9 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
             checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
+    feed = Feed(prepared, config.train.seed, device, accelerator.process_index, core.modulation)
+    start = saved.step if saved else 0
+    trackers = open_trackers(config, folder, start, accelerator.is_main_process)
     return Run(
         config=config,
         folder=folder,
@@ -174,13 +204,14 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
         transformer=transformer,
         core=core,
         average=average,
-        feed=Feed(prepared, config.train.seed, device, accelerator.process_index, core.modulation),
+        feed=feed,
         previews=Previews(here, prepared.requests, prepared.text, folder / "samples", core.modulation),
-        trackers=open_trackers(config, folder, saved.step if saved else 0, accelerator.is_main_process),
-        start=saved.step if saved else 0,
+        trackers=trackers,
+        start=start,
         steps=steps,
         total=total,
         started=started,
+        watch=Watch(config, folder, core, feed, accelerator, start, trackers.warn),
         predicted=predicted[0] if predicted else None,
     )
 

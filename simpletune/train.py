@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import math
+import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from simpletune import checkpoint
 from simpletune.card import shareable, write_card
-from simpletune.config import TrainConfig, profile_folder
+from simpletune.config import TrainConfig, profile_folder, run_folder
+from simpletune.disk import room_for
 from simpletune.ema import averaged
 from simpletune.forecast import beside_measured, tell_beside_measured
+from simpletune.locks import only_one
 from simpletune.optim.rounding import key_draws
 from simpletune.places import resolved
 from simpletune.prepare import prepare
 from simpletune.profiling import EpochTraces, phase
-from simpletune.rescue import not_finite, out_of_memory, resident
-from simpletune.runs import EVALUATION, SUMMARY, append_metrics, read_json_or_none
+from simpletune.rescue import out_of_memory, resident
+from simpletune.runs import EVALUATION, SKIPPED, SUMMARY, append_metrics, read_json_or_none, read_rows
 from simpletune.setting_up import Run, make_accelerator, set_up
 from simpletune.stages import Stages
 from simpletune.step import set_learning_rate
@@ -26,6 +29,8 @@ from simpletune.streams import reseed_global
 from simpletune.summary import summarise, tell_data, tell_results
 from simpletune.terminal import TrainingLine, say
 from simpletune.tracing import add_memory, traces_of
+
+EVALUATING, DRAWING = "the evaluation loss", "drawing validation pictures"
 
 
 def train(
@@ -50,22 +55,25 @@ def train(
     Raises:
         UserError: for anything that the user can mend.
     """
-    run = set_up(config, resume, time.perf_counter() if started is None else started, force, foresee)
-    with run.trackers:
-        try:
-            look_train_finish(run)
-        except torch.OutOfMemoryError as error:
-            kinds = resident(run.transformer, run.core.optimizer, run.accelerator.device)
-            raise out_of_memory(resolved(run.config), kinds, error) from None
-    run.accelerator.wait_for_everyone()
-    return run.folder
+    writes = os.environ.get("RANK", "0") == "0"  # of several processes the first
+    folder = run_folder(config)
+    with only_one(folder) if writes else nullcontext(), room_for("writing what this run leaves", folder):
+        run = set_up(config, resume, time.perf_counter() if started is None else started, force, foresee)
+        with run.trackers:
+            try:
+                look_train_finish(run)
+            except torch.OutOfMemoryError as error:
+                kinds = resident(run.transformer, run.core.optimizer, run.accelerator.device)
+                raise out_of_memory(resolved(run.config), kinds, error) from None
+        run.accelerator.wait_for_everyone()
+        return run.folder
 
 
 def look_train_finish(run: Run) -> None:
     """The first pictures, the loop, and what comes after it."""
     if run.main and run.start == 0:
-        checkpoint.write_json(run.folder / EVALUATION, {"eval_loss": run.evaluate(0)})
-        run.validate(0)
+        checkpoint.write_json(run.folder / EVALUATION, {"eval_loss": run.optional(EVALUATING, run.evaluate, 0)})
+        run.optional(DRAWING, run.validate, 0)
     seconds_setup = time.perf_counter() - run.started
     traces = loop(run)
     if run.main:
@@ -91,29 +99,28 @@ def loop(run: Run) -> EpochTraces:
             lr = config.optimizer.lr * config.schedule.factor(step, run.steps)
             set_learning_rate(run.core.optimizer, lr)
             key_draws(run.core.optimizer, config.train.seed, step)
-            loss, norm = run.core.step(batches)
-            if run.average is not None:
+            loss, norm = run.core.step(batches, run.watch.gate)
+            if run.average is not None and not run.watch.skipping:
                 run.average.update()
-            value = run.accelerator.reduce(loss, "mean").item()
+            value = run.watch.read(loss, norm)
             run.seconds.append(time.perf_counter() - clock)
             traces.after_step()  # writes a trace now and then: not part of the step's time
 
-            if not math.isfinite(value):
-                raise not_finite(run.folder, step, value, batches)
+            passed = run.watch.passes(step, batches)
             if not run.main:
                 continue
-            row = {"loss": value, "lr": lr, "seconds": round(run.seconds[-1], 6)}
-            row |= {} if norm is None else {"grad_norm": norm.item()}
-            append_metrics(run.folder, {"step": step + 1, "epoch": step // plan.steps_per_epoch, **row})
-            run.trackers.scalars(step + 1, row)
-            line.update(step + 1, value, run.seconds[-1])
+            if passed:
+                row = {"loss": value, "lr": lr, "seconds": round(run.seconds[-1], 6), "grad_norm": run.watch.norm}
+                append_metrics(run.folder, {"step": step + 1, "epoch": step // plan.steps_per_epoch, **row})
+                run.trackers.scalars(step + 1, row)
+                line.update(step + 1, value, run.seconds[-1])
             if step + 1 < run.steps and due(config.checkpoint.every, step + 1):
                 with line.interrupted("save"):
                     run.save(step + 1)
             if step + 1 < run.steps and due(config.validation.every, step + 1):
                 with line.interrupted("validate"):
-                    run.evaluate(step + 1)
-                    run.validate(step + 1)
+                    run.optional(EVALUATING, run.evaluate, step + 1)
+                    run.optional(DRAWING, run.validate, step + 1)
     return traces
 
 
@@ -142,8 +149,8 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     with run.stages.stage("save"), averaged(run.average):
         metadata = checkpoint.metadata_of(shareable(run.config), run.steps)
         output = run.config.adapter.export(run.transformer, run.folder, metadata)
-    eval_after = run.evaluate(run.steps)
-    run.validate(run.steps)
+    eval_after = run.optional(EVALUATING, run.evaluate, run.steps)
+    run.optional(DRAWING, run.validate, run.steps)
     processes = run.accelerator.num_processes
     summary = summarise(run.config, run.folder, run.device, run.stages, run.seconds, run.steps, processes)
     summary |= {
@@ -156,12 +163,14 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
         "eval_loss_after": eval_after,
         "output": str(output),
     }
+    if skipped := len(list(read_rows(run.folder / SKIPPED))):
+        summary["skipped_steps"] = skipped
     if run.predicted is not None:
         summary["predicted"] = beside_measured(run.predicted, summary["stages"])
     warnings = run.trackers.warnings
     # Written again below: a tracker may take minutes to close.
     checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings})
-    write_card(run.folder, run.config, summary, run.prepared)
+    run.optional("the model card", write_card, run.folder, run.config, summary, run.prepared)
     add_memory(run, traces)
     page, said = write_page(run), len(warnings)
     places = {**page, **run.trackers.finish(summary)}
