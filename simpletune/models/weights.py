@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 NAMES = ("diffusion_pytorch_model", "model")
+WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}  # bytes
 SAMPLED_CHUNKS, CHUNK = 64, 65536
 
 
@@ -74,7 +76,8 @@ def read_header(file: Path) -> dict[str, Any]:
             header = json.loads(handle.read(length))
         entries = [value for name, value in header.items() if name != "__metadata__"]
         size = 8 + length + max((_end(entry) for entry in entries), default=0)
-        if not all(isinstance(v, str) for v in (header.get("__metadata__") or {}).values()):
+        about = header.get("__metadata__") or {}
+        if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise UserError(f"{file} is not a safetensors file, or it is damaged. Fetch it again") from None
@@ -92,6 +95,9 @@ def _end(entry: Any) -> int:
     begin, end = entry["data_offsets"]
     numbers = [begin, end, *entry["shape"]]
     if not isinstance(entry["dtype"], str) or any(type(n) is not int or n < 0 for n in numbers) or end < begin:
+        raise ValueError
+    wide = WIDTHS.get(entry["dtype"])
+    if wide is not None and end - begin != math.prod(entry["shape"]) * wide:
         raise ValueError
     return end
 
