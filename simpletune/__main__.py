@@ -7,6 +7,7 @@ import os
 import sys
 
 from simpletune import __version__
+from simpletune.concealing import concealed
 from simpletune.devices import prepare_environment
 from simpletune.options import UserError
 from simpletune.stopping import Stopped
@@ -41,14 +42,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb; a user's mistake is a message and an exit code, never a traceback.
 
     Returns:
-        0; 2 for configuration and input, 4 for a loss that is not finite, 130 after Ctrl-C, 143 after SIGTERM.
+        0; 2 for configuration and input, 4 for a loss or gradient that is not finite, 6 for a full disk, 130 after
+        Ctrl-C, 143 after SIGTERM.
     """
     args = parse(argv)
     prepare_environment()
     try:
         VERBS[args.verb][0](args)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {concealed(str(error))}", file=sys.stderr)
         return error.code
     except BrokenPipeError:  # the reader of a pipe, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

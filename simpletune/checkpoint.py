@@ -10,37 +10,36 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from simpletune.aside import remove
+from simpletune.concealing import concealed
 from simpletune.config import TrainConfig
+from simpletune.disk import room_for
 from simpletune.ema import Average, averaged
 from simpletune.failpoints import passed
 from simpletune.models.weights import (
     WeightReader,
     flush_to_disk,
     replace_folder,
+    set_aside,
     sha256_of,
     trained_parameters,
     write_safetensors,
 )
 from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
 from simpletune.options import UserError
+from simpletune.terminal import say
 
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
 AVERAGE = "ema.safetensors"
 NAME = re.compile(r"^step-(\d{6,})$")
-# What a resumed run must share with the one that was saved: its weights, and which samples each step sees.
-PINNED = (
-    "model", "adapter", "precision", "objective", "ema", "optimizer.name", "train.seed", "train.batch_size",
-    "train.gradient_accumulation",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,12 +86,46 @@ def save(
     folder = checkpoint_folder(run, step)
     aside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
+    tensors, scalars = state_to_tensors(optimizer)
+    needed = size_of_state(trained_parameters(model), tensors, average)
+    undo = lambda: shutil.rmtree(aside, ignore_errors=True)  # noqa: E731
+    with room_for(f"saving the checkpoint of step {step}", aside.parent, needed, undo):
+        _write(aside, step, config, model, tensors, scalars, manifest, average)
+    replace_folder(aside, folder)
+    flush_to_disk(folder.parent)
+    passed("checkpoint.after-rename")
+    for _, old in list_checkpoints(run)[: -config.checkpoint.keep_last]:
+        gone = old.with_name(f".{old.name}.part")  # a kill while files are removed must not leave half a checkpoint
+        os.replace(old, gone)
+        passed("checkpoint.removing")
+        remove(gone)
+    return folder
+
+
+def size_of_state(
+    parameters: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor], average: Average | None
+) -> int:
+    """Bytes of a checkpoint's tensors, without the exported form."""
+    tensors = [*parameters.values(), *optimizer.values(), *(average.tensors().values() if average else ())]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _write(
+    aside: Path,
+    step: int,
+    config: TrainConfig,
+    model: nn.Module,
+    tensors: dict[str, torch.Tensor],
+    scalars: dict[str, Any],
+    manifest: list[dict[str, Any]],
+    average: Average | None,
+) -> None:
+    """The files of a checkpoint, state.json last."""
     aside.mkdir(parents=True)
     passed("checkpoint.begun")
     metadata = metadata_of(config, step)
     write_safetensors(trained_parameters(model), aside / TRAINABLE, metadata)
     passed("checkpoint.weights")
-    tensors, scalars = state_to_tensors(optimizer)
     write_safetensors(tensors, aside / OPTIMIZER, {})
     passed("checkpoint.optimizer")
     if average is not None:
@@ -111,15 +144,6 @@ def save(
     (aside / STATE).write_text(json.dumps(state))
     flush_to_disk(aside / STATE)
     passed("checkpoint.before-rename")
-    replace_folder(aside, folder)
-    flush_to_disk(folder.parent)
-    passed("checkpoint.after-rename")
-    for _, old in list_checkpoints(run)[: -config.checkpoint.keep_last]:
-        gone = old.with_name(f".{old.name}.part")  # a kill while files are removed must not leave half a checkpoint
-        os.replace(old, gone)
-        passed("checkpoint.removing")
-        remove(gone)
-    return folder
 
 
 def rewind(run: Path, step: int) -> list[Path]:
@@ -170,7 +194,15 @@ def find(resume: str, run: Path) -> SavedState | None:
         found = list_checkpoints(run)
         if not found:
             raise UserError(f"--resume latest: {run} has no checkpoint. Start without --resume")
-        return read(found[-1][1])
+        for _, folder in reversed(found):
+            try:
+                return read(folder)
+            except UserError as error:
+                place = set_aside(folder)
+                say(f"resume  {str(error).removeprefix('--resume: ').partition('. ')[0]}: set aside as {place}")
+        raise UserError(
+            f"--resume latest: all {len(found)} checkpoints of {run} are damaged, and set aside. Start without --resume"
+        )
     return read(Path(resume))
 
 
@@ -184,12 +216,15 @@ def read(folder: Path) -> SavedState:
         state = json.loads((folder / STATE).read_text())
         saved = SavedState(folder, state["step"], state["config"], state["manifest"], state["optimizer"])
         checksums = state["sha256"]
+        _require_kinds(saved, checksums)
     except FileNotFoundError:
         raise UserError(
             f"--resume: {folder} is not a checkpoint: it has no {STATE}. Name a step-NNNNNN folder"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--resume: {folder / STATE} is damaged ({error!r}). Use an older checkpoint") from None
+    except (ValueError, KeyError, TypeError, NotADirectoryError, RecursionError) as error:
+        raise UserError(
+            f"--resume: {folder / STATE} is damaged ({concealed(repr(error))[:200]}). Use an older checkpoint"
+        ) from None
     for name, checksum in checksums.items():
         file = folder / name
         if not file.exists() or sha256_of(file) != checksum:
@@ -198,27 +233,23 @@ def read(folder: Path) -> SavedState:
     return saved
 
 
-def check_resumable(saved: SavedState, config: TrainConfig, manifest: list[dict[str, Any]]) -> list[str]:
-    """Compare a configuration and a data set with those of a checkpoint.
-
-    Returns:
-        What has changed and may change, as ``path: old -> new``.
+def _require_kinds(saved: SavedState, checksums: Any) -> None:
+    """The fields of a state.json are of the kinds that were written.
 
     Raises:
-        UserError: something changed that fixes the weights' meaning or the order of samples.
+        TypeError: they are not.
+        ValueError: a checksum is missing, or of a file elsewhere.
     """
-    changes = _differences(_with_defaults(saved.config), config.model_dump(mode="json", by_alias=True))
-    pinned = [c for c in changes if any(c.startswith((f"{p}:", f"{p}.")) for p in PINNED)]
-    if pinned:
-        remedy = "Use the same values, or start a new run under another name"
-        raise UserError(
-            "\n".join([f"--resume: {saved.folder} was made with other settings:", *_indent(pinned), remedy])
-        )
-    if manifest != saved.manifest:
-        remedy = "Restore the data, or start a new run"
-        listed = _indent(_manifest_changes(saved.manifest, manifest))
-        raise UserError("\n".join(["--resume: the data has changed since the checkpoint:", *listed, remedy]))
-    return changes
+    if type(saved.step) is not int or not isinstance(saved.config, dict) or not isinstance(saved.manifest, list):
+        raise TypeError("step, config or manifest")
+    if not all(isinstance(row, dict) and {"file", "repeat"} <= set(row) for row in saved.manifest):
+        raise TypeError("manifest")
+    if not isinstance(saved.optimizer, dict) or not {"values", "shared"} <= set(saved.optimizer):
+        raise TypeError("optimizer")
+    if not {TRAINABLE, OPTIMIZER} <= set(checksums):
+        raise ValueError("sha256")
+    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in checksums):
+        raise ValueError("a file outside of the checkpoint")
 
 
 def restore(
@@ -243,39 +274,11 @@ def restore(
         average.load(WeightReader([saved.folder / AVERAGE]).get_all(), saved.step)
 
 
-def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """A saved configuration with the defaults of fields that are newer than it: they leave a run as it was."""
-    try:
-        return TrainConfig.model_validate_json(json.dumps(config)).model_dump(mode="json", by_alias=True)
-    except ValidationError:  # a field that is gone since: it is named among the differences
-        return config
-
-
-def _differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """Leaves that differ between two JSON values."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = [*old, *(key for key in new if key not in old)]
-        return [d for key in keys for d in _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)]
-    return [] if old == new else [f"{path}: {json.dumps(old)} -> {json.dumps(new)}"]
-
-
-def _manifest_changes(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
-    before, after = ({(row["file"], row["repeat"]): row for row in rows} for rows in (old, new))
-    changes = [f"{file}: removed" for file, repeat in before if (file, repeat) not in after and not repeat]
-    changes += [f"{file}: added" for file, repeat in after if (file, repeat) not in before and not repeat]
-    for key in [key for key in before if key in after and before[key] != after[key] and not key[1]]:
-        parts = [name for name in before[key] if before[key][name] != after[key][name]]
-        changes.append(f"{key[0]}: other {', '.join(parts)}")
-    return changes[:12] or ["the order or the number of repetitions"]
-
-
-def _indent(lines: list[str]) -> list[str]:
-    return [f"  {line}" for line in lines]
-
-
 def write_json(file: Path, value: Any) -> None:
     """Write JSON aside, flush, and rename."""
     aside = file.with_name(f".{file.name}.part")
-    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-    flush_to_disk(aside)
-    os.replace(aside, file)
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    with room_for(f"writing {file.name}", file.parent, len(text), lambda: aside.unlink(missing_ok=True)):
+        aside.write_text(text)
+        flush_to_disk(aside)
+        os.replace(aside, file)

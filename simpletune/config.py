@@ -48,6 +48,10 @@ class Train(Option):
     """What clip_norm is the norm of. global: all gradients together, the common meaning; per_parameter: the gradient of
     each parameter by itself, which bounds it but changes proportions between parameters: the only clipping with
     memory.optimizer_in_backward."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When the loss or a gradient is NaN or infinite. stop: the run ends and says which samples and parameters; skip:
+    the step leaves the weights as they are, and five in a row end the run. To know in time, skip reads the loss before
+    the weights are updated."""
 
 
 class Checkpoint(Option):
@@ -227,6 +231,12 @@ class TrainConfig(Option):
                 "train.gradient_accumulation",
                 f"{self.train.gradient_accumulation} passes would add up gradients, and memory.optimizer_in_backward "
                 "keeps none. Use gradient_accumulation 1 with a larger batch_size, or optimizer_in_backward false",
+            )
+        if self.train.on_nonfinite == "skip":
+            yield Problem(
+                "train.on_nonfinite",
+                "skip decides when all gradients are known, and memory.optimizer_in_backward has updated the weights "
+                "by then. Use stop, or optimizer_in_backward false",
             )
         if not self.optimizer.steps_in_backward:
             yield Problem(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from simpletune.aside import remove_left_over
 from simpletune.config import TrainConfig
@@ -23,6 +23,7 @@ from simpletune.data.plan import Plan, View, make_plan, too_small, without
 from simpletune.data.source import Rejected, UnusablePicture
 from simpletune.failpoints import passed
 from simpletune.models import Model
+from simpletune.models.sd3_text import Encoder
 from simpletune.options import UserError
 from simpletune.sampling import Request
 from simpletune.stages import Stages
@@ -53,19 +54,35 @@ class TextCache:
         wanted = list(dict.fromkeys(prompts))
         for encoder in self.prompts.encoders:
             cache = self.caches[encoder.name]
-            missing = [prompt for prompt in wanted if prompt not in cache]
-            if not missing:
+            if not cache.lacking(wanted):
                 continue
-            remove_left_over(cache.folder)
-            with progress(f"text  {encoder.name}", len(missing), "prompts") as advance:
-                for prompt, parts in zip(missing, self.prompts.encode(encoder, missing, device), strict=True):
-                    cache.save(prompt, parts)
-                    advance()
-                    passed("text.encoded")
-                    poll()
+            with cache.filling():
+                missing = [prompt for prompt in wanted if prompt not in cache]
+                if missing:
+                    self._encode(encoder, missing, device)
             encoded |= set(missing)
             free_memory(device)
         return len(encoded)
+
+    def _encode(self, encoder: Encoder, missing: list[str], device: torch.device) -> None:
+        """Encode prompts with one encoder.
+
+        Raises:
+            UserError: what comes out is not finite.
+        """
+        remove_left_over(self.caches[encoder.name].folder)
+        with progress(f"text  {encoder.name}", len(missing), "prompts") as advance:
+            for prompt, parts in zip(missing, self.prompts.encode(encoder, missing, device), strict=True):
+                if not _all_finite(parts.values()):
+                    raise UserError(
+                        f"{encoder.name} makes NaN or infinity of the caption {prompt[:80]!r}. Its weights may be "
+                        "damaged, or overflow in this precision: fetch the model again, or use precision.compute=fp32",
+                        code=4,
+                    )
+                self.caches[encoder.name].save(prompt, parts)
+                advance()
+                passed("text.encoded")
+                poll()
 
     def load(self, prompt: str) -> tuple[Tensor, Tensor]:
         """(prompt_embeds [t, e], pooled [p]) of one prompt."""
@@ -101,24 +118,23 @@ class LatentCache:
         Returns:
             How many were encoded, and the pictures that could not be decoded.
         """
-        missing = [view for view in views if view_key(view) not in self.cache]
-        if not missing:
+        if not self.cache.lacking(view_key(view) for view in views):
             return 0, []
+        with self.cache.filling():
+            missing = [view for view in views if view_key(view) not in self.cache]
+            return self._encode(missing, device) if missing else (0, [])
+
+    def _encode(self, missing: Sequence[View], device: torch.device) -> tuple[int, list[Rejected]]:
+        """Encode cuts; what could not be decoded or comes out as NaN is rejected."""
         remove_left_over(self.cache.folder)
         encoded, rejected = 0, dict[str, Rejected]()
         vae = self.model.load_vae(device, self.dtype, self.tile)
         with progress("latents", len(missing), "pictures") as advance, torch.no_grad():
             for view in missing:
-                name = view.picture.name
                 try:
-                    pixels = _pixels(view)
+                    encoded += self._encode_one(view, vae, device)
                 except UnusablePicture as reason:
-                    rejected[name] = Rejected(name, str(reason))
-                else:
-                    if view_key(view) not in self.cache:  # the same picture may lie there under two names
-                        z_0 = self.model.encode_pictures(vae, pixels[None].to(device))[0]
-                        self.cache.save(view_key(view), {"z_0": z_0})
-                        encoded += 1
+                    rejected[view.picture.name] = Rejected(view.picture.name, str(reason))
                 advance()
                 passed("latents.encoded")
                 poll()
@@ -126,9 +142,29 @@ class LatentCache:
         free_memory(device)
         return encoded, list(rejected.values())
 
+    def _encode_one(self, view: View, vae: nn.Module, device: torch.device) -> int:
+        """Encode a cut unless it is there; how many were made.
+
+        Raises:
+            UnusablePicture: it cannot be decoded, or comes out as NaN.
+        """
+        pixels = _pixels(view)
+        if view_key(view) in self.cache:  # the same picture may lie there under two names
+            return 0
+        z_0 = self.model.encode_pictures(vae, pixels[None].to(device))[0]
+        if not _all_finite([z_0]):
+            raise UnusablePicture(f"the autoencoder makes NaN of it in {self.dtype}")
+        self.cache.save(view_key(view), {"z_0": z_0})
+        return 1
+
     def load(self, view: View) -> Tensor:
         """z_0 [c, h, w] in fp32."""
         return self.cache.load(view_key(view))["z_0"]
+
+
+def _all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no floating-point tensor holds NaN or infinity."""
+    return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())
 
 
 def _pixels(view: View) -> Tensor:
@@ -218,15 +254,19 @@ def prepare(
     latents = LatentCache(config.model, dtype, cache, config.memory.vae_tile)
     with accelerator.main_process_first():
         requests = validation_requests(config, plan)
-        prompts = [*plan.captions(), *(r.prompt for r in requests), *(r.negative_prompt for r in requests)]
         with stages.stage("text"):
-            text.fill(prompts, accelerator.device)
+            text.fill(prompts_of(plan, requests), accelerator.device)
         with stages.stage("latents"):
             _, rejected = latents.fill(plan.views(), accelerator.device)
     report_rejected(rejected, config.data.on_error)
     if rejected:
         plan = make_plan(config, without(usable, rejected), accelerator.num_processes)
     return Prepared(plan, text, latents, requests, scan.captions, [*scan.rejected, *small, *rejected])
+
+
+def prompts_of(plan: Plan, requests: Sequence[Request]) -> list[str]:
+    """Every prompt that a run needs the embeddings of."""
+    return [*plan.captions(), *(r.prompt for r in requests), *(r.negative_prompt for r in requests)]
 
 
 def validation_requests(config: TrainConfig, plan: Plan) -> list[Request]:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from simpletune.concealing import secret_paths
 from simpletune.config import TrainConfig
 from simpletune.memory.profiles import with_profile
 from simpletune.options import ConfigError, Option, Problem, UserError, member_for, option_classes, union_of
@@ -205,7 +206,7 @@ def validate(
     Raises:
         ConfigError: with every problem found.
     """
-    found = list(problems or [])
+    found = [*(problems or []), *(Problem(path, _SECRET) for path in secret_paths(data))]
     data = with_default_tags(TrainConfig, with_profile(data, _trains_base(data)))
     config = _attempt(data, found)
     unheard = list(found)
@@ -220,6 +221,12 @@ def validate(
     if found or config is None:
         raise ConfigError(found, source)
     return config
+
+
+_SECRET = (
+    "holds a token or a password. The configuration is copied into checkpoints, results and reports: leave it out, and "
+    "set HF_TOKEN or WANDB_API_KEY in the environment"
+)
 
 
 def _trains_base(data: Json) -> bool:

@@ -1,16 +1,13 @@
-"""What to say when a run cannot go on: a loss that is not finite, or a device whose memory is full."""
+"""What to say when a run cannot go on because its device's memory is full."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from simpletune.checkpoint import list_checkpoints
 from simpletune.config import TrainConfig
-from simpletune.feed import Batch
 from simpletune.levers import savings
 from simpletune.models.weights import plain_tensors, trained_parameters
 from simpletune.options import UserError
@@ -74,15 +71,3 @@ def out_of_memory(config: TrainConfig, kinds: dict[str, int], error: Exception) 
         "What is finished is kept; after the change, start again, or continue with --resume latest where it may"
     )
     return UserError("\n".join(lines), code=5)
-
-
-def not_finite(folder: Path, step: int, value: float, batches: list[Batch]) -> UserError:
-    """The error that ends a run whose loss is not finite."""
-    names = ", ".join(dict.fromkeys(name for batch in batches for name in batch.names))
-    found = list_checkpoints(folder)
-    last = f"The last checkpoint is kept: {found[-1][1]}" if found else "There is no checkpoint yet"
-    return UserError(
-        f"step {step + 1}: the loss is {value}. Samples: {names}. {last}. Lower optimizer.lr, or look at these "
-        "samples; then continue with --resume latest, or start again",
-        code=4,
-    )

@@ -11,15 +11,16 @@ from typing import Any
 
 from simpletune.aside import remove
 from simpletune.config import TrainConfig, profile_folder, run_folder
+from simpletune.disk import room_for
 from simpletune.failpoints import passed
 from simpletune.options import UserError
 from simpletune.terminal import say
 
 METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.json", "eval_before.json"
-EVALUATIONS, ENVIRONMENT, DATA = "evaluations.jsonl", "environment.json", "data.json"
+EVALUATIONS, ENVIRONMENT, DATA, SKIPPED = "evaluations.jsonl", "environment.json", "data.json", "skipped.jsonl"
 SAMPLES, CHECKPOINTS = "samples", "checkpoints"
 # What a run writes before it has saved anything; wandb keeps its own copy.
-WRITTEN_FIRST = {METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SAMPLES, "wandb"}
+WRITTEN_FIRST = {METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, "wandb"}
 LEFT_OVER = re.compile(r"^\..*\.part$")
 
 
@@ -86,12 +87,15 @@ def open_again(config: TrainConfig, step: int) -> Path:
     folder = run_folder(config)
     if not folder.is_dir():
         raise UserError(f"--resume: {folder} does not exist. Start without --resume, or check name")
-    for name in (METRICS, EVALUATIONS):
+    for name in (METRICS, EVALUATIONS, SKIPPED):
         file = folder / name
-        kept = [row for row in _rows(file) if row["step"] <= step]
+        if not file.exists() and name == SKIPPED:
+            continue
+        kept = [row for row in read_rows(file) if row["step"] <= step]
         aside = file.with_name(f".{name}.part")
-        aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(aside, file)
+        with room_for(f"writing {name}", folder, undo=lambda aside=aside: aside.unlink(missing_ok=True)):  # type: ignore[misc]
+            aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            os.replace(aside, file)
         passed("run.opened-again")
     from simpletune.checkpoint import rewind  # torch, as above
 
@@ -107,10 +111,11 @@ def open_again(config: TrainConfig, step: int) -> Path:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; a last line that a killed run left half written is left out."""
-    return list(_rows(folder / METRICS))
+    return list(read_rows(folder / METRICS))
 
 
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
+def read_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file with a JSON object a line; a last line that is half written is left out."""
     lines = file.read_text().splitlines() if file.exists() else []
     for number, line in enumerate(lines):
         try:
@@ -121,15 +126,28 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def append_metrics(folder: Path, row: dict[str, Any], name: str = METRICS) -> None:
-    """Add one line to metrics.jsonl or another such file; it is closed, so a reader sees the line at once."""
-    with open(folder / name, "a", encoding="utf-8") as handle:
-        handle.write(json.dumps(row) + "\n")
+    """Add one line to metrics.jsonl or another such file; it is closed, so a reader sees the line at once.
+
+    Raises:
+        UserError: the disk is full; the file is as it was before.
+    """
+    file = folder / name
+    size = file.stat().st_size if file.exists() else 0
+    with room_for(f"writing {name}", folder, undo=lambda: _cut(file, size)):
+        with open(file, "a", encoding="utf-8") as handle:
+            handle.write(json.dumps(row) + "\n")
     passed("metrics.appended")
+
+
+def _cut(file: Path, size: int) -> None:
+    """Take back what was added to a file."""
+    if file.exists():
+        os.truncate(file, size)
 
 
 def put_evaluation(folder: Path, row: dict[str, Any]) -> None:
     """Keep an evaluation, in the place of one of the same step: a run that was killed after it does it again."""
-    kept = [json.dumps(old) for old in _rows(folder / EVALUATIONS) if old["step"] != row["step"]]
+    kept = [json.dumps(old) for old in read_rows(folder / EVALUATIONS) if old["step"] != row["step"]]
     aside = folder / f".{EVALUATIONS}.part"
     aside.write_text("\n".join([*kept, json.dumps(row)]) + "\n")
     os.replace(aside, folder / EVALUATIONS)
@@ -137,7 +155,7 @@ def put_evaluation(folder: Path, row: dict[str, Any]) -> None:
 
 def was_evaluated(folder: Path, step: int) -> bool:
     """Whether the evaluation loss after so many steps is known."""
-    return any(row["step"] == step for row in _rows(folder / EVALUATIONS))
+    return any(row["step"] == step for row in read_rows(folder / EVALUATIONS))
 
 
 def newest_run(runs: Path) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
@@ -20,12 +22,14 @@ from simpletune.estimate.forecast import forecast
 from simpletune.estimate.job import Estimate
 from simpletune.failpoints import passed
 from simpletune.feed import Feed
+from simpletune.finite import Watch, require_finite
 from simpletune.levers import within_budget
 from simpletune.loading import load_base
 from simpletune.models.weights import trained_parameters
 from simpletune.options import UserError
 from simpletune.places import require_fit, resolved
-from simpletune.prepare import Prepared, prepare
+from simpletune.prepare import Prepared, free_memory, prepare
+from simpletune.resuming import check_resumable
 from simpletune.runs import (
     CONFIG,
     DATA,
@@ -37,6 +41,7 @@ from simpletune.runs import (
     put_evaluation,
     was_evaluated,
 )
+from simpletune.space import require_room
 from simpletune.stages import Stages
 from simpletune.step import StepCore, assemble
 from simpletune.stopping import stop_if_asked
@@ -44,6 +49,10 @@ from simpletune.summary import tell_data
 from simpletune.terminal import say
 from simpletune.trackers import Trackers, open_trackers
 from simpletune.validation import Previews, evaluation_loss
+
+T = TypeVar("T")
+
+EVALUATING, DRAWING = "the evaluation loss", "drawing validation pictures"
 
 
 @dataclass
@@ -64,8 +73,10 @@ class Run:
         steps: steps of the whole run.
         total: parameters of the base model.
         started: when the process started, by ``time.perf_counter``.
+        watch: for NaN and infinity.
         predicted: its memory, if it was predicted.
         seconds: of each step done by this process.
+        failed: (what, kind of error) of what the run can do without.
     """
 
     config: TrainConfig
@@ -84,8 +95,10 @@ class Run:
     steps: int
     total: int
     started: float
+    watch: Watch
     predicted: Estimate | None = None
     seconds: list[float] = field(default_factory=list)
+    failed: set[tuple[str, type]] = field(default_factory=set)
 
     @property
     def main(self) -> bool:
@@ -95,9 +108,24 @@ class Run:
     def save(self, step: int) -> None:
         """Write a checkpoint."""
         with self.stages.stage("save"):
+            require_finite(trained_parameters(self.transformer), self.folder, step)
             manifest = self.prepared.plan.manifest()
             optimizer = self.core.optimizer
             checkpoint.save(self.folder, step, self.config, self.transformer, optimizer, manifest, self.average)
+
+    def optional(self, what: str, call: Callable[..., T], *arguments: Any) -> T | None:
+        """Do what a run can do without: a failure is a warning, once of each kind, and None; the next time it is tried
+        again. What it held on the device is given back."""
+        try:
+            return call(*arguments)
+        except Exception as error:  # whatever it is: a look at the run is not worth the run
+            reason = " ".join(str(error).split())[:300] or "no reason given"
+            failed, kind = f"{what} failed ({type(error).__name__}: {reason})", (what, type(error))
+        free_memory(self.accelerator.device)
+        if kind not in self.failed:
+            self.failed.add(kind)
+            self.trackers.warn(f"{failed}: the training goes on")
+        return None
 
     def validate(self, step: int) -> None:
         """Draw the validation pictures; at step 0 those of the base."""
@@ -122,8 +150,8 @@ class Run:
 
     def look(self, step: int) -> None:
         """Evaluate and draw in the course of training."""
-        self.evaluate(step)
-        self.validate(step)
+        self.optional(EVALUATING, self.evaluate, step)
+        self.optional(DRAWING, self.validate, step)
 
     def has_looked(self, step: int) -> bool:
         """Whether evaluation and pictures after ``step`` steps are there, as far as they are asked for."""
@@ -156,6 +184,8 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
     predicted: list[Estimate] = []
 
     def planned(plan: Plan) -> None:
+        if accelerator.is_main_process:
+            require_room(here, plan, saved.step if saved else 0, force)
         if accelerator.is_main_process and (device.type == "cuda" or foresee):
             predicted.append(forecast(here, device, plan.largest(), force))
 
@@ -193,6 +223,9 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
             passed("run.restored")
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
+    feed = Feed(prepared, config.train.seed, device, accelerator.process_index, core.modulation)
+    start = saved.step if saved else 0
+    trackers = open_trackers(config, folder, start, accelerator.is_main_process)
     return Run(
         config=config,
         folder=folder,
@@ -203,13 +236,14 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
         transformer=transformer,
         core=core,
         average=average,
-        feed=Feed(prepared, config.train.seed, device, accelerator.process_index, core.modulation),
+        feed=feed,
         previews=Previews(here, prepared.requests, prepared.text, folder / "samples", core.modulation),
-        trackers=open_trackers(config, folder, saved.step if saved else 0, accelerator.is_main_process),
-        start=saved.step if saved else 0,
+        trackers=trackers,
+        start=start,
         steps=steps,
         total=total,
         started=started,
+        watch=Watch(config, folder, core, feed, accelerator, start, trackers.warn),
         predicted=predicted[0] if predicted else None,
     )
 
@@ -233,7 +267,7 @@ def tell_resume(saved: checkpoint.SavedState, config: TrainConfig, prepared: Pre
     Raises:
         UserError: it cannot be continued.
     """
-    for change in checkpoint.check_resumable(saved, config, prepared.plan.manifest()):
+    for change in check_resumable(saved, config, prepared.plan.manifest()):
         say(f"resume  changed {change}")
     if saved.step > steps or saved.step == steps == finished_steps(run_folder(config)):
         raise UserError(f"--resume: {saved.step} steps are done and {steps} are asked for. Ask for more: train.steps=N")

@@ -5,6 +5,7 @@ Only so does it run under fake tensors, without synchronisation, and under compi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -47,6 +48,7 @@ class StepCore:
         self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
         self.modulation = modulation
         self.parameters = list(trained_parameters(model).values())
+        self.losses: list[Tensor] = []  # of the last step's micro-batches, on the device: read when something is wrong
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of one micro-batch: a scalar in fp32 (arXiv:2403.03206, eq. 13 and section 2)."""
@@ -60,13 +62,18 @@ class StepCore:
         with phase("loss"):
             return flow_loss(velocity, velocity_target(batch.z_0, batch.noise))
 
-    def step(self, batches: list[Batch]) -> tuple[Tensor, Tensor | None]:
+    def step(self, batches: list[Batch], gate: Callable[[Tensor, Tensor], bool] | None = None) -> tuple[Tensor, Tensor]:
         """One optimizer step.
 
+        Args:
+            batches: its micro-batches.
+            gate: is asked, with what is returned, whether to update the weights; None: they are updated.
+
         Returns:
-            The mean loss and, where gradients are clipped together, their norm before; both still on the device.
+            The mean loss and the norm of all gradients together, before clipping; both still on the device.
         """
         mean = torch.zeros((), device=batches[0].z_0.device)
+        self.losses = []
         for number, batch in enumerate(batches, 1):
             with self.accelerator.no_sync(self.model) if number < len(batches) else nullcontext():
                 with phase("forward"):
@@ -74,22 +81,39 @@ class StepCore:
                 with phase("backward"):
                     self.accelerator.backward(loss)
             mean += loss.detach()
+            self.losses.append(loss.detach())
         with phase("clip"):
-            norm = self.clip()
+            norm = self.norm()
+            updates = gate is None or gate(mean, norm)
+            if updates:
+                self.clip(norm)
         with phase("optimizer"):  # with memory.optimizer_in_backward there is no gradient left: nothing happens here
-            self.optimizer.step()
+            if updates:
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return mean, norm
 
-    def clip(self) -> Tensor | None:
-        """Clip the gradients as ``train.clip`` says; their norm before if they are clipped together."""
+    def norm(self) -> Tensor:
+        """The norm of all gradients together; not finite if one of them is not."""
+        if self.config.memory.optimizer_in_backward:  # they are gone: each left its own norm
+            assert isinstance(self.optimizer, RoundedOptimizer)
+            norms, self.optimizer.norms = self.optimizer.norms, []
+            return torch.linalg.vector_norm(torch.stack(norms))
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def clip(self, norm: Tensor) -> None:
+        """Clip the gradients as ``train.clip`` says.
+
+        A norm that is NaN scales nothing, so that only the parameters it came from are spoilt and can be named.
+        """
         option = self.config.train
         if option.clip_norm is None:
-            return None
+            return
         if option.clip == "global":
-            return self.accelerator.clip_grad_norm_(self.parameters, option.clip_norm)
-        clip_each(self.parameters, option.clip_norm)
-        return None
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, option.clip_norm, norm.nan_to_num(nan=0.0))
+        else:
+            clip_each(self.parameters, option.clip_norm)
 
 
 def assemble(config: TrainConfig, transformer: Any, accelerator: Accelerator) -> StepCore:

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from simpletune.concealing import concealed
+
 PLAIN_EVERY = 10.0  # seconds between progress lines when the output is no terminal
 WINDOW = 20  # steps that the seconds a step are a mean of
 WARM_UP = 2  # steps that are left out of it
@@ -26,7 +28,7 @@ class _Screen:
 def say(text: str) -> None:
     """A line on standard output, at once; of several processes only the first speaks."""
     if os.environ.get("RANK", "0") == "0" and not _SILENT:
-        print(f"{CLEAR if _Screen.line_open else ''}{text}", flush=True)
+        print(f"{CLEAR if _Screen.line_open else ''}{concealed(text)}", flush=True)
         _Screen.line_open = False
 
 

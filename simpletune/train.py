@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -11,16 +12,19 @@ import torch
 from simpletune import checkpoint
 from simpletune.card import shareable, write_card
 from simpletune.config import TrainConfig, profile_folder, run_folder
+from simpletune.disk import room_for
 from simpletune.ema import averaged
 from simpletune.estimate.forecast import beside_measured, tell_beside_measured
 from simpletune.failpoints import passed
+from simpletune.locks import only_one
 from simpletune.optim.rounding import key_draws
 from simpletune.places import resolved
 from simpletune.prepare import prepare
 from simpletune.profiling import EpochTraces, phase
-from simpletune.rescue import not_finite, out_of_memory, resident
-from simpletune.runs import EVALUATION, SUMMARY, append_metrics, finished_steps, read_json_or_none
-from simpletune.setting_up import Run, make_accelerator, set_up
+from simpletune.rescue import out_of_memory, resident
+from simpletune.resuming import check_resumable
+from simpletune.runs import EVALUATION, SKIPPED, SUMMARY, append_metrics, finished_steps, read_json_or_none, read_rows
+from simpletune.setting_up import DRAWING, EVALUATING, Run, make_accelerator, set_up
 from simpletune.stages import Stages
 from simpletune.step import set_learning_rate
 from simpletune.stopping import Stopped, agreed, held, is_listening, stop_if_asked
@@ -54,27 +58,30 @@ def train(
         UserError: for anything that the user can mend.
         Stopped: SIGTERM or Ctrl-C came, where ``stopping.listening`` is on.
     """
-    if resume == "auto" and is_finished(config):
-        return run_folder(config)
-    run = set_up(config, resume, time.perf_counter() if started is None else started, force, foresee)
-    with run.trackers:
-        try:
-            look_train_finish(run)
-        except torch.OutOfMemoryError as error:
-            kinds = resident(run.transformer, run.core.optimizer, run.accelerator.device)
-            raise out_of_memory(resolved(run.config), kinds, error) from None
-        except Stopped:
-            tell_stopped(run)
-            raise
-    run.accelerator.wait_for_everyone()
-    return run.folder
+    writes = os.environ.get("RANK", "0") == "0"  # of several processes the first
+    folder = run_folder(config)
+    with only_one(folder) if writes else nullcontext(), room_for("writing what this run leaves", folder):
+        if resume == "auto" and is_finished(config):
+            return folder
+        run = set_up(config, resume, time.perf_counter() if started is None else started, force, foresee)
+        with run.trackers:
+            try:
+                look_train_finish(run)
+            except torch.OutOfMemoryError as error:
+                kinds = resident(run.transformer, run.core.optimizer, run.accelerator.device)
+                raise out_of_memory(resolved(run.config), kinds, error) from None
+            except Stopped:
+                tell_stopped(run)
+                raise
+        run.accelerator.wait_for_everyone()
+        return run.folder
 
 
 def look_train_finish(run: Run) -> None:
     """The first pictures, the loop, and what comes after it."""
     if run.main and run.start == 0:
-        checkpoint.write_json(run.folder / EVALUATION, {"eval_loss": run.evaluate(0)})
-        run.validate(0)
+        checkpoint.write_json(run.folder / EVALUATION, {"eval_loss": run.optional(EVALUATING, run.evaluate, 0)})
+        run.optional(DRAWING, run.validate, 0)
     elif run.main and run.start < run.steps and due(run.config.validation.every, run.start):
         if not run.has_looked(run.start):  # the run was stopped while it did
             run.look(run.start)
@@ -102,7 +109,7 @@ def is_finished(config: TrainConfig) -> bool:
     summary, saved = read_json_or_none(folder / SUMMARY), checkpoint.find("auto", folder)
     if not saved or not summary["steps"] == saved.step == config.steps(summary["steps_per_epoch"]):
         return False
-    checkpoint.check_resumable(saved, config, saved.manifest)
+    check_resumable(saved, config, saved.manifest)
     say(f"{folder}: already done, {saved.step} steps. Its result: {summary['output']}")
     return True
 
@@ -142,20 +149,18 @@ def loop(run: Run) -> EpochTraces:
             lr = config.optimizer.lr * config.schedule.factor(step, run.steps)
             set_learning_rate(run.core.optimizer, lr)
             key_draws(run.core.optimizer, config.train.seed, step)
-            loss, norm = run.core.step(batches)
-            if run.average is not None:
+            loss, norm = run.core.step(batches, run.watch.gate)
+            if run.average is not None and not run.watch.skipping:
                 run.average.update()
-            value = run.accelerator.reduce(loss, "mean").item()
+            value = run.watch.read(loss, norm)
             passed("step.updated")
             run.seconds.append(time.perf_counter() - clock)
             traces.after_step()  # writes a trace now and then: not part of the step's time
 
-            if not math.isfinite(value):
-                raise not_finite(run.folder, step, value, batches)
+            counts = run.watch.passes(step, batches)
             signal = agreed(run.accelerator)
-            if run.main:
-                row = {"loss": value, "lr": lr, "seconds": round(run.seconds[-1], 6)}
-                row |= {} if norm is None else {"grad_norm": norm.item()}
+            if run.main and counts:
+                row = {"loss": value, "lr": lr, "seconds": round(run.seconds[-1], 6), "grad_norm": run.watch.norm}
                 append_metrics(run.folder, {"step": step + 1, "epoch": step // plan.steps_per_epoch, **row})
                 run.trackers.scalars(step + 1, row)
                 line.update(step + 1, value, run.seconds[-1])
@@ -223,8 +228,8 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
         metadata = checkpoint.metadata_of(shareable(run.config), run.steps)
         output = run.config.adapter.export(run.transformer, run.folder, metadata)
     passed("finish.exported")
-    eval_after = run.evaluate(run.steps)
-    run.validate(run.steps)
+    eval_after = run.optional(EVALUATING, run.evaluate, run.steps)
+    run.optional(DRAWING, run.validate, run.steps)
     processes = run.accelerator.num_processes
     summary = summarise(run.config, run.folder, run.device, run.stages, run.seconds, run.steps, processes)
     summary |= {
@@ -237,13 +242,15 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
         "eval_loss_after": eval_after,
         "output": str(output),
     }
+    if skipped := len(list(read_rows(run.folder / SKIPPED))):
+        summary["skipped_steps"] = skipped
     if run.predicted is not None:
         summary["predicted"] = beside_measured(run.predicted, summary["stages"])
     warnings = run.trackers.warnings
     # Written again below: a tracker may take minutes to close.
     checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
     passed("finish.summary")
-    write_card(run.folder, run.config, summary, run.prepared)
+    run.optional("the model card", write_card, run.folder, run.config, summary, run.prepared)
     add_memory(run, traces)
     page, said = write_page(run), len(warnings)
     passed("finish.reported")

@@ -73,10 +73,12 @@ class Previews:
         transformer.eval()
         config, load = self.config, self.text.load
         vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
-        pictures = draw(transformer, vae, config.model, config.precision, self.requests, load, self.modulation)
-        del vae
-        free_memory(device)
-        transformer.train(was_training)
+        try:
+            pictures = draw(transformer, vae, config.model, config.precision, self.requests, load, self.modulation)
+        finally:
+            del vae
+            free_memory(device)
+            transformer.train(was_training)
         aside = folder.with_name(f".{folder.name}.part")  # the grid needs all pictures of a step or none
         remove(aside)
         for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
@@ -93,13 +95,14 @@ class Previews:
         """One picture of all: a row per prompt, a column per state."""
         if not self.requests:
             return None
-        states = self.states()
+        drawn = [f"prompt-{number:02d}.png" for number in range(len(self.requests))]
+        states = [state for state in self.states() if all((state / name).is_file() for name in drawn)]
         rows: list[tuple[str, list[Image.Image]]] = []
         for number, request in enumerate(self.requests):
             images: list[Image.Image] = [Image.open(state / f"prompt-{number:02d}.png") for state in states]
             rows.append((f"{request.prompt}  (seed {request.seed})", images))
         file = self.folder / GRID
-        titles = [BASE, *(f"step {int(state.name[5:])}" for state in states[1:])]
+        titles = [BASE if state.name == BASE else f"step {int(state.name[5:])}" for state in states]
         grid(rows, titles).save(file)
         return file
 
@@ -114,8 +117,10 @@ def evaluation_loss(
     was_training = transformer.training
     transformer.eval()
     losses = []
-    for batch in feed.singly(feed.plan.evaluation(count)):
-        poll()
-        losses.append(loss(transformer, batch))
-    transformer.train(was_training)
+    try:
+        for batch in feed.singly(feed.plan.evaluation(count)):
+            poll()
+            losses.append(loss(transformer, batch))
+    finally:
+        transformer.train(was_training)
     return torch.stack(losses).mean().item()

@@ -158,7 +158,7 @@ def test_a_damaged_checkpoint_is_named(tiny_config: dict) -> None:
     file = run / "checkpoints" / "step-000001" / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     with pytest.raises(UserError, match="optimizer.safetensors is damaged. Use an older checkpoint"):
-        run_with(tiny_config, "latest", train={"steps": 2})
+        run_with(tiny_config, str(file.parent), train={"steps": 2})
 
 
 def test_resume_without_a_checkpoint(tiny_config: dict) -> None:
@@ -176,7 +176,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny_config: dict, monkeypatch:
 
     monkeypatch.setattr(StepCore, "loss", poisoned)
     with pytest.raises(
-        UserError, match=r"step 3: the loss is nan. Samples: 00\d.png. The last checkpoint is kept: .*step-000002"
+        UserError, match=r"step 3: the loss is nan. Samples: 00\d.png. .*The last checkpoint is kept: .*step-000002"
     ) as caught:
         run_with(tiny_config, checkpoint={"every": 2})
     assert caught.value.code == 4

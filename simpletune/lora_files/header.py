@@ -113,14 +113,17 @@ class LoraHeader:
         if ADAPTER_METADATA in self.metadata:
             try:
                 found = json.loads(self.metadata[ADAPTER_METADATA])
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise UserError(
                     f"{self.file}: {ADAPTER_METADATA} in its header is no JSON. The file is damaged"
                 ) from None
-            return {key.removeprefix("transformer."): value for key, value in found.items()}
+            return _checked(found, f"{self.file}: {ADAPTER_METADATA} in its header")
         beside = self.file.with_name("adapter_config.json")
         if self.layout is PEFT and beside.is_file():
-            return json.loads(beside.read_text())
+            try:
+                return _checked(json.loads(beside.read_text()), str(beside))
+            except ValueError:
+                raise UserError(f"{beside} is no JSON. The file is damaged") from None
         return None
 
     def scale(self, module: Module) -> float:
@@ -235,10 +238,33 @@ def _examples(header: LoraHeader) -> list[str]:
     return list(by_start.values())[:LISTED]
 
 
+def _checked(found: Any, where: str) -> dict[str, Any]:
+    """PEFT's settings, with the kinds of values that they must have.
+
+    Raises:
+        UserError: they have others.
+    """
+    settings = {str(k).removeprefix("transformer."): v for k, v in found.items()} if isinstance(found, dict) else {}
+    numbers = [settings.get(name) for name in ("r", "lora_alpha")]
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = settings.get(name) or {}
+        numbers += patterns.values() if isinstance(patterns, dict) else [patterns]
+    odd = [n for n in numbers if n is not None and (type(n) not in (int, float) or not 0 <= n < 2**31)]
+    if not isinstance(found, dict) or odd:
+        raise UserError(
+            f"{where} holds {str(odd[0] if odd else found)[:40]!r}, which is no setting. The file is damaged"
+        )
+    return settings
+
+
 def _pattern(patterns: Mapping[str, float] | None, layer: str, default: Any) -> Any:
     """PEFT's rule: the first pattern that matches the end of a layer's name."""
     for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", layer):
+        try:
+            fits = re.match(rf"(.*\.)?({pattern})$", layer)
+        except re.error:
+            raise UserError(f"the pattern {pattern!r} in a LoRA's settings is none. The file is damaged") from None
+        if fits:
             return value
     return default
 

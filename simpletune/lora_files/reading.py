@@ -36,11 +36,15 @@ def updates_of(header: LoraHeader) -> dict[str, Update]:
     Raises:
         UserError: values that are not finite, two updates for one layer, or a type that is not read.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     assert header.layout is not None
     found: dict[str, Update] = {}
-    with safe_open(header.file, framework="pt") as handle:
+    try:
+        opened = safe_open(header.file, framework="pt")
+    except SafetensorError as error:
+        raise UserError(f"{header.file} is damaged ({' '.join(str(error).split())[:120]}). Fetch it again") from None
+    with opened as handle:
         for module in header.modules.values():
             down, up = (handle.get_tensor(module.keys[role]) for role in (DOWN, UP))
             for key, tensor in ((module.keys[DOWN], down), (module.keys[UP], up)):

@@ -83,7 +83,9 @@ def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
     if name not in ("AutoencoderKL", "AutoencoderTiny"):
         raise UserError(f"model.vae: {part.place} holds a {name}; SD3 needs an AutoencoderKL or AutoencoderTiny")
     if part.file is None:
-        return getattr(diffusers, name).from_pretrained(part.folder, dtype=dtype, local_files_only=True)
+        return getattr(diffusers, name).from_pretrained(
+            part.folder, dtype=dtype, local_files_only=True, use_safetensors=True
+        )
     from accelerate import init_empty_weights
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 

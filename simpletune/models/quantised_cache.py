@@ -22,7 +22,9 @@ from torch import nn
 
 from simpletune.aside import STALE as STALE
 from simpletune.aside import own_place, remove_left_over
+from simpletune.disk import DiskFull
 from simpletune.failpoints import passed
+from simpletune.locks import in_turn, lock_of
 from simpletune.models.parts import Part
 from simpletune.models.sd3_transformer import empty_transformer, put_module
 from simpletune.models.weights import (
@@ -93,6 +95,18 @@ class QuantisedBase:
         say(f"{self._what} read from {self.folder}, quantised before")
         return model.eval().requires_grad_(False)
 
+    def make(self, on_host: Callable[[str], bool], fresh: Callable[[], nn.Module]) -> nn.Module:
+        """The transformer, quantised and kept, by one process at a time: the others read what the first has kept.
+
+        Args:
+            on_host: whether the module of that name stays in host memory.
+            fresh: loads and quantises.
+        """
+        if os.environ.get("RANK", "0") != "0":  # of several processes the first writes
+            return fresh()
+        with in_turn(lock_of(self.folder), f"{self._what}: waiting for another run that quantises the same"):
+            return self.load(on_host) or self.keep(fresh())
+
     def keep(self, model: nn.Module) -> nn.Module:
         """Write a freshly quantised transformer; where that fails it is said, and the run goes on without.
 
@@ -104,7 +118,7 @@ class QuantisedBase:
         aside = own_place(self.folder)
         try:
             size = self._write(model, aside)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, DiskFull) as error:
             _say_once(
                 f"{self._what} are not kept in {self.folder}: {error}. This run goes on without; the next start will "
                 "quantise again. Free some space or set output.cache to another disk, or memory.cache_quantised=false"

@@ -143,7 +143,7 @@ class SD3(Option):
             model = fresh()
         else:
             kept = QuantisedBase(cache, config, part, precision, device)
-            model = kept.load(on_host) or kept.keep(fresh())
+            model = kept.load(on_host) or kept.make(on_host, fresh)
         if sizes is not None:
             crop_to(model, sizes, tensors, precision.base_dtype())
         return model

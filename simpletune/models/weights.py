@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletune.aside import own_place, remove
+from simpletune.disk import room_for
 from simpletune.failpoints import passed
 from simpletune.options import UserError
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 NAMES = ("diffusion_pytorch_model", "model")
+WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}  # bytes
 SAMPLED_CHUNKS, CHUNK = 64, 65536
 
 
@@ -32,7 +35,7 @@ def weight_files(folder: Path) -> list[Path]:
     for name in NAMES:
         index, single = folder / f"{name}.safetensors.index.json", folder / f"{name}.safetensors"
         if index.exists():
-            shards = sorted({folder / shard for shard in json.loads(index.read_text())["weight_map"].values()})
+            shards = _shards(index)
             missing = [shard.name for shard in shards if not shard.exists()]
             if missing:
                 raise UserError(f"{folder}: {', '.join(missing)} missing, named by {index.name}. Download them again")
@@ -41,6 +44,24 @@ def weight_files(folder: Path) -> list[Path]:
             return [single]
     found = ", ".join(sorted(file.name for file in folder.glob("*"))) or "nothing"
     raise UserError(f"{folder} holds no {NAMES[0]}.safetensors and no {NAMES[1]}.safetensors, but {found}")
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names, all of them in its own folder.
+
+    Raises:
+        UserError: it names others, or is no index.
+    """
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        away = [name for name in names if name != Path(name).name or name in ("", ".", "..")]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{index} is damaged ({type(error).__name__}). Fetch it again") from None
+    if away:
+        raise UserError(
+            f"{index} names {away[0]!r}, which leads out of its folder. Nothing there is read; get the model elsewhere"
+        )
+    return [index.with_name(name) for name in names]
 
 
 def read_header(file: Path) -> dict[str, Any]:
@@ -55,12 +76,32 @@ def read_header(file: Path) -> dict[str, Any]:
             if not 2 <= length <= 100_000_000:
                 raise ValueError
             header = json.loads(handle.read(length))
-        size = 8 + length + max((v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError):
+        entries = [value for name, value in header.items() if name != "__metadata__"]
+        size = 8 + length + max((_end(entry) for entry in entries), default=0)
+        about = header.get("__metadata__") or {}
+        if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise UserError(f"{file} is not a safetensors file, or it is damaged. Fetch it again") from None
     if file.stat().st_size < size:
         raise UserError(f"{file} is cut short: {file.stat().st_size:,} of {size:,} bytes. Fetch it again")
     return header
+
+
+def _end(entry: Any) -> int:
+    """Where the bytes of a header's entry end.
+
+    Raises:
+        ValueError: it is none.
+    """
+    begin, end = entry["data_offsets"]
+    numbers = [begin, end, *entry["shape"]]
+    if not isinstance(entry["dtype"], str) or any(type(n) is not int or n < 0 for n in numbers) or end < begin:
+        raise ValueError
+    wide = WIDTHS.get(entry["dtype"])
+    if wide is not None and end - begin != math.prod(entry["shape"]) * wide:
+        raise ValueError
+    return end
 
 
 def sha256_of(file: Path) -> str:
@@ -149,10 +190,12 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[
 
     aside = own_place(file)
     host = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    save_file(host, aside, {"format": "pt", **metadata})
-    flush_to_disk(aside)
-    passed("file.before-rename")
-    os.replace(aside, file)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in host.values())
+    with room_for(f"writing {file.name}", file.parent, size, lambda: aside.unlink(missing_ok=True)):
+        save_file(host, aside, {"format": "pt", **metadata})
+        flush_to_disk(aside)
+        passed("file.before-rename")
+        os.replace(aside, file)
     passed("file.after-rename")
     return file
 
@@ -167,10 +210,11 @@ def write_model_folder(
     """
     aside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    model.save_config(aside)  # type: ignore[operator]
-    write_safetensors({**model.state_dict(), **(instead or {})}, aside / f"{NAMES[0]}.safetensors", metadata)
-    replace_folder(aside, folder)
+    with room_for(f"writing {folder.name}/", folder.parent, undo=lambda: shutil.rmtree(aside, ignore_errors=True)):
+        aside.mkdir(parents=True)
+        model.save_config(aside)  # type: ignore[operator]
+        write_safetensors({**model.state_dict(), **(instead or {})}, aside / f"{NAMES[0]}.safetensors", metadata)
+        replace_folder(aside, folder)
     return folder
 
 
@@ -182,6 +226,19 @@ def replace_folder(aside: Path, folder: Path) -> None:
         os.replace(folder, old)
     os.replace(aside, folder)
     remove(old)
+
+
+def set_aside(place: Path) -> Path:
+    """Rename what is damaged, so that it can be looked at and is not read again; an older one makes room.
+
+    Returns:
+        Its new name.
+    """
+    aside = place.with_name(f"{place.name}.damaged")
+    if aside.is_dir():
+        shutil.rmtree(aside)
+    os.replace(place, aside)
+    return aside
 
 
 def flush_to_disk(path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from simpletune.concealing import concealed
 from simpletune.config import TrainConfig, profile_folder
 from simpletune.terminal import say
 from simpletune.trackers.tensor_board import TensorBoard
@@ -98,6 +99,7 @@ class Trackers:
 
     def warn(self, text: str) -> None:
         """Say a warning; it is kept for the run's summary."""
+        text = concealed(text)
         self.warnings.append(text)
         say(f"warning {text}")
 

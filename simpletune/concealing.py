@@ -1,0 +1,48 @@
+"""Tokens and passwords: never in a configuration, and never in what is said or written."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+HIDDEN = "***"
+SHORTEST = 8  # characters: a shorter value of an environment variable is a word that may stand anywhere
+NAMED = re.compile(r"(TOKEN|API_?KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?$", re.IGNORECASE)
+SHAPES = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}"  # Hugging Face
+    r"|\bgh[pousr]_[A-Za-z0-9]{30,}"  # GitHub
+    r"|\bwandb_v\d_[A-Za-z0-9_]{20,}"  # wandb's newer keys
+    r"|(?<=://)[^\s/@:'\"]*:[^\s/@'\"]+(?=@)"  # user:password@ in a URL
+)
+
+
+def secrets_at_hand() -> list[str]:
+    """Values of environment variables whose names say that they are secret; the longest first."""
+    found = {value for name, value in os.environ.items() if NAMED.search(name) and len(value) >= SHORTEST}
+    return sorted((value for value in found if not os.path.exists(value)), key=len, reverse=True)
+
+
+def concealed(text: str) -> str:
+    """A text without tokens and passwords."""
+    for secret in secrets_at_hand():
+        text = text.replace(secret, HIDDEN)
+    return SHAPES.sub(HIDDEN, text)
+
+
+def holds_secret(text: str) -> bool:
+    """Whether a text holds a token or a password."""
+    return concealed(text) != text
+
+
+def secret_paths(value: Any, path: str = "") -> Iterator[str]:
+    """Where in a JSON value strings hold a token or a password."""
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from secret_paths(child, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for number, child in enumerate(value):
+            yield from secret_paths(child, f"{path}.{number}")
+    elif isinstance(value, str) and holds_secret(value):
+        yield path

@@ -1,0 +1,192 @@
+"""NaN and infinity: seen at the step where they arise, attributed, and met as ``train.on_nonfinite`` says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from simpletune.checkpoint import list_checkpoints
+from simpletune.config import TrainConfig
+from simpletune.data.cache import Cache, view_key
+from simpletune.feed import Batch, Feed
+from simpletune.models.weights import trained_parameters
+from simpletune.options import UserError
+from simpletune.runs import SKIPPED, append_metrics, read_rows
+from simpletune.step import StepCore
+
+CODE = 4  # exit code
+IN_A_ROW = 5  # skipped steps that end a run
+LISTED = 4
+
+
+class Watch:
+    """Looks at the loss and the gradients' norm of every step. Both are read from the device anyway.
+
+    With ``stop`` they are read after the update, as the loss is for the log; what is wrong is then found in the
+    weights, which are thrown away. With ``skip`` the same read comes before the update, and the gradients tell.
+
+    Args:
+        config: of the run.
+        folder: of the run; skipped steps are kept in ``skipped.jsonl``.
+        core: the step core.
+        feed: where its batches come from.
+        accelerator: knows the processes.
+        start: steps done before.
+        warn: says a warning that the summary keeps.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        core: StepCore,
+        feed: Feed,
+        accelerator: Accelerator,
+        start: int,
+        warn: Callable[[str], None],
+    ):
+        self.folder, self.core, self.feed, self.accelerator, self.warn = folder, core, feed, accelerator, warn
+        self.gate = self._gate if config.train.on_nonfinite == "skip" else None
+        self.skipping = False
+        """Whether the last step left the weights as they were."""
+        self.loss = self.norm = math.nan
+        """Of the last step, read."""
+        self._bad: list[str] = []
+        before = {row["step"] for row in read_rows(folder / SKIPPED)}
+        self._in_a_row = next(n for n in range(len(before) + 1) if start - n not in before)
+
+    def read(self, loss: Tensor, norm: Tensor) -> float:
+        """The mean loss over all processes; the device is waited for once."""
+        if self.gate is None:
+            self._read(loss, norm)
+        return self.loss
+
+    def _gate(self, loss: Tensor, norm: Tensor) -> bool:
+        """Whether a step may update the weights; if not, whose gradients are the reason is kept."""
+        self._read(loss, norm)
+        self.skipping = not self._finite
+        self._bad = not_finite((name, (p.grad,)) for name, p in self._named()) if self.skipping else []
+        return not self.skipping
+
+    def _read(self, loss: Tensor, norm: Tensor) -> None:
+        mean = self.accelerator.reduce(loss, "mean")
+        self.loss, self.norm = torch.stack([mean.float(), norm.float().to(mean.device)]).tolist()
+
+    @property
+    def _finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+    def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return trained_parameters(self.core.model).items()
+
+    def passes(self, step: int, batches: list[Batch]) -> bool:
+        """Whether the step was one; if it was skipped, that is said and kept.
+
+        Raises:
+            UserError: the run ends here.
+        """
+        if self._finite:
+            self._in_a_row = 0
+            return True
+        states = self.core.optimizer.state
+        bad = self._bad or not_finite((name, (p, *states.get(p, {}).values())) for name, p in self._named())
+        about = self._about(step, batches, bad)
+        if self.gate is None:
+            raise UserError(f"{about}. {kept(self.folder)}. {_REMEDY}", CODE)
+        self._in_a_row += 1
+        if self.accelerator.is_main_process:
+            names = [name for batch in batches for name in batch.names]
+            row = {"step": step + 1, "loss": str(self.loss), "grad_norm": str(self.norm), "samples": names}
+            append_metrics(self.folder, row, SKIPPED)
+        if self._in_a_row >= IN_A_ROW:
+            raise UserError(
+                f"{about}. It is the {self._in_a_row}th in a row that train.on_nonfinite=skip would leave out: the run "
+                f"ends. {kept(self.folder)}. {_REMEDY}",
+                CODE,
+            )
+        self.warn(f"{about}. Left out: the weights are as before (train.on_nonfinite=skip)")
+        return False
+
+    def _about(self, step: int, batches: list[Batch], parameters: list[str]) -> str:
+        """What is not finite, in which samples, in which parameters."""
+        losses = [loss.item() for loss in self.core.losses]
+        bad = [batch for batch, loss in zip(batches, losses, strict=True) if not math.isfinite(loss)] or batches
+        rows = [
+            (batch.names[row], held) for batch in bad for row in range(len(batch.names)) if (held := _odd(batch, row))
+        ]
+        names = [name for name, _ in rows] or [name for batch in bad for name in batch.names]
+        what = f"the loss is {self.loss}" if not math.isfinite(self.loss) else f"the gradients' norm is {self.norm}"
+        parts = [f"step {step + 1}: {what}. Samples: {', '.join(dict.fromkeys(names))}"]
+        parts += [f"{name}: its {held} not finite" for name, held in dict(rows).items()]
+        parts += self._set_aside(step) if rows else []
+        if parameters:
+            more = f" and {len(parameters) - LISTED} more" if len(parameters) > LISTED else ""
+            parts.append(f"Not finite in {', '.join(parameters[:LISTED])}{more}")
+        return ". ".join(parts)
+
+    def _set_aside(self, step: int) -> Iterator[str]:
+        """Rename cached latents and embeddings that are not finite, so that the next start makes them again."""
+        plan, process = self.feed.plan, self.accelerator.process_index
+        draws = [draw for micro in range(plan.accumulation) for draw in plan.micro_batch(step, micro, process)]
+        places: list[tuple[Cache, str]] = [(self.feed.latents.cache, view_key(draw.view)) for draw in draws]
+        places += [(cache, draw.caption) for draw in draws for cache in self.feed.text.caches.values()]
+        for cache, key in dict.fromkeys(places):
+            if not_finite([("", cache.load(key).values())]):
+                yield f"Set aside, to be made again: {cache.set_aside(key)}"
+
+
+_REMEDY = "Lower optimizer.lr, or look at these samples; then continue with --resume latest, or start again"
+
+
+def kept(folder: Path) -> str:
+    """Which checkpoint there is to go back to."""
+    found = list_checkpoints(folder)
+    return f"The last checkpoint is kept: {found[-1][1]}" if found else "There is no checkpoint yet"
+
+
+def _odd(batch: Batch, row: int) -> str:
+    """Which inputs of a sample are not finite, in words; empty: none."""
+    inputs = {"cached latents": batch.z_0, "prompt's embedding": batch.prompt_embeds, "pooled": batch.pooled}
+    found = [what for what, tensor in inputs.items() if not_finite([("", (tensor[row],))])]
+    return f"{' and '.join(found)} {'are' if len(found) > 1 or found[0].endswith('s') else 'is'}" if found else ""
+
+
+def not_finite(named: Iterable[tuple[str, Iterable[Any]]]) -> list[str]:
+    """The names of which a tensor holds NaN or infinity; without temporary copies of the tensors.
+
+    Args:
+        named: (name, what belongs to it); what is no floating-point tensor is passed over.
+    """
+    found = []
+    for name, values in named:
+        for value in values:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+                if not math.isfinite(torch.linalg.vector_norm(value.detach(), math.inf).item()):
+                    found.append(name)
+                    break
+    return found
+
+
+def require_finite(parameters: Mapping[str, nn.Parameter], folder: Path, step: int) -> None:
+    """Refuse to save what has diverged: no checkpoint ever holds NaN. One read of the device for all.
+
+    Raises:
+        UserError: with the parameters.
+    """
+    with torch.no_grad():
+        peaks = [torch.linalg.vector_norm(p, math.inf).float() for p in parameters.values() if p.numel()]
+        devices = {peak.device for peak in peaks}
+        if all(torch.stack([p for p in peaks if p.device == device]).isfinite().all().item() for device in devices):
+            return
+    bad = not_finite((name, (parameter,)) for name, parameter in parameters.items())
+    raise UserError(
+        f"step {step}: {len(bad)} trained parameters are not finite ({', '.join(bad[:LISTED])}): no checkpoint is made "
+        f"of them. {kept(folder)}. {_REMEDY}",
+        CODE,
+    )

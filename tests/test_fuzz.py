@@ -1,0 +1,225 @@
+"""Rubbish in: a valid result or a clean error comes out, never a traceback. SIMPLETUNE_FUZZ=5000 tries more of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from simpletune import checkpoint
+from simpletune.config import TrainConfig
+from simpletune.data.cache import Cache
+from simpletune.lora_files.describe import describe, in_words
+from simpletune.lora_files.header import open_lora
+from simpletune.lora_files.reading import read_lora
+from simpletune.models.weights import read_header, weight_files
+from simpletune.options import Option, UserError, member_for, option_classes, union_of
+from simpletune.reading import merge, read_config, validate
+
+TRIES = int(os.environ.get("SIMPLETUNE_FUZZ", "60"))
+bounded = settings(
+    max_examples=TRIES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+    | st.sampled_from(["lora", "full", "int8", "demo:tiny-sd3", "demo:pictures", "auto", "all", "", "../..", "1e400"])
+)  # fmt: skip
+JSON = st.recursive(
+    LEAVES, lambda c: st.lists(c, max_size=3) | st.dictionaries(st.text(max_size=6), c, max_size=3), max_leaves=8
+)
+
+
+def fields(option: type[Option], prefix: str = "") -> list[str]:
+    """Dotted paths of all options, of every member of every union."""
+    found = []
+    for name, field in option.model_fields.items():
+        found.append(f"{prefix}{field.alias or name}")
+        union = union_of(field)
+        members = list(union.members.values()) if union else option_classes(field.annotation)
+        for member in members:
+            found += fields(
+                member, f"{found[0].rpartition('.')[0]}{'.' if prefix else ''}{name}." if prefix else f"{name}."
+            )
+    return sorted(set(found))
+
+
+PATHS = fields(TrainConfig)
+VALID: dict[str, Any] = {"name": "a", "data": {"path": "demo:pictures"}, "model": {"pretrained": "demo:tiny-sd3"}}
+UNSAFE = {"model.pretrained", "data.path", "model.transformer", "model.vae", "model.text_encoders"}
+
+
+def clean(value: Any) -> None:
+    """A valid configuration or a clean error."""
+    try:
+        config = validate(value, "fuzz")
+    except UserError as error:
+        assert str(error)
+    else:
+        assert TrainConfig.model_validate_json(config.model_dump_json(by_alias=True)) == config
+
+
+def test_every_option_is_among_the_paths() -> None:
+    assert {"adapter.rank", "precision.double_quantisation", "train.on_nonfinite", "schedule.warmup_steps"} <= set(
+        PATHS
+    )
+    assert member_for(TrainConfig.model_fields["adapter"], {}) is not None
+
+
+@bounded
+@given(st.dictionaries(st.sampled_from(sorted(TrainConfig.model_fields)) | st.text(max_size=6), JSON, max_size=5))
+def test_any_json_as_a_configuration(value: dict[str, Any]) -> None:
+    clean(value)
+
+
+@bounded
+@given(st.dictionaries(st.sampled_from(PATHS), JSON, max_size=4))
+def test_a_valid_configuration_with_anything_in_some_places(changes: dict[str, Any]) -> None:
+    value = copy.deepcopy(VALID)
+    for path, new in changes.items():
+        here: Any = value
+        *parents, leaf = path.split(".")
+        for parent in parents:
+            here = here.setdefault(parent, {}) if isinstance(here, dict) else {}
+        if isinstance(here, dict):
+            here[leaf] = new
+    clean(value)
+
+
+@bounded
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(PATHS) | st.text(max_size=9), st.text(max_size=9) | JSON.map(json.dumps)), max_size=3
+    )
+)
+def test_any_overrides(pairs: list[tuple[str, str]]) -> None:
+    merged, _, problems = merge(VALID, [f"{path}={text}" for path, text in pairs])
+    try:
+        validate(merged, "fuzz", problems)
+    except UserError as error:
+        assert str(error)
+
+
+@bounded
+@given(st.binary(max_size=60) | JSON.map(lambda v: json.dumps(v).encode()) | st.just(b"[" * 100_000))
+def test_any_bytes_as_a_configuration_file(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(data)
+    with pytest.raises(UserError):
+        read_config(file)
+
+
+def lora() -> bytes:
+    tensors = {}
+    for layer in ("transformer.transformer_blocks.0.attn.to_q", "transformer.transformer_blocks.0.ff.net.2"):
+        tensors |= {f"{layer}.lora_A.weight": torch.ones(2, 8), f"{layer}.lora_B.weight": torch.ones(8, 2)}
+        tensors |= {f"{layer}.alpha": torch.tensor(2.0)}
+    settings_ = {"transformer.r": 2, "transformer.lora_alpha": 2, "transformer.alpha_pattern": {"to_q": 4}}
+    return save(tensors, {"lora_adapter_metadata": json.dumps(settings_)})
+
+
+LORA = lora()
+HEADER = json.loads(LORA[8 : 8 + int.from_bytes(LORA[:8], "little")])
+
+
+def with_header(header: Any) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + LORA[8 + int.from_bytes(LORA[:8], "little") :]
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """A LoRA file with bytes changed, cut off, or anything in its header."""
+    kind = draw(st.sampled_from(["bytes", "cut", "header", "settings", "random"]))
+    if kind == "random":
+        return draw(st.binary(max_size=80))
+    if kind == "cut":
+        return LORA[: draw(st.integers(0, len(LORA)))]
+    if kind == "bytes":
+        data = bytearray(LORA)
+        for _ in range(draw(st.integers(1, 4))):
+            data[draw(st.integers(0, len(data) - 1))] = draw(st.integers(0, 255))
+        return bytes(data)
+    header = copy.deepcopy(HEADER)
+    if kind == "settings":
+        known = {f"transformer.{key}" for key in ("r", "lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora")}
+        chosen = draw(st.dictionaries(st.sampled_from(sorted(known)) | st.text(max_size=4), JSON, max_size=3) | JSON)
+        header["__metadata__"]["lora_adapter_metadata"] = json.dumps(chosen)
+        if draw(st.booleans()):  # settings count where no tensor holds an alpha
+            header = {name: entry for name, entry in header.items() if not name.endswith("alpha")}
+        return with_header(header)
+    name = draw(st.sampled_from(sorted(header)))
+    inner = draw(st.sampled_from(["", "dtype", "shape", "data_offsets"]))
+    value = draw(
+        JSON | st.lists(st.integers(-3, 200), max_size=3) | st.sampled_from(["F32", "BF16", "I64", "F8_E4M3", "?"])
+    )
+    if inner and name != "__metadata__":
+        header[name][inner] = value
+    else:
+        header[name] = value
+    return with_header(header)
+
+
+@bounded
+@given(mutated())
+def test_any_bytes_as_a_lora_file(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "lora.safetensors"
+    file.write_bytes(data)
+    for read in (
+        read_header,
+        open_lora,
+        read_lora,
+        lambda f: in_words(describe(f)),
+        lambda f: in_words(describe(f, False)),
+    ):
+        try:
+            read(file)
+        except UserError as error:
+            assert str(file) in str(error)
+
+
+def test_a_lora_that_nothing_was_done_to_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "lora.safetensors"
+    file.write_bytes(with_header(HEADER))
+    assert len(read_lora(file)) == 2 and in_words(describe(file))
+
+
+@bounded
+@given(st.binary(max_size=120) | JSON.map(lambda v: json.dumps({"weight_map": v}).encode()))
+def test_any_bytes_as_an_index(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "model.safetensors.index.json").write_bytes(data)
+    try:
+        weight_files(tmp_path)
+    except UserError as error:
+        assert str(tmp_path) in str(error)
+
+
+STATE = {
+    "step": 1, "config": {"name": "a"}, "manifest": [], "optimizer": {"values": {}, "shared": {}}, "torch": "2",
+    "sha256": {checkpoint.TRAINABLE: "0", checkpoint.OPTIMIZER: "0"},
+}  # fmt: skip
+
+
+@bounded
+@given(st.binary(max_size=80) | st.dictionaries(st.sampled_from(sorted(STATE)), JSON, max_size=3) | JSON)
+def test_anything_as_the_state_of_a_checkpoint(tmp_path: Path, value: Any) -> None:
+    state = STATE | value if isinstance(value, dict) else value
+    data = value if isinstance(value, bytes) else json.dumps(state).encode()
+    (tmp_path / checkpoint.STATE).write_bytes(data)
+    with pytest.raises(UserError, match=checkpoint.STATE + " is damaged|trainable.safetensors is missing|is missing"):
+        checkpoint.read(tmp_path)
+
+
+@bounded
+@given(st.binary(max_size=120))
+def test_any_bytes_as_a_cache_file(tmp_path: Path, data: bytes) -> None:
+    cache = Cache(tmp_path)
+    cache.file("key").write_bytes(data)
+    assert cache.lacking(["key"]) == ["key"] and "key" not in cache
