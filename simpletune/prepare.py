@@ -123,6 +123,7 @@ class LatentCache:
         with progress("latents", len(missing), "pictures") as advance, torch.no_grad():
             for view in missing:
                 name = view.picture.name
+                advance()
                 try:
                     pixels = _pixels(view)
                 except UnusablePicture as reason:
@@ -130,14 +131,14 @@ class LatentCache:
                 except OSError as error:
                     rejected[name] = Rejected(name, f"cannot be read ({error.strerror or error})")
                 else:
-                    if view_key(view) not in self.cache:  # the same picture may lie there under two names
-                        z_0 = self.model.encode_pictures(vae, pixels[None].to(device))[0]
-                        if _all_finite([z_0]):
-                            self.cache.save(view_key(view), {"z_0": z_0})
-                            encoded += 1
-                        else:
-                            rejected[name] = Rejected(name, f"the autoencoder makes NaN of it in {self.dtype}")
-                advance()
+                    if view_key(view) in self.cache:  # the same picture may lie there under two names
+                        continue
+                    z_0 = self.model.encode_pictures(vae, pixels[None].to(device))[0]
+                    if not _all_finite([z_0]):
+                        rejected[name] = Rejected(name, f"the autoencoder makes NaN of it in {self.dtype}")
+                        continue
+                    self.cache.save(view_key(view), {"z_0": z_0})
+                    encoded += 1
         del vae
         free_memory(device)
         return encoded, list(rejected.values())
