@@ -135,6 +135,8 @@ class LatentCache:
                     encoded += self._encode_one(view, vae, device)
                 except UnusablePicture as reason:
                     rejected[view.picture.name] = Rejected(view.picture.name, str(reason))
+                except OSError as error:
+                    rejected[view.picture.name] = Rejected(view.picture.name, f"cannot be read ({error.strerror})")
                 advance()
                 passed("latents.encoded")
                 poll()
