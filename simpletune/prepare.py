@@ -135,8 +135,6 @@ class LatentCache:
                     encoded += self._encode_one(view, vae, device)
                 except UnusablePicture as reason:
                     rejected[view.picture.name] = Rejected(view.picture.name, str(reason))
-                except OSError as error:
-                    rejected[view.picture.name] = Rejected(view.picture.name, f"cannot be read ({error.strerror})")
                 advance()
                 passed("latents.encoded")
                 poll()
@@ -170,8 +168,16 @@ def _all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _pixels(view: View) -> Tensor:
-    """The cut [3, h, w] in -1..1."""
-    return torch.from_numpy(cut(decode(view.picture.read_same()), view.bucket, view.offset, view.flip))
+    """The cut [3, h, w] in -1..1.
+
+    Raises:
+        UnusablePicture: it cannot be read or decoded.
+    """
+    try:
+        data = view.picture.read_same()
+    except OSError as error:
+        raise UnusablePicture(f"cannot be read ({error.strerror or error})") from None
+    return torch.from_numpy(cut(decode(data), view.bucket, view.offset, view.flip))
 
 
 def free_memory(device: torch.device) -> None:
