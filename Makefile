@@ -30,8 +30,9 @@ gpu: setup  ## the tests that need an NVIDIA GPU, then the memory grid, predicte
 	$(PY) -m pytest -m gpu
 	$(PY) -m simpletune bench estimate --out benchmarks/results/gpu
 
-torture: setup  ## kill 50 runs at named and random moments; what remains is whole; at most 10 minutes on 2 idle cores
+torture: setup  ## kill 50 runs at named and random moments (10 minutes on 2 idle cores), then fuzz what is read
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture.py
+	SIMPLETUNE_FUZZ=500 $(PY) -m pytest -q tests/test_fuzz.py tests/test_data_odd.py
 
 tiny-sd3: setup  ## make the tiny Stable Diffusion 3 that comes with the tool, from nothing; hours on 2 cores, resumable
 	$(PY) -m simpletune.demo.make_tiny_sd3
