@@ -259,6 +259,7 @@ class Case:
         """Add a kill to the tally."""
         self.tally.kills += 1
         self.tally.whole += self.whole
+        self.name += f"; killed at {self.asked or 'random'} after {process.passed[-1:]} of step {self.saved_step()}"
         if self.asked is not None:
             self.tally.named[self.asked] += 1
         else:
