@@ -15,6 +15,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 from simpletune.models import t5_layers
 from simpletune.models.parts import Part
+from simpletune.models.sd3 import SD3
 from simpletune.models.t5_layers import LayeredT5
 from simpletune.options import UserError
 
@@ -136,3 +137,13 @@ def test_fp8_is_widened_exactly(folder: Path, tmp_path: Path) -> None:
     save_file(names, wide / "model.safetensors", {"format": "pt"})
     rows = [list(LayeredT5(p, torch.float32, CPU).encode(token_ids(), 8)) for p in (part, Part("text_encoder_3", wide))]
     torch.testing.assert_close(torch.stack(rows[0]), torch.stack(rows[1]), rtol=0, atol=0)
+
+
+def test_a_prompts_embeddings_do_not_depend_on_what_is_encoded_with_it(tiny_pipeline: Path) -> None:
+    prompts = SD3(pretrained=str(tiny_pipeline), t5_length=8).prompts(torch.float32)
+    texts = [f"a red disc, number {number}" for number in range(9)]
+    for encoder in prompts.encoders:
+        together = list(prompts.encode(encoder, texts, CPU))
+        alone = [next(iter(prompts.encode(encoder, [text], CPU))) for text in texts]
+        for first, second in zip(together, alone, strict=True):
+            assert all(torch.equal(first[name], second[name]) for name in first)

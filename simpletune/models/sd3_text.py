@@ -15,7 +15,7 @@ from torch import Tensor
 
 from simpletune.models.parts import Part, load_text_model
 
-BATCH = 8  # prompts that go through an encoder together
+BATCH = 1  # prompts that go through an encoder together: a prompt's last bits would depend on its neighbours
 
 
 @dataclass(frozen=True)

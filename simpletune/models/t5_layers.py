@@ -70,7 +70,7 @@ class PartTensors:
         from safetensors import safe_open
 
         file, original, _ = self._places[name]
-        with safe_open(file, framework="pt") as handle:
+        with safe_open(file, framework="pt") as handle, accounting.allocating(HOST):
             return handle.get_tensor(original)
 
 
