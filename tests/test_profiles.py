@@ -131,7 +131,7 @@ def test_a_full_device_names_what_was_resident_and_what_would_save_most(
 ) -> None:
     step = StepCore.step
 
-    def full(self: StepCore, batches: list) -> tuple:
+    def full(self: StepCore, batches: list, gate: object = None) -> tuple:
         if type(batches[0].z_0) is not torch.Tensor:
             return step(self, batches)  # on fake tensors: what would have fitted
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")

@@ -426,4 +426,4 @@ def test_a_failed_check_fails_but_does_not_hide_the_rest(machine: Machine) -> No
     status, output = machine.run("test.sh", FAKE_RUN_FAILS="ruff")
     assert status == 1
     assert "test.sh: failed: ruff check; ruff format --check\n" in output
-    assert machine.calls("run")[-1].endswith("-m pytest")
+    assert machine.calls("run")[-1].endswith("-m pytest -n auto --maxprocesses 4 --dist loadfile")

@@ -119,7 +119,8 @@ def test_weights_gradients_and_states_are_their_arithmetic(tiny_config: dict, th
     weights = sum(rounded(4 * tensor.numel()) for tensor in all_tensors(model))
     trained = sum(rounded(4 * parameter.numel()) for parameter in model.parameters())
     report = simulate(config)
-    assert report.steady.by_kind == {"weights": weights, "optimizer": 2 * trained}  # two means
+    kept = {"activations": rounded(4)}  # the last loss, for the case that it is not finite
+    assert report.steady.by_kind == {"weights": weights, "optimizer": 2 * trained, **kept}  # two means
     assert report.host_bytes == rounded(4) * len(list(model.parameters()))  # a step counter each
     assert report.phases["optimizer"].by_kind["gradients"] == trained
     assert report.phases["optimizer"].by_kind["workspace"] >= trained  # the root of the squares, all at once
@@ -167,7 +168,9 @@ def test_a_devices_libraries_are_added(tiny_config: dict) -> None:
 
 def test_no_cycle_keeps_tensors_between_steps(tiny_config: dict, three_blocks: Path) -> None:
     config = with_blocks(tiny_config, three_blocks, memory={"checkpointing": "all"})
-    assert set(simulate(config).steady.by_kind) <= {"weights", "adapter", "optimizer"}
+    steady = simulate(config).steady.by_kind
+    assert set(steady) <= {"weights", "adapter", "optimizer", "activations"}
+    assert steady["activations"] == rounded(4)  # the last loss, for the case that it is not finite
 
 
 def test_simulating_leaves_nothing_behind(tiny_config: dict) -> None:
