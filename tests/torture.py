@@ -321,6 +321,7 @@ def torture(kills: int, whole: int, seed: int, folder: Path, limit: float) -> Ta
     """
     began, tally, number = time.perf_counter(), Tally(), 0
     torch.set_num_threads(1)
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers' loading threads and torch's pool do not survive a fork
     ground = Ground(folder, seed)
     while tally.kills < kills:
         in_whole = tally.whole < whole
