@@ -24,6 +24,13 @@ def own_place(target: Path) -> Path:
     return target.with_name(f".{target.name}.{machine()}-{os.getpid()}.part")
 
 
+def write_whole(file: Path, text: str) -> None:
+    """Write a text aside and rename it: the file is whole, or it is as it was."""
+    aside = file.with_name(f".{file.name}.part")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, file)
+
+
 def remove_left_over(folder: Path) -> None:
     """Remove what killed processes left unfinished in a folder; what a living one writes stays."""
     for entry in folder.glob(".*.part") if folder.is_dir() else ():

@@ -13,8 +13,8 @@ from PIL import Image
 
 from simpletune.sampling import Request
 from simpletune.studio import Drawn
+from simpletune.templates import page_template
 
-TEMPLATE = Path(__file__).with_name("compare_page.html")
 LOSSLESS = 256  # pixels; larger pictures are embedded as WebP, the PNGs lie beside the page
 MEASURES = {
     "difference_from_base": ("pixels", "mean difference from the base's picture, 0 to 1"),
@@ -44,10 +44,6 @@ def write_page(
     Returns:
         The file.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    loader = FileSystemLoader(TEMPLATE.parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     shown = {key: words for key, words in MEASURES.items() if key in figures[0]}
     rows = [
         {
@@ -65,7 +61,7 @@ def write_page(
         for f in figures
     ]  # fmt: skip
     small = max(request.width for request in requests) <= LOSSLESS
-    text = environment.get_template(TEMPLATE.name).render(
+    text = page_template("compare").render(
         models=models, rows=rows, measures=list(shown.values()), about=about, small=small
     )
     file.write_text(text, encoding="utf-8")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from simpletune.aside import remove
+from simpletune.aside import remove, write_whole
 from simpletune.config import TrainConfig, profile_folder, run_folder
 from simpletune.disk import room_for
 from simpletune.failpoints import passed
@@ -148,9 +148,7 @@ def _cut(file: Path, size: int) -> None:
 def put_evaluation(folder: Path, row: dict[str, Any]) -> None:
     """Keep an evaluation, in the place of one of the same step: a run that was killed after it does it again."""
     kept = [json.dumps(old) for old in read_rows(folder / EVALUATIONS) if old["step"] != row["step"]]
-    aside = folder / f".{EVALUATIONS}.part"
-    aside.write_text("\n".join([*kept, json.dumps(row)]) + "\n")
-    os.replace(aside, folder / EVALUATIONS)
+    write_whole(folder / EVALUATIONS, "\n".join([*kept, json.dumps(row)]) + "\n")
 
 
 def was_evaluated(folder: Path, step: int) -> bool:

@@ -197,12 +197,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
         tell_resume(saved, config, prepared, steps)
     folder = run_folder(config)
     if accelerator.is_main_process:
-        if resume == "auto" and not saved:
-            clear_unsaved(config)
-        folder = open_again(config, saved.step) if saved else open_fresh(config)
-        checkpoint.write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
-        checkpoint.write_json(folder / ENVIRONMENT, machine())
-        checkpoint.write_json(folder / DATA, prepared.data())
+        open_folder(config, prepared, saved, anew=resume == "auto")
     stop_if_asked()
     with stages.stage("load"):
         transformer = load_base(
@@ -246,6 +241,23 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
         watch=Watch(config, folder, core, feed, accelerator, start, trackers.warn),
         predicted=predicted[0] if predicted else None,
     )
+
+
+def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.SavedState | None, anew: bool) -> None:
+    """Make the run's folder, or open it again, and write what the run is made of.
+
+    Args:
+        config: as the user gave it.
+        prepared: plan and caches.
+        saved: the checkpoint that it continues from, if any.
+        anew: an unfinished run without a checkpoint makes room.
+    """
+    if anew and not saved:
+        clear_unsaved(config)
+    folder = open_again(config, saved.step) if saved else open_fresh(config)
+    checkpoint.write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
+    checkpoint.write_json(folder / ENVIRONMENT, machine())
+    checkpoint.write_json(folder / DATA, prepared.data())
 
 
 def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:

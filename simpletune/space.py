@@ -15,7 +15,6 @@ from simpletune.models.sd3_shapes import parameter_shapes
 from simpletune.prepare import LatentCache, TextCache, prompts_of, validation_requests
 from simpletune.terminal import say
 
-CLIP_TOKENS = 77
 LATENT_BYTES = 4  # latents are kept in fp32
 HEADERS = 2**16  # bytes: of a checkpoint's names, configuration and manifest, at least
 CLOSE = 0.8  # of what is free: more is worth a word
@@ -85,7 +84,7 @@ def needs(config: TrainConfig, plan: Plan, start: int = 0) -> Iterator[Need]:
     yield "cached pictures", cache, pixels // 64 * channels * LATENT_BYTES
     width = config.model.known_config()["joint_attention_dim"] * dtype.itemsize
     many = len(_missing_prompts(text, prompts_of(plan, validation_requests(config, plan))))
-    yield "cached prompts", cache, many * (CLIP_TOKENS + config.model.t5_length) * width
+    yield "cached prompts", cache, many * config.model.text_tokens * width
 
 
 def _missing_prompts(text: TextCache, prompts: Sequence[str]) -> set[str]:

@@ -17,7 +17,6 @@ from simpletune.feed import Batch
 from simpletune.memory.modulation import ModulationPlan
 from simpletune.step import StepCore
 
-CLIP_TOKENS = 77
 CPU = torch.device("cpu")
 DRAW = Draw(View(Picture("", "", (64, 64), "", bytes), (64, 64), (0.5, 0.5), False), "", 0.5, ())
 
@@ -69,7 +68,7 @@ class EmptyFeed:
         """
         b, (width, height) = size or self.batch_size, self.size
         latents = b, self.shapes["in_channels"], height // 8, width // 8
-        text = b, CLIP_TOKENS + self.config.model.t5_length, self.shapes["joint_attention_dim"]
+        text = b, self.config.model.text_tokens, self.shapes["joint_attention_dim"]
         return Batch(
             z_0=torch.zeros(latents, device=self.device),
             noise=torch.zeros(latents, device=self.device),

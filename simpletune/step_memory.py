@@ -13,7 +13,7 @@ from simpletune.simulate import CPU, take_steps, without_collection
 
 
 def moments_of_step(config: TrainConfig, size: Size) -> list[Moment]:
-    """What lives on the device, allocation by allocation, in a step that has optimizer states: the second.
+    """What lives on the device, allocation by allocation, in a step that has optimizer states.
 
     Counting every allocation would slow a real step many times over, so it is one on fake tensors, as ``simulate``
     takes them; what CUDA's libraries keep for themselves is left out.

@@ -16,8 +16,6 @@ from simpletune.step_memory import moments_of_step
 if TYPE_CHECKING:
     from simpletune.setting_up import Run
 
-CLIP_TOKENS = 77
-
 
 def traces_of(run: Run, interrupted: Callable[[int], bool]) -> EpochTraces:
     """The windows of a run; only the first process has any.
@@ -49,9 +47,8 @@ def flops_of_steps(run: Run) -> Callable[[int], float]:
         if size not in known:
             parameters = {name: tuple(value.shape) for name, value in trained_parameters(run.transformer).items()}
             model = run.core.config.model
-            text = CLIP_TOKENS + model.t5_length
             batch = run.prepared.plan.batch_size
-            known[size] = sd3_flops(model.known_config(), trained_of(parameters), size, batch, text).model
+            known[size] = sd3_flops(model.known_config(), trained_of(parameters), size, batch, model.text_tokens).model
         return known[size]
 
     def of_step(step: int) -> float:
@@ -66,7 +63,6 @@ def add_memory(run: Run, traces: EpochTraces) -> None:
     """Put the predicted memory of a step into the summaries, if there are any. It takes a second or a few."""
 
     def predicted() -> list[Moment]:
-        largest = max(run.prepared.plan.buckets, key=lambda size: size[0] * size[1])
-        return moments_of_step(run.core.config, largest)
+        return moments_of_step(run.core.config, run.prepared.plan.largest())
 
     traces.add_memory(predicted)

@@ -61,6 +61,7 @@ LAYERS = [
         "compiling",
         "measures",
         "cards",
+        "templates",
         "environment",
     },
     {"failpoints", "stopping", "aside", "concealing"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -14,23 +13,18 @@ from simpletune.data.files import shown
 from simpletune.dataset.look import Look
 from simpletune.dataset.sheet import tiles
 from simpletune.dataset.words import aspects, limit_in_words, outcome, plural, sizes
+from simpletune.templates import ASSETS, page_template
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
 LISTED = 200  # rows of a table
 
 
 def page(found: Look, title: str) -> str:
-    """The page. All text goes through Jinja's escaping: names and captions are whatever somebody typed."""
-    import jinja2
-
-    loader = jinja2.FileSystemLoader(ASSETS / "dataset")
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters["shown"] = shown
+    """The page."""
     groups = [
         (bucket, [(seen, _embedded(seen.tile)) for seen in group if seen.tile is not None])
         for bucket, group in tiles(found)
     ]
-    return environment.get_template("page.html").render(
+    return page_template("dataset", shown=shown).render(
         found=found,
         title=title,
         groups=groups,

@@ -10,7 +10,7 @@ import torch
 from simpletune.cards import Card, card_named_by_driver
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
-from simpletune.estimate.job import MIB, Estimate, estimate, moment_json
+from simpletune.estimate.job import CONTEXT, MIB, Estimate, estimate, moment_json
 from simpletune.estimate.planning import Search, differing
 from simpletune.estimate.text import place
 from simpletune.levers import LEVERS, changed
@@ -59,8 +59,6 @@ def card_at_hand(device: torch.device) -> tuple[Card, int]:
 
 def _own_context(device: torch.device) -> int:
     """Bytes that this process's own CUDA context takes already: it is among the allowances."""
-    from simpletune.estimate.job import CONTEXT
-
     return CONTEXT if torch.cuda.is_initialized() else 0
 
 

@@ -17,6 +17,7 @@ from simpletune.cards import Card
 from simpletune.checkpoint import write_json
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
+from simpletune.environment import LIBRARIES
 from simpletune.estimate.needs import Needs, needs_of
 from simpletune.levers import within_budget
 from simpletune.memory.device_terms import cublas_workspace
@@ -29,7 +30,6 @@ MIB = 2**20
 CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured
 FRAGMENTED = 0.05  # of the peak: what the caching allocator holds and cannot give out again: an allowance, not measured
 IRRELEVANT = ("name", "output", "tracking", "profile")  # to memory on the device
-LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "optimum-quanto")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from simpletune.models.sd3_sources import hub_parts
 from simpletune.models.t5_layers import CHUNK_BYTES
 from simpletune.options import UserError
 from simpletune.simulate_stages import JobReport
-from simpletune.stand_ins import CLIP_TOKENS
 
 LIBRARIES = int(1.0 * 2**30)  # bytes: the process after its imports took 0.9 GiB (Python 3.11, torch 2.13.0 CPU)
 CUDA_LIBRARIES = 2 * 2**30  # bytes that CUDA's libraries take in the host's memory: an allowance, not measured
@@ -45,9 +44,8 @@ def needs_of(config: TrainConfig, job: JobReport) -> Needs:
         job: of the simulation of it.
     """
     pictures = pictures_of(config)
-    text = CLIP_TOKENS + config.model.t5_length
     shapes = config.model.known_config()
-    prompt = text * shapes["joint_attention_dim"] * config.precision.encoder_dtype().itemsize
+    prompt = config.model.text_tokens * shapes["joint_attention_dim"] * config.precision.encoder_dtype().itemsize
     latent = shapes["in_channels"] * (config.data.resolution // 8) ** 2 * LATENT_BYTES
     known = pictures or 0
     trained, state = job.train.trained_bytes, job.train.state_bytes

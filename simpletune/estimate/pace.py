@@ -13,7 +13,6 @@ from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
 from simpletune.flops import sd3_flops, trained_of
 from simpletune.simulate import Report
-from simpletune.stand_ins import CLIP_TOKENS
 
 SUSTAINED = 0.5  # of a card's dense peak: 57 of an L4's 121 TFLOP/s in products of this model's size
 TFLOPS, BANDWIDTH = 60.0, 300.0  # sustained TFLOP/s and GB/s of a card that is known by its memory only: an L4's
@@ -53,7 +52,7 @@ def pace(config: TrainConfig, report: Report, card: Card, size: Size | None = No
     size = size or (config.data.resolution, config.data.resolution)
     blocks = config.model.blocks()
     checkpointed = config.memory.checkpointed(blocks)
-    text, batch = CLIP_TOKENS + config.model.t5_length, config.train.batch_size
+    text, batch = config.model.text_tokens, config.train.batch_size
     flops = sd3_flops(config.model.known_config(), trained_of(report.trained), size, batch, text, checkpointed)
     rate = (card.tflops * SUSTAINED if card.tflops else TFLOPS) * 1e12
     if config.precision.compute != "bf16":

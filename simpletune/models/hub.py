@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from simpletune.disk import free_bytes
 from simpletune.models.hub_download import HubFile, Repository, fetch_file
 from simpletune.models.hub_errors import Unreachable, clear_errors
 from simpletune.models.weights import NAMES, weight_files
@@ -141,7 +141,7 @@ def require_space(files: Sequence[HubFile]) -> None:
     if not files:
         return
     size, cache = sum(file.size - file.begun for file in files), files[0].repository.cache.parent
-    free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
+    free = free_bytes(cache)
     names = ", ".join(dict.fromkeys(file.repository.name for file in files))
     if size > free:
         t5 = sum(file.size for file in files if file.path.startswith("text_encoder_3/"))

@@ -22,7 +22,7 @@ from torch import nn
 
 from simpletune.aside import STALE as STALE
 from simpletune.aside import own_place, remove_left_over
-from simpletune.disk import DiskFull
+from simpletune.disk import DiskFull, free_bytes
 from simpletune.failpoints import passed
 from simpletune.locks import in_turn, lock_of
 from simpletune.models.parts import Part
@@ -135,7 +135,7 @@ class QuantisedBase:
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         remove_left_over(self.folder.parent)
-        free = shutil.disk_usage(self.folder.parent).free
+        free = free_bytes(self.folder.parent)
         if free < needed + ROOM:
             raise OSError(
                 f"they take {needed / 2**30:.2f} GiB, and of {free / 2**30:.2f} GiB that are free {ROOM / 2**30:g} "

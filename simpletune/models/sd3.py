@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from simpletune.quant.precision import WeightPrecision
 
 SD3_MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
+CLIP_TOKENS = 77
 
 
 class SD3(Option):
@@ -91,6 +92,11 @@ class SD3(Option):
         config = self.transformer_config(fetch=False) or self.transformer_config()
         assert config is not None
         return config
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of a prompt that the transformer sees: CLIP's, then T5's."""
+        return CLIP_TOKENS + self.t5_length
 
     def blocks(self) -> int:
         """How many blocks the transformer has."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from simpletune.aside import write_whole
 from simpletune.cards import peak_tflops
 from simpletune.memory.moment import Moment
 from simpletune.profiling.events import Recording
@@ -138,9 +138,7 @@ def write(folder: Path, values: Json) -> Path:
         The JSON file.
     """
     for name, text in ((MARKDOWN, markdown(values)), (JSON, as_json(values) + "\n")):
-        aside = folder / f".{name}.part"
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, folder / name)
+        write_whole(folder / name, text)
     return folder / JSON
 
 

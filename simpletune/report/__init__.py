@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from simpletune.aside import write_whole
 from simpletune.options import UserError
 from simpletune.report.content import Report, Section
 
@@ -68,9 +68,7 @@ def write_report(report: Report, file: Path) -> list[Path]:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         for path, text in contents.items():
-            aside = path.with_name(f".{path.name}.part")
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, path)
+            write_whole(path, text)
     except OSError as error:
         raise UserError(
             f"the report {file} cannot be written ({error}). Name another place: simpletune report RUN --out FILE"

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import functools
 import re
-from pathlib import Path
 
 from simpletune import __version__
 from simpletune.report.content import Report, Table
+from simpletune.templates import ASSETS, page_template
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets" / "report"
 NUMBER = re.compile(r"[-+$]?[0-9][0-9,.e+-]*(%| [A-Za-z]{1,3})?( \([^)]*\))?$")
 
 
 def page(report: Report) -> str:
-    """The page. All text goes through Jinja's escaping: prompts and names are whatever somebody typed."""
-    import jinja2
-
-    loader = jinja2.FileSystemLoader(ASSETS)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    """The page."""
     charts = {chart.name: chart.spec for section in report.sections for chart in section.charts}
-    return environment.get_template("page.html").render(
+    return page_template("report").render(
         report=report,
         charts=charts,
-        style=(ASSETS / "page.css").read_text(encoding="utf-8"),
-        script=(ASSETS / "page.js").read_text(encoding="utf-8"),
+        style=(ASSETS / "report" / "page.css").read_text(encoding="utf-8"),
+        script=(ASSETS / "report" / "page.js").read_text(encoding="utf-8"),
         vega=vega_bundle() if charts else "",
         numeric_column=numeric_column,
         made_by=f"simpletune {__version__}",
