@@ -119,6 +119,9 @@ def use_tiles(vae: Any, pixels: int) -> None:
 def load_text_model(part: Part, dtype: torch.dtype) -> Any:
     """A CLIP text encoder (CLIPTextModelWithProjection) on the CPU; T5 is read layer by layer (t5_layers.py).
 
+    Its weights are copied out of the mapped file: a product of one row picks its kernel by the weight's address, so
+    that a prompt's last bits would depend on where in its file the weight lies.
+
     Raises:
         UserError: weights and configuration do not fit.
     """
@@ -129,13 +132,20 @@ def load_text_model(part: Part, dtype: torch.dtype) -> Any:
     disable_progress_bar()
     kind = CLIPTextModelWithProjection
     if part.file is None:
-        return kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True)
+        return _copied(kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True))
     config = CLIPTextConfig.from_dict(part.config())
     tensors = _clip_tensors(part)
     with init_empty_weights():
         expected = _shapes(kind(config).state_dict())
     require_fit(part, expected, _shapes(tensors))
-    return kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+    return _copied(kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype))
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """The model with its parameters in memory of their own, which torch aligns; one at a time."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
 
 
 def _clip_tensors(part: Part) -> dict[str, Tensor]:
