@@ -126,8 +126,10 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
         return []
     here[leaf] = parse_value(field, text)
     parent = _field_at(parts[:-1], merged)
-    if parent is not None and (union := union_of(parent)) and union.tag == leaf and here[leaf] in union.members:
-        kept = union.members[here[leaf]].model_fields
+    union = union_of(parent) if parent is not None else None
+    member = member_for(parent, here) if parent is not None and union is not None and union.tag == leaf else None
+    if member is not None:
+        kept = member.model_fields
         dropped = [key for key in here if key not in kept]
         for key in dropped:
             del here[key]

@@ -169,6 +169,7 @@ def test_changing_a_tag_keeps_what_both_have() -> None:
         ("trian.steps=3", "trian.steps: trian is not a section. Did you mean train?"),
         ("steps", "steps: is not an override. Write key.path=value"),
         ("train.steps=abc", 'train.steps: "abc" does not fit'),
+        ("optimizer.name=[]", "optimizer.name: "),
     ],
 )
 def test_wrong_overrides(override: str, message: str) -> None:
