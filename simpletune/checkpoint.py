@@ -222,8 +222,8 @@ def read(folder: Path) -> SavedState:
     """
     try:
         state = json.loads((folder / STATE).read_text())
-        known = (state[name] for name in ("step", "config", "manifest", "optimizer"))
-        saved = SavedState(folder, *known, state.get("processes"))
+        fields = {name: state[name] for name in ("step", "config", "manifest", "optimizer")}
+        saved = SavedState(folder, **fields, processes=state.get("processes"))
         checksums = state["sha256"]
         _require_kinds(saved, checksums)
     except FileNotFoundError:
