@@ -180,7 +180,8 @@ def test_all_bad_lines_of_a_metadata_file_come_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(PICTURE)
     (tmp_path / "b.gif").write_bytes(PICTURE)
     rows = [{"file_name": "a.png", "text": "fine"}, {"text": "x"}, {"file_name": "../a.png", "text": "x"},
-            {"file_name": "a.png", "text": "half \ud83d"}, {"file_name": "gone.png", "text": "x"}, {"file_name": "b.gif", "text": "x"},
+            {"file_name": "a.png", "text": "half \ud83d"},
+            {"file_name": "gone.png", "text": "x"}, {"file_name": "b.gif", "text": "x"},
             {"file_name": "nul\0.png", "text": "x"}, {"file_name": "n" * 300 + ".png", "text": "x"}]  # fmt: skip
     (tmp_path / METADATA).write_text("\n".join(map(json.dumps, rows)))
     found = reasons(tmp_path)
