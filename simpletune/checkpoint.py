@@ -51,6 +51,8 @@ class SavedState:
     config: dict[str, Any]
     manifest: list[dict[str, Any]]
     optimizer: dict[str, Any]
+    processes: int | None = None
+    """How many trained together; None: not known, of older versions."""
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -71,6 +73,7 @@ def save(
     optimizer: torch.optim.Optimizer,
     manifest: list[dict[str, Any]],
     average: Average | None = None,
+    processes: int = 1,
 ) -> Path:
     """Write a checkpoint and remove the oldest beyond ``checkpoint.keep_last``.
 
@@ -82,6 +85,7 @@ def save(
         optimizer: not wrapped.
         manifest: what the order of samples depends on (``Plan.manifest``).
         average: of the weights, if one is kept; it is what is exported.
+        processes: how many train together.
     """
     folder = checkpoint_folder(run, step)
     aside = folder.with_name(f".{folder.name}.part")
@@ -90,7 +94,7 @@ def save(
     needed = size_of_state(trained_parameters(model), tensors, average)
     undo = lambda: shutil.rmtree(aside, ignore_errors=True)  # noqa: E731
     with room_for(f"saving the checkpoint of step {step}", aside.parent, needed, undo):
-        _write(aside, step, config, model, tensors, scalars, manifest, average)
+        _write(aside, step, config, model, tensors, scalars, manifest, average, processes)
     replace_folder(aside, folder)
     flush_to_disk(folder.parent)
     passed("checkpoint.after-rename")
@@ -119,6 +123,7 @@ def _write(
     scalars: dict[str, Any],
     manifest: list[dict[str, Any]],
     average: Average | None,
+    processes: int,
 ) -> None:
     """The files of a checkpoint, state.json last."""
     aside.mkdir(parents=True)
@@ -138,6 +143,7 @@ def _write(
         "config": config.model_dump(mode="json", by_alias=True),
         "manifest": manifest,
         "optimizer": scalars,
+        "processes": processes,
         "torch": torch.__version__,
         "sha256": {file.name: sha256_of(file) for file in sorted(aside.iterdir())},
     }
@@ -198,6 +204,8 @@ def find(resume: str, run: Path) -> SavedState | None:
             try:
                 return read(folder)
             except UserError as error:
+                if os.environ.get("RANK", "0") != "0":  # of several processes the first renames
+                    continue
                 place = set_aside(folder)
                 say(f"resume  {str(error).removeprefix('--resume: ').partition('. ')[0]}: set aside as {place}")
         raise UserError(
@@ -214,7 +222,8 @@ def read(folder: Path) -> SavedState:
     """
     try:
         state = json.loads((folder / STATE).read_text())
-        saved = SavedState(folder, state["step"], state["config"], state["manifest"], state["optimizer"])
+        fields = {name: state[name] for name in ("step", "config", "manifest", "optimizer")}
+        saved = SavedState(folder, **fields, processes=state.get("processes"))
         checksums = state["sha256"]
         _require_kinds(saved, checksums)
     except FileNotFoundError:
@@ -246,6 +255,8 @@ def _require_kinds(saved: SavedState, checksums: Any) -> None:
         raise TypeError("manifest")
     if not isinstance(saved.optimizer, dict) or not {"values", "shared"} <= set(saved.optimizer):
         raise TypeError("optimizer")
+    if saved.processes is not None and type(saved.processes) is not int:
+        raise TypeError("processes")
     if not {TRAINABLE, OPTIMIZER} <= set(checksums):
         raise ValueError("sha256")
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in checksums):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from simpletune.checkpoint import list_checkpoints
@@ -100,8 +101,8 @@ class Watch:
         if self.gate is None:
             raise UserError(f"{about}. {kept(self.folder)}. {_REMEDY}", CODE)
         self._in_a_row += 1
+        names = self._of_all([name for batch in batches for name in batch.names])
         if self.accelerator.is_main_process:
-            names = [name for batch in batches for name in batch.names]
             row = {"step": step + 1, "loss": str(self.loss), "grad_norm": str(self.norm), "samples": names}
             append_metrics(self.folder, row, SKIPPED)
         if self._in_a_row >= IN_A_ROW:
@@ -116,19 +117,27 @@ class Watch:
     def _about(self, step: int, batches: list[Batch], parameters: list[str]) -> str:
         """What is not finite, in which samples, in which parameters."""
         losses = [loss.item() for loss in self.core.losses]
-        bad = [batch for batch, loss in zip(batches, losses, strict=True) if not math.isfinite(loss)] or batches
-        rows = [
-            (batch.names[row], held) for batch in bad for row in range(len(batch.names)) if (held := _odd(batch, row))
+        bad = [batch for batch, loss in zip(batches, losses, strict=True) if not math.isfinite(loss)]
+        mine = [
+            (batch.names[row], held)
+            for batch in bad or batches
+            for row in range(len(batch.names))
+            if (held := _odd(batch, row))
         ]
-        names = [name for name, _ in rows] or [name for batch in bad for name in batch.names]
+        rows, suspects = self._of_all(mine), self._of_all([name for batch in bad for name in batch.names])
+        names = [name for name, _ in rows] or suspects or self._of_all([n for batch in batches for n in batch.names])
         what = f"the loss is {self.loss}" if not math.isfinite(self.loss) else f"the gradients' norm is {self.norm}"
         parts = [f"step {step + 1}: {what}. Samples: {', '.join(dict.fromkeys(names))}"]
         parts += [f"{name}: its {held} not finite" for name, held in dict(rows).items()]
-        parts += self._set_aside(step) if rows else []
+        parts += self._set_aside(step) if mine else []
         if parameters:
             more = f" and {len(parameters) - LISTED} more" if len(parameters) > LISTED else ""
             parts.append(f"Not finite in {', '.join(parameters[:LISTED])}{more}")
         return ". ".join(parts)
+
+    def _of_all(self, found: list[Any]) -> list[Any]:
+        """What was found in all processes: each sees only its own samples."""
+        return gather_object(found) if self.accelerator.num_processes > 1 else found
 
     def _set_aside(self, step: int) -> Iterator[str]:
         """Rename cached latents and embeddings that are not finite, so that the next start makes them again."""

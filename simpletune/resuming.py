@@ -18,8 +18,16 @@ PINNED = (
 )  # fmt: skip
 
 
-def check_resumable(saved: SavedState, config: TrainConfig, manifest: list[dict[str, Any]]) -> list[str]:
+def check_resumable(
+    saved: SavedState, config: TrainConfig, manifest: list[dict[str, Any]], processes: int | None = None
+) -> list[str]:
     """Compare a configuration and a data set with those of a checkpoint.
+
+    Args:
+        saved: the checkpoint.
+        config: as the user gave it.
+        manifest: of the data, now.
+        processes: how many train together now; None: not compared.
 
     Returns:
         What has changed and may change, as ``path: old -> new``.
@@ -33,6 +41,11 @@ def check_resumable(saved: SavedState, config: TrainConfig, manifest: list[dict[
         remedy = "Use the same values, or start a new run under another name"
         raise UserError(
             "\n".join([f"--resume: {saved.folder} was made with other settings:", *_indent(pinned), remedy])
+        )
+    if None not in (processes, saved.processes) and processes != saved.processes:
+        raise UserError(
+            f"--resume: {saved.folder} was made by {saved.processes} processes, and now there are {processes}: a step "
+            "would see another number of pictures, in another order. Start as many, or a new run under another name"
         )
     if manifest != saved.manifest:
         remedy = "Restore the data, or start a new run"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from PIL import Image
 from torch import nn
 
@@ -53,6 +54,9 @@ from simpletune.validation import Previews, evaluation_loss
 T = TypeVar("T")
 
 EVALUATING, DRAWING = "the evaluation loss", "drawing validation pictures"
+PATIENCE = timedelta(
+    days=2
+)  # of processes that wait while the first one fills the cache or draws; NCCL's own: 10 minutes
 
 
 @dataclass
@@ -111,7 +115,16 @@ class Run:
             require_finite(trained_parameters(self.transformer), self.folder, step)
             manifest = self.prepared.plan.manifest()
             optimizer = self.core.optimizer
-            checkpoint.save(self.folder, step, self.config, self.transformer, optimizer, manifest, self.average)
+            checkpoint.save(
+                self.folder,
+                step,
+                self.config,
+                self.transformer,
+                optimizer,
+                manifest,
+                self.average,
+                self.accelerator.num_processes,
+            )
 
     def optional(self, what: str, call: Callable[..., T], *arguments: Any) -> T | None:
         """Do what a run can do without: a failure is a warning, once of each kind, and None; the next time it is tried
@@ -175,7 +188,8 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
     accelerator, reason = make_accelerator(config)
     device = accelerator.device
     stages = Stages(cuda=device.type == "cuda")
-    saved = checkpoint.find(resume, run_folder(config)) if resume else None
+    with accelerator.main_process_first():  # it sets aside what is damaged
+        saved = checkpoint.find(resume, run_folder(config)) if resume else None
     say(
         f"simpletune {config.name} on {reason}: {config.precision.weights} weights, {config.precision.compute} products"
     )
@@ -194,7 +208,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
     steps = config.steps(prepared.plan.steps_per_epoch)
     chosen = within_budget(here, prepared.plan.largest())  # for what is assembled; the run's config keeps auto
     if saved:
-        tell_resume(saved, config, prepared, steps)
+        tell_resume(saved, config, prepared, steps, accelerator.num_processes)
     folder = run_folder(config)
     if accelerator.is_main_process:
         open_folder(config, prepared, saved, anew=resume == "auto")
@@ -264,7 +278,8 @@ def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
     """Accelerate's view of the processes and the device, and which device and why."""
     device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # the last block's add_q_proj gets no gradient
-    accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[unused])
+    patient = InitProcessGroupKwargs(timeout=PATIENCE)
+    accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[unused, patient])
     if config.memory.optimizer_in_backward and accelerator.num_processes > 1:
         raise UserError(
             f"memory.optimizer_in_backward: {accelerator.num_processes} processes would each update with their own "
@@ -273,13 +288,15 @@ def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
     return accelerator, reason
 
 
-def tell_resume(saved: checkpoint.SavedState, config: TrainConfig, prepared: Prepared, steps: int) -> None:
+def tell_resume(
+    saved: checkpoint.SavedState, config: TrainConfig, prepared: Prepared, steps: int, processes: int
+) -> None:
     """Say what a resumed run continues from and what has changed.
 
     Raises:
         UserError: it cannot be continued.
     """
-    for change in check_resumable(saved, config, prepared.plan.manifest()):
+    for change in check_resumable(saved, config, prepared.plan.manifest(), processes):
         say(f"resume  changed {change}")
     if saved.step > steps or saved.step == steps == finished_steps(run_folder(config)):
         raise UserError(f"--resume: {saved.step} steps are done and {steps} are asked for. Ask for more: train.steps=N")

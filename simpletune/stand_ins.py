@@ -93,6 +93,8 @@ class OneProcess:
         device: of the step.
     """
 
+    num_processes = 1
+
     def __init__(self, device: torch.device):
         self.device = device
 

@@ -126,9 +126,21 @@ def assemble(config: TrainConfig, transformer: Any, accelerator: Accelerator) ->
     """
     modulation = take_out_modulation(transformer, config.memory, config.precision, accelerator.device)
     optimizer = attach(config, transformer)
+    if accelerator.num_processes > 1:
+        keep_to_itself(transformer)
     return StepCore(
         config, accelerator.prepare_model(transformer, device_placement=False), optimizer, accelerator, modulation
     )
+
+
+def keep_to_itself(transformer: nn.Module) -> None:
+    """Let processes exchange only what trains: each has loaded the same base, which may lie in host memory.
+
+    PyTorch would send every frozen weight once, and every quantised one, a buffer, again in each forward pass.
+    """
+    tensors = [*transformer.named_parameters(), *transformer.named_buffers()]
+    frozen = [name for name, tensor in tensors if not tensor.requires_grad]
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
 
 
 def attach(config: TrainConfig, transformer: Any) -> torch.optim.Optimizer:

@@ -74,6 +74,7 @@ def train(
                 tell_stopped(run)
                 raise
         run.accelerator.wait_for_everyone()
+        run.accelerator.end_training()  # takes leave of the other processes
         return run.folder
 
 

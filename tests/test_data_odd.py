@@ -180,15 +180,18 @@ def test_all_bad_lines_of_a_metadata_file_come_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(PICTURE)
     (tmp_path / "b.gif").write_bytes(PICTURE)
     rows = [{"file_name": "a.png", "text": "fine"}, {"text": "x"}, {"file_name": "../a.png", "text": "x"},
+            {"file_name": "a.png", "text": "half \ud83d"},
             {"file_name": "gone.png", "text": "x"}, {"file_name": "b.gif", "text": "x"},
             {"file_name": "nul\0.png", "text": "x"}, {"file_name": "n" * 300 + ".png", "text": "x"}]  # fmt: skip
     (tmp_path / METADATA).write_text("\n".join(map(json.dumps, rows)))
     found = reasons(tmp_path)
-    assert list(found) == [f"{METADATA}:{number}" for number in range(2, 8)]
-    assert found[f"{METADATA}:4"] == "names 'gone.png', and there is no such file"
-    assert "which is no .jpg, .jpeg, .png, .webp file" in found[f"{METADATA}:5"]
+    assert list(found) == [f"{METADATA}:{number}" for number in range(2, 9)]
+    assert "'../a.png' leads out of the folder" in found[f"{METADATA}:3"]
+    assert "half of a surrogate pair" in found[f"{METADATA}:4"]
+    assert found[f"{METADATA}:5"] == "names 'gone.png', and there is no such file"
+    assert "which is no .jpg, .jpeg, .png, .webp file" in found[f"{METADATA}:6"]
     with pytest.raises(
-        UserError, match="^data.path: 6 lines cannot be used:\n  metadata.jsonl:2: is not a JSON object"
+        UserError, match="^data.path: 7 lines cannot be used:\n  metadata.jsonl:2: is not a JSON object"
     ):
         report_rejected(scan(tmp_path).rejected, "stop")
 

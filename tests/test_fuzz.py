@@ -151,7 +151,7 @@ def mutated(draw: st.DrawFn) -> bytes:
     if kind == "settings":
         known = {f"transformer.{key}" for key in ("r", "lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora")}
         chosen = draw(st.dictionaries(st.sampled_from(sorted(known)) | st.text(max_size=4), JSON, max_size=3) | JSON)
-        header["__metadata__"]["lora_adapter_metadata"] = json.dumps(chosen)
+        header["__metadata__"]["lora_adapter_metadata"] = draw(st.just(json.dumps(chosen)) | st.text(max_size=9))
         if draw(st.booleans()):  # settings count where no tensor holds an alpha
             header = {name: entry for name, entry in header.items() if not name.endswith("alpha")}
         return with_header(header)

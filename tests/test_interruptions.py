@@ -53,10 +53,10 @@ def test_sigterm_finishes_the_step_and_one_command_continues_it(
 ) -> None:
     whole = run_with(tiny_config, name="whole", ema={"decay": 0.9})
     command = ["train", str(write_config(tiny_config)), 'ema={"decay": 0.9}', "--resume", "auto"]
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(number) for number in stopping.SIGNALS]
     failpoints.arm("step.begun", "term", 2)
     assert __main__.main(command) == 143
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
     said = capsys.readouterr()
     assert "at most one step and one save" in said.out and "step 2 of 4 is saved" in said.out
     assert f"stopped by SIGTERM. To continue: simpletune train {command[1]} 'ema=" in said.err
@@ -175,6 +175,12 @@ def test_an_older_run_and_its_traces_move_together_even_when_killed_between(tiny
     run_with(tiny_config)
     profiles = Path(tiny_config["output"]["profiles"])
     assert runs_of(tiny_config) == sorted(e.name for e in profiles.iterdir()) == ["tiny", "tiny.1", "tiny.2"]
+    failpoints.arm("run.moved-traces", "raise")
+    with pytest.raises(InjectedError):
+        run_with(tiny_config)
+    run_with(tiny_config, "latest", train={"steps": 6})  # continued after all: it has traces again
+    run_with(tiny_config)
+    assert runs_of(tiny_config) == ["tiny", "tiny.1", "tiny.2", "tiny.4"] and (profiles / "tiny.4").is_dir()
 
 
 def test_left_over_files_of_dead_processes_are_removed(tmp_path: Path) -> None:

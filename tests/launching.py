@@ -1,0 +1,145 @@
+"""Runs of several processes on the CPU, started as torchrun does, forked from a process that has imported all.
+
+As a program it takes jobs from standard input, a JSON object a line, and answers each with a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 60  # seconds that a job may take
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Args:
+        codes: of the processes, by rank; negative: the signal that ended one.
+        said: what each wrote.
+    """
+
+    codes: list[int]
+    said: list[str]
+
+
+class Launcher:
+    """Starts jobs, one at a time. Use it as a context: its program ends with it.
+
+    Args:
+        folder: for configurations and logs.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.jobs = folder, 0
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, str(Path(__file__).resolve())]
+        self.program = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.program.stdin.close()  # type: ignore[union-attr]
+        self.program.wait(PATIENCE)
+        self.program.stdout.close()  # type: ignore[union-attr]
+
+    def train(
+        self, *configs: dict[str, Any], resume: str | None = None, moments: dict[int, str] | None = None
+    ) -> Outcome:
+        """``simpletune train``, in as many processes as there are configurations.
+
+        Args:
+            configs: one for each process, of which the first is rank 0; they differ only in tests of what differs.
+            resume: ``latest`` or ``auto``.
+            moments: by rank, what failpoints do.
+        """
+        assert self.program.stdin is not None and self.program.stdout is not None
+        self.jobs += 1
+        place = self.folder / f"job-{self.jobs:02d}"
+        place.mkdir(parents=True)
+        for rank, config in enumerate(configs):
+            (place / f"{rank}.json").write_text(json.dumps(config))
+        job = {"place": str(place), "processes": len(configs), "moments": moments or {},
+               "arguments": ["--resume", resume] if resume else []}  # fmt: skip
+        print(json.dumps(job), file=self.program.stdin, flush=True)
+        codes = json.loads(self.program.stdout.readline())
+        return Outcome(codes, [(place / f"{rank}.log").read_text() for rank in range(len(configs))])
+
+
+def serve() -> None:
+    """Take jobs until there are no more."""
+    from torture import preload
+
+    from simpletune.devices import prepare_environment
+
+    prepare_environment()
+    preload()
+    import simpletune.train  # noqa: F401
+
+    for line in sys.stdin:
+        print(json.dumps(launch(json.loads(line))), flush=True)
+
+
+def launch(job: dict[str, Any]) -> list[int]:
+    """Start a job's processes and wait; when one fails the others are ended, as a launcher does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = {start(job, rank, port): rank for rank in range(job["processes"])}
+    codes, late = [0] * len(ranks), time.monotonic() + PATIENCE
+    while ranks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > late or any(code < 0 for code in codes):
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+        time.sleep(0.01)
+    return codes
+
+
+def start(job: dict[str, Any], rank: int, port: int) -> int:
+    """Fork one process of a job; its number."""
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        place = Path(job["place"])
+        log = os.open(place / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        world = str(job["processes"])
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        from simpletune import failpoints
+        from simpletune.__main__ import main
+
+        if str(rank) in job["moments"]:
+            failpoints.arm_all(job["moments"][str(rank)])
+        code = main(["train", str(place / f"{rank}.json"), *job["arguments"]])
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()

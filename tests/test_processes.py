@@ -1,0 +1,210 @@
+"""Several processes that train together: the weights of one, written by the first, stopped and resumed together."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import Launcher
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from simpletune import checkpoint
+from simpletune.data.cache import Cache, view_key
+from simpletune.data.plan import Draw, Plan, make_plan
+from simpletune.demo import pictures, tiny_sd3
+from simpletune.reading import validate
+from simpletune.runs import SKIPPED, read_metrics, read_rows
+from simpletune.step import keep_to_itself
+from simpletune.train import train
+
+LEVERS = {"resident_blocks": 1, "boundaries": "host"}
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The configuration of a run with a model of two blocks."""
+    place = tmp_path_factory.mktemp("processes")
+    tiny_sd3.build(place / "pipeline", **(tiny_sd3.MINIMAL | {"layers": 2, "heads": 2}), seed=1, dtype="fp32")
+    pictures.write_folder(place / "pictures", 6, seed=3, style="flat", pixels=32)
+    return {
+        "name": "whole",
+        "device": "cpu",
+        "model": {"pretrained": str(place / "pipeline"), "t5_length": 8},
+        "data": {"path": str(place / "pictures"), "resolution": 32, "caption_dropout": 0.3},
+        "adapter": {"rank": 2},
+        "precision": {"weights": "fp32"},
+        "optimizer": {"lr": 0.01},
+        "train": {"steps": 4},
+        "ema": {"decay": 0.9},
+        "checkpoint": {"every": 2},
+        "validation": {"prompts": ["a red disc"], "steps": 1, "eval_samples": 2},
+        "profile": {"max_traces": 1},
+        "output": {name: str(place / name) for name in ("runs", "profiles", "cache")} | {"report": False},
+    }
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    with Launcher(tmp_path_factory.mktemp("jobs")) as started:
+        yield started
+
+
+def changed(ground: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
+    data = copy.deepcopy(ground) | {"name": name}
+    for section, values in changes.items():
+        data[section] = {**(data.get(section) or {}), **values} if isinstance(values, dict) else values
+    return data
+
+
+def run_of(data: dict[str, Any]) -> Path:
+    return Path(data["output"]["runs"]) / data["name"]
+
+
+def together(launcher: Launcher, data: dict[str, Any], **how: Any) -> list[str]:
+    """Two processes that end well; what each said."""
+    outcome = launcher.train(data, data, **how)
+    assert outcome.codes == [0, 0], outcome.said
+    return outcome.said
+
+
+@pytest.fixture(scope="module")
+def whole(launcher: Launcher, ground: dict[str, Any]) -> tuple[Path, list[str]]:
+    """Two processes from an empty cache, never stopped: the run, and what each process said."""
+    return run_of(ground), together(launcher, ground)
+
+
+def tensors(run: Path, step: int = 4) -> dict[str, torch.Tensor]:
+    """Weights, optimizer and average of a checkpoint."""
+    files = (checkpoint.TRAINABLE, checkpoint.OPTIMIZER, checkpoint.AVERAGE)
+    found = {file: load_file(checkpoint.checkpoint_folder(run, step) / file) for file in files}
+    return {f"{file}:{name}": tensor for file in files for name, tensor in found[file].items()}
+
+
+def require_same(run: Path, other: Path) -> None:
+    """Two runs ended alike, bit for bit."""
+    torch.testing.assert_close(tensors(run), tensors(other), rtol=0, atol=0)
+    mine, others = ([{**row, "seconds": 0} for row in read_metrics(each)] for each in (run, other))
+    assert mine == others
+
+
+def alone(data: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One process that takes what two would, one after the other, as the micro-batches of a step."""
+    honest = Plan.micro_batch
+
+    def micro_batch(self: Plan, step: int, micro: int, process: int = 0) -> list[Draw]:
+        two = Plan(self.samples, self.source, self.objective, seed=self.seed, batch_size=self.batch_size, processes=2)
+        return honest(two, step, 0, micro)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Plan, "micro_batch", micro_batch)
+        return train(validate(changed(data, f"{data['name']}-alone", train={"gradient_accumulation": 2}), "test"))
+
+
+def test_two_processes_train_what_one_would(
+    whole: tuple[Path, list[str]], ground: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = whole[0]
+    one = alone(ground, monkeypatch)
+    torch.testing.assert_close(tensors(run), tensors(one), rtol=1e-4, atol=1e-6)
+    losses = [[row[key] for row in read_metrics(each) for key in ("loss", "grad_norm")] for each in (run, one)]
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_process_writes_and_speaks(whole: tuple[Path, list[str]], ground: dict[str, Any]) -> None:
+    run, said = whole
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_rows(run / "evaluations.jsonl")] == [0, 4]
+    assert sorted(entry.name for entry in run.parent.glob("*whole.*")) == [".whole.lock"]  # nothing was moved aside
+    profiles = Path(ground["output"]["profiles"])
+    assert len(list((profiles / "whole").rglob("*tfevents*"))) == 1
+    for words in ("latents: 6 pictures", "text  clip_l", "done in"):
+        assert words in said[0] and words not in said[1]
+    assert "Traceback" not in said[1]
+    cache = Path(ground["output"]["cache"])
+    assert len(list((cache / "latents").rglob("*.safetensors"))) == 6
+    assert not list(run.rglob("*.part")) + list(cache.rglob("*.part"))
+
+
+def test_killed_and_resumed_together_they_end_as_if_never_killed(
+    launcher: Launcher, whole: tuple[Path, list[str]], ground: dict[str, Any]
+) -> None:
+    data = changed(ground, "killed")
+    killed = launcher.train(data, data, moments=dict.fromkeys((0, 1), "step.begun:4=kill"))
+    assert killed.codes == [-9, -9], killed.said
+    assert [step for step, _ in checkpoint.list_checkpoints(run_of(data))] == [2]
+    assert "step 2 of 4" in together(launcher, data, resume="auto")[0]
+    require_same(run_of(data), whole[0])
+    (checkpoint.checkpoint_folder(run_of(data), 4) / checkpoint.TRAINABLE).write_bytes(b"")
+    assert "set aside" in together(launcher, data, resume="auto")[0]
+    require_same(run_of(data), whole[0])
+
+
+@pytest.mark.parametrize(
+    "asked", [pytest.param((0, 1), id="both", marks=pytest.mark.slow), pytest.param((1,), id="the second")]
+)
+def test_a_signal_stops_both_after_the_same_step_and_only_as_many_continue(
+    launcher: Launcher, whole: tuple[Path, list[str]], ground: dict[str, Any], asked: tuple[int, ...]
+) -> None:
+    data = changed(ground, f"stopped-{len(asked)}")
+    stopped = launcher.train(data, data, moments=dict.fromkeys(asked, "step.begun:3=term"))
+    assert stopped.codes == [143, 143], stopped.said
+    assert [step for step, _ in checkpoint.list_checkpoints(run_of(data))] == [2, 3]
+    assert "step 3 of 4 is saved" in stopped.said[0] and "is saved" not in stopped.said[1]
+    one = launcher.train(data, resume="auto")
+    assert one.codes == [2] and "was made by 2 processes, and now there are 1" in one.said[0]
+    together(launcher, data, resume="auto")
+    require_same(run_of(data), whole[0])
+
+
+def test_streamed_blocks_and_boundaries_on_the_host_change_nothing(
+    launcher: Launcher, whole: tuple[Path, list[str]], ground: dict[str, Any]
+) -> None:
+    data = changed(ground, "streamed", memory=LEVERS)
+    together(launcher, data)
+    require_same(run_of(data), whole[0])
+
+
+@pytest.mark.parametrize("weights", ["int8", pytest.param("nf4", marks=pytest.mark.slow)])
+def test_quantised_bases_and_the_modulation_plan(
+    launcher: Launcher, ground: dict[str, Any], weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precision, memory = {"weights": weights, "compute": "fp32"}, {"modulation": "plan", "modulation_window": 3}
+    data = changed(ground, weights, precision=precision, memory=memory | LEVERS)
+    said = together(launcher, data)
+    assert f"base    {weights} weights kept" in said[0] and "base " not in said[1]
+    resident = alone(changed(ground, weights, precision=precision), monkeypatch)
+    torch.testing.assert_close(tensors(run_of(data)), tensors(resident), rtol=1e-3, atol=1e-5)
+
+
+def test_what_is_not_finite_in_the_second_process_is_named_by_the_first(
+    launcher: Launcher, whole: tuple[Path, list[str]], ground: dict[str, Any], tmp_path: Path
+) -> None:
+    shutil.copytree(ground["output"]["cache"], tmp_path / "cache")
+    data = changed(ground, "odd", train={"on_nonfinite": "skip"}, output={"cache": str(tmp_path / "cache")})
+    config = validate(data, "test")
+    plan = make_plan(config, config.data.scan(Path(config.data.path)).pictures, 2)
+    views = [plan.micro_batch(0, 0, process)[0].view for process in (0, 1)]
+    for file in (tmp_path / "cache" / "latents").rglob("*.safetensors"):
+        with safe_open(file, "pt") as handle:
+            key, z_0 = handle.metadata()["key"], handle.get_tensor("z_0")
+        if key == view_key(views[1]):
+            Cache(file.parent).save(key, {"z_0": z_0 * math.nan})
+    names = [view.picture.name for view in views]
+    said = launcher.train(data, data).said[0]
+    assert f"step 1: the loss is nan. Samples: {names[1]}. {names[1]}: its cached latents are not finite" in said
+    assert list(read_rows(run_of(data) / SKIPPED))[0]["samples"] == names
+
+
+def test_frozen_tensors_are_not_exchanged() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model[0].weight.requires_grad_(False)
+    keep_to_itself(model)
+    kept = set(model._ddp_params_and_buffers_to_ignore)  # type: ignore[arg-type]
+    assert kept == {"0.weight", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
