@@ -34,6 +34,8 @@ _LIBRARY.define("int8_rows(Tensor x, Tensor? columns) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "int8_product(Tensor x, Tensor x_scale, Tensor weight, Tensor? scale, Tensor? bias, ScalarType dtype) -> Tensor"
 )
+for _name in ("int8_rows", "int8_product"):
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # gradients are those of _Int8Product
 
 
 def int8_rows(x: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -148,7 +150,7 @@ def shared_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Only the last result is held, and no longer than its tensor lives; a tensor that was written to since is quantised
     anew. Recomputed activations are other tensors. In a compiled block nothing is held: there the compiler sees equal
-    calls with one input, and makes one of them.
+    calls with one input, and makes one of them where it partitions a graph for gradients.
     """
     if torch.compiler.is_compiling() or x.is_inference():  # inference tensors do not tell when they are written to
         return int8_rows(x)
@@ -219,10 +221,16 @@ def serves(x: Tensor) -> bool:
     return x.numel() > FEW_ROWS * x.shape[-1] and why_not(x.device) is None
 
 
-@torch._dynamo.assume_constant_result
-@lru_cache(maxsize=8)
 def why_not(device: torch.device) -> str | None:
-    """Why a device makes no int8 products, found out by one on it, and said; None if it does."""
+    """Why a device makes no int8 products, found out by one on it, and said once; None if it does."""
+    return _found_out(device)
+
+
+why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator imports all of dynamo
+
+
+@lru_cache(maxsize=8)
+def _found_out(device: torch.device) -> str | None:
     with _disable_current_modes(), torch.no_grad():  # tried on real tensors, and by no one's account
         reason = _why_not(device)
     if reason is not None:
