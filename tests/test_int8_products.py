@@ -17,12 +17,15 @@ import torch
 from blocks import PRECISIONS, loss_of, transformer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_simulate import LEVERS, assert_same_bytes, three_blocks  # noqa: F401 a fixture
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune import terminal
 from simpletune.adapters.lora import Lora
 from simpletune.explain import explain
+from simpletune.memory.accounting import Accounting
+from simpletune.memory.fake import fake_tensors
+from simpletune.memory.moment import rounded
 from simpletune.options import ConfigError
 from simpletune.quant import int8_products
 from simpletune.quant.int8 import Int8
@@ -191,7 +194,9 @@ def test_query_key_and_value_share_their_rows() -> None:
     blocks = len(model.transformer_blocks)
     image = [m for m in model.transformer_blocks[0].modules() if isinstance(m, Int8Linear) and m.int8_products]
     assert len(image) == 12  # with the text's, which has 12 rows here: dequantised
-    assert forward == 4 * blocks and counted.calls["simpletune::int8_product"] - 6 * blocks == counted.quantised - forward
+    assert (
+        forward == 4 * blocks and counted.calls["simpletune::int8_product"] - 6 * blocks == counted.quantised - forward
+    )
 
 
 @pytest.mark.parametrize(("rows", "products"), [(16, 0), (17, 1)])
@@ -281,11 +286,31 @@ def test_compiled_blocks_have_no_break_and_quantise_once() -> None:
 
 def with_products(tiny_config: dict, **changes: Any) -> dict:
     data = copy.deepcopy(tiny_config)
-    data["data"]["resolution"] = 64  # 64 image tokens: more than the rows that are dequantised
+    data["data"]["resolution"] = 64
+    data["train"]["batch_size"] = 2  # 32 image tokens: more than the rows that are dequantised
     data["precision"] = {"weights": "int8", "compute": "bf16", "products": "int8", "input_gradient": "int8"}
     for section, values in changes.items():
         data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
     return data
+
+
+@pytest.mark.parametrize("lever", ["kept", "checkpointed", "plan-streamed"])
+def test_real_and_fake_tensors_take_the_same_bytes(lever: str, tiny_config: dict, three_blocks: Path) -> None:
+    data = with_products(tiny_config, **copy.deepcopy(LEVERS.get(lever, {})))
+    data["model"]["pretrained"] = str(three_blocks)
+    if lever == "checkpointed":
+        data["memory"] = {"checkpointing": "all"}
+    with Counted() as counted:
+        assert_same_bytes(validate(data, lever))
+    assert counted.quantised > 0
+
+
+def test_nothing_in_int32_is_counted() -> None:
+    """Rows, their scales and the output are all that the kernels allocate."""
+    int8, x = layer(96, 1024), torch.randn(256, 96)
+    with Accounting() as accounting, torch.no_grad():
+        y = int8(x)
+    assert accounting.peak.bytes == sum(rounded(size) for size in (256 * 96, 4 * 256, y.nbytes))
 
 
 def losses(data: dict, **arguments: Any) -> list[float]:
@@ -325,10 +350,13 @@ def test_check_says_which_products_are_used(tiny_config: dict) -> None:
 
 
 def test_a_kept_base_serves_either_product() -> None:
-    assert Int8(products="int8", input_gradient="int8").held() == Int8().held() == {"weights": "int8", "compute": "bf16"}
+    assert (
+        Int8(products="int8", input_gradient="int8").held() == Int8().held() == {"weights": "int8", "compute": "bf16"}
+    )
 
 
-def test_silence_is_for_the_estimate_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_the_cpu_is_tried_on_real_tensors_and_by_no_ones_account() -> None:
     int8_products._found_out.cache_clear()
-    assert int8_products.why_not(torch.device("cpu")) is None
-    assert capsys.readouterr().out == "" and not terminal._SILENT
+    with fake_tensors(), Accounting() as accounting:
+        assert int8_products.why_not(torch.device("cpu")) is None
+    assert accounting.peak.bytes == 0
