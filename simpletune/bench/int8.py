@@ -1,5 +1,7 @@
-"""``bench int8``: what int8 products cost in exactness. Losses of the demo's run in bf16 and with the int8 weights' kinds
-of products, on the same steps; and the error of one product at the sizes of SD3 Medium's layers.
+"""``bench int8``: what int8 products cost in exactness.
+
+Losses of the demo's run in bf16 and with each kind of products of int8 weights, on the same steps; and the error of one
+product at the sizes of SD3 Medium's layers.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ LAYERS = {"q, k, v, out": (1536, 1536), "up": (6144, 1536), "down": (1536, 6144)
 ROWS, OUTLIERS = 333, 8
 COLUMNS = {
     "what": "", "first": f"mean loss, first {ENDS} steps", "last": f"mean loss, last {ENDS}",
-    "eval_loss_before": "held-out before", "eval_loss_after": "held-out after", "apart": "mean distance from bf16's loss",
-    "seconds_per_step": "s/step here",
+    "eval_loss_before": "held-out before", "eval_loss_after": "held-out after",
+    "apart": "mean distance of a step's loss from bf16's",
 }  # fmt: skip
 ONE = "One product"
 ERRORS = {
@@ -43,8 +45,9 @@ ERRORS = {
 }  # fmt: skip
 ABOUT = f"""\
 The demo's run on the tiny SD3, {STEPS} steps, everything but `precision` alike: the same pictures, noise levels and
-noise in every step. On a CPU the products are the kernel's arithmetic by `torch._int_mm`; its seconds say nothing of a
-GPU. *{ONE}*: relative errors in percent (norm of the difference over norm of the exact, in float64) at the sizes of SD3
+noise in every step. On a CPU the products are the kernel's arithmetic by `torch._int_mm`.
+
+*{ONE}*: relative errors in percent (norm of the difference over norm of the exact, in float64) at the sizes of SD3
 Medium's layers, {ROWS} rows, normal weights; *outliers*: {OUTLIERS} columns of the activations are 30 times as large;
 *channels*: so are {OUTLIERS} rows of the weight."""
 
@@ -58,9 +61,9 @@ def loss_row(options: list[str], overrides: list[str]) -> dict[str, Any]:
         run = train(config)
         losses = [float(row["loss"]) for row in read_metrics(run)]
         summary = read_json_or_none(run / SUMMARY) or {}
-    ends = {"first": sum(losses[:ENDS]) / ENDS, "last": sum(losses[-ENDS:]) / ENDS}
-    kept = ("eval_loss_before", "eval_loss_after", "seconds_per_step")
-    return {**ends, **{key: round(summary[key], 5) for key in kept}, "losses": losses}
+    figures = {"first": sum(losses[:ENDS]) / ENDS, "last": sum(losses[-ENDS:]) / ENDS}
+    figures |= {key: summary[key] for key in ("eval_loss_before", "eval_loss_after")}
+    return {**{key: f"{value:.5f}" for key, value in figures.items()}, "losses": losses}
 
 
 def relative(ours: Tensor, exact: Tensor) -> float:
@@ -160,11 +163,11 @@ def run(folder: Path, minutes: float, only: str, overrides: list[str]) -> Path:
     for name, measure in results.missing(grid(overrides), minutes, only):
         results.add(name, measure())
         say(f"bench   {name}")
-    base = results.rows.get("bf16", {}).get("losses")
+    base = results.rows.get("bf16", {}).get("losses", [])
     for name in [name for name in RUNS if name in results.rows and base]:
         losses = results.rows[name]["losses"]
         apart = sum(abs(mine - theirs) for mine, theirs in zip(losses, base, strict=True)) / len(base)
-        results.add(name, {**results.rows[name], "apart": round(apart, 5)})
+        results.add(name, {**results.rows[name], "apart": f"{apart:.5f}"})
     if base:
         draw(results.rows, results.stem.with_suffix(".png"))
     return results.write_table("int8 products: losses and errors", ABOUT, machine(), {ONE: ERRORS})

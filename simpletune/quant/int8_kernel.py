@@ -6,6 +6,7 @@ importing it needs Triton. A sum of k products is exact in int32, and nothing wi
 Contraction of products and sums (``enable_fp_fusion``) is off: the arithmetic is then the CPU's, bit for bit.
 """
 
+# mypy: allow-incomplete-defs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -67,7 +68,7 @@ def _product(
     x, x_scale, weight, scale, bias, y, m, n, k, weight_n, weight_k, bucket, multiprocessors,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y = (x weight^T) * x_scale * scale + bias; ``bucket`` and ``multiprocessors`` only tell tunings apart.
+    """One tile of y = (x weight^T) * x_scale * scale + bias; ``bucket``, ``multiprocessors`` only tell tunings apart.
 
     Programs that run at the same time share rows and columns: they go down ``GROUP`` rows of tiles before they go on to
     the next column. Rows and columns past the edge are those from the start again, and are not written.
@@ -159,7 +160,7 @@ def product(
     dtype: torch.dtype,
     tile: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:  # [m, n]
-    """y = (x weight^T) * x_scale * scale + bias; without ``tile`` the device's fastest, timed once for each bucket of m.
+    """y = (x weight^T) * x_scale * scale + bias; without ``tile`` by the device's fastest for m's bucket, timed once.
 
     Buckets are powers of two: pictures of many shapes share their tunings. Timings are kept in Triton's cache folder.
     """
@@ -169,7 +170,8 @@ def product(
         return y
     bucket = 1 << (m - 1).bit_length()
     given = (
-        x, x_scale, weight, scale, bias, y, m, n, k, weight.stride(0), weight.stride(1), bucket, multiprocessors(x.device)
+        x, x_scale, weight, scale, bias, y, m, n, k, weight.stride(0), weight.stride(1), bucket,
+        multiprocessors(x.device),
     )  # fmt: skip
 
     def grid(chosen: dict[str, Any]) -> tuple[int]:

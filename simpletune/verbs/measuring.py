@@ -14,10 +14,8 @@ def bench(args: argparse.Namespace) -> None:
     """measure a grid of settings and write its table"""
     from simpletune.bench import estimate, inference, int8, memory, quality, study
 
-    if args.grid == "memory":
-        print(memory.run(args.out, args.minutes, args.rows))
-    elif args.grid == "estimate":
-        print(estimate.run(args.out, args.minutes, args.rows))
+    if args.grid in ("memory", "estimate"):
+        print((memory if args.grid == "memory" else estimate).run(args.out, args.minutes, args.rows))
     elif args.grid == "int8":
         print(int8.run(args.out, args.minutes, args.rows, args.overrides))
     elif args.grid == "inference":
