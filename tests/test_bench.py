@@ -92,7 +92,7 @@ def test_int8_products_are_measured_beside_bf16(tmp_path: Path, monkeypatch: pyt
     assert float(bf16["apart"]) == 0 < float(ours["apart"]) < 0.05 and len(ours["losses"]) == 2
     normal, outliers, channels = (rows[f"small [64, 48], {kind}"] for kind in ("normal", "outliers", "channels"))
     assert max(normal["weights"], normal["activations"]) < normal["both"] < 1.5
-    assert outliers["both"] > 2 * normal["both"] and channels["int8_gradient"] > 2 * normal["int8_gradient"]
+    assert outliers["both"] > 1.4 * normal["both"] and channels["int8_gradient"] > 1.4 * normal["int8_gradient"]
     assert "## One product" in page
     with Image.open(tmp_path / "int8.png") as picture:
         assert picture.width > 700
