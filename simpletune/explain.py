@@ -35,7 +35,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "parameters", f"{trained:,} trained, of {total:,} in the base ({100 * trained / total:.2f}%)"
     else:
         yield "trains", f"by {config.adapter.method}; the number of parameters is known once the model is here"
-    yield "weights", f"{config.precision.weights}, products in {config.precision.compute}"
+    yield "weights", f"{config.precision.weights}, {config.precision.multiplies()}"
     yield "memory", ", ".join(_memory(config))
     steps = f"{train.epochs} epochs" if train.epochs else f"{config.steps(1)} steps"
     batch = train.batch_size * train.gradient_accumulation

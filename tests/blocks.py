@@ -32,7 +32,8 @@ CONFIG = {
 }  # fmt: skip
 PRECISIONS = {
     "fp32": FP32(), "fp32-autocast": FP32(compute="bf16"), "bf16": BF16(), "int8": Int8(compute="fp32"),
-    "int8-bf16": Int8(), "int8-quanto": Int8Quanto(compute="fp32"), "int8-quanto-bf16": Int8Quanto(),
+    "int8-bf16": Int8(), "int8-products": Int8(compute="fp32", products="int8", input_gradient="int8"),
+    "int8-quanto": Int8Quanto(compute="fp32"), "int8-quanto-bf16": Int8Quanto(),
 }  # fmt: skip
 STEPS, ACCUMULATION = 3, 2
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from simpletune.bench import inference, memory, quality
+from simpletune.bench import inference, int8, memory, quality
 from simpletune.bench.table import Results, shown
 from simpletune.options import UserError
 
@@ -79,3 +79,20 @@ def test_inference_is_measured_against_diffusers_in_one_process(tmp_path: Path, 
         assert row["seconds_per_picture"] == pytest.approx(row["encode"] + row["denoise"] + row["decode"])
         assert row["cost"]["spot"] == pytest.approx(0.1 * row["seconds_per_picture"])
     assert 0.2 < rows["diffusers"]["faster"] < 5 and "spot, at 0.36 an hour" in page
+
+
+def test_int8_products_are_measured_beside_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "LAYERS", {"small": (64, 48)})
+    monkeypatch.setattr(int8, "STEPS", 2)
+    monkeypatch.setattr(int8, "RUNS", {name: int8.RUNS[name] for name in ("bf16", "int8 products and gradients")})
+    overrides = ["schedule.warmup_steps=1", "device=cpu", f"output.cache={tmp_path}/cache", "validation.eval_samples=2"]
+    page = int8.run(tmp_path, 60, "", overrides).read_text()
+    rows = json.loads((tmp_path / "int8.json").read_text())["rows"]
+    ours, bf16 = rows["int8 products and gradients"], rows["bf16"]
+    assert float(bf16["apart"]) == 0 < float(ours["apart"]) < 0.05 and len(ours["losses"]) == 2
+    normal, outliers, channels = (rows[f"small [64, 48], {kind}"] for kind in ("normal", "outliers", "channels"))
+    assert max(normal["weights"], normal["activations"]) < normal["both"] < 1.5
+    assert outliers["both"] > 1.4 * normal["both"] and channels["int8_gradient"] > 1.4 * normal["int8_gradient"]
+    assert "## One product" in page
+    with Image.open(tmp_path / "int8.png") as picture:
+        assert picture.width > 700

@@ -66,6 +66,75 @@ def test_losses_equal_those_of_the_cpu(weights: str, tiny_config: dict) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
 
 
+SHAPES = [(1536, 1536), (6144, 1536), (1536, 6144)]  # [o, i] of SD3 Medium's layers
+
+
+@pytest.mark.parametrize("rows", [17, 333, 1024, 4096 + 333, 4 * 4096])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_products_are_those_of_the_cpu_and_of_float64(shape: tuple[int, int], rows: int) -> None:
+    from simpletune.quant.int8_products import int8_product, int8_rows, why_not
+
+    assert why_not(torch.device("cuda")) is None
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randint(-127, 128, shape, generator=generator).to(torch.int8)
+    scale, bias = torch.rand(shape[0], generator=generator), torch.randn(shape[0], generator=generator).bfloat16()
+    x = torch.randn(rows, shape[1], generator=generator).bfloat16()
+    x[0], x[1, 0], x[2, 3] = 0, 3e4, torch.nan
+    grad = torch.randn(rows, shape[0], generator=generator).bfloat16()
+    found = []
+    for device in ("cuda", "cpu"):
+        q, row_scale = int8_rows(x.to(device))
+        y = int8_product(q, row_scale, weight.to(device), scale.to(device), bias.to(device), torch.bfloat16)
+        grad_q, grad_scale = int8_rows(grad.to(device), scale.to(device))
+        grad_x = int8_product(grad_q, grad_scale, weight.to(device).t(), None, None, torch.float32)
+        found.append([tensor.cpu() for tensor in (q, row_scale, y, grad_q, grad_scale, grad_x)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    q, row_scale, y = found[0][:3]
+    some = [0, 1, *range(3, min(rows, 300))]
+    exact = (q[some].double() @ weight.double().t()) * row_scale[some].double()[
+        :, None
+    ] * scale.double() + bias.double()
+    torch.testing.assert_close(y[some].double(), exact, rtol=2**-8, atol=1e-4)
+    assert y[2].isnan().all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_speed_of_int8_products_is_printed(shape: tuple[int, int]) -> None:
+    """Not asserted: rows to int8 and the product, against the bf16 product."""
+    from triton.testing import do_bench
+
+    from simpletune.quant.int8_products import int8_product, int8_rows
+
+    weight = torch.randn(shape, device="cuda").bfloat16()
+    q, scale = int8_rows(weight)
+    for rows in (333, 1024, 4096 + 333, 4 * 4096):
+        x = torch.randn(rows, shape[1], device="cuda").bfloat16()
+        grad = torch.randn(rows, shape[0], device="cuda").bfloat16()
+        x_q, x_scale = int8_rows(x)
+        calls = {
+            "bf16": lambda x=x: x @ weight.t(),
+            "dequantised": lambda x=x: x @ q.to(x.dtype).t(),
+            "rows": lambda x=x: int8_rows(x),
+            "int8": lambda a=x_q, b=x_scale: int8_product(a, b, q, scale, None, torch.bfloat16),
+            "gradient bf16": lambda g=grad: g @ weight,
+            "gradient int8": lambda g=grad: int8_product(*int8_rows(g, scale), q.t(), None, None, torch.bfloat16),
+        }
+        times = {name: do_bench(call) for name, call in calls.items()}
+        print(f"{list(shape)} x {rows}: " + ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items()))
+        assert all(ms > 0 for ms in times.values())
+
+
+@pytest.mark.parametrize("gradient", ["dequantised", "int8"])
+def test_losses_of_int8_products_equal_those_of_the_cpu(gradient: str, tiny_config: dict) -> None:
+    precision = {"weights": "int8", "compute": "fp32", "products": "int8", "input_gradient": gradient}
+    losses = [
+        [row["loss"] for row in read_metrics(run_on(tiny_config, device, name=device, precision=precision))]
+        for device in ("cpu", "cuda")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "paged_adamw8bit", "lion8bit", "adafactor", "adamw_bf16"])
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_trains_and_resumes(method: str, optimizer: str, tiny_config: dict) -> None:

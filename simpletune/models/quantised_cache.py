@@ -70,7 +70,7 @@ class QuantisedBase:
             "weights": _weights_of(part),
             "files": list(_stamps(part)),
             "config": dict(config),
-            "precision": precision.model_dump(mode="json"),
+            "precision": precision.held(),
             "device": device.type,
         }
         key = hashlib.sha256(json.dumps(self.made_from, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The lean frozen int8 linear layer.
+"""The lean frozen int8 linear layer. Its products are made with the dequantised weight, or in int8 (int8_products.py).
 
 Shapes: n rows (samples x tokens), i input and o output features.
 """
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from simpletune.quant import int8_products
 
 
 def quantise_rows(
@@ -43,7 +45,7 @@ class _FrozenInt8Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None]:
         (grad_y,) = grads  # [..., o]
         q, scale = ctx.saved_tensors
-        grad_x = (grad_y * scale.to(grad_y.dtype)) @ q.to(grad_y.dtype) if ctx.needs_input_grad[0] else None
+        grad_x = int8_products.input_gradient(grad_y, q, scale) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None
 
 
@@ -54,6 +56,10 @@ class Int8Linear(nn.Linear):
     """
 
     scale: Tensor
+    int8_products = False
+    """Whether products are made in int8, where there are rows enough and the device can."""
+    int8_gradient = False
+    """Whether the input's gradient is such a product, too."""
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: torch.dtype) -> Int8Linear:
@@ -72,7 +78,9 @@ class Int8Linear(nn.Linear):
         return twin
 
     def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
-        """The product with the dequantised weight, in the input's type."""
+        """The product in the input's type."""
+        if self.int8_products and int8_products.serves(x):
+            return int8_products.multiply(x, self.weight, self.scale, self.bias, self.int8_gradient)
         return _FrozenInt8Product.apply(x, self.weight, self.scale, self.bias)
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]

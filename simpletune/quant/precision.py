@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from simpletune.options import Option
+from simpletune.options import Option, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,8 @@ class WeightPrecision(Option):
     nothing keeps a copy or a pointer of its own."""
     bytes_per_weight: ClassVar[float]
     """Bytes of one weight of a linear layer inside the blocks, scales left out."""
+    arithmetic: ClassVar[frozenset[str]] = frozenset()
+    """Fields that say how weights are multiplied, and nothing of how they are held."""
 
     def compute_dtype(self) -> torch.dtype:
         """The type of activations and of what is not quantised."""
@@ -46,6 +49,18 @@ class WeightPrecision(Option):
     def autocast(self) -> bool:
         """Whether the forward pass needs autocast: weights are wider than the products."""
         return False
+
+    def rules(self) -> Iterator[Problem]:
+        """Combinations of this precision's own fields that cannot work."""
+        yield from ()
+
+    def multiplies(self) -> str:
+        """How products are made, in words."""
+        return f"products in {getattr(self, 'compute')}"  # noqa: B009 members own it
+
+    def held(self) -> dict[str, Any]:
+        """What the weights' bytes follow from, as JSON: equal for two precisions that hold them alike."""
+        return self.model_dump(mode="json", exclude=set(self.arithmetic))
 
     def quantises(self, name: str) -> bool:
         """Whether the linear layer of that name is quantised."""

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from simpletune.generate_arguments import positive, size
 
-GRIDS = ("memory", "estimate", "quality", "inference", "study")
+GRIDS = ("memory", "estimate", "quality", "inference", "study", "int8")
 
 
 def bench(args: argparse.Namespace) -> None:
     """measure a grid of settings and write its table"""
-    from simpletune.bench import estimate, inference, memory, quality, study
+    from simpletune.bench import estimate, inference, int8, memory, quality, study
 
-    if args.grid == "memory":
-        print(memory.run(args.out, args.minutes, args.rows))
-    elif args.grid == "estimate":
-        print(estimate.run(args.out, args.minutes, args.rows))
+    if args.grid in ("memory", "estimate"):
+        print((memory if args.grid == "memory" else estimate).run(args.out, args.minutes, args.rows))
+    elif args.grid == "int8":
+        print(int8.run(args.out, args.minutes, args.rows, args.overrides))
     elif args.grid == "inference":
         asked = {"minutes": args.minutes, "only": args.rows, "prices": dict(args.price), "rounds": args.rounds}
         more = {"size": args.size, "steps": args.steps, "device": args.device}

@@ -1,0 +1,190 @@
+"""The Triton kernels of the int8 products: rows to int8, and int8 x int8 with scales and bias in the epilogue.
+
+Shapes: m rows of activations, n output features, k the length of the sum. Only what ``int8_products.py`` calls on CUDA;
+importing it needs Triton. A sum of k products is exact in int32, and nothing wider than the output reaches memory.
+
+Contraction of products and sums (``enable_fp_fusion``) is off: the arithmetic is then the CPU's, bit for bit.
+"""
+
+# mypy: allow-incomplete-defs
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LONGEST_BLOCK = 4096  # elements of a row that one program holds at once
+ROUNDS = 12  # timed calls of each tile in tuning
+# Tiles: rows, columns and length of the sum of one step, warps, stages. The largest wants Hopper's shared memory, those
+# with two stages fit Turing's 64 KiB; a tile that does not fit the device is passed over in tuning.
+TILES = (
+    (128, 256, 128, 8, 3), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 128, 128, 8, 3), (128, 128, 64, 4, 4),
+    (128, 64, 128, 4, 3), (64, 128, 128, 4, 3), (64, 64, 128, 4, 4), (32, 128, 128, 4, 4), (128, 128, 64, 8, 2),
+)  # fmt: skip
+SAFE_TILE = (64, 64, 64, 4, 2)
+"""A tile that fits every device: for trying whether the kernel works at all."""
+
+
+@triton.jit
+def _rows(x, columns, q, scale, inner, k, x_outer, x_row, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    """One row: its largest magnitude, then its numbers over it in 127 steps."""
+    row = tl.program_id(0).to(tl.int64)
+    x += (row // inner) * x_outer + (row % inner) * x_row
+    q += row * k
+    at = tl.arange(0, BLOCK)
+    top = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, k, BLOCK):
+        inside = at < k - start
+        value = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
+        if columns is not None:
+            value *= tl.load(columns + start + at, mask=inside, other=0.0)
+        size = tl.abs(value)
+        top = tl.maximum(top, tl.where(size < float("inf"), size, float("inf")))  # NaN as infinity: max passes it over
+    largest = tl.max(top, axis=0)
+    finite = largest < float("inf")
+    counts = finite & (largest >= LEAST)
+    divisor = tl.where(counts, largest, 1.0)
+    step = tl.where(counts, tl.div_rn(divisor, tl.full((), 127.0, tl.float32)), 1.0)
+    tl.store(scale + row, tl.where(finite, step, float("nan")))
+    inverse = tl.where(counts, tl.div_rn(tl.full((), 127.0, tl.float32), divisor), 0.0)
+    for start in range(0, k, BLOCK):
+        inside = at < k - start
+        value = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
+        if columns is not None:
+            value *= tl.load(columns + start + at, mask=inside, other=0.0)
+        level = tl.where(finite, value * inverse, 0.0)
+        level = (level + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, ties to even
+        tl.store(q + start + at, level.to(tl.int8), mask=inside)
+
+
+@triton.heuristics({"EVEN_K": lambda given: given["k"] % given["BLOCK_K"] == 0})
+@triton.jit(do_not_specialize=["bucket", "multiprocessors"])
+def _product(
+    x, x_scale, weight, scale, bias, y, m, n, k, weight_n, weight_k, bucket, multiprocessors,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of y = (x weight^T) * x_scale * scale + bias; ``bucket``, ``multiprocessors`` only tell tunings apart.
+
+    Programs that run at the same time share rows and columns: they go down ``GROUP`` rows of tiles before they go on to
+    the next column. Rows and columns past the edge are those from the start again, and are not written.
+    """
+    program = tl.program_id(0)
+    in_group = GROUP * tl.cdiv(n, BLOCK_N)
+    first = (program // in_group) * GROUP
+    height = tl.minimum(tl.cdiv(m, BLOCK_M) - first, GROUP)
+    row = (first + (program % in_group) % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = ((program % in_group) // height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    along = tl.arange(0, BLOCK_K)
+    x_at = x + (row % m).to(tl.int64)[:, None] * k + along[None, :]
+    weight_at = weight + (column % n).to(tl.int64)[None, :] * weight_n + along[:, None].to(tl.int64) * weight_k
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for start in range(0, k, BLOCK_K):
+        if EVEN_K:
+            left, right = tl.load(x_at), tl.load(weight_at)
+        else:
+            left = tl.load(x_at, mask=along[None, :] < k - start, other=0)
+            right = tl.load(weight_at, mask=along[:, None] < k - start, other=0)
+        total = tl.dot(left, right, total, out_dtype=tl.int32)
+        x_at += BLOCK_K
+        weight_at += BLOCK_K * weight_k
+    result = total.to(tl.float32) * tl.load(x_scale + row, mask=row < m, other=0.0)[:, None]
+    if scale is not None:
+        result *= tl.load(scale + column, mask=column < n, other=0.0)[None, :]
+    if bias is not None:
+        result += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+    y_at = y + row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(y_at, result.to(y.dtype.element_ty), mask=(row[:, None] < m) & (column[None, :] < n))
+
+
+def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
+    """Times of a launch. Triton's own timing would take 256 MB of the card to clear its cache."""
+    call()
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(ROUNDS)]
+    for begin, end in marks:
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    times = sorted(begin.elapsed_time(end) for begin, end in marks)
+    return [times[round(quantile * (ROUNDS - 1))] for quantile in quantiles]
+
+
+def _blocks(tile: tuple[int, int, int, int, int]) -> dict[str, int]:
+    return {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": tile[2], "GROUP": 8}
+
+
+_tuned = triton.autotune(
+    configs=[triton.Config(_blocks(tile), num_warps=tile[3], num_stages=tile[4]) for tile in TILES],
+    key=["bucket", "n", "k", "weight_k", "multiprocessors"],
+    do_bench=_seconds,
+    cache_results=True,
+)(_product)
+
+
+def rows(x: Tensor, columns: Tensor | None, least: float) -> tuple[Tensor, Tensor]:
+    """Rows as int8 and a scale each.
+
+    Args:
+        x: [..., k], any floating type; strided rows are read as they lie.
+        columns: fp32 [k], multiplied in first; or None.
+        least: a row whose largest magnitude is under it is zeros.
+
+    Returns:
+        int8 [m, k] and fp32 [m].
+    """
+    k = x.shape[-1]
+    parts = x if x.dim() == 3 else x.reshape(1, -1, k)
+    parts = parts if parts.stride(2) == 1 else parts.contiguous()
+    count = parts.shape[0] * parts.shape[1]
+    q, scale = x.new_empty((count, k), dtype=torch.int8), x.new_empty((count,), dtype=torch.float32)
+    if count:
+        block = min(triton.next_power_of_2(k), LONGEST_BLOCK)
+        _rows[(count,)](
+            parts, columns, q, scale, parts.shape[1], k, parts.stride(0), parts.stride(1), LEAST=least, BLOCK=block,
+            num_warps=4 if block <= 2048 else 8, enable_fp_fusion=False,
+        )  # fmt: skip
+    return q, scale
+
+
+def product(
+    x: Tensor,  # int8 [m, k], contiguous
+    x_scale: Tensor,  # fp32 [m]
+    weight: Tensor,  # int8 [n, k], of any strides
+    scale: Tensor | None,  # fp32 [n]
+    bias: Tensor | None,  # [n]
+    dtype: torch.dtype,
+    tile: tuple[int, int, int, int, int] | None = None,
+) -> Tensor:  # [m, n]
+    """y = (x weight^T) * x_scale * scale + bias; without ``tile`` by the device's fastest for m's bucket, timed once.
+
+    Buckets are powers of two: pictures of many shapes share their tunings. Timings are kept in Triton's cache folder.
+    """
+    (m, k), n = x.shape, len(weight)
+    y = x.new_empty((m, n), dtype=dtype)
+    if not m:
+        return y
+    bucket = 1 << (m - 1).bit_length()
+    given = (
+        x, x_scale, weight, scale, bias, y, m, n, k, weight.stride(0), weight.stride(1), bucket,
+        multiprocessors(x.device),
+    )  # fmt: skip
+
+    def grid(chosen: dict[str, Any]) -> tuple[int]:
+        return (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]),)
+
+    if tile is None:
+        _tuned[grid](*given, enable_fp_fusion=False)
+    else:
+        _product[grid](*given, **_blocks(tile), num_warps=tile[3], num_stages=tile[4], enable_fp_fusion=False)
+    return y
+
+
+@lru_cache(maxsize=8)
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has: it tells cards of one architecture apart; 0 in Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0

@@ -1,0 +1,277 @@
+"""Products of int8 activations with int8 weights: the same arithmetic on the CPU and, by a Triton kernel, on CUDA.
+
+y = (x_q q^T) * x_scale * scale + bias, the sum exact in int32, the rest in fp32. x_q = round(x / x_scale), with one
+scale a row, its largest magnitude over 127. Both steps are operations of their own (``simpletune::int8_rows``,
+``simpletune::int8_product``), so that fake tensors, the accounting of memory and ``torch.compile`` see what CUDA
+allocates: rows, scales and output, and nothing in int32.
+
+Shapes: m rows (samples x tokens), i input and o output features.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import weakref
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+
+from simpletune.terminal import say
+
+FEW_ROWS = 16
+"""With so many rows or fewer the weights are dequantised: a tile of the kernel would be mostly empty."""
+LEAST = 2.0**-100
+"""A row whose largest magnitude is under it is zeros: its scale, or one over it, would leave fp32's normal numbers."""
+LONGEST_SUM = (2**31 - 1) // 127**2
+OLDEST = (8, 0)  # for sm_75 Triton 3.7 cannot compile products of int8
+
+_LIBRARY = torch.library.Library("simpletune", "DEF")
+_LIBRARY.define("int8_rows(Tensor x, Tensor? columns) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "int8_product(Tensor x, Tensor x_scale, Tensor weight, Tensor? scale, Tensor? bias, ScalarType dtype) -> Tensor"
+)
+for _name in ("int8_rows", "int8_product"):
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # gradients are those of _Int8Product
+
+
+def int8_rows(x: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Symmetric round-to-nearest int8 with one scale a row: x * columns ~ q * scale, |error| <= scale / 2.
+
+    A row of zeros gets scale 1. A row with NaN or infinity gets scale NaN: every product with it is NaN.
+
+    Args:
+        x: [..., k].
+        columns: fp32 [k], or None for ones.
+
+    Returns:
+        int8 [m, k] and fp32 [m].
+    """
+    return torch.ops.simpletune.int8_rows(x, columns)
+
+
+def int8_product(
+    x: Tensor,  # int8 [m, k]
+    x_scale: Tensor,  # fp32 [m]
+    weight: Tensor,  # int8 [n, k], of any strides
+    scale: Tensor | None,  # fp32 [n]
+    bias: Tensor | None,  # [n]
+    dtype: torch.dtype,
+) -> Tensor:  # [m, n]
+    """(x weight^T) * x_scale * scale + bias in a type; the sum is exact, the rest in fp32.
+
+    Raises:
+        ValueError: k is so long that a sum may leave int32.
+    """
+    if x.shape[1] > LONGEST_SUM:
+        raise ValueError(f"a sum of {x.shape[1]} products of int8 numbers may leave int32: at most {LONGEST_SUM}")
+    return torch.ops.simpletune.int8_product(x, x_scale, weight, scale, bias, dtype)
+
+
+@torch.library.register_fake("simpletune::int8_rows", lib=_LIBRARY)
+def _(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+    rows = x.numel() // x.shape[-1]
+    return x.new_empty((rows, x.shape[-1]), dtype=torch.int8), x.new_empty((rows,), dtype=torch.float32)
+
+
+@torch.library.register_fake("simpletune::int8_product", lib=_LIBRARY)
+def _(
+    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@torch.library.impl(_LIBRARY, "int8_rows", "CPU")
+def _rows_on_cpu(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+    values = x.reshape(-1, x.shape[-1]).float()
+    if columns is not None:
+        values = values * columns
+    largest = values.abs().amax(dim=1)
+    finite = largest < torch.inf  # false for NaN too
+    counts = finite & (largest >= LEAST)
+    divisor = torch.where(counts, largest, 1.0)
+    scale = torch.where(counts, divisor / 127, 1.0).where(finite, torch.nan)
+    inverse = torch.where(counts, torch.full_like(divisor, 127) / divisor, 0.0)  # 127 / x would round 1 / x first
+    q = (values * inverse[:, None]).round_().where(finite[:, None], 0.0)
+    return q.to(torch.int8), scale
+
+
+@torch.library.impl(_LIBRARY, "int8_product", "CPU")
+def _product_on_cpu(
+    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    if x.shape[1] == 1:  # torch 2.13 gives wrong sums of one product
+        x, weight = F.pad(x, (0, 1)), F.pad(weight, (0, 1))
+    y = torch._int_mm(x, weight.t()).float().mul_(x_scale[:, None])
+    if scale is not None:
+        y.mul_(scale)
+    if bias is not None:
+        y.add_(bias.float())
+    return y.to(dtype)
+
+
+@torch.library.impl(_LIBRARY, "int8_rows", "CUDA")
+def _rows_on_cuda(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+    from simpletune.quant import int8_kernel
+
+    with torch.cuda.device_of(x):
+        return int8_kernel.rows(x, columns, LEAST)
+
+
+@torch.library.impl(_LIBRARY, "int8_product", "CUDA")
+def _product_on_cuda(
+    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    from simpletune.quant import int8_kernel
+
+    with torch.cuda.device_of(x):
+        return int8_kernel.product(x, x_scale, weight, scale, bias, dtype)
+
+
+class _Quantised(NamedTuple):
+    """The rows of a tensor that may still live."""
+
+    of: weakref.ref[Tensor]
+    version: int
+    rows: tuple[Tensor, Tensor]
+
+
+class _Last:
+    """What was quantised last: q, k and v are projections of one tensor, one after the other."""
+
+    entry: _Quantised | None = None
+
+
+def shared_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``int8_rows`` of a tensor, once for all layers in a row that get this very tensor.
+
+    Only the last result is held, and no longer than its tensor lives; a tensor that was written to since is quantised
+    anew. Recomputed activations are other tensors. In a compiled block nothing is held: there the compiler sees equal
+    calls with one input, and makes one of them where it partitions a graph for gradients.
+    """
+    if torch.compiler.is_compiling() or x.is_inference():  # inference tensors do not tell when they are written to
+        return int8_rows(x)
+    entry = _Last.entry
+    if entry is not None and entry.of() is x and entry.version == x._version:
+        return entry.rows
+    _Last.entry = None  # freed before the next is made
+    with torch.no_grad():
+        rows = int8_rows(x)
+    _Last.entry = _Quantised(weakref.ref(x, _forget), x._version, rows)
+    return rows
+
+
+def _forget(dead: weakref.ref[Tensor]) -> None:
+    if _Last.entry is not None and _Last.entry.of is dead:
+        _Last.entry = None
+
+
+class _Int8Product(torch.autograd.Function):
+    """The product with rows that are int8 already; only references to q and scale are kept for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, x_q: Tensor, x_scale: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None, int8: bool
+    ) -> Tensor:
+        ctx.save_for_backward(q, scale)
+        ctx.int8 = int8
+        return int8_product(x_q, x_scale, q, scale, bias, x.dtype).view(*x.shape[:-1], len(q))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None, None, None]:
+        (grad_y,) = grads  # [..., o]
+        q, scale = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = int8_input_gradient(grad_y, q, scale) if ctx.int8 else input_gradient(grad_y, q, scale)
+        return grad_x, None, None, None, None, None, None
+
+
+def input_gradient(grad_y: Tensor, q: Tensor, scale: Tensor) -> Tensor:  # [..., o], [o, i], [o] -> [..., i]
+    """The gradient of x with the dequantised weight, in the gradient's type."""
+    return (grad_y * scale.to(grad_y.dtype)) @ q.to(grad_y.dtype)
+
+
+def int8_input_gradient(grad_y: Tensor, q: Tensor, scale: Tensor) -> Tensor:  # [..., o], [o, i], [o] -> [..., i]
+    """The gradient of x as a product of int8: here the weight's scales lie along the sum, and go into the rows."""
+    rows, row_scale = int8_rows(grad_y, scale)
+    return int8_product(rows, row_scale, q.t(), None, None, grad_y.dtype).view(*grad_y.shape[:-1], q.shape[1])
+
+
+def multiply(
+    x: Tensor,  # [..., i]
+    q: Tensor,  # int8 [o, i]
+    scale: Tensor,  # fp32 [o]
+    bias: Tensor | None,  # [o]
+    int8_gradient: bool,
+) -> Tensor:  # [..., o]
+    """The int8 product of activations with a frozen weight, in their type, with a gradient for them.
+
+    Args:
+        int8_gradient: whether that gradient is a product of int8, too.
+    """
+    return _Int8Product.apply(x, *shared_rows(x), q, scale, bias, int8_gradient)
+
+
+def serves(x: Tensor) -> bool:
+    """Whether a tensor's product is made in int8: it has rows enough, and its device can."""
+    return x.numel() > FEW_ROWS * x.shape[-1] and why_not(x.device) is None
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why a device makes no int8 products, found out by one on it, and said once; None if it does."""
+    return _found_out(device)
+
+
+why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator imports all of dynamo
+
+
+@lru_cache(maxsize=8)
+def _found_out(device: torch.device) -> str | None:
+    with _disable_current_modes(), torch.no_grad():  # tried on real tensors, and by no one's account
+        reason = _why_not(device)
+    if reason is not None:
+        say(f"products NOT in int8 on {device}, the weights are dequantised for them: {reason}")
+    return reason
+
+
+def _why_not(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST:
+            return f"it is sm_{capability[0]}{capability[1]}, and int8 products begin at sm_{OLDEST[0]}{OLDEST[1]}"
+    elif device.type != "cpu":
+        return f"there is no kernel for {device.type}"
+    try:
+        return _tried(device)
+    except ImportError as error:
+        return f"{error}; Triton comes with torch's CUDA builds for Linux (pip install triton)"
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # no compiler, no headers, a kernel that fails
+        words = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
+        return f"{words.strip()[:200]} (Triton needs a C compiler, gcc or CC)"
+
+
+def _tried(device: torch.device) -> str | None:
+    """Ragged rows of the largest numbers in both layouts, against exact sums."""
+    numbers = torch.arange(33 * 96).remainder(255).sub(127).to(torch.int8).view(33, 96)
+    weight = torch.full((40, 96), -127, dtype=torch.int8)
+    weight[::3] = numbers[:14]
+    ones = torch.ones(33, device=device)
+    for laid in (weight, weight.t().contiguous().t()):
+        found = _plain_product(numbers.to(device), ones, laid.to(device))
+        if not torch.equal(found.cpu().double(), numbers.double() @ weight.double().t()):
+            return "its sums are not exact"
+    return None
+
+
+def _plain_product(x: Tensor, x_scale: Tensor, weight: Tensor) -> Tensor:
+    """A product without tuning."""
+    if x.device.type == "cpu":
+        return int8_product(x, x_scale, weight, None, None, torch.float32)
+    from simpletune.quant import int8_kernel
+
+    with torch.cuda.device_of(x):
+        return int8_kernel.product(x, x_scale, weight, None, None, torch.float32, int8_kernel.SAFE_TILE)

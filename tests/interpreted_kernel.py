@@ -1,0 +1,89 @@
+"""The int8 kernels in Triton's interpreter, on the CPU. Run by test_int8_products.py in a process of its own, because
+TRITON_INTERPRET must stand before Triton is imported."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from simpletune.quant import int8_kernel, int8_products
+
+TILES = [(16, 16, 32, 4, 2), (32, 64, 32, 4, 2), (64, 32, 64, 4, 2)]
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+ODD = ("none", "zeros", "outlier", "tiny", "nan", "inf")
+EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
+lengths = st.one_of(st.just(1), st.integers(1, 70))
+
+
+def activations(rows: int, k: int, dtype: torch.dtype, odd: str, seed: int) -> Tensor:
+    """Normal numbers, of which the first row is odd."""
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed))
+    if odd == "zeros":
+        x[0] = 0
+    if odd in ("nan", "inf"):
+        x[0, k // 2] = float(odd)
+    if odd in ("outlier", "tiny"):
+        x[0, -1] *= {"outlier": 3e4, "tiny": 1e-7}[odd]
+    return x.to(dtype)
+
+
+def truncated(y: Tensor) -> Tensor:
+    """fp32 to bf16 as the interpreter has it: the lower bits are cut off."""
+    return (y.view(torch.int32) & ~0xFFFF).view(torch.float32).bfloat16()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 12), k=lengths, dtype=st.sampled_from(TYPES), odd=st.sampled_from(ODD), folded=st.booleans(),
+    seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_rows_are_those_of_the_cpu(rows: int, k: int, dtype: torch.dtype, odd: str, folded: bool, seed: int) -> None:
+    x = activations(rows, k, dtype, odd, seed)
+    columns = torch.rand(k, generator=torch.Generator().manual_seed(seed)) if folded else None
+    ours = int8_kernel.rows(x, columns, int8_products.LEAST)
+    torch.testing.assert_close(ours, int8_products.int8_rows(x, columns), **EXACT)
+
+
+def test_long_rows_take_several_blocks() -> None:
+    x = activations(3, 2 * int8_kernel.LONGEST_BLOCK + 5, torch.float32, "outlier", 0)
+    torch.testing.assert_close(int8_kernel.rows(x, None, 0), int8_products.int8_rows(x), **EXACT)
+
+
+@pytest.mark.parametrize("strided", ["sliced", "transposed", "expanded"])
+def test_rows_are_read_as_they_lie(strided: str) -> None:
+    x = torch.randn(3, 9, 20)
+    x = {"sliced": x[:, 2:7, :13], "transposed": x.transpose(1, 2), "expanded": x[:1].expand(4, 9, 20)}[strided]
+    q, scale = int8_kernel.rows(x, None, int8_products.LEAST)
+    torch.testing.assert_close((q, scale), int8_products.int8_rows(x.contiguous()), **EXACT)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    m=lengths, n=lengths, k=lengths, dtype=st.sampled_from(TYPES), odd=st.sampled_from(ODD),
+    tile=st.sampled_from(TILES), scaled=st.booleans(), biased=st.booleans(), flipped=st.booleans(),
+    seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_products_are_a_float64_references_and_the_cpus(
+    m: int, n: int, k: int, dtype: torch.dtype, odd: str, tile: tuple, scaled: bool, biased: bool, flipped: bool,
+    seed: int,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    x, x_scale = int8_products.int8_rows(activations(m, k, dtype, odd, seed))
+    weight = torch.randint(-127, 128, (n, k), generator=generator).to(torch.int8)
+    weight = weight.t().contiguous().t() if flipped else weight
+    scale = torch.rand(n, generator=generator) if scaled else None
+    bias = torch.randn(n, generator=generator).to(dtype) if biased else None
+    given = (x, x_scale, weight, scale, bias)
+    ours = int8_kernel.product(*given, dtype, tile)
+    wide = int8_products.int8_product(*given, torch.float32)
+    torch.testing.assert_close(ours, truncated(wide) if dtype == torch.bfloat16 else wide.to(dtype), **EXACT)
+
+    exact = (x.double() @ weight.double().t()) * x_scale.double()[:, None] * (1 if scale is None else scale.double())
+    size = exact.abs() + (0 if bias is None else bias.double().abs())
+    error = (wide.double() - (exact if bias is None else exact + bias.double())).abs()
+    assert (error <= 4e-7 * size).logical_or(exact.isnan()).all()
+    assert torch.equal(wide.isnan(), exact.isnan())
+    assert wide[0].isnan().all() == (odd in ("nan", "inf"))

@@ -1,0 +1,362 @@
+"""Products in int8: the kernel in Triton's interpreter, the arithmetic, gradients, sharing, fallback, whole runs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib.util
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blocks import PRECISIONS, loss_of, transformer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_simulate import LEVERS, assert_same_bytes, three_blocks  # noqa: F401
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simpletune.adapters.lora import Lora
+from simpletune.explain import explain
+from simpletune.memory.accounting import Accounting
+from simpletune.memory.fake import fake_tensors
+from simpletune.memory.moment import rounded
+from simpletune.options import ConfigError
+from simpletune.quant import int8_products
+from simpletune.quant.int8 import Int8
+from simpletune.quant.int8_linear import Int8Linear
+from simpletune.reading import validate
+from simpletune.runs import read_metrics
+from simpletune.train import train
+
+LAYER = "transformer_blocks.0.attn.to_q"
+TESTS = Path(__file__).parent
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+class Counted(TorchDispatchMode):
+    """Counts the project's own operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "simpletune":
+            self.calls[function.name()] += 1
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def quantised(self) -> int:
+        return self.calls["simpletune::int8_rows"]
+
+
+def layer(
+    inputs: int, outputs: int, bias: bool = True, gradient: str = "int8", dtype: torch.dtype = torch.float32
+) -> Int8Linear:
+    option = Int8(products="int8", input_gradient=gradient, compute="fp32" if dtype == torch.float32 else "bf16")
+    return option.convert(LAYER, nn.Linear(inputs, outputs, bias=bias))
+
+
+@needs_triton
+def test_the_kernels_in_tritons_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "interpreted_kernel.py"]
+    done = subprocess.run(words, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernel_compiles_for_cards_that_are_not_here(capability: int) -> None:
+    """To machine code, on the tensor cores, with the weight in either layout."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from simpletune.quant import int8_kernel
+
+    function = int8_kernel._product.fn
+    types = dict.fromkeys(function.arg_names, "i32") | {
+        "x": "*i8", "x_scale": "*fp32", "weight": "*i8", "scale": "*fp32", "bias": "*bf16", "y": "*bf16"
+    }  # fmt: skip
+    for contiguous in ("weight_k", "weight_n"):
+        constants = {**int8_kernel._blocks(int8_kernel.SAFE_TILE), "EVEN_K": True, contiguous: 1}
+        signature = types | dict.fromkeys(constants, "constexpr")
+        places = {(function.arg_names.index(name),): value for name, value in constants.items()}
+        built = compile(
+            ASTSource(function, signature, places),
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False},
+        )
+        assert ".s32.s8.s8" in built.asm["ptx"] and "fma.rn.f32" not in built.asm["ptx"]
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (17, 1), (33, 64)])
+def test_the_operations_are_what_fake_tensors_and_the_compiler_take_them_for(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape)
+    torch.library.opcheck(torch.ops.simpletune.int8_rows.default, (x, None))
+    q, scale = int8_products.int8_rows(x)
+    torch.library.opcheck(torch.ops.simpletune.int8_product.default, (q, scale, q, scale, None, torch.bfloat16))
+
+
+@settings(max_examples=50, deadline=None)
+@given(m=st.integers(1, 60), k=st.integers(1, 90), seed=st.integers(0, 2**31))
+def test_rounding_error_is_at_most_half_a_scale(m: int, k: int, seed: int) -> None:
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(seed)) * 10 ** (seed % 9 - 4)
+    q, scale = int8_products.int8_rows(x)
+    assert q.abs().max() <= 127 and (q.abs().amax(dim=1) == 127).all()
+    assert ((x - q * scale[:, None]).abs() <= scale[:, None] * 0.50001).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_not_hidden(bad: float) -> None:
+    x = torch.randn(20, 8)
+    x[3, 2] = bad
+    x[4] = 0
+    y = layer(8, 5)(x)
+    assert torch.equal(y.isfinite().all(dim=1), torch.arange(20) != 3)
+    assert torch.equal(y.isnan().any(dim=1), torch.arange(20) == 3)
+
+
+def test_a_sum_that_could_leave_int32_is_refused() -> None:
+    q, scale = int8_products.int8_rows(torch.ones(1, int8_products.LONGEST_SUM))
+    total = int8_products.int8_product(q, torch.ones(1), q, None, None, torch.float32)
+    assert total.item() == pytest.approx(133_144 * 127**2)
+    longer = torch.zeros(1, int8_products.LONGEST_SUM + 1, dtype=torch.int8)
+    with pytest.raises(ValueError, match="a sum of 133145 products of int8 numbers may leave int32: at most 133144"):
+        int8_products.int8_product(longer, scale, longer, None, None, torch.float32)
+
+
+@pytest.mark.parametrize("gradient", ["dequantised", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_outputs_and_input_gradients_against_float64(bias: bool, dtype: torch.dtype, gradient: str) -> None:
+    torch.manual_seed(0)
+    int8 = layer(256, 384, bias, gradient, dtype)
+    x = torch.randn(2, 40, 256).to(dtype).requires_grad_()
+    y = int8(x)
+    grad_y = torch.randn_like(y)
+    y.backward(grad_y)
+    weight = int8.dequantise().double()
+    expected = x.detach().double() @ weight.t() + (int8.bias.double() if bias else 0)
+    expected_grad = grad_y.double() @ weight
+
+    def error(ours: Tensor, exact: Tensor) -> float:
+        return ((ours.double() - exact).norm() / exact.norm()).item()
+
+    assert (y.dtype, x.grad.dtype) == (dtype, dtype)
+    assert 0.002 < error(y.detach(), expected) < 0.01
+    exact_gradient = 1e-6 if dtype == torch.float32 else 0.005
+    assert error(x.grad, expected_grad) < (0.01 if gradient == "int8" else exact_gradient)
+    rows, scale = int8_products.int8_rows(x.detach())
+    of_rows = (rows.double() * scale.double()[:, None]).view(x.shape) @ weight.t() + (int8.bias.double() if bias else 0)
+    assert error(y.detach(), of_rows) < (1e-6 if dtype == torch.float32 else 0.003)
+
+
+def test_keeps_no_activation_and_no_copy_of_the_weight() -> None:
+    int8, kept = layer(32, 64), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        int8(torch.randn(50, 32, requires_grad=True))
+    assert sorted(tensor.data_ptr() for tensor in kept) == sorted([int8.weight.data_ptr(), int8.scale.data_ptr()])
+
+
+def test_rows_are_shared_by_identity_and_freed_with_their_tensor() -> None:
+    x = torch.randn(40, 16)
+    with Counted() as counted:
+        first = int8_products.shared_rows(x)
+        assert int8_products.shared_rows(x) is first and counted.quantised == 1
+        assert int8_products.shared_rows(x.clone()) is not first and counted.quantised == 2
+        int8_products.shared_rows(x)
+        x[0, 0] = 100.0
+        assert int8_products.shared_rows(x)[1][0] == pytest.approx(100 / 127) and counted.quantised == 4
+    del x, first
+    gc.collect()
+    assert int8_products._Last.entry is None
+    with torch.inference_mode():
+        x = torch.randn(40, 16)
+        assert int8_products.shared_rows(x) is not int8_products.shared_rows(x)
+
+
+def test_query_key_and_value_share_their_rows() -> None:
+    """A block quantises: the input of q, k, v, attention's output, and the two inputs of the feed-forward layers."""
+    precision = PRECISIONS["int8-products"]
+    model = transformer(precision)
+    Lora(rank=2, targets="all_linear").attach(model, 7)
+    with Counted() as counted:
+        loss = loss_of(model, precision, 0)
+        forward = counted.quantised
+        loss.backward()
+    blocks = len(model.transformer_blocks)
+    image = [m for m in model.transformer_blocks[0].modules() if isinstance(m, Int8Linear) and m.int8_products]
+    assert len(image) == 12  # with the text's, which has 12 rows here: dequantised
+    assert (
+        forward == 4 * blocks and counted.calls["simpletune::int8_product"] - 6 * blocks == counted.quantised - forward
+    )
+
+
+@pytest.mark.parametrize(("rows", "products"), [(16, 0), (17, 1)])
+def test_few_rows_are_multiplied_with_the_dequantised_weight(rows: int, products: int) -> None:
+    int8, x = layer(24, 8), torch.randn(rows, 24)
+    with Counted() as counted:
+        y = int8(x)
+    assert counted.calls["simpletune::int8_product"] == products
+    exact = torch.nn.functional.linear(x, int8.dequantise(), int8.bias)
+    assert torch.allclose(y, exact, atol=1e-5) == (not products)
+
+
+def test_modulation_layers_stay_dequantised() -> None:
+    """Else a plan's window, which has many rows, would give other modulations than the model itself."""
+    assert not Int8(products="int8").convert("transformer_blocks.0.norm1.linear", nn.Linear(4, 4)).int8_products
+
+
+def test_a_device_that_cannot_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(int8_products, "say", said.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    device = torch.device("cuda", 63)
+    for _ in range(2):
+        assert int8_products.why_not(device) is not None
+    assert said == [
+        "products NOT in int8 on cuda:63, the weights are dequantised for them: it is sm_75, and int8 products begin "
+        "at sm_80"
+    ]
+
+
+@pytest.mark.parametrize("reason", ["no compiler", "sums", "no Triton"])
+def test_a_kernel_that_fails_or_errs_is_not_used(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(x: Tensor, *_: Tensor) -> Tensor:
+        if reason == "no Triton":
+            raise ModuleNotFoundError("No module named 'triton'")
+        if reason == "no compiler":
+            raise RuntimeError("Failed to find C compiler.\nmore")
+        return torch.zeros(len(x), 40)
+
+    monkeypatch.setattr(int8_products, "_plain_product", fail)
+    told = {
+        "no compiler": "Failed to find C compiler. (Triton needs a C compiler, gcc or CC)",
+        "sums": "its sums are not exact",
+        "no Triton": "No module named 'triton'; Triton comes with torch's CUDA builds for Linux (pip install triton)",
+    }
+    assert int8_products._why_not(torch.device("cpu")) == told[reason]
+
+
+def test_a_layer_whose_device_cannot_dequantises(monkeypatch: pytest.MonkeyPatch) -> None:
+    int8, x = layer(24, 8), torch.randn(40, 24)
+    monkeypatch.setattr(int8_products, "why_not", lambda device: "it cannot")
+    torch.testing.assert_close(int8(x), torch.nn.functional.linear(x, int8.dequantise(), int8.bias))
+
+
+def test_compiled_blocks_have_no_break_and_quantise_once() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.q, self.k = nn.LayerNorm(32), layer(32, 32), layer(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            return self.q(x) * self.k(x)
+
+    quantised: list[int] = []
+
+    def take(graph: torch.fx.GraphModule, _: Any) -> Any:
+        quantised.append(sum("int8_rows" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=take, bw_compiler=take, partition_fn=partition)
+    module, x, results = Shared(), torch.randn(2, 30, 32), []
+    for run in (module, torch.compile(module, backend=backend, fullgraph=True)):
+        y = run(x)
+        y.sum().backward()
+        results.append((y.detach(), module.norm.weight.grad.clone()))
+        module.norm.weight.grad = None
+    torch.testing.assert_close(results[1], results[0])
+    assert quantised == [1, 2]
+    torch._dynamo.reset()
+
+
+def with_products(tiny_config: dict, **changes: Any) -> dict:
+    data = copy.deepcopy(tiny_config)
+    data["data"]["resolution"] = 64
+    data["train"]["batch_size"] = 2  # 32 image tokens: more than the rows that are dequantised
+    data["precision"] = {"weights": "int8", "compute": "bf16", "products": "int8", "input_gradient": "int8"}
+    for section, values in changes.items():
+        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
+    return data
+
+
+@pytest.mark.parametrize("lever", ["kept", "checkpointed", "plan-streamed"])
+def test_real_and_fake_tensors_take_the_same_bytes(lever: str, tiny_config: dict, three_blocks: Path) -> None:  # noqa: F811 the fixture
+    data = with_products(tiny_config, **copy.deepcopy(LEVERS.get(lever, {})))
+    data["model"]["pretrained"] = str(three_blocks)
+    if lever != "kept":
+        data["memory"]["checkpointing"] = "all"
+    with Counted() as counted:
+        assert_same_bytes(validate(data, lever))
+    assert counted.quantised > 0
+
+
+def test_nothing_in_int32_is_counted() -> None:
+    """Rows, their scales and the output are all that the kernels allocate."""
+    int8, x = layer(96, 1024), torch.randn(256, 96)
+    with Accounting() as accounting, torch.no_grad():
+        y = int8(x)
+    assert accounting.peak.bytes == sum(rounded(size) for size in (256 * 96, 4 * 256, y.nbytes))
+
+
+def losses(data: dict, **arguments: Any) -> list[float]:
+    return [row["loss"] for row in read_metrics(train(validate(data, "run"), **arguments))]
+
+
+def test_whole_runs(tiny_config: dict) -> None:
+    """Products are really in int8, checkpointing changes no bit, and a resumed run is the whole one."""
+    with Counted() as counted:
+        whole = losses(with_products(tiny_config, name="whole"))
+    assert counted.quantised > 0
+    assert losses(with_products(tiny_config, name="checkpointed", memory={"checkpointing": "all"})) == whole
+    losses(with_products(tiny_config, name="halves", train={"steps": 2}, checkpoint={"every": 2}))
+    assert losses(with_products(tiny_config, name="halves"), resume="latest") == whole
+    plain = losses(with_products(tiny_config, name="plain", precision={"products": "dequantised",
+                                                                      "input_gradient": "dequantised"}))  # fmt: skip
+    assert plain != whole and plain == pytest.approx(whole, rel=0.02)
+
+
+def test_the_gradient_alone_is_refused(tiny_config: dict) -> None:
+    precision = {"weights": "int8", "input_gradient": "int8"}
+    with pytest.raises(ConfigError, match="precision.input_gradient: int8 needs precision.products int8, and that is"):
+        validate(tiny_config | {"precision": precision}, "refused")
+
+
+def test_check_says_which_products_are_used(tiny_config: dict) -> None:
+    told = {}
+    for name, changes in {
+        "plain": {},
+        "int8": {"products": "int8"},
+        "both": {"products": "int8", "input_gradient": "int8"},
+    }.items():
+        told[name] = explain(validate(tiny_config | {"precision": {"weights": "int8", **changes}}, name))
+    assert "int8, products in bf16, with dequantised weights" in told["plain"]
+    assert "products in int8 by Triton (dequantised for 16 rows or fewer), input gradients in bf16" in told["int8"]
+    assert "input gradients too, all else in bf16" in told["both"]
+
+
+def test_a_kept_base_serves_either_product() -> None:
+    assert (
+        Int8(products="int8", input_gradient="int8").held() == Int8().held() == {"weights": "int8", "compute": "bf16"}
+    )
+
+
+def test_the_cpu_is_tried_on_real_tensors_and_by_no_ones_account() -> None:
+    int8_products._found_out.cache_clear()
+    with fake_tensors(), Accounting() as accounting:
+        assert int8_products.why_not(torch.device("cpu")) is None
+    assert accounting.peak.bytes == 0
