@@ -128,6 +128,10 @@ def test_pace_follows_the_arithmetic() -> None:
     assert every.products + every.recomputation == pytest.approx(31.0e12 / (0.5 * 121e12), rel=0.1)
     eight = pace(with_changes(config, ["precision.weights=int8"]), report, L4)
     assert 0.04 < eight.unpacking < 0.08  # about 53 ms on an L4: reference, memory.md
+    int8 = with_changes(config, ["precision.weights=int8", "precision.products=int8"])
+    assert pace(int8, report, L4).unpacking == pytest.approx(eight.unpacking / 3)  # backward only, of three passes
+    both = with_changes(int8, ["precision.input_gradient=int8"])
+    assert pace(both, report, L4).unpacking == 0.0
     streamed = with_changes(config, ["memory.resident_blocks=0"])
     assert pace(streamed, report, L4).transfer == 0.0  # hidden behind the computation
     assert pace(streamed, report, replace(L4, link=2.0)).transfer > 1

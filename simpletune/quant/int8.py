@@ -52,6 +52,10 @@ class Int8(QuantisedPrecision):
                 "input_gradient dequantised",
             )
 
+    def unpackings(self, forward: float) -> float:
+        """Products in int8 take the weights as they are."""
+        return (self.products == "dequantised") * forward + (self.input_gradient == "dequantised")
+
     def multiplies(self) -> str:
         """Which products are used, and where."""
         if self.products != "int8":

@@ -54,6 +54,14 @@ class WeightPrecision(Option):
         """Combinations of this precision's own fields that cannot work."""
         yield from ()
 
+    def unpackings(self, forward: float) -> float:
+        """How often a step brings every weight to the type of the products.
+
+        Args:
+            forward: forward passes, recomputation included; there is one backward pass.
+        """
+        return forward + 1
+
     def multiplies(self) -> str:
         """How products are made, in words."""
         return f"products in {getattr(self, 'compute')}"  # noqa: B009 members own it
