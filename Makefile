@@ -3,7 +3,7 @@ SHELL := /usr/bin/env bash
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test slow gpu torture tiny-sd3 clean
+.PHONY: help setup quality style test slow gpu coverage torture tiny-sd3 clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,10 @@ slow: setup  ## the tests that take minutes or many GiB
 gpu: setup  ## the tests that need an NVIDIA GPU, then the memory grid, predicted and measured, in shards of 8 minutes
 	$(PY) -m pytest -m gpu
 	$(PY) -m simpletune bench estimate --out benchmarks/results/gpu
+
+coverage: setup  ## what of the package the tests run, and why the rest is not run
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage.json
+	$(PY) tests/coverage_table.py .coverage.json
 
 torture: setup  ## kill 50 runs at named and random moments (10 minutes on 2 idle cores), then fuzz what is read
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture.py

@@ -1,0 +1,62 @@
+"""What the tests run of the package, and why the rest is not run: ``make coverage`` prints it.
+
+Reads coverage's JSON report. Fails when lines are not covered that no reason of REASONS is given for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ALLOWED = 2  # lines of a function that need no reason: a rare error's message
+
+GPU = "needs an NVIDIA GPU: tests marked gpu (make gpu)"
+SLOW = "minutes or GiB: tests marked slow (make slow), or a benchmark whose result is committed"
+REASONS: dict[str, str] = {}
+
+
+def reason_of(place: str) -> str | None:
+    """Why a function, ``path::name``, is not covered."""
+    return next((reason for pattern, reason in REASONS.items() if re.search(pattern, place)), None)
+
+
+def module_of(path: str) -> str:
+    """The package or module of the top level that a file belongs to."""
+    parts = Path(path).parts
+    return parts[1] + "/" if len(parts) > 2 else parts[1]
+
+
+def main(report: dict[str, Any]) -> int:
+    """Print the tables; returns the exit status."""
+    wanted, missed, reasons = Counter[str](), Counter[str](), Counter[str]()
+    without = []
+    for path, file in sorted(report["files"].items()):
+        wanted[module_of(path)] += file["summary"]["num_statements"]
+        missed[module_of(path)] += file["summary"]["missing_lines"]
+        for name, function in file["functions"].items():
+            lines = function["missing_lines"]
+            place = f"{path}::{name}"
+            if not lines:
+                continue
+            reason = reason_of(place) or ("a rare error's one or two lines" if len(lines) <= ALLOWED else None)
+            reasons[reason or "no reason"] += len(lines)
+            if reason is None:
+                without.append(f"{place}: {len(lines)} lines, from {lines[0]}")
+    print("| part | statements | covered |\n|---|---|---|")
+    for part in sorted(wanted):
+        if wanted[part]:
+            print(f"| {part} | {wanted[part]:,} | {1 - missed[part] / wanted[part]:.1%} |")
+    total, gone = wanted.total(), missed.total()
+    print(f"| all | {total:,} | {1 - gone / total:.1%} |\n\n| not covered because | lines |\n|---|---|")
+    for reason, count in reasons.most_common():
+        print(f"| {reason} | {count} |")
+    print("".join(f"\nwithout a reason: {line}" for line in without))
+    return 1 if without else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(Path(sys.argv[1]).read_text())))
