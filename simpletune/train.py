@@ -69,7 +69,7 @@ def train(
                 look_train_finish(run)
             except torch.OutOfMemoryError as error:
                 kinds = resident(run.transformer, run.core.optimizer, run.accelerator.device)
-                raise out_of_memory(resolved(run.config), kinds, error) from None
+                raise out_of_memory(run.core.config, kinds, error) from None
             except Stopped:
                 tell_stopped(run)
                 raise
