@@ -25,6 +25,9 @@ def import_libraries() -> None:
         import accelerate  # noqa: F401
         import peft  # noqa: F401
         from diffusers import AutoencoderKL, SD3Transformer2DModel  # noqa: F401
+        from peft.import_utils import is_bnb_available
+
+        is_bnb_available()  # peft remembers the answer; it would import bitsandbytes when a LoRA is attached
     gc.freeze()
 
 

@@ -78,6 +78,7 @@ class Run:
         watch: for NaN and infinity.
         predicted: its memory, if it was predicted.
         seconds: of each step done by this process.
+        to_first_step: seconds from the start to the end of the first step done by this process.
         failed: (what, kind of error) of what the run can do without.
     """
 
@@ -100,6 +101,7 @@ class Run:
     watch: Watch
     predicted: Estimate | None = None
     seconds: list[float] = field(default_factory=list)
+    to_first_step: float | None = None
     failed: set[tuple[str, type]] = field(default_factory=set)
 
     @property

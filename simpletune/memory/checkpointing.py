@@ -114,15 +114,12 @@ def fewest_that_fit(blocks: int, peak_bytes: Callable[[int], int], budget_bytes:
     """
     if blocks < 1:
         raise ValueError(f"{blocks} blocks: there must be one at least")
-    high = blocks - 1
-    fitting = peak_bytes(high)
-    if fitting > budget_bytes:
-        return blocks if peak_bytes(blocks) <= budget_bytes else None
-    if high == 0:
-        return 0
     low, exceeding = 0, peak_bytes(0)
     if exceeding <= budget_bytes:
         return 0
+    high, fitting = blocks - 1, peak_bytes(blocks - 1)
+    if fitting > budget_bytes:
+        return blocks if peak_bytes(blocks) <= budget_bytes else None
     straight = True
     while high - low > 1:  # low exceeds, high fits
         place = low + -(-(exceeding - budget_bytes) * (high - low) // max(1, exceeding - fitting))
