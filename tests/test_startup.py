@@ -12,8 +12,8 @@ import pytest
 from simpletune.importing import _hidden
 
 UNUSED = (
-    "bitsandbytes", "torchao", "optimum", "wandb", "tensorboard", "torch.utils.tensorboard", "torch._inductor.compile_fx",
-    "torchvision", "tensorflow", "xformers", "pandas", "scipy", "sklearn", "pyarrow", "datasets", "matplotlib",
+    "bitsandbytes", "torchao", "optimum", "wandb", "tensorboard", "torch.utils.tensorboard", "tensorflow", "xformers",
+    "torch._inductor.compile_fx", "torchvision", "pandas", "scipy", "sklearn", "pyarrow", "datasets", "matplotlib",
     "diffusers.pipelines", "transformers.trainer", "transformers.pipelines",
 )  # fmt: skip
 
