@@ -59,7 +59,8 @@ def _memory(config: TrainConfig) -> Iterator[str]:
     if memory.profile is not None:
         yield f"profile {memory.profile}"
     kept = {"all": "all blocks checkpointed", "none": "no checkpointing"}
-    auto = f"as few blocks checkpointed as fit into {memory.budget_gib} GiB"
+    room = "the card" if memory.budget_gib is None else f"{memory.budget_gib} GiB"
+    auto = f"as few blocks checkpointed as fit into {room}"
     yield kept.get(str(memory.checkpointing), auto if memory.checkpointing == "auto" else "") or (
         f"{memory.checkpointing} blocks checkpointed"
     )

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
 from simpletune.memory.checkpointing import fewest_checkpointed
-from simpletune.options import ConfigError
+from simpletune.options import ConfigError, UserError
 from simpletune.reading import merge, validate
 from simpletune.simulate import simulate
+
+NO_CARD = (
+    "memory.checkpointing: auto keeps what the card at hand has room for, and no card is here or named. Name one "
+    "(estimate CONFIG --device L4), give memory.budget_gib, or use all, none or a number"
+)
 
 
 @dataclass(frozen=True)
@@ -98,25 +103,30 @@ def savings(config: TrainConfig) -> list[Saving]:
     return sorted(found, key=lambda saving: -saving.saved_bytes)
 
 
+def with_checkpointed(config: TrainConfig, count: int) -> TrainConfig:
+    """The configuration with so many blocks checkpointed."""
+    memory = config.memory.model_copy(update={"checkpointing": count or "none", "budget_gib": None})
+    return config.model_copy(update={"memory": memory})
+
+
 def within_budget(config: TrainConfig, size: Size | None = None) -> TrainConfig:
-    """With ``checkpointing: auto``: the configuration with the fewest checkpointed blocks that fit the budget.
+    """With ``checkpointing: auto``: the configuration with the fewest checkpointed blocks that fit ``budget_gib``.
 
     Args:
         config: with demo names resolved; with another ``checkpointing`` it is returned as it is.
         size: (width, height) in pixels of the largest bucket; None: the square of ``data.resolution``.
 
     Raises:
-        UserError: not even with all blocks checkpointed does it fit.
+        UserError: not even with all blocks checkpointed does it fit; no budget is given.
     """
     memory = config.memory
-    if memory.checkpointing != "auto" or memory.budget_gib is None:
+    if memory.checkpointing != "auto":
         return config
-
-    def with_blocks(count: int) -> TrainConfig:
-        chosen = {"checkpointing": count or "none", "budget_gib": None}
-        return config.model_copy(update={"memory": memory.model_copy(update=chosen)})
+    if memory.budget_gib is None:
+        raise UserError(NO_CARD)
 
     def peak(count: int) -> int:
-        return simulate(with_blocks(count), size).peak.bytes
+        return simulate(with_checkpointed(config, count), size).peak.bytes
 
-    return with_blocks(fewest_checkpointed(config.model.blocks(), peak, int(memory.budget_gib * 2**30)))
+    count = fewest_checkpointed(config.model.blocks(), peak, int(memory.budget_gib * 2**30))
+    return with_checkpointed(config, count)

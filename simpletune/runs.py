@@ -19,8 +19,9 @@ from simpletune.terminal import say
 METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.json", "eval_before.json"
 EVALUATIONS, ENVIRONMENT, DATA, SKIPPED = "evaluations.jsonl", "environment.json", "data.json", "skipped.jsonl"
 SAMPLES, CHECKPOINTS = "samples", "checkpoints"
+CHOSEN = "chosen.json"
 # What a run writes before it has saved anything; wandb keeps its own copy.
-WRITTEN_FIRST = {METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, "wandb"}
+WRITTEN_FIRST = {METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, CHOSEN, "wandb"}
 LEFT_OVER = re.compile(r"^\..*\.part$")
 
 
@@ -154,6 +155,20 @@ def put_evaluation(folder: Path, row: dict[str, Any]) -> None:
 def was_evaluated(folder: Path, step: int) -> bool:
     """Whether the evaluation loss after so many steps is known."""
     return any(row["step"] == step for row in read_rows(folder / EVALUATIONS))
+
+
+def put_chosen_blocks(config: TrainConfig, chosen: TrainConfig) -> None:
+    """Keep what ``memory.checkpointing: auto`` has come to, for the run's next start."""
+    if config.memory.checkpointing == "auto":
+        blocks = config.model.blocks()
+        found = {"checkpointed": chosen.memory.checkpointed(blocks), "blocks": blocks}
+        write_whole(run_folder(config) / CHOSEN, json.dumps(found) + "\n")
+
+
+def chosen_blocks(config: TrainConfig) -> int | None:
+    """What was chosen at the run's last start; None if nothing was."""
+    kept = read_json_or_none(run_folder(config) / CHOSEN)
+    return kept["checkpointed"] if kept else None
 
 
 def newest_run(runs: Path) -> Path:

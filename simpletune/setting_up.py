@@ -19,12 +19,12 @@ from simpletune.data.plan import Plan
 from simpletune.devices import choose_device
 from simpletune.ema import Average, averaged
 from simpletune.environment import machine
+from simpletune.estimate.choosing import choose_on
 from simpletune.estimate.forecast import forecast
 from simpletune.estimate.job import Estimate
 from simpletune.failpoints import passed
 from simpletune.feed import Feed
 from simpletune.finite import Watch, require_finite
-from simpletune.levers import within_budget
 from simpletune.loading import load_base
 from simpletune.models.weights import trained_parameters
 from simpletune.options import UserError
@@ -35,10 +35,12 @@ from simpletune.runs import (
     CONFIG,
     DATA,
     ENVIRONMENT,
+    chosen_blocks,
     clear_unsaved,
     finished_steps,
     open_again,
     open_fresh,
+    put_chosen_blocks,
     put_evaluation,
     was_evaluated,
 )
@@ -80,6 +82,7 @@ class Run:
         watch: for NaN and infinity.
         predicted: its memory, if it was predicted.
         seconds: of each step done by this process.
+        to_first_step: seconds from the start to the end of the first step done by this process.
         failed: (what, kind of error) of what the run can do without.
     """
 
@@ -102,6 +105,7 @@ class Run:
     watch: Watch
     predicted: Estimate | None = None
     seconds: list[float] = field(default_factory=list)
+    to_first_step: float | None = None
     failed: set[tuple[str, type]] = field(default_factory=set)
 
     @property
@@ -196,22 +200,25 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
     here = resolved(config)
     require_fit(here)
     predicted: list[Estimate] = []
+    fitted: list[TrainConfig] = []  # with the number of checkpointed blocks; the run's config keeps auto
 
     def planned(plan: Plan) -> None:
         if accelerator.is_main_process:
             require_room(here, plan, saved.step if saved else 0, force)
+        fitted.append(choose_on(here, device, plan.largest(), chosen_blocks(config) if saved else None))
         if accelerator.is_main_process and (device.type == "cuda" or foresee):
-            predicted.append(forecast(here, device, plan.largest(), force))
+            predicted.append(forecast(fitted[0], device, plan.largest(), force))
 
     prepared = prepare(here, accelerator, stages, planned)
     tell_data(prepared)
     steps = config.steps(prepared.plan.steps_per_epoch)
-    chosen = within_budget(here, prepared.plan.largest())  # for what is assembled; the run's config keeps auto
+    chosen = fitted[0]
     if saved:
         tell_resume(saved, config, prepared, steps, accelerator.num_processes)
     folder = run_folder(config)
     if accelerator.is_main_process:
         open_folder(config, prepared, saved, anew=resume == "auto")
+        put_chosen_blocks(here, chosen)
     stop_if_asked()
     with stages.stage("load"):
         transformer = load_base(

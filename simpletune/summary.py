@@ -89,7 +89,9 @@ def tell_results(
     memory = f"peak memory of the process {summary['peak_rss_gib']:.2f} GiB"
     if summary["peak_allocated_gib"] is not None:
         memory = f"peak on the GPU {summary['peak_allocated_gib']:.2f} GiB of the whole job, {memory}"
-    say(f"\ndone in {duration(summary['seconds_total'])}: {summary['seconds_per_step']:.3g} s a step, {memory}")
+    first = summary["seconds_to_first_step"]
+    begun = "" if first is None else f", the first step after {first:.1f} s"
+    say(f"\ndone in {duration(summary['seconds_total'])}{begun}: {summary['seconds_per_step']:.3g} s a step, {memory}")
     if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
         say(f"  evaluation loss {summary['eval_loss_before']:.4f} before, {summary['eval_loss_after']:.4f} after")
     rows = {

@@ -69,7 +69,7 @@ def train(
                 look_train_finish(run)
             except torch.OutOfMemoryError as error:
                 kinds = resident(run.transformer, run.core.optimizer, run.accelerator.device)
-                raise out_of_memory(resolved(run.config), kinds, error) from None
+                raise out_of_memory(run.core.config, kinds, error) from None
             except Stopped:
                 tell_stopped(run)
                 raise
@@ -156,6 +156,7 @@ def loop(run: Run) -> EpochTraces:
             value = run.watch.read(loss, norm)
             passed("step.updated")
             run.seconds.append(time.perf_counter() - clock)
+            run.to_first_step = run.to_first_step or time.perf_counter() - run.started
             traces.after_step()  # writes a trace now and then: not part of the step's time
 
             counts = run.watch.passes(step, batches)
@@ -236,6 +237,7 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     summary |= {
         "seconds_total": round(time.perf_counter() - run.started, 2),
         "seconds_setup": round(seconds_setup, 2),
+        "seconds_to_first_step": None if run.to_first_step is None else round(run.to_first_step, 2),
         "trainable_parameters": sum(parameter.numel() for parameter in run.core.parameters),
         "total_parameters": run.total,
         "steps_per_epoch": run.prepared.plan.steps_per_epoch,

@@ -59,6 +59,7 @@ LAYERS = [
         "disk",
         "locks",
         "compiling",
+        "importing",
         "measures",
         "cards",
         "templates",

@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from simpletune.cards import Card
 from simpletune.config import TrainConfig
 from simpletune.demo import tiny_sd3
-from simpletune.levers import LEVERS, changed, savings, within_budget
+from simpletune.estimate import choosing
+from simpletune.estimate.choosing import choose, choose_on
+from simpletune.estimate.job import needed
+from simpletune.levers import LEVERS, changed, savings, with_checkpointed, within_budget
 from simpletune.memory import Memory
+from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.profiles import FULL, LORA
 from simpletune.options import ConfigError, UserError
 from simpletune.reading import validate
@@ -100,8 +105,10 @@ def test_auto_checkpoints_as_few_blocks_as_fit(config_of) -> None:
         assert within_budget(auto).memory.checkpointing == (fewest or "none")
     with pytest.raises(UserError, match="memory.budget_gib"):
         within_budget(config_of(memory={"checkpointing": "auto", "budget_gib": 0.001}))
-    with pytest.raises(ConfigError, match="memory.budget_gib: None with memory.checkpointing auto.*Give both"):
-        config_of(memory={"checkpointing": "auto"})
+    with pytest.raises(ConfigError, match="memory.budget_gib: 9.0 with memory.checkpointing all.*checkpointing=auto"):
+        config_of(memory={"checkpointing": "all", "budget_gib": 9.0})
+    with pytest.raises(UserError, match="memory.checkpointing: auto .* no card is here or named"):
+        within_budget(config_of(memory={"checkpointing": "auto"}))
     unchanged = config_of()
     assert within_budget(unchanged) is unchanged
 
@@ -111,6 +118,66 @@ def test_auto_trains(config_of, tiny_config: dict) -> None:
     config = config_of(memory={"checkpointing": "auto", "budget_gib": peak / 2**30}, train={"steps": 1})
     run = train(config)
     assert '"checkpointing": "auto"' in (run / "config.json").read_text()
+
+
+SIZE = (256, 256)
+
+
+def a_card(peak: int) -> Card:
+    """One with room for a training step of that peak, in bytes, and no more."""
+    room = needed(peak + cublas_workspace((8, 9))) + 16  # bytes, for what rounding takes
+    return Card("Test 1", room / 2**30, (8, 9), found=1.0)
+
+
+@pytest.fixture
+def auto(config_of, tiny_config: dict, tmp_path: Path) -> TrainConfig:
+    """Auto without a budget, and a cache of its own."""
+    output = tiny_config["output"] | {"cache": str(tmp_path / "cache")}
+    return config_of(memory={"checkpointing": "auto"}, output=output)
+
+
+def test_auto_without_a_budget_takes_the_card_and_asks_once(
+    auto: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    peaks = [simulate(with_checkpointed(auto, count), SIZE).peak.bytes for count in range(5)]
+    for count in (0, 1, 2):
+        chosen = choose(auto, SIZE, a_card(peaks[count]))
+        assert chosen.memory.checkpointing == (count or "none")
+    told = f"checkpointing auto: 2 of 4 blocks, predicted peak {peaks[2] / MIB:,.0f} of {peaks[2] / MIB:,.0f} MiB"
+    assert told in capsys.readouterr().out
+    monkeypatch.setattr(choosing, "simulate", None)  # a second start has kept what it needs
+    assert choose(auto, SIZE, a_card(peaks[2])).memory.checkpointing == 2
+    assert choose(auto, SIZE, a_card(peaks[2]), reserved=0, before=3).memory.checkpointing == 3
+    assert choose(auto, SIZE, a_card(peaks[2]), before=1).memory.checkpointing == 2
+    with pytest.raises(UserError, match="no card is here or named"):
+        choose(auto, SIZE)
+
+
+def test_auto_leaves_out_what_other_programs_hold_and_refuses_the_cpu(
+    auto: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peak = simulate(with_checkpointed(auto, 0), SIZE).peak.bytes
+    monkeypatch.setattr(choosing, "card_at_hand", lambda device: (a_card(peak), 0))
+    assert choose_on(auto, torch.device("cuda"), SIZE).memory.checkpointing == "none"
+    monkeypatch.setattr(choosing, "card_at_hand", lambda device: (a_card(peak), MIB))
+    assert choose_on(auto, torch.device("cuda"), SIZE).memory.checkpointing == 1
+    monkeypatch.setattr(choosing, "card_at_hand", lambda device: (a_card(1000), 0))
+    assert choose_on(auto, torch.device("cuda"), SIZE).memory.checkpointing == 4  # the forecast refuses it
+    with pytest.raises(UserError, match="memory.checkpointing: auto .* is on the CPU. Give memory.budget_gib too"):
+        train(auto)
+
+
+def test_a_resumed_run_keeps_what_auto_has_chosen(config_of, capsys: pytest.CaptureFixture) -> None:
+    peak = simulate(config_of(memory={"checkpointing": 2})).peak.bytes / 2**30
+
+    def of(budget: float, steps: int) -> TrainConfig:
+        return config_of(memory={"checkpointing": "auto", "budget_gib": budget}, train={"steps": steps})
+
+    folder = train(of(peak, 1))
+    assert json.loads((folder / "chosen.json").read_text()) == {"checkpointed": 2, "blocks": 4}
+    train(of(9.0, 2), resume="latest")
+    assert "checkpointing auto: 2 of 4 blocks, as before" in capsys.readouterr().out
+    assert json.loads((folder / "chosen.json").read_text()) == {"checkpointed": 2, "blocks": 4}
 
 
 def test_every_lever_that_applies_is_valid_and_savings_are_in_order(config_of) -> None:

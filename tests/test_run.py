@@ -22,7 +22,8 @@ from simpletune.step import StepCore
 from simpletune.train import train
 
 SUMMARY_FIELDS = {
-    "name", "device", "steps", "seconds_total", "seconds_setup", "seconds_per_step", "samples_per_second",
+    "name", "device", "steps", "seconds_total", "seconds_setup", "seconds_to_first_step", "seconds_per_step",
+    "samples_per_second",
     "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib", "stages", "trainable_parameters", "total_parameters",
     "first_loss", "final_loss", "output", "eval_loss_before", "eval_loss_after",
 }  # fmt: skip

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from simpletune.cards import Card, card_of
 from simpletune.config import TrainConfig
+from simpletune.data.buckets import Size
+from simpletune.estimate.choosing import choose
 from simpletune.estimate.job import Estimate, estimate
 from simpletune.estimate.picture import write_picture
 from simpletune.estimate.text import as_text, comparison
 from simpletune.options import UserError
 from simpletune.places import model_resolved, require_fit
 from simpletune.reading import read_config
+from simpletune.terminal import silent
 
 REFERENCE = "L4"  # whose libraries' workspaces are counted where no card is named
 GIB = 2**30
@@ -47,12 +51,18 @@ def estimate_config(
         as_json: figures for programs.
     """
     card = card_of(device) if device else None
-    config = read_for_estimate(file, overrides)
+    config, reserved = read_for_estimate(file, overrides), int(reserve * GIB)
+    with silent() if as_json else nullcontext():
+        config = choose(config, square(config), card, reserved)
     found = estimate(config, (card or card_of(REFERENCE)).capability)
-    reserved = int(reserve * GIB)
     if as_json:
         return json.dumps({"name": config.name, **found.as_json(card, reserved)}, indent=2)
     return "\n".join([as_text(config.name, found, card, reserved), *unfit(config, card)])
+
+
+def square(config: TrainConfig) -> Size:
+    """The pictures that an estimate without data is for."""
+    return config.data.resolution, config.data.resolution
 
 
 def unfit(config: TrainConfig, card: Card | None) -> list[str]:
@@ -85,6 +95,8 @@ def compare_configs(
         name = config.name if config.name not in found else str(file)
         if name in found:
             raise UserError(f"--compare: {file} is named twice")
+        with silent() if as_json else nullcontext():
+            config = choose(config, square(config), card)
         found[name] = estimate(config, (card or card_of(REFERENCE)).capability)
     told = [comparison(found)]
     if picture is not None:

@@ -98,6 +98,11 @@ def needed(peak: int) -> int:
     return peak + int(FRAGMENTED * peak) + CONTEXT
 
 
+def largest_peak(card: Card, reserved: int = 0) -> int:
+    """The largest peak of allocated bytes that fits on a card of which other programs hold so many bytes."""
+    return int((card.bytes - reserved - needed(0)) / (1 + FRAGMENTED))
+
+
 def moment_json(moment: Moment) -> dict[str, Any]:
     """A moment in MiB."""
     kinds = {kind: mib(size) for kind, size in sorted(moment.by_kind.items(), key=lambda item: -item[1]) if size}
@@ -126,7 +131,7 @@ def estimate(config: TrainConfig, capability: tuple[int, int], size: Size | None
         UserError: a part's configuration cannot be read; with ``checkpointing: auto``, the budget is too small.
     """
     size = size or (config.data.resolution, config.data.resolution)
-    file = Path(config.output.cache) / "estimates" / f"{_key(config, capability, size)}.json"
+    file = Path(config.output.cache) / "estimates" / f"{key_of_prediction(config, capability, size)}.json"
     kept = read_json_or_none(file)
     if kept is None:
         job = simulate_stages(within_budget(config, size), size, capability)
@@ -151,7 +156,7 @@ def _restored(kept: dict[str, Any]) -> JobReport:
     return JobReport({name: Moment(**m) for name, m in kept["stages"].items()}, report, kept["part_bytes"])
 
 
-def _key(config: TrainConfig, capability: tuple[int, int], size: Size) -> str:
+def key_of_prediction(config: TrainConfig, capability: tuple[int, int], size: Size) -> str:
     """Everything that a prediction depends on, as a name."""
     options = config.model_dump(mode="json", by_alias=True, exclude=set(IRRELEVANT))
     code = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(_sources())]

@@ -13,7 +13,7 @@ from typing import Any
 
 from simpletune.cards import Card
 from simpletune.config import TrainConfig
-from simpletune.estimate.job import FRAGMENTED, Estimate, estimate, needed
+from simpletune.estimate.job import Estimate, estimate, largest_peak, needed
 from simpletune.estimate.pace import Pace, pace
 from simpletune.levers import with_changes
 from simpletune.memory.device_terms import cublas_workspace
@@ -281,11 +281,13 @@ def batch_table(config: TrainConfig, cards: Sequence[Card], resolutions: Sequenc
         cards: on which.
         resolutions: in pixels.
     """
+    auto = config.memory.checkpointing == "auto"
+    every = ["memory.checkpointing=all", "memory.budget_gib=null"] if auto else []  # what it comes to in the end
     table: dict[str, list[int]] = {card.name: [] for card in cards}
     for resolution in resolutions:
         peaks = []
         for batch in (1, 2):
-            new = with_changes(config, [f"data.resolution={resolution}", f"train.batch_size={batch}"])
+            new = with_changes(config, [f"data.resolution={resolution}", f"train.batch_size={batch}", *every])
             assert new is not None
             peaks.append(simulate(new).peak.bytes)
         each = peaks[1] - peaks[0]
@@ -293,11 +295,6 @@ def batch_table(config: TrainConfig, cards: Sequence[Card], resolutions: Sequenc
             room = largest_peak(card) - cublas_workspace(card.capability)
             table[card.name].append(max(0, 1 + (room - peaks[0]) // each) if room >= peaks[0] else 0)
     return table
-
-
-def largest_peak(card: Card) -> int:
-    """The largest peak of allocated bytes that fits."""
-    return int((card.bytes - needed(0)) / (1 + FRAGMENTED))
 
 
 def differing(config: TrainConfig, new: TrainConfig, overrides: Sequence[str]) -> list[str]:

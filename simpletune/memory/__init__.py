@@ -28,9 +28,10 @@ class Memory(Option):
     checkpointing: Literal["all", "none", "auto"] | Annotated[int, Field(ge=1)] = "all"
     """Gradient checkpointing. all: every block computes its activations twice instead of keeping them, about a third
     slower and several times less memory; none: they are kept; a number: so many blocks, the first ones, do; auto: as
-    few as fit into budget_gib, by prediction. Exact."""
+    few as fit into budget_gib, or without it into the card at hand, by prediction. Exact."""
     budget_gib: Annotated[float, Field(gt=0)] | None = None
-    """What checkpointing auto may take on the device, in GiB, without the CUDA context."""
+    """What checkpointing auto may take on the device, in GiB, without the CUDA context. null: what is free on the card
+    at the start, less allowances for the context and for fragmentation."""
     boundaries: Literal["device", "host"] = "device"
     """Where checkpointing keeps the inputs of its blocks. host: in pinned host memory, fetched one block ahead in the
     backward pass; at 1024 px that frees 311 MiB of a batch of one. Exact."""
@@ -98,16 +99,16 @@ class Memory(Option):
         """How many of so many blocks are checkpointed."""
         if isinstance(self.checkpointing, int):
             return self.checkpointing
-        assert self.checkpointing != "auto", "levers.within_budget comes first"
+        assert self.checkpointing != "auto", "estimate.choosing comes first"
         return blocks if self.checkpointing == "all" else 0
 
     def rules(self) -> Iterator[Problem]:
         """Levers that do not go together."""
-        if (self.checkpointing == "auto") != (self.budget_gib is not None):
+        if self.budget_gib is not None and self.checkpointing != "auto":
             yield Problem(
                 "memory.budget_gib",
                 f"{self.budget_gib} with memory.checkpointing {self.checkpointing}: the budget is what checkpointing "
-                "auto chooses by. Give both, as in memory.checkpointing=auto memory.budget_gib=10, or neither",
+                "auto chooses by. Use memory.checkpointing=auto with it, or memory.budget_gib=null",
             )
         if self.resident_blocks is not None and self.checkpointing != "all":
             yield Problem(

@@ -38,7 +38,7 @@ FULL: dict[str, Json] = {
     "8gb": _in_backward(resident_blocks=14),
     "12gb": _in_backward(),
     "16gb": {"precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit"}},
-    "24gb": {"precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit"}, "memory": {"checkpointing": 12}},
+    "24gb": {"precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit"}, "memory": {"checkpointing": "none"}},
 }
 
 

@@ -7,6 +7,7 @@ import json
 import shlex
 import time
 
+from simpletune.importing import import_libraries
 from simpletune.stopping import Stopped, listening
 from simpletune.verbs.configured import add_config, read
 
@@ -22,6 +23,7 @@ def train(args: argparse.Namespace) -> None:
     config = read(args)
     with listening():
         try:
+            import_libraries()
             from simpletune.train import train as run
 
             run(config, args.resume, STARTED, args.force, args.estimate)
@@ -62,6 +64,7 @@ def prepare(args: argparse.Namespace) -> None:
     """fill the cache (prompts and pictures through the encoders) and stop"""
     config = read(args)
     with listening():
+        import_libraries()
         from simpletune.train import prepare_only
 
         prepare_only(config)
