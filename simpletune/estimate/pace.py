@@ -58,7 +58,9 @@ def pace(config: TrainConfig, report: Report, card: Card, size: Size | None = No
     if config.precision.compute != "bf16":
         rate /= WITHOUT_BF16
     products, again = flops.model / rate, flops.recomputed / rate
-    unpacking = _unpacked(config, config.precision.unpackings(1 + checkpointed / blocks)) / (card.bandwidth or BANDWIDTH) / 1e9
+    unpacking = (
+        _unpacked(config, config.precision.unpackings(1 + checkpointed / blocks)) / (card.bandwidth or BANDWIDTH) / 1e9
+    )
     hidden = products + again + unpacking
     patch = 8 * config.model.known_config()["patch_size"]
     tokens = batch * (size[0] // patch * (size[1] // patch) + text)
