@@ -26,7 +26,7 @@ LAYERS = [
         "lora_tools",
     },
     {"lora_metadata"},
-    {"setting_up", "tracing"},
+    {"setting_up", "tracing", "ledger"},
     {"estimate", "rescue", "finite"},
     {"levers"},
     {"space", "simulate", "simulate_stages", "step_memory", "reading", "problems"},
@@ -48,7 +48,7 @@ LAYERS = [
     },
     {"feed", "prepare", "sampling", "loading"},
     {"config", "devices", "profiling", "flops"},
-    {"demo", "data", "models", "adapters", "lora_files", "quant", "optim", "memory", "ema"},
+    {"speed", "demo", "data", "models", "adapters", "lora_files", "quant", "optim", "memory", "ema"},
     {
         "flow",
         "options",
@@ -63,6 +63,7 @@ LAYERS = [
         "cards",
         "templates",
         "environment",
+        "launched",
     },
     {"failpoints", "stopping", "aside", "concealing"},
 ]

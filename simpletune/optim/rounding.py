@@ -62,7 +62,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         self._inner = [make([shell]) for shell in self._shells]
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._generators: dict[torch.device, torch.Generator] = {}
-        self.norms: list[Tensor] = []  # of gradients that are freed in the backward pass
+        self.norms: dict[nn.Parameter, Tensor] = {}  # of gradients that are freed in the backward pass
         super().__init__(parameters, dict(self._inner[0].defaults) | {"draws": None})
         for parameter, shell, inner in zip(parameters, self._shells, self._inner, strict=True):
             self.state[parameter] = inner.state[shell]  # one dictionary, so that state is saved and loaded in place
