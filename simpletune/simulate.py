@@ -194,17 +194,19 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def take_cuda_paths(optimizer: torch.optim.Optimizer) -> None:
-    """Let torch's optimizers update all parameters at once, as they do on CUDA by default.
+    """Let torch's optimizers update all parameters at once, as those that are not fused do on CUDA by default.
 
     It takes temporaries as large as all parameters together.
     """
     for group in optimizer.param_groups:
-        if group.get("foreach", True) is None:
+        if group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True
 
 
 def host_counters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Step counters that are tensors: torch keeps them in host memory."""
+    """Step counters that are tensors: torch keeps them in host memory, but for its fused updates."""
+    if any(group.get("fused") for group in optimizer.param_groups):
+        return iter(())
     counters = (state.get("step") for state in optimizer.state.values())
     return (counter for counter in counters if isinstance(counter, Tensor))
 

@@ -83,6 +83,9 @@ class RoundedOptimizer(torch.optim.Optimizer):
         generator = self._generator(number, parameter.device)
         settings = {key: value for key, value in self.param_groups[0].items() if key in inner.defaults}
         inner.param_groups[0].update(settings | ({"generator": generator} if "generator" in settings else {}))
+        counter = inner.state[shell].get("step")
+        if inner.defaults.get("fused") and counter is not None:  # of a checkpoint, beside a weight in host memory
+            inner.state[shell]["step"] = counter.to(parameter.device)
         inner.step()
         if wide != parameter.dtype:
             bf16 = parameter.dtype == torch.bfloat16
