@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from simpletune.attention import attention_by
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
 from simpletune.ema import Average
@@ -143,7 +144,8 @@ def take_steps(
         accounting.forget_moments()
         batches = feed.step(step)
         accounting.register((tensor for batch in batches for tensor in batch_tensors(batch)), "activations")
-        core.step(batches)
+        with attention_by("math" if config.speed.attention == "math" else "auto"):  # the rest take what flash takes
+            core.step(batches)
         del batches
         accounting.register(host_counters(core.optimizer), HOST)
         if average is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from simpletune import checkpoint
+from simpletune.attention import attention_by
 from simpletune.card import shareable, write_card
 from simpletune.config import TrainConfig, profile_folder, run_folder
 from simpletune.disk import room_for
@@ -67,7 +68,7 @@ def train(
         if resume == "auto" and is_finished(config):
             return folder
         run = set_up(config, resume, time.perf_counter() if started is None else started, force, foresee)
-        with run.trackers:
+        with run.trackers, attention_by(config.speed.attention):
             try:
                 look_train_finish(run)
             except torch.OutOfMemoryError as error:
@@ -234,6 +235,7 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     summary |= {
         "seconds_total": round(time.perf_counter() - run.started, 2),
         "seconds_setup": round(seconds_setup, 2),
+        "attention": run.attention,
         "trainable_parameters": sum(parameter.numel() for parameter in run.core.parameters),
         "total_parameters": run.total,
         "steps_per_epoch": run.prepared.plan.steps_per_epoch,

@@ -48,7 +48,7 @@ LAYERS = [
     },
     {"feed", "prepare", "sampling", "loading"},
     {"config", "devices", "profiling", "flops"},
-    {"speed", "demo", "data", "models", "adapters", "lora_files", "quant", "optim", "memory", "ema"},
+    {"demo", "data", "models", "adapters", "lora_files", "quant", "optim", "memory", "ema"},
     {
         "flow",
         "options",
@@ -64,6 +64,8 @@ LAYERS = [
         "templates",
         "environment",
         "launched",
+        "attention",
+        "speed",
     },
     {"failpoints", "stopping", "aside", "concealing"},
 ]
