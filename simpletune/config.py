@@ -24,6 +24,7 @@ from simpletune.options import Option, Problem
 from simpletune.profiling.option import Profile
 from simpletune.quant import Precision
 from simpletune.quant.plain import BF16
+from simpletune.speed import Speed
 
 DEMO = "demo:"
 DEFAULT_STEPS = 1000
@@ -144,6 +145,8 @@ class TrainConfig(Option):
     """Average the trained weights over steps; null: the last step's weights are the result."""
     memory: Memory = Memory()
     """What is given for less memory."""
+    speed: Speed = Speed()
+    """What makes a step faster."""
     checkpoint: Checkpoint = Checkpoint()
     """When the state is saved."""
     validation: Validation = Validation()

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from simpletune.checkpoint import list_checkpoints
 from simpletune.config import TrainConfig
 from simpletune.data.cache import Cache, view_key
+from simpletune.data.plan import Draw
 from simpletune.feed import Batch, Feed
+from simpletune.launched import Launched, Mark, send
 from simpletune.models.weights import trained_parameters
 from simpletune.options import UserError
 from simpletune.runs import SKIPPED, append_metrics, read_rows
 from simpletune.step import StepCore
+from simpletune.stopping import received
 
 CODE = 4  # exit code
 IN_A_ROW = 5  # skipped steps that end a run
@@ -29,8 +32,8 @@ LISTED = 4
 class Watch:
     """Looks at the loss and the gradients' norm of every step. Both are read from the device anyway.
 
-    With ``stop`` they are read after the update, as the loss is for the log; what is wrong is then found in the
-    weights, which are thrown away. With ``skip`` the same read comes before the update, and the gradients tell.
+    With ``stop`` they are read as the log needs them, when the next step is launched: the weights are thrown away, and
+    the norms of that step's gradients tell where it began. With ``skip`` they are read before the update.
 
     Args:
         config: of the run.
@@ -56,54 +59,62 @@ class Watch:
         self.gate = self._gate if config.train.on_nonfinite == "skip" else None
         self.skipping = False
         """Whether the last step left the weights as they were."""
-        self.loss = self.norm = math.nan
-        """Of the last step, read."""
-        self._bad: list[str] = []
+        self._figures: Tensor | None = None  # of the last step, where the gate has read them
         before = {row["step"] for row in read_rows(folder / SKIPPED)}
         self._in_a_row = next(n for n in range(len(before) + 1) if start - n not in before)
 
-    def read(self, loss: Tensor, norm: Tensor) -> float:
-        """The mean loss over all processes; the device is waited for once."""
-        if self.gate is None:
-            self._read(loss, norm)
-        return self.loss
+    def launched(self, step: int, lr: float, began: Mark, loss: Tensor, norm: Tensor) -> Launched:
+        """Send a step's figures to the host; nothing waits.
+
+        Args:
+            step: how many were done before it.
+            lr: its learning rate.
+            began: before its data.
+            loss: its mean loss in this process, on the device.
+            norm: of all its gradients.
+        """
+        figures = send(self._of_all(loss, norm)) if self._figures is None else self._figures
+        core = self.core
+        return Launched(
+            step, lr, began, Mark(self.accelerator.device), figures, core.losses, core.normed, core.norms
+        )  # fmt: skip
 
     def _gate(self, loss: Tensor, norm: Tensor) -> bool:
-        """Whether a step may update the weights; if not, whose gradients are the reason is kept."""
-        self._read(loss, norm)
-        self.skipping = not self._finite
-        self._bad = not_finite((name, (p.grad,)) for name, p in self._named()) if self.skipping else []
+        """Whether a step may update the weights: the host waits for the backward pass."""
+        self._figures = self._of_all(loss, norm).cpu()
+        self.skipping = not all(map(math.isfinite, self._figures.tolist()))
         return not self.skipping
 
-    def _read(self, loss: Tensor, norm: Tensor) -> None:
-        mean = self.accelerator.reduce(loss, "mean")
-        self.loss, self.norm = torch.stack([mean.float(), norm.float().to(mean.device)]).tolist()
+    def _of_all(self, loss: Tensor, norm: Tensor) -> Tensor:  # fp32 [3], on the device
+        """Mean loss, gradients' norm, and the share of the processes that were asked to stop."""
+        if self.accelerator.num_processes == 1:
+            return torch.stack([loss.float(), norm.float(), torch.zeros_like(loss)])
+        asked = torch.full_like(loss, float(received() is not None))
+        mean, share = self.accelerator.reduce(torch.stack([loss, asked]), "mean")
+        return torch.stack([mean, norm.float(), share])
 
-    @property
-    def _finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
+    def passes(self, launched: Launched, loss: float, norm: float) -> bool:
+        """Whether a step was one; if it was skipped, that is said and kept.
 
-    def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
-        return trained_parameters(self.core.model).items()
-
-    def passes(self, step: int, batches: list[Batch]) -> bool:
-        """Whether the step was one; if it was skipped, that is said and kept.
+        Args:
+            launched: the step, read.
+            loss: its mean loss.
+            norm: of its gradients.
 
         Raises:
             UserError: the run ends here.
         """
-        if self._finite:
+        if math.isfinite(loss) and math.isfinite(norm):
             self._in_a_row = 0
             return True
-        states = self.core.optimizer.state
-        bad = self._bad or not_finite((name, (p, *states.get(p, {}).values())) for name, p in self._named())
-        about = self._about(step, batches, bad)
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradients' norm is {norm}"
+        about = self._about(launched, what)
         if self.gate is None:
             raise UserError(f"{about}. {kept(self.folder)}. {_REMEDY}", CODE)
         self._in_a_row += 1
-        names = self._of_all([name for batch in batches for name in batch.names])
+        names = self._samples(launched.step)
         if self.accelerator.is_main_process:
-            row = {"step": step + 1, "loss": str(self.loss), "grad_norm": str(self.norm), "samples": names}
+            row = {"step": launched.step + 1, "loss": str(loss), "grad_norm": str(norm), "samples": names}
             append_metrics(self.folder, row, SKIPPED)
         if self._in_a_row >= IN_A_ROW:
             raise UserError(
@@ -114,9 +125,11 @@ class Watch:
         self.warn(f"{about}. Left out: the weights are as before (train.on_nonfinite=skip)")
         return False
 
-    def _about(self, step: int, batches: list[Batch], parameters: list[str]) -> str:
-        """What is not finite, in which samples, in which parameters."""
-        losses = [loss.item() for loss in self.core.losses]
+    def _about(self, launched: Launched, what: str) -> str:
+        """What is not finite, in which samples, in which parameters. Its batches are loaded again: they are a function
+        of the step, and keeping them would take the device memory."""
+        losses = torch.stack(list(launched.losses)).tolist()
+        batches = self.feed.step(launched.step)
         bad = [batch for batch, loss in zip(batches, losses, strict=True) if not math.isfinite(loss)]
         mine = [
             (batch.names[row], held)
@@ -124,25 +137,35 @@ class Watch:
             for row in range(len(batch.names))
             if (held := _odd(batch, row))
         ]
-        rows, suspects = self._of_all(mine), self._of_all([name for batch in bad for name in batch.names])
-        names = [name for name, _ in rows] or suspects or self._of_all([n for batch in batches for n in batch.names])
-        what = f"the loss is {self.loss}" if not math.isfinite(self.loss) else f"the gradients' norm is {self.norm}"
-        parts = [f"step {step + 1}: {what}. Samples: {', '.join(dict.fromkeys(names))}"]
+        rows, suspects = self._gathered(mine), self._gathered([name for batch in bad for name in batch.names])
+        names = [name for name, _ in rows] or suspects or self._samples(launched.step)
+        parts = [f"step {launched.step + 1}: {what}. Samples: {', '.join(dict.fromkeys(names))}"]
         parts += [f"{name}: its {held} not finite" for name, held in dict(rows).items()]
-        parts += self._set_aside(step) if mine else []
+        parts += self._set_aside(launched.step) if mine else []
+        norms = dict(zip(launched.normed, launched.norms.tolist(), strict=True))
+        named = trained_parameters(self.core.model).items()
+        parameters = [name for name, parameter in named if not math.isfinite(norms.get(parameter, 0.0))]
         if parameters:
             more = f" and {len(parameters) - LISTED} more" if len(parameters) > LISTED else ""
             parts.append(f"Not finite in {', '.join(parameters[:LISTED])}{more}")
         return ". ".join(parts)
 
-    def _of_all(self, found: list[Any]) -> list[Any]:
+    def _samples(self, step: int) -> list[str]:
+        """The names of a step's samples, in all processes."""
+        return self._gathered([draw.view.picture.name for draw in self._draws(step)])
+
+    def _draws(self, step: int) -> list[Draw]:
+        """What a step's micro-batches are made of, in this process."""
+        plan, process = self.feed.plan, self.accelerator.process_index
+        return [draw for micro in range(plan.accumulation) for draw in plan.micro_batch(step, micro, process)]
+
+    def _gathered(self, found: list[Any]) -> list[Any]:
         """What was found in all processes: each sees only its own samples."""
         return gather_object(found) if self.accelerator.num_processes > 1 else found
 
     def _set_aside(self, step: int) -> Iterator[str]:
         """Rename cached latents and embeddings that are not finite, so that the next start makes them again."""
-        plan, process = self.feed.plan, self.accelerator.process_index
-        draws = [draw for micro in range(plan.accumulation) for draw in plan.micro_batch(step, micro, process)]
+        draws = self._draws(step)
         places: list[tuple[Cache, str]] = [(self.feed.latents.cache, view_key(draw.view)) for draw in draws]
         places += [(cache, draw.caption) for draw in draws for cache in self.feed.text.caches.values()]
         for cache, key in dict.fromkeys(places):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from PIL import Image
 from torch import nn
 
 from simpletune import checkpoint
+from simpletune.attention import usable
 from simpletune.config import TrainConfig, cache_of_bases, run_folder
+from simpletune.data.buckets import Size
 from simpletune.data.plan import Plan
 from simpletune.devices import choose_device
 from simpletune.ema import Average, averaged
@@ -78,6 +82,7 @@ class Run:
         start: steps done before.
         steps: steps of the whole run.
         total: parameters of the base model.
+        attention: the kernel that computes it.
         started: when the process started, by ``time.perf_counter``.
         watch: for NaN and infinity.
         predicted: its memory, if it was predicted.
@@ -101,6 +106,7 @@ class Run:
     start: int
     steps: int
     total: int
+    attention: str
     started: float
     watch: Watch
     predicted: Estimate | None = None
@@ -239,6 +245,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
             passed("run.restored")
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
+    attention = attention_of(here, prepared.plan.largest(), device)
     feed = Feed(prepared, config.train.seed, device, accelerator.process_index, core.modulation)
     start = saved.step if saved else 0
     trackers = open_trackers(config, folder, start, accelerator.is_main_process)
@@ -258,6 +265,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
         start=start,
         steps=steps,
         total=total,
+        attention=attention,
         started=started,
         watch=Watch(config, folder, core, feed, accelerator, start, trackers.warn),
         predicted=predicted[0] if predicted else None,
@@ -293,6 +301,21 @@ def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
             "gradients, before these are averaged. Set it to false, or use one process"
         )
     return accelerator, reason
+
+
+def attention_of(config: TrainConfig, size: Size, device: torch.device) -> str:
+    """The kernel that computes attention, found out with a run's own shapes, and said.
+
+    Raises:
+        UserError: the one that ``speed.attention`` asks for cannot run here.
+    """
+    shape, precision = config.model.known_config(), config.precision
+    tokens = config.model.text_tokens + math.prod(side // (8 * shape["patch_size"]) for side in size)
+    dtype = torch.bfloat16 if precision.autocast else precision.compute_dtype()
+    heads, width = shape["num_attention_heads"], shape["attention_head_dim"]
+    found = usable(config.speed.attention, heads, tokens, width, device, dtype)
+    say(f"attend  by the {found} kernel (speed.attention {config.speed.attention})")
+    return found
 
 
 def tell_resume(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from simpletune.attention import attention_by
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
 from simpletune.ema import Average
@@ -143,7 +144,8 @@ def take_steps(
         accounting.forget_moments()
         batches = feed.step(step)
         accounting.register((tensor for batch in batches for tensor in batch_tensors(batch)), "activations")
-        core.step(batches)
+        with attention_by("math" if config.speed.attention == "math" else "auto"):  # the rest take what flash takes
+            core.step(batches)
         del batches
         accounting.register(host_counters(core.optimizer), HOST)
         if average is not None:
@@ -194,17 +196,19 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def take_cuda_paths(optimizer: torch.optim.Optimizer) -> None:
-    """Let torch's optimizers update all parameters at once, as they do on CUDA by default.
+    """Let torch's optimizers update all parameters at once, as those that are not fused do on CUDA by default.
 
     It takes temporaries as large as all parameters together.
     """
     for group in optimizer.param_groups:
-        if group.get("foreach", True) is None:
+        if group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True
 
 
 def host_counters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Step counters that are tensors: torch keeps them in host memory."""
+    """Step counters that are tensors: torch keeps them in host memory, but for its fused updates."""
+    if any(group.get("fused") for group in optimizer.param_groups):
+        return iter(())
     counters = (state.get("step") for state in optimizer.state.values())
     return (counter for counter in counters if isinstance(counter, Tensor))
 

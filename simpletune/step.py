@@ -48,7 +48,10 @@ class StepCore:
         self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
         self.modulation = modulation
         self.parameters = list(trained_parameters(model).values())
-        self.losses: list[Tensor] = []  # of the last step's micro-batches, on the device: read when something is wrong
+        # Of the last step, on the device: read when something is wrong.
+        self.losses: list[Tensor] = []  # of its micro-batches
+        self.normed: list[nn.Parameter] = []  # which had a gradient
+        self.norms = torch.empty(0)  # of their gradients
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of one micro-batch: a scalar in fp32 (arXiv:2403.03206, eq. 13 and section 2)."""
@@ -97,10 +100,12 @@ class StepCore:
         """The norm of all gradients together; not finite if one of them is not."""
         if self.config.memory.optimizer_in_backward:  # they are gone: each left its own norm
             assert isinstance(self.optimizer, RoundedOptimizer)
-            norms, self.optimizer.norms = self.optimizer.norms, []
-            return torch.linalg.vector_norm(torch.stack(norms))
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+            norms, self.optimizer.norms = self.optimizer.norms, {}
+        else:
+            gradients = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
+            norms = dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True))
+        self.normed, self.norms = list(norms), torch.stack(list(norms.values()))
+        return torch.linalg.vector_norm(self.norms)
 
     def clip(self, norm: Tensor) -> None:
         """Clip the gradients as ``train.clip`` says.

@@ -12,10 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -105,12 +101,6 @@ def is_listening() -> bool:
     return _Signals.listening
 
 
-def agreed(accelerator: Accelerator) -> int | None:
-    """The signal that ends the run after this step, the same for all processes: one that any of them received."""
-    if accelerator.num_processes == 1:
-        return _Signals.received
-    import torch
-
-    mine = torch.tensor(float(_Signals.received is not None), device=accelerator.device)
-    asked = accelerator.reduce(mine, "sum").item() > 0
-    return (_Signals.received or signal.SIGTERM) if asked else None
+def received() -> int | None:
+    """The signal that this process has received."""
+    return _Signals.received

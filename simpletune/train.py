@@ -10,12 +10,16 @@ from pathlib import Path
 import torch
 
 from simpletune import checkpoint
+from simpletune.attention import attention_by
 from simpletune.card import shareable, write_card
 from simpletune.config import TrainConfig, profile_folder, run_folder
 from simpletune.disk import room_for
 from simpletune.ema import averaged
 from simpletune.estimate.forecast import beside_measured, tell_beside_measured
 from simpletune.failpoints import passed
+from simpletune.feed import Ahead
+from simpletune.launched import Mark
+from simpletune.ledger import Ledger
 from simpletune.locks import only_one
 from simpletune.optim.rounding import key_draws
 from simpletune.places import resolved
@@ -23,11 +27,11 @@ from simpletune.prepare import prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.rescue import out_of_memory, resident
 from simpletune.resuming import check_resumable
-from simpletune.runs import EVALUATION, SKIPPED, SUMMARY, append_metrics, finished_steps, read_json_or_none, read_rows
+from simpletune.runs import EVALUATION, SKIPPED, SUMMARY, finished_steps, read_json_or_none, read_rows
 from simpletune.setting_up import DRAWING, EVALUATING, Run, make_accelerator, set_up
 from simpletune.stages import Stages
 from simpletune.step import set_learning_rate
-from simpletune.stopping import Stopped, agreed, held, is_listening, stop_if_asked
+from simpletune.stopping import Stopped, held, is_listening, stop_if_asked
 from simpletune.streams import reseed_global
 from simpletune.summary import summarise, tell_data, tell_results
 from simpletune.terminal import TrainingLine, say
@@ -64,7 +68,7 @@ def train(
         if resume == "auto" and is_finished(config):
             return folder
         run = set_up(config, resume, time.perf_counter() if started is None else started, force, foresee)
-        with run.trackers:
+        with run.trackers, attention_by(config.speed.attention):
             try:
                 look_train_finish(run)
             except torch.OutOfMemoryError as error:
@@ -136,16 +140,18 @@ def loop(run: Run) -> EpochTraces:
     Returns:
         The profiler's windows.
     """
-    config, plan, process = run.config, run.prepared.plan, run.accelerator.process_index
+    config, process, device = run.config, run.accelerator.process_index, run.accelerator.device
     line = training_line(run)
+    ledger = Ledger(run, line)
+    feed = Ahead(run.feed, run.steps, on=config.speed.prefetch and run.stages.cuda)
     run.transformer.train()
-    with traces_of(run, lambda step: is_interrupted(config, step)) as traces, line, run.stages.stage("train"):
+    with traces_of(run, lambda step: is_interrupted(config, step)) as traces, line, feed, run.stages.stage("train"):
         for step in range(run.start, run.steps):
-            clock = time.perf_counter()
+            began = Mark(device)
             passed("step.begun")
             traces.before_step(step)
             with phase("data"):
-                batches = run.feed.step(step)
+                batches = feed.step(step)
             reseed_global(config.train.seed, "step", step, process)
             lr = config.optimizer.lr * config.schedule.factor(step, run.steps)
             set_learning_rate(run.core.optimizer, lr)
@@ -153,20 +159,13 @@ def loop(run: Run) -> EpochTraces:
             loss, norm = run.core.step(batches, run.watch.gate)
             if run.average is not None and not run.watch.skipping:
                 run.average.update()
-            value = run.watch.read(loss, norm)
+            launched = run.watch.launched(step, lr, began, loss, norm)
             passed("step.updated")
-            run.seconds.append(time.perf_counter() - clock)
-            run.to_first_step = run.to_first_step or time.perf_counter() - run.started
             traces.after_step()  # writes a trace now and then: not part of the step's time
 
-            counts = run.watch.passes(step, batches)
-            signal = agreed(run.accelerator)
-            if run.main and counts:
-                row = {"loss": value, "lr": lr, "seconds": round(run.seconds[-1], 6), "grad_norm": run.watch.norm}
-                append_metrics(run.folder, {"step": step + 1, "epoch": step // plan.steps_per_epoch, **row})
-                run.trackers.scalars(step + 1, row)
-                line.update(step + 1, value, run.seconds[-1])
-            if step + 1 == run.steps:
+            last = step + 1 == run.steps
+            signal = ledger.add(launched, whole=last or is_interrupted(config, step))  # reads the step before
+            if last:
                 break  # what follows the last step is not the loop's
             if run.main:
                 between(run, step + 1, line, stops=signal is not None)
@@ -238,6 +237,7 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
         "seconds_total": round(time.perf_counter() - run.started, 2),
         "seconds_setup": round(seconds_setup, 2),
         "seconds_to_first_step": None if run.to_first_step is None else round(run.to_first_step, 2),
+        "attention": run.attention,
         "trainable_parameters": sum(parameter.numel() for parameter in run.core.parameters),
         "total_parameters": run.total,
         "steps_per_epoch": run.prepared.plan.steps_per_epoch,

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from simpletune import checkpoint, disk, space
 from simpletune.data.cache import Cache, checksum
+from simpletune.feed import Feed
 from simpletune.options import ConfigError, UserError
 from simpletune.reading import validate
 from simpletune.runs import SKIPPED, read_metrics, read_rows
@@ -268,10 +269,16 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str]]:
     real = module.reseed_global
     monkeypatch.setattr(seed, lambda *key: (now.append(key[2]), real(*key)))
 
+    fetched = Feed.fetch
+
+    def fetch(self: Feed, step: int) -> list:
+        batches = fetched(self, step)
+        if wanted.get(step) == "latents":
+            batches[0].z_0[-1, 0, 0, 0] = math.nan
+        return batches
+
     def step(self: StepCore, batches: list, gate: object = None) -> object:
         kind = wanted.get(now[-1])
-        if kind == "latents":
-            batches[0].z_0[-1, 0, 0, 0] = math.nan
         if kind not in ("gradient", "nan"):
             return honest(self, batches, gate)
         hook = self.parameters[3].register_hook(lambda grad: grad * (math.nan if kind == "nan" else math.inf))
@@ -281,6 +288,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str]]:
             hook.remove()
 
     monkeypatch.setattr(StepCore, "step", step)
+    monkeypatch.setattr(Feed, "fetch", fetch)
     yield wanted
 
 

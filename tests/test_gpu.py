@@ -368,3 +368,45 @@ def test_t5_layer_by_layer_gives_the_whole_encoders_states_and_holds_one_layer(t
     rows = torch.stack(list(LayeredT5(part, torch.bfloat16, device).encode(ids, 4)))
     torch.testing.assert_close(rows, expected, rtol=2e-2, atol=2e-2)
     assert torch.cuda.max_memory_allocated() - before < 3 * layer
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_no_step_waits_for_the_device(on: bool, tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA itself raises where the host waits, in every step but the first two, which fill caches."""
+    from simpletune.step import StepCore
+
+    honest, steps = StepCore.step, []
+
+    def step(self: StepCore, *args: Any) -> Any:
+        steps.append(self)
+        torch.cuda.set_sync_debug_mode("error" if len(steps) > 2 else "default")
+        try:
+            return honest(self, *args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(StepCore, "step", step)
+    run = run_on(tiny_config, "cuda", speed={"prefetch": on}, train={"steps": 8})
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == list(range(1, 9)) and all(row["seconds"] > 0 for row in rows)
+
+
+def test_seconds_a_step_add_up_to_the_stage(tiny_config: dict) -> None:
+    run = run_on(tiny_config, "cuda", train={"steps": 40})
+    whole = json.loads((run / "summary.json").read_text())["stages"]["train"]["seconds"]
+    assert 0.3 * whole < sum(row["seconds"] for row in read_metrics(run)) <= 1.02 * whole
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "math"])
+def test_attention_by_the_kernel_that_is_asked_for(kernel: str, tiny_config: dict) -> None:
+    run = run_on(tiny_config, "cuda", precision={"weights": "bf16"}, speed={"attention": kernel})
+    assert json.loads((run / "summary.json").read_text())["attention"] == kernel
+
+
+def test_the_fused_updates_of_a_run_and_of_its_resume_agree(tiny_config: dict) -> None:
+    """Its counters lie on the device, also those that come from a checkpoint."""
+    whole = run_on(tiny_config, "cuda", name="whole")
+    run_on(tiny_config, "cuda", name="halves", train={"steps": 2})
+    halves = run_on(tiny_config, "cuda", "latest", name="halves")
+    losses = [[row["loss"] for row in read_metrics(run)] for run in (whole, halves)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)

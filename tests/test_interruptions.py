@@ -7,15 +7,17 @@ import os
 import signal
 import time
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from test_run import run_with, saved_weights
 
 from simpletune import __main__, aside, checkpoint, failpoints, stopping
 from simpletune.failpoints import InjectedError
+from simpletune.ledger import Ledger
 from simpletune.options import UserError
 from simpletune.runs import EVALUATIONS, read_metrics
 
@@ -197,14 +199,27 @@ def test_left_over_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([mine, young])
 
 
-@pytest.mark.parametrize(("others", "expected"), [(0.0, None), (1.0, signal.SIGTERM)])
-def test_several_processes_stop_at_the_same_step(others: float, expected: int | None) -> None:
-    def reduce(mine: torch.Tensor, how: str) -> torch.Tensor:
-        assert how == "sum"
-        return mine + others
+@pytest.mark.parametrize(("others", "expected"), [(0.0, [None] * 4), (0.5, [None, None, signal.SIGTERM])])
+def test_several_processes_stop_at_the_same_step(
+    others: float, expected: list, tiny_config: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all processes were asked is reduced with their losses, and read with these: a step later."""
+    sent, seen = [], []
 
-    accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"), reduce=reduce)
-    assert stopping.agreed(accelerator) == expected
+    def reduce(self: Accelerator, mine: torch.Tensor, how: str) -> torch.Tensor:
+        assert how == "mean"
+        sent.append(mine)
+        return mine + torch.tensor([0.0, others if len(sent) == 2 else 0.0])
+
+    honest = Ledger.add
+    monkeypatch.setattr(Ledger, "add", lambda *args, **named: seen.append(honest(*args, **named)) or seen[-1])
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    monkeypatch.setattr(Accelerator, "reduce", reduce)
+    with nullcontext() if expected[-1] is None else pytest.raises(stopping.Stopped):
+        run_with(tiny_config)
+    run = Path(tiny_config["output"]["runs"]) / "tiny"
+    assert seen == expected and [row["step"] for row in read_metrics(run)] == list(range(1, len(seen) + 1))
+    assert checkpoint.list_checkpoints(run)[-1][0] == len(seen)
 
 
 def test_every_failpoint_is_in_the_code_once() -> None:

@@ -26,7 +26,7 @@ LAYERS = [
         "lora_tools",
     },
     {"lora_metadata"},
-    {"setting_up", "tracing"},
+    {"setting_up", "tracing", "ledger"},
     {"estimate", "rescue", "finite"},
     {"levers"},
     {"space", "simulate", "simulate_stages", "step_memory", "reading", "problems"},
@@ -64,6 +64,9 @@ LAYERS = [
         "cards",
         "templates",
         "environment",
+        "launched",
+        "attention",
+        "speed",
     },
     {"failpoints", "stopping", "aside", "concealing"},
 ]

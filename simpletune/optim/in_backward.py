@@ -43,7 +43,7 @@ def step_in_backward(optimizer: RoundedOptimizer, clip_norm: float | None, strea
     def take(parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        optimizer.norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        optimizer.norms[parameter] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         if clip_norm is not None:
             clip_each([parameter], clip_norm)
         with nullcontext() if streamed is None else streamed.updating(parameter, optimizer.state[parameter]):

@@ -62,7 +62,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         self._inner = [make([shell]) for shell in self._shells]
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._generators: dict[torch.device, torch.Generator] = {}
-        self.norms: list[Tensor] = []  # of gradients that are freed in the backward pass
+        self.norms: dict[nn.Parameter, Tensor] = {}  # of gradients that are freed in the backward pass
         super().__init__(parameters, dict(self._inner[0].defaults) | {"draws": None})
         for parameter, shell, inner in zip(parameters, self._shells, self._inner, strict=True):
             self.state[parameter] = inner.state[shell]  # one dictionary, so that state is saved and loaded in place
@@ -83,6 +83,9 @@ class RoundedOptimizer(torch.optim.Optimizer):
         generator = self._generator(number, parameter.device)
         settings = {key: value for key, value in self.param_groups[0].items() if key in inner.defaults}
         inner.param_groups[0].update(settings | ({"generator": generator} if "generator" in settings else {}))
+        counter = inner.state[shell].get("step")
+        if inner.defaults.get("fused") and counter is not None:  # of a checkpoint, beside a weight in host memory
+            inner.state[shell]["step"] = counter.to(parameter.device)
         inner.step()
         if wide != parameter.dtype:
             bf16 = parameter.dtype == torch.bfloat16
