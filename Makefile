@@ -26,9 +26,10 @@ test:  ## what CI runs: quality, then every test not marked gpu or slow
 slow: setup  ## the tests that take minutes or many GiB
 	$(PY) -m pytest -m "slow and not gpu"
 
-gpu: setup  ## the tests that need an NVIDIA GPU, then the memory grid, predicted and measured, in shards of 8 minutes
+gpu: setup  ## the tests that need an NVIDIA GPU, then the grids of memory and speed, in shards of 8 minutes
 	$(PY) -m pytest -m gpu
 	$(PY) -m simpletune bench estimate --out benchmarks/results/gpu
+	$(PY) -m simpletune bench speed --out benchmarks/results/gpu
 
 torture: setup  ## kill 50 runs at named and random moments (10 minutes on 2 idle cores), then fuzz what is read
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture.py

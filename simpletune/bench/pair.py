@@ -108,7 +108,9 @@ class Job:
         }
 
 
-def run(folder: Path, rounds: int = 5, steps: int | None = None, minutes: float = 8.0, overrides: Sequence[str] = ()) -> Path:
+def run(
+    folder: Path, rounds: int = 5, steps: int | None = None, minutes: float = 8.0, overrides: Sequence[str] = ()
+) -> Path:
     """Do the rounds that are missing, then one with everything on.
 
     Args:

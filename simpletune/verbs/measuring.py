@@ -7,12 +7,12 @@ from pathlib import Path
 
 from simpletune.generate_arguments import positive, size
 
-GRIDS = ("memory", "estimate", "quality", "inference", "study")
+GRIDS = ("memory", "estimate", "quality", "inference", "study", "speed", "pair")
 
 
 def bench(args: argparse.Namespace) -> None:
     """measure a grid of settings and write its table"""
-    from simpletune.bench import estimate, inference, memory, quality, study
+    from simpletune.bench import estimate, inference, memory, pair, quality, speed, study
 
     if args.grid == "memory":
         print(memory.run(args.out, args.minutes, args.rows))
@@ -24,6 +24,10 @@ def bench(args: argparse.Namespace) -> None:
         print(inference.run(args.out, args.model or inference.DEMO, **asked, **more))
     elif args.grid == "study":
         print(study.run(args.out, args.minutes, args.rows, args.model, args.overrides))
+    elif args.grid == "speed":
+        print(speed.run(args.out, args.minutes, args.rows, args.model, args.device))
+    elif args.grid == "pair":
+        print(pair.run(args.out, args.rounds, args.steps, args.minutes, args.overrides))
     else:
         print(quality.run(args.out, args.prompts, args.minutes, args.rows, args.overrides))
 
@@ -36,10 +40,12 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", default="", help="only rows whose names hold this")
     parser.add_argument("--minutes", type=float, default=8.0, help="begin no row after so many (default: 8)")
     parser.add_argument("--prompts", type=int, default=100, help="quality: prompts for each score (default: 100)")
-    parser.add_argument("--model", help="inference, study: a hub name or a folder (default: the tiny model)")
-    mine = parser.add_argument_group("inference")
+    parser.add_argument(
+        "--model", help="inference, study: a hub name or a folder (default: the tiny model); speed: demo"
+    )
+    mine = parser.add_argument_group("inference; --device also speed, --steps and --rounds also pair")
     mine.add_argument("--size", type=size, metavar="WIDTHxHEIGHT", help="default: 1024x1024; the demo's 64x64")
-    mine.add_argument("--steps", type=positive, help="sampling steps (default: 28; the demo's 12)")
+    mine.add_argument("--steps", type=positive, help="sampling steps (default: 28; the demo's 12); of training (20)")
     mine.add_argument("--rounds", type=positive, default=5, help="rounds of which the fastest counts (default: 5)")
     mine.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: auto")
     mine.add_argument(
