@@ -299,3 +299,19 @@ def test_t5_layer_by_layer_gives_the_whole_encoders_states_and_holds_one_layer(t
     rows = torch.stack(list(LayeredT5(part, torch.bfloat16, device).encode(ids, 4)))
     torch.testing.assert_close(rows, expected, rtol=2e-2, atol=2e-2)
     assert torch.cuda.max_memory_allocated() - before < 3 * layer
+
+
+def test_a_row_of_the_speed_grid_at_the_real_size() -> None:
+    from simpletune.bench import speed
+    from simpletune.bench.roofline import rates
+    from simpletune.bench.speed_rows import grid
+    from simpletune.profiling.kinds import KINDS
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    measured = rates(device)
+    assert all(rate["rate"] > 0 for rate in measured.values())
+    for name in ("diffusers, LoRA, 512 px", "LoRA int8, 512 px"):
+        row = speed.measure(name, grid()[name], device, measured)
+        assert sum(row[kind] for kind in KINDS) == pytest.approx(1, abs=0.01)
+        assert row["linears"] > 0.1 and row["attention"] > 0.01 and 0 < row["of_measured"] < 1
+        assert row["times_floor"] > 1 and 2000 < row["peak_mib"] < 20_000

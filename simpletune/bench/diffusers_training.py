@@ -1,8 +1,8 @@
 """diffusers' documented way to train SD3, by its two DreamBooth examples: what ours is compared with.
 
-Written from what ``examples/dreambooth/train_dreambooth_lora_sd3.py`` and ``train_dreambooth_sd3.py`` of diffusers do with
-their defaults and ``--mixed_precision bf16``; docs/speed.md lists the facts. It imports nothing of simpletune, so that a
-process of it pays for nothing of ours.
+Written from what ``examples/dreambooth/train_dreambooth_lora_sd3.py`` and ``train_dreambooth_sd3.py`` of diffusers do
+with their defaults and ``--mixed_precision bf16``; docs/speed.md lists the facts. It imports nothing of simpletune, so
+that a process of it pays for nothing of ours.
 
 Shapes: b samples, c latent channels, h and w an eighth of the picture's, t text tokens, e and p the text's widths.
 """
@@ -107,7 +107,7 @@ class DreamBooth:
         prompt_embeds: Tensor,  # [b, t, e]
         pooled: Tensor,  # [b, p]
     ) -> Tensor:
-        """The mean squared error; with preconditioning sigma^2 times that of the velocity (arXiv:2206.00364, section 5)."""
+        """Mean squared error; preconditioned (arXiv:2206.00364, section 5), sigma^2 times that of the velocity."""
         timesteps = self.scheduler.timesteps[indices].to(device=z_0.device)
         sigmas = self.sigmas(timesteps, z_0)
         noisy = (1.0 - sigmas) * z_0 + sigmas * noise

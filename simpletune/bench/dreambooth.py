@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration, set_seed
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
-    from tqdm.auto import tqdm
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
     from simpletune.bench.diffusers_training import DreamBooth
 
@@ -58,8 +58,8 @@ def main(args: argparse.Namespace) -> None:
     vae = AutoencoderKL.from_pretrained(args.pipeline, subfolder="vae")
     transformer = SD3Transformer2DModel.from_pretrained(args.pipeline, subfolder="transformer")
     recipe = DreamBooth(transformer, vae, scheduler, accelerator, args.rank)
-    loader = torch.utils.data.DataLoader(pixels(args.pictures, args.size), batch_size=1, shuffle=True)  # type: ignore[arg-type]
-    loader = accelerator.prepare(loader)
+    dataset: Any = pixels(args.pictures, args.size)
+    loader: Any = accelerator.prepare(torch.utils.data.DataLoader(dataset, batch_size=1, shuffle=True))
     if args.whole:
         accelerator.init_trackers("dreambooth-sd3-lora")
     seconds: list[float] = []

@@ -1,14 +1,15 @@
 """``bench pair``: a run of ours beside diffusers' DreamBooth LoRA recipe, whole processes in turn, on the CPU.
 
-A tiny SD3 of 6 layers and 6 heads, 256 px, LoRA r16 on attention, batch 1, bf16, no checkpointing, AdamW: the same model
-folder, pictures, prompt, tokens, threads and environment. What counts is the ratio within a round: a busy machine slows
-both. docs/speed.md says what each side does.
+A tiny SD3 of 6 layers and 6 heads, 256 px, LoRA r16 on attention, batch 1, bf16, no checkpointing, AdamW: the same
+model folder, pictures, prompt, tokens, threads and environment. What counts is the ratio within a round: a busy machine
+slows both. docs/speed.md says what each side does.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -34,18 +35,18 @@ LEAN: dict[str, Any] = {
 }
 EVERYTHING: dict[str, Any] = {"validation": {"prompts": [PROMPT], "every": None}}
 COLUMNS = {
-    "what": "", "order": "first", "step": "s/step", "their_step": "diffusers, s/step", "step_ratio": "ratio",
+    "what": "", "order": "first", "load": "load before", "step": "s/step", "their_step": "diffusers, s/step", "step_ratio": "ratio",
     "process": "process, s", "warm": "warm cache, s", "their_process": "diffusers, s", "process_ratio": "ratio",
-    "warm_ratio": "warm, ratio",
+    "warm_ratio": "warm, ratio", "process_cpu": "CPU, s", "their_cpu": "diffusers, CPU, s", "cpu_ratio": "ratio",
 }  # fmt: skip
 WHOLE = "With everything on"
 ABOUT = """\
 A tiny SD3 ({layers} layers, {layers} heads), {size} px, LoRA r16 on attention, batch 1, bf16, AdamW, no checkpointing,
 {steps} steps over {pictures} pictures with one prompt, {threads} thread(s) each. *diffusers*: its SD3 DreamBooth LoRA
-recipe. Whole processes, the order alternating; ratios are within a round, and the goal is {goal} of both. *process*: with
-an empty cache; *warm cache*: prompts and pictures were encoded by the run before. Steps: the median without the first
-{warm_up}. Without previews, report, estimate, evaluation, traces and TensorBoard on either side; the second table has them
-on both sides: ours by its defaults, diffusers' with its log and validation pictures.
+recipe. Whole processes, the order alternating; ratios are within a round, and the goal is {goal} of both. *process*:
+with an empty cache; *warm cache*: prompts and pictures were encoded by the run before. Steps: the median without the
+first {warm_up}. Without previews, report, estimate, evaluation, traces and TensorBoard on either side; the second table
+has them on both sides: ours by its defaults, diffusers' with its log and validation pictures.
 
 {verdict}"""
 
@@ -152,7 +153,10 @@ VERDICT = {"median": "median", "least": "least", "most": "most"}
 
 def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Median, least and most of each ratio over the rounds."""
-    titles = {"step_ratio": "seconds a step", "process_ratio": "seconds of the process", "warm_ratio": "warm cache"}
+    titles = {
+        "step_ratio": "seconds a step", "process_ratio": "seconds of the process", "warm_ratio": "warm cache",
+        "cpu_ratio": "CPU seconds",
+    }  # fmt: skip
     values = {title: [row[key] for row in rows if key in row] for key, title in titles.items()}
     return {
         title: {"median": statistics.median(each), "least": min(each), "most": max(each)}
@@ -170,13 +174,14 @@ def one_round(job: Job, name: str, ours_first: bool, whole: bool = False) -> dic
         ours_first: the order.
         whole: with everything on, once.
     """
-    row: dict[str, Any] = {"order": "ours" if ours_first else "diffusers"}
+    row: dict[str, Any] = {"order": "ours" if ours_first else "diffusers", "load": round(os.getloadavg()[0], 2)}
     sides: list[Callable[[], dict[str, Any]]] = [lambda: ours(job, name, whole), lambda: theirs(job, name, whole)]
     for side in sides if ours_first else sides[::-1]:
         row |= side()
     row |= {
         "step_ratio": round(row["step"] / row["their_step"], 4),
         "process_ratio": round(row["process"] / row["their_process"], 4),
+        "cpu_ratio": round(row["process_cpu"] / row["their_cpu"], 4),
     }
     if whole:
         return row | {"table": WHOLE}
@@ -185,12 +190,13 @@ def one_round(job: Job, name: str, ours_first: bool, whole: bool = False) -> dic
 
 def ours(job: Job, name: str, whole: bool) -> dict[str, Any]:
     """``python -m simpletune train``."""
-    cache, row = job.folder / f"cache-{name}", {}
+    cache = job.folder / f"cache-{name}"
+    row: dict[str, Any] = {}
     for kind in ("process",) if whole else ("process", "warm"):
         run_name = f"{kind}-{name}"
         file = job.folder / f"{run_name}.json"
         file.write_text(json.dumps(job.config(run_name, cache, EVERYTHING if whole else LEAN)), encoding="utf-8")
-        row[kind] = timed(["simpletune", "train", str(file), *job.overrides])
+        row[kind], row[f"{kind}_cpu"] = timed(["simpletune", "train", str(file), *job.overrides])
         folder = job.folder / "runs" / run_name
         summary = json.loads((folder / SUMMARY).read_text())
         if kind == "process":
@@ -205,9 +211,9 @@ def theirs(job: Job, name: str, whole: bool) -> dict[str, Any]:
     """``python -m simpletune.bench.dreambooth``."""
     out = job.folder / f"theirs-{name}"
     command = ["simpletune.bench.dreambooth", str(job.pipeline), str(job.pictures), str(out), "--prompt", PROMPT]
-    seconds = timed([*command, "--steps", str(job.steps), "--size", str(job.size), *["--whole"] * whole])
+    seconds, cpu = timed([*command, "--steps", str(job.steps), "--size", str(job.size), *["--whole"] * whole])
     found = json.loads((out / "seconds.json").read_text())
-    return {"their_process": seconds, "their_step": round(median(found["seconds"]), 5)}
+    return {"their_process": seconds, "their_cpu": cpu, "their_step": round(median(found["seconds"]), 5)}
 
 
 def median(seconds: Sequence[float]) -> float:
@@ -220,17 +226,18 @@ def threads() -> int:
     return int(os.environ.get("OMP_NUM_THREADS", usable_cores()))
 
 
-def timed(words: Sequence[str]) -> float:
-    """Seconds of a whole Python process of a module.
+def timed(words: Sequence[str]) -> tuple[float, float]:
+    """Seconds of a whole Python process of a module, and the CPU's seconds, which other work lengthens less.
 
     Raises:
         CalledProcessError: it failed; what it said is shown.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads()), "TOKENIZERS_PARALLELISM": "false"}
-    clock = time.perf_counter()
+    clock, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-m", *words], env=environment, capture_output=True, text=True)
-    taken = time.perf_counter() - clock
+    taken, after = time.perf_counter() - clock, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         print(done.stdout, done.stderr, file=sys.stderr)
         done.check_returncode()
-    return round(taken, 3)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return round(taken, 3), round(cpu, 3)

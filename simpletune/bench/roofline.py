@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ def finish(device: torch.device) -> None:
 
 
 def rates(device: torch.device) -> dict[str, dict[str, Any]]:
-    """Each rate with its unit: products in 10^12 operations a second, copies in 10^9 bytes read and written a second."""
+    """Each rate with its unit: products in 10^12 operations a second, copies in 10^9 bytes, read and written."""
     n, size = (8192, 2**30) if device.type == "cuda" else (1024, 2**27)
     found: dict[str, dict[str, Any]] = {}
     for name, dtype in ((PRODUCTS, torch.bfloat16), (FP32, torch.float32)):
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-        found[name] = {"rate": 2 * n**3 / fastest(lambda a=a, b=b: a @ b, device) / 1e12, "unit": "TFLOP/s"}
+        found[name] = {"rate": 2 * n**3 / fastest(partial(torch.matmul, a, b), device) / 1e12, "unit": "TFLOP/s"}
     a, b = (torch.randint(-127, 128, (n, n), device=device, dtype=torch.int8) for _ in range(2))
     found[INT8] = {"rate": 2 * n**3 / fastest(lambda: torch._int_mm(a, b.t()), device) / 1e12, "unit": "TOP/s"}
     source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)

@@ -224,7 +224,7 @@ def ours(config: TrainConfig, device: torch.device) -> Any:
     model = load(shapes, Drawn(shapes, device), config.precision, device, on_host)
     if config.memory.crop_positions:
         crop_to(model, [(side, side)], lambda: Drawn(shapes, device), config.precision.base_dtype())
-    core = assemble(config, model, OneProcess(device))  # type: ignore[arg-type]
+    core = assemble(config, model, OneProcess(device))
     feed, count = EmptyFeed(config, core, device=device), iter(range(10**9))
     model.train()
 

@@ -106,9 +106,9 @@ COLUMNS = {
 }  # fmt: skip
 ABOUT = """\
 {model}, random weights, LoRA r16 on attention or all weights, AdamW, {setting}, unless a row
-says otherwise. Ours is the trainer's own step on random latents; *diffusers* is its DreamBooth recipe, which encodes the
-pictures in each step. Median seconds without warm-up. *TFLOP/s* are the model's operations, without what checkpointing
-computes again; *MFU*: of the maker's peak; *of the measured rate*: of the rate below. *Floor*: all products at the
-measured rates, or weights and optimizer state at the measured bandwidth, whichever takes longer. Peaks are the
-device's (`max_memory_allocated`), without one the process's. The last columns are shares of one profiled step. What each
-figure means: docs/speed.md."""
+says otherwise. Ours is the trainer's own step on random latents; *diffusers* is its DreamBooth recipe, which encodes
+the pictures in each step. Median seconds without warm-up. *TFLOP/s* are the model's operations, without what
+checkpointing computes again; *MFU*: of the maker's peak; *of the measured rate*: of the rate below. *Floor*: all
+products at the measured rates, or weights and optimizer state at the measured bandwidth, whichever takes longer. Peaks
+are the device's (`max_memory_allocated`), without one the process's. The last columns are shares of one profiled step.
+What each figure means: docs/speed.md."""

@@ -1,4 +1,4 @@
-"""What a step's time goes into: attention, products of linear layers, quantisation, the optimizer, the rest, and idling."""
+"""What a step's time goes into: attention, products of linear layers, quantisation, the optimizer, the rest, idling."""
 
 from __future__ import annotations
 

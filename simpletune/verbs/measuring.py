@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from simpletune.generate_arguments import positive, size
@@ -14,22 +15,18 @@ def bench(args: argparse.Namespace) -> None:
     """measure a grid of settings and write its table"""
     from simpletune.bench import estimate, inference, memory, pair, quality, speed, study
 
-    if args.grid == "memory":
-        print(memory.run(args.out, args.minutes, args.rows))
-    elif args.grid == "estimate":
-        print(estimate.run(args.out, args.minutes, args.rows))
-    elif args.grid == "inference":
-        asked = {"minutes": args.minutes, "only": args.rows, "prices": dict(args.price), "rounds": args.rounds}
-        more = {"size": args.size, "steps": args.steps, "device": args.device}
-        print(inference.run(args.out, args.model or inference.DEMO, **asked, **more))
-    elif args.grid == "study":
-        print(study.run(args.out, args.minutes, args.rows, args.model, args.overrides))
-    elif args.grid == "speed":
-        print(speed.run(args.out, args.minutes, args.rows, args.model, args.device))
-    elif args.grid == "pair":
-        print(pair.run(args.out, args.rounds, args.steps, args.minutes, args.overrides))
-    else:
-        print(quality.run(args.out, args.prompts, args.minutes, args.rows, args.overrides))
+    asked = {"minutes": args.minutes, "only": args.rows, "prices": dict(args.price), "rounds": args.rounds}
+    more = {"size": args.size, "steps": args.steps, "device": args.device}
+    grids: dict[str, Callable[[], object]] = {
+        "memory": lambda: memory.run(args.out, args.minutes, args.rows),
+        "estimate": lambda: estimate.run(args.out, args.minutes, args.rows),
+        "quality": lambda: quality.run(args.out, args.prompts, args.minutes, args.rows, args.overrides),
+        "inference": lambda: inference.run(args.out, args.model or inference.DEMO, **asked, **more),
+        "study": lambda: study.run(args.out, args.minutes, args.rows, args.model, args.overrides),
+        "speed": lambda: speed.run(args.out, args.minutes, args.rows, args.model, args.device),
+        "pair": lambda: pair.run(args.out, args.rounds, args.steps, args.minutes, args.overrides),
+    }
+    print(grids[args.grid]())
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
