@@ -35,7 +35,8 @@ LEAN: dict[str, Any] = {
 }
 EVERYTHING: dict[str, Any] = {"validation": {"prompts": [PROMPT], "every": None}}
 COLUMNS = {
-    "what": "", "order": "first", "load": "load before", "step": "s/step", "their_step": "diffusers, s/step", "step_ratio": "ratio",
+    "what": "", "order": "first", "load": "load before", "step": "s/step", "their_step": "diffusers, s/step",
+    "step_ratio": "ratio",
     "process": "process, s", "warm": "warm cache, s", "their_process": "diffusers, s", "process_ratio": "ratio",
     "warm_ratio": "warm, ratio", "process_cpu": "CPU, s", "their_cpu": "diffusers, CPU, s", "cpu_ratio": "ratio",
 }  # fmt: skip
