@@ -410,3 +410,19 @@ def test_the_fused_updates_of_a_run_and_of_its_resume_agree(tiny_config: dict) -
     halves = run_on(tiny_config, "cuda", "latest", name="halves")
     losses = [[row["loss"] for row in read_metrics(run)] for run in (whole, halves)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_a_row_of_the_speed_grid_at_the_real_size() -> None:
+    from simpletune.bench import speed
+    from simpletune.bench.roofline import rates
+    from simpletune.bench.speed_rows import grid
+    from simpletune.profiling.kinds import KINDS
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    measured = rates(device)
+    assert all(rate["rate"] > 0 for rate in measured.values())
+    for name in ("diffusers, LoRA, 512 px", "LoRA int8, 512 px"):
+        row = speed.measure(name, grid()[name], device, measured)
+        assert sum(row[kind] for kind in KINDS) == pytest.approx(1, abs=0.01)
+        assert row["linears"] > 0.1 and row["attention"] > 0.01 and 0 < row["of_measured"] < 1
+        assert row["times_floor"] > 1 and 2000 < row["peak_mib"] < 20_000

@@ -1,0 +1,176 @@
+"""The speed grid and the yardstick: figures agree with each other, and diffusers' recipe is the same job as ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from simpletune.bench import pair, speed, speed_rows
+from simpletune.bench.diffusers_training import DreamBooth
+from simpletune.bench.roofline import least_seconds
+from simpletune.demo import tiny_sd3
+from simpletune.feed import Batch
+from simpletune.options import UserError
+from simpletune.profiling.events import Recording, Span
+from simpletune.profiling.kinds import KINDS, shares
+from simpletune.reading import read_config
+from simpletune.stand_ins import OneProcess
+from simpletune.step import assemble
+
+CPU = torch.device("cpu")
+SMALL = ("data.resolution=64", "model.t5_length=8")
+
+
+def test_every_row_is_a_valid_configuration_beside_one_of_equal_settings() -> None:
+    rows = speed_rows.grid()
+    assert 20 <= len(rows) <= 30
+    for name, row in {**rows, **speed_rows.demo_grid()}.items():
+        config, _ = read_config(speed_rows.CONFIG, [*speed_rows.ENOUGH, *row.overrides])
+        if row.beside is None:
+            continue
+        all_rows = rows if row.beside in rows else speed_rows.demo_grid()
+        beside, _ = read_config(speed_rows.CONFIG, [*speed_rows.ENOUGH, *all_rows[row.beside].overrides])
+        assert (config.data.resolution, config.train.batch_size) == (beside.data.resolution, beside.train.batch_size)
+        assert config.memory.checkpointing == beside.memory.checkpointing, name
+        assert config.adapter.method == beside.adapter.method
+
+
+def test_the_grid_goes_on_where_it_stopped_and_its_figures_agree(tmp_path: Path, monkeypatch) -> None:
+    wanted = {name: speed_rows.demo_grid()[name] for name in ("diffusers, LoRA", "LoRA int8", "full bf16")}
+    few = {
+        name: speed_rows.Row((*row.overrides, *SMALL), row.beside if name != "full bf16" else None)
+        for name, row in wanted.items()
+    }
+    monkeypatch.setattr(speed, "demo_grid", lambda: few)
+    monkeypatch.setattr(speed, "SECONDS", 0.1)
+    with pytest.raises(UserError, match="none of the 3 rows"):
+        speed.run(tmp_path, 60, "nothing", "demo", "cpu")
+    speed.run(tmp_path, 60, "LoRA", "demo", "cpu")
+    first = json.loads((tmp_path / "speed.json").read_text())["rows"]
+    assert "full bf16" not in first and first["copy"]["rate"] > 0
+    page = speed.run(tmp_path, 60, "", "demo", "cpu").read_text()
+    rows = json.loads((tmp_path / "speed.json").read_text())["rows"]
+    assert rows["LoRA int8"]["seconds_per_step"] == first["LoRA int8"]["seconds_per_step"]
+    for name in few:
+        row = rows[name]
+        assert sum(row[kind] for kind in KINDS) == pytest.approx(1, abs=0.01)
+        assert row["tflops"] * 1e12 * row["seconds_per_step"] == pytest.approx(row["flops_per_step"])
+        assert row["floor"] > 0 and row["times_floor"] == pytest.approx(row["seconds_per_step"] / row["floor"])
+        assert row["peak_mib"] > 10 and row["linears"] > 0 and row["attention"] > 0
+    assert rows["diffusers, LoRA"]["times_diffusers"] == 1 and rows["diffusers, LoRA"]["autoencoder"] > 0
+    assert rows["LoRA int8"]["autoencoder"] == 0 and rows["LoRA int8"]["quantisation"] > 0
+    assert "| full bf16 |" in page and "| copy |" in page
+
+
+def test_kinds_on_a_device_follow_what_launched_the_work() -> None:
+    ranges = [Span("ProfilerStep#1", 0, 100, 1), Span("Optimizer.step#AdamW.step", 60, 80, 1)]
+    names = ["aten::mm", "aten::_scaled_dot_product_flash_attention", "_FrozenInt8Product", "aten::add", "aten::add"]
+    starts = [1, 11, 21, 61, 85]
+    operators = [Span(name, at, at + 8, 1, id=n + 1) for n, (name, at) in enumerate(zip(names, starts, strict=True))]
+    operators[2] = Span("_FrozenInt8Product", 21, 29, 1)
+    operators.append(Span("aten::mul", 22, 28, 1, id=3))
+    device = [Span("kernel", 10 * n, 10 * n + 10, 7, id=n + 1) for n in range(5)]
+    found = shares(Recording(ranges, operators, device), 1)
+    expected = dict.fromkeys(("linears", "attention", "quantisation", "optimizer", "element-wise"), 0.1)
+    assert found == {**dict.fromkeys(KINDS, 0.0), **expected, "idle": 0.5}
+
+
+def test_the_floor_is_the_longer_of_products_and_traffic() -> None:
+    rates = {"bf16 products": {"rate": 2.0}, "int8 products": {"rate": 4.0}, "copy": {"rate": 10.0}}
+    assert least_seconds(rates, 4e12, 1e9) == pytest.approx(2)
+    assert least_seconds(rates, 4e12, 1e9, 2e12) == pytest.approx(1.5)
+    assert least_seconds(rates, 4e12, 50e9) == pytest.approx(5)
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair") / "pipeline"
+    tiny_sd3.build(folder, layers=2, heads=2, dtype="fp32")
+    return folder
+
+
+def recipe(pipeline: Path, accelerator, **options) -> DreamBooth:
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+
+    torch.manual_seed(0)
+    parts = [
+        kind.from_pretrained(pipeline, subfolder=name)
+        for kind, name in (
+            (SD3Transformer2DModel, "transformer"),
+            (AutoencoderKL, "vae"),
+            (FlowMatchEulerDiscreteScheduler, "scheduler"),
+        )
+    ]
+    return DreamBooth(*parts, accelerator, rank=4, **options)
+
+
+def test_the_yardsticks_gradients_are_ours(pipeline: Path, tiny_config: dict) -> None:
+    """In fp32, for one batch: with preconditioning its loss is sigma^2 times ours."""
+    from simpletune.reading import validate
+
+    model = {**tiny_config["model"], "pretrained": str(pipeline)}
+    config = validate({**tiny_config, "model": model, "adapter": {"method": "lora", "rank": 4}}, "speed")
+    transformer = config.model.load_transformer(config.precision, CPU)
+    core = assemble(config, transformer, OneProcess(CPU))  # type: ignore[arg-type]
+    transformer.train()
+    z_0, noise, text, pooled = (torch.randn(size) for size in ((1, 16, 8, 8), (1, 16, 8, 8), (1, 32, 96), (1, 80)))
+    with speed.accelerator_on(CPU, "no") as accelerator:
+        for precondition in (False, True):
+            theirs = recipe(pipeline, accelerator, precondition=precondition)
+            index = torch.tensor([400])
+            sigma = theirs.sigmas(theirs.scheduler.timesteps[index], z_0).flatten()
+            own = dict(transformer.named_parameters())
+            with torch.no_grad():
+                for number, (name, parameter) in enumerate(theirs.transformer.named_parameters()):
+                    if parameter.requires_grad:
+                        generator = torch.Generator().manual_seed(number)
+                        own[name].copy_(parameter.normal_(0, 0.1, generator=generator))
+            batch = Batch(z_0, noise, sigma, text, pooled, ("one",))
+            transformer.zero_grad()
+            core.loss(transformer, batch).backward()
+            theirs.loss(z_0, noise, index, text, pooled).backward()
+            factor = sigma.item() ** 2 if precondition else 1.0
+            compared = 0
+            for name, parameter in theirs.transformer.named_parameters():
+                if parameter.grad is not None:
+                    torch.testing.assert_close(parameter.grad, factor * own[name].grad, rtol=1e-5, atol=1e-7)
+                    compared += 1
+            assert compared == 2 * 15  # the last block has no to_add_out
+
+
+def test_the_yardstick_learns(pipeline: Path) -> None:
+    with speed.accelerator_on(CPU, "no") as accelerator:
+        theirs = recipe(pipeline, accelerator, lr=0.02)
+        pixels, text, pooled = torch.rand(2, 3, 32, 32), torch.randn(2, 32, 96), torch.randn(2, 80)
+        losses = []
+        for _ in range(30):
+            torch.manual_seed(5)
+            losses.append(theirs.step(pixels, text, pooled).item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.slow
+def test_a_pair_of_whole_processes(tmp_path: Path) -> None:
+    job = pair.Job(tmp_path, 2, layers=1, size=64)
+    job.prepare()
+    row = pair.one_round(job, "0", ours_first=True)
+    assert row["process_ratio"] == pytest.approx(row["process"] / row["their_process"], rel=1e-3)
+    assert (tmp_path / "theirs-0" / "pytorch_lora_weights.safetensors").exists()
+    ours = json.loads((tmp_path / "runs" / "process-0" / "config.json").read_text())
+    assert ours["validation"]["prompts"] == [] and not ours["tracking"]["tensorboard"]
+
+
+def test_rounds_alternate_are_kept_and_become_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(job: pair.Job, name: str, ours_first: bool, whole: bool) -> dict:
+        row = {"step_ratio": 0.4 + 0.2 * ours_first, "process_ratio": 0.5, "warm_ratio": 0.3, "order": str(ours_first)}
+        return row | ({"table": pair.WHOLE} if whole else {})
+
+    monkeypatch.setattr(pair, "one_round", measured)
+    monkeypatch.setattr(pair.Job, "prepare", lambda job: None)
+    page = pair.run(tmp_path / "results", rounds=2).read_text()
+    rows = json.loads((tmp_path / "results" / "pair.json").read_text())["rows"]
+    assert [row["order"] for row in rows.values()] == ["True", "False", "True"]
+    assert "| seconds a step | 0.500 | 0.400 | 0.600 |" in page and pair.WHOLE in page
