@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from simpletune.config import TrainConfig
+from simpletune.data.buckets import Size
 from simpletune.options import UserError
 from simpletune.speed import Kernel
+from simpletune.terminal import say
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -60,3 +64,18 @@ def usable(kernel: Kernel, heads: int, tokens: int, width: int, device: torch.de
         return kernel
     by_number: dict[Any, str] = {int(backend.value): name for name, backend in BACKENDS.items()}
     return by_number.get(int(torch._fused_sdp_choice(q, q, q)), "math")
+
+
+def attention_of(config: TrainConfig, size: Size, device: torch.device) -> str:
+    """The kernel that computes attention, found out with a run's own shapes, and said.
+
+    Raises:
+        UserError: the one that ``speed.attention`` asks for cannot run here.
+    """
+    shape, precision = config.model.known_config(), config.precision
+    tokens = config.model.text_tokens + math.prod(side // (8 * shape["patch_size"]) for side in size)
+    dtype = torch.bfloat16 if precision.autocast else precision.compute_dtype()
+    heads, width = shape["num_attention_heads"], shape["attention_head_dim"]
+    found = usable(config.speed.attention, heads, tokens, width, device, dtype)
+    say(f"attend  by the {found} kernel (speed.attention {config.speed.attention})")
+    return found

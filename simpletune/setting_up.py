@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from PIL import Image
 from torch import nn
 
 from simpletune import checkpoint
-from simpletune.attention import usable
+from simpletune.attention import attention_of
 from simpletune.config import TrainConfig, cache_of_bases, run_folder
-from simpletune.data.buckets import Size
 from simpletune.data.plan import Plan
 from simpletune.devices import choose_device
 from simpletune.ema import Average, averaged
@@ -301,21 +298,6 @@ def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
             "gradients, before these are averaged. Set it to false, or use one process"
         )
     return accelerator, reason
-
-
-def attention_of(config: TrainConfig, size: Size, device: torch.device) -> str:
-    """The kernel that computes attention, found out with a run's own shapes, and said.
-
-    Raises:
-        UserError: the one that ``speed.attention`` asks for cannot run here.
-    """
-    shape, precision = config.model.known_config(), config.precision
-    tokens = config.model.text_tokens + math.prod(side // (8 * shape["patch_size"]) for side in size)
-    dtype = torch.bfloat16 if precision.autocast else precision.compute_dtype()
-    heads, width = shape["num_attention_heads"], shape["attention_head_dim"]
-    found = usable(config.speed.attention, heads, tokens, width, device, dtype)
-    say(f"attend  by the {found} kernel (speed.attention {config.speed.attention})")
-    return found
 
 
 def tell_resume(

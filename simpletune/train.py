@@ -31,7 +31,7 @@ from simpletune.runs import EVALUATION, SKIPPED, SUMMARY, finished_steps, read_j
 from simpletune.setting_up import DRAWING, EVALUATING, Run, make_accelerator, set_up
 from simpletune.stages import Stages
 from simpletune.step import set_learning_rate
-from simpletune.stopping import Stopped, held, is_listening, stop_if_asked
+from simpletune.stopping import SIGNALS, Stopped, held, is_listening, received, stop_if_asked
 from simpletune.streams import reseed_global
 from simpletune.summary import summarise, tell_data, tell_results
 from simpletune.terminal import TrainingLine, say
@@ -97,6 +97,7 @@ def look_train_finish(run: Run) -> None:
         traces = loop(run)
         if run.main and run.start < run.steps:
             run.save(run.steps)
+        stop_together(run)
     stop_if_asked()
     if run.main:
         finish(run, seconds_setup, traces)
@@ -122,7 +123,19 @@ def is_finished(config: TrainConfig) -> bool:
 def tell_stops(run: Run) -> None:
     """Say what a signal will do."""
     if run.main and run.start < run.steps and is_listening():
-        say("stops   SIGTERM and Ctrl-C finish the step and save: at most one step and one save; a second one at once")
+        steps = "one step" if run.accelerator.num_processes == 1 else "two steps"  # the others learn it a step later
+        say(f"stops   SIGTERM and Ctrl-C finish at most {steps} and save once; a second one stops at once")
+
+
+def stop_together(run: Run) -> None:
+    """After the last step: stop in all processes if one was asked. A launcher ends them all when one has ended.
+
+    Raises:
+        Stopped: one was.
+    """
+    asked = torch.tensor(received() is not None, dtype=torch.float32, device=run.accelerator.device)
+    if run.accelerator.num_processes > 1 and run.accelerator.reduce(asked, "sum").item() > 0:  # after the save
+        raise Stopped(received() or SIGNALS[0])
 
 
 def tell_stopped(run: Run) -> None:

@@ -46,7 +46,7 @@ LAYERS = [
         "turns",
         "report",
     },
-    {"feed", "prepare", "sampling", "loading"},
+    {"feed", "prepare", "sampling", "loading", "attention"},
     {"config", "devices", "profiling", "flops"},
     {"demo", "data", "models", "adapters", "lora_files", "quant", "optim", "memory", "ema"},
     {
@@ -65,7 +65,6 @@ LAYERS = [
         "templates",
         "environment",
         "launched",
-        "attention",
         "speed",
     },
     {"failpoints", "stopping", "aside", "concealing"},

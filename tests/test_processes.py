@@ -147,16 +147,24 @@ def test_killed_and_resumed_together_they_end_as_if_never_killed(
 
 
 @pytest.mark.parametrize(
-    "asked", [pytest.param((0, 1), id="both", marks=pytest.mark.slow), pytest.param((1,), id="the second")]
+    "asked, last",
+    [
+        pytest.param({0: 2, 1: 2}, 3, id="both", marks=pytest.mark.slow),
+        pytest.param({1: 2}, 3, id="the second"),
+        pytest.param({1: 4}, 4, id="the second, in the last step", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_stops_both_after_the_same_step_and_only_as_many_continue(
-    launcher: Launcher, whole: tuple[Path, list[str]], ground: dict[str, Any], asked: tuple[int, ...]
+    launcher: Launcher, whole: tuple[Path, list[str]], ground: dict[str, Any], asked: dict[int, int], last: int
 ) -> None:
-    data = changed(ground, f"stopped-{len(asked)}")
-    stopped = launcher.train(data, data, moments=dict.fromkeys(asked, "step.begun:3=term"))
+    """One step later than asked: the others learn it with the figures of that step."""
+    data = changed(ground, f"stopped-{len(asked)}-{last}", checkpoint={"every": 1000})
+    moments = {process: f"step.begun:{step}=term" for process, step in asked.items()}
+    stopped = launcher.train(data, data, moments=moments)
     assert stopped.codes == [143, 143], stopped.said
-    assert [step for step, _ in checkpoint.list_checkpoints(run_of(data))] == [2, 3]
-    assert "step 3 of 4 is saved" in stopped.said[0] and "is saved" not in stopped.said[1]
+    assert [step for step, _ in checkpoint.list_checkpoints(run_of(data))] == [last]
+    assert f"step {last} of 4 is saved" in stopped.said[0] and "finish at most two steps and save" in stopped.said[0]
+    assert "is saved" not in stopped.said[1]
     one = launcher.train(data, resume="auto")
     assert one.codes == [2] and "was made by 2 processes, and now there are 1" in one.said[0]
     together(launcher, data, resume="auto")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from simpletune.importing import import_libraries
+
 
 def generate(args: argparse.Namespace) -> None:
     """draw a picture with a run's result, a LoRA, or the base"""
+    import_libraries()
     from simpletune.generate import generate as run
 
     run(args)
@@ -21,6 +24,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def compare(args: argparse.Namespace) -> None:
     """draw the same pictures with several models, side by side"""
+    import_libraries()
     from simpletune.compare import compare as run
 
     run(args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from simpletune.importing import import_libraries
 from simpletune.serve.limits import Limits
 
 
@@ -13,6 +14,7 @@ def serve(args: argparse.Namespace) -> None:
     from simpletune.serve import require_packages
 
     require_packages()
+    import_libraries()
     from simpletune.serve.server import run
 
     run(args)
