@@ -64,7 +64,7 @@ class FakeHub:
         return {path.split(f"/resolve/{COMMIT}/")[1] for method, path, _, _ in self.requests if "/resolve/" in path}
 
     def listing(self) -> bytes:
-        """The answer to /api/models/owner/name?blobs=true."""
+        """The answer to /api/models/owner/name?blobs=true, or of data sets."""
         siblings = [{"rfilename": path, "size": len(data), **_blob(path, data)} for path, data in self.files.items()]
         return json.dumps({"id": self.name, "sha": COMMIT, "siblings": siblings}).encode()
 
@@ -118,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def api(self, path: str) -> None:
-        if path.split("/api/models/")[-1].split("/revision/")[0] != self.hub.name:
+        if path.split("/", 3)[-1].split("/revision/")[0] != self.hub.name:
             return self.fail(Failure(404, "RepoNotFound"))
         if "/revision/" in path and path.split("/revision/")[1] not in ("main", COMMIT):
             return self.fail(Failure(404, "RevisionNotFound"))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from simpletune.bench import inference, int8, memory, quality
+from simpletune.__main__ import main
+from simpletune.bench import estimate, inference, int8, memory, memory_row, quality, study
 from simpletune.bench.table import Results, shown
 from simpletune.options import UserError
+from simpletune.verbs.measuring import GRIDS
 
 
 def test_rows_are_kept_on_disk_and_shown(tmp_path: Path) -> None:
@@ -96,3 +99,51 @@ def test_int8_products_are_measured_beside_bf16(tmp_path: Path, monkeypatch: pyt
     assert "## One product" in page
     with Image.open(tmp_path / "int8.png") as picture:
         assert picture.width > 700
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_the_verb_asks_the_grid_that_is_named(grid: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    modules = {"memory": memory, "estimate": estimate, "quality": quality, "inference": inference, "study": study}
+    for name, module in {**modules, "int8": int8}.items():
+        monkeypatch.setattr(module, "run", lambda *words, name=name, **more: f"{name} {words} {more}")
+    words = ["bench", grid, "train.steps=2", "--out", str(tmp_path), "--rows", "base", "--minutes", "3"]
+    assert main([*words, "--prompts", "7", "--model", "some/model", "--price", "spot=0.5"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{grid} ({tmp_path!r}, ") and "3.0" in said and "'base'" in said
+    assert ("train.steps=2" in said) == (grid in ("quality", "study", "int8"))
+    assert ("{'spot': 0.5}" in said) == (grid == "inference") and ("some/model" in said) == (
+        grid in ("inference", "study")
+    )
+
+
+def test_the_memory_grid_and_the_study_are_predicted(
+    tiny_config: dict, write_config, tmp_path: Path, monkeypatch
+) -> None:
+    """Of a tiny model, and in this process."""
+
+    def instead(command: list[str], **more: object) -> subprocess.CompletedProcess:
+        assert command[1:3] == ["-m", "simpletune.bench.memory_row"]
+        row = memory_row.main(tuple(json.loads(command[3])), command[4:] == ["whole"])
+        return subprocess.CompletedProcess(command, 0, f"a warning\n{json.dumps(row)}\n")
+
+    tiny_config["data"]["resolution"] = 64
+    monkeypatch.setattr(memory, "CONFIG", write_config(tiny_config))
+    rows = {
+        "rank 2": memory.Row((), 10),
+        "rank 64": memory.Row(("adapter.rank=64",)),
+        "job": memory.Row((), whole=True),
+    }
+    monkeypatch.setattr(memory, "ROWS", rows)
+    monkeypatch.setattr(estimate, "PUBLISHED", {name: estimate.PUBLISHED[name] for name in ("full", estimate.LAST)})
+    monkeypatch.setattr(subprocess, "run", instead)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "rank 2" not in memory.run(tmp_path, 0).read_text()  # time is up at once
+    told = estimate.run(tmp_path, 5)
+    assert "no row was measured: there was no GPU" in told and "| full | " in told
+    found = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    assert found["rank 2"]["predicted_mib"] < found["rank 64"]["predicted_mib"] and found["rank 2"]["target_mib"] == 10
+    assert found["job"]["predicted_mib"] == max(found["job"][stage] for stage in ("text", "latents", "train"))
+    assert "## The whole job, by stage" in (tmp_path / "memory.md").read_text()
+    full, last = json.loads((tmp_path / "study_predicted.json").read_text())["rows"].values()
+    assert full["published_gb"] == 20.26 and full["difference_gb"] < -20
+    assert "published less r1's" in told and "| 16.8 |" in told and full["predicted_gb"] > last["predicted_gb"]

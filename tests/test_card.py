@@ -302,6 +302,31 @@ def test_push_without_a_connection(hub: Hub, run: Path, capsys, monkeypatch: pyt
     assert "the hub cannot be reached" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (huggingface_hub.errors.HFValidationError("odd"), "ann/disc is no name for a repository (odd)"),
+        (huggingface_hub.errors.OfflineModeIsEnabled("x"), "HF_HUB_OFFLINE is set, so nothing is uploaded. Unset it"),
+        (RuntimeError(TOKEN), "the upload failed (RuntimeError). Try again: no commit was made"),
+    ],
+    ids=["name", "offline", "upload"],
+)
+def test_push_tells_what_huggingface_hub_raises(error, message, hub: Hub, run: Path, capsys, monkeypatch) -> None:
+    def fail(*words: object, **more: object) -> None:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", fail)
+    assert main(["push", str(run), "ann/disc", "--yes"]) == 2
+    said = capsys.readouterr().err
+    assert f"push: {message}" in said and TOKEN not in said and not hub.files
+
+
+def test_push_without_an_answer_uploads_nothing(hub: Hub, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert main(["push", str(run), "ann/disc"]) == 2 and hub.asked == []
+
+
 def test_push_without_a_token(hub: Hub, run: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     assert main(["push", str(run), "ann/disc", "--yes"]) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -13,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from simpletune import locks
 from simpletune.data.cache import Cache
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,3 +96,26 @@ def test_what_they_share_is_whole_and_both_trained_alike(pair: tuple[Path, list[
         assert Cache(file.parent).lacking([key]) == []
     results = [load_file(place / "runs" / name / "pytorch_lora_weights.safetensors") for name in ("one", "two")]
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_where_nothing_can_be_locked_it_is_said_once_and_work_goes_on(tmp_path: Path, capsys, monkeypatch) -> None:
+    def fail(*words: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "file").touch()
+    for _ in range(2):
+        with locks.in_turn(tmp_path / "file" / "x.lock", "waiting"):
+            pass
+    assert capsys.readouterr().out.count("file cannot be locked (") == 1
+    monkeypatch.setattr(fcntl, "flock", fail)
+    number = errno.ENOLCK
+    with locks.only_one(tmp_path / "run"):
+        pass
+    assert "is on a file system without locks: let no two runs share it" in capsys.readouterr().out
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"), locks.only_one(tmp_path / "run"):
+        pass
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with locks.only_one(tmp_path / "elsewhere" / "run"):
+        pass
+    assert "elsewhere is on a file system without locks" in capsys.readouterr().out

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simpletune import verbs
 from simpletune.__main__ import main
 from simpletune.config import TrainConfig
 from simpletune.options import ConfigError, UserError
@@ -250,3 +255,71 @@ def test_every_config_loads_and_says_what_it_is_for(file: Path) -> None:
     overrides = ["data.path=demo:pictures"] * needs_pictures + ["model.pretrained=demo:tiny-sd3"] * made_here
     config, _ = read_config(file, overrides)
     assert len(config.about) > 30
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("generate --seeds 0", "0 is not a whole number of at least 1"),
+        ("generate --size 100x64", "100x64 is not WIDTHxHEIGHT in multiples of 16, such as 1024x768"),
+        ("generate --resident-blocks -1", "-1 is not a whole number, 0 or more"),
+        ("generate --vae-tile 500", "500 is not a multiple of 64, 128 or more, such as 512"),
+        ("generate --strength 1.5", "1.5 is not a number over 0 and at most 1"),
+        ("generate --strength much", "much is not a number over 0 and at most 1"),
+        ("bench inference --price spot=nan", "spot=nan is not NAME=PRICE, such as spot=0.35"),
+        ("bench inference --price =1", "=1 is not NAME=PRICE, such as spot=0.35"),
+        ("bench inference --price spot=cheap", "spot=cheap is not NAME=PRICE, such as spot=0.35"),
+        ("data x.json --pictures 3000", "3000 is not a number from 0 to 2000"),
+        ("resize x --rank 0 --out y", "0 is not a whole number of at least 1"),
+        ("report run --price 0", "0 is no price of an hour in dollars"),
+        ("serve --port 70000", "70000 is not a port, 0 to 65535"),
+        ("check x.json --fast", "unknown argument --fast. See simpletune check --help"),
+        ("inspect x a.b=c", "unknown argument a.b=c. See simpletune inspect --help"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_with_the_rule(words: str, message: str, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words.split())
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("interruption", "code", "said"),
+    [(KeyboardInterrupt, 130, "\nstopped; what is finished is kept\n"), (BrokenPipeError, 0, "")],
+)
+def test_what_interrupts_a_verb_is_no_traceback(interruption, code, said, monkeypatch, capfd) -> None:
+    """Ctrl-C, and a pipe whose reader has seen enough: what Python still writes at its end then goes nowhere."""
+
+    def interrupted(args: argparse.Namespace) -> None:
+        raise interruption
+
+    kept = os.dup(1)
+    monkeypatch.setitem(verbs.VERBS, "schema", (interrupted, lambda parser: None))
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(fileno=lambda: 1))
+    try:
+        assert main(["schema"]) == code
+        os.write(1, b"the rest")
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+    assert capfd.readouterr() == ("" if interruption is BrokenPipeError else "the rest", said)
+
+
+def test_a_model_whose_description_is_none_of_sd3_is_a_problem_of_the_configuration(
+    tiny_config: dict, tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_pipeline, tmp_path / "model")
+    described = tmp_path / "model" / "transformer" / "config.json"
+    whole = json.loads(described.read_text())
+    tiny_config["model"]["pretrained"] = str(tmp_path / "model")
+    del whole["num_layers"]
+    for text, message in (
+        (json.dumps(whole), "model.pretrained: the transformer's config.json lacks 'num_layers'. It is not an SD3"),
+        ("{", r"model.pretrained: .*config.json cannot be read .* It describes the transformer"),
+    ):
+        described.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            validate(tiny_config, "test")
+    shutil.rmtree(tmp_path / "model" / "vae")
+    with pytest.raises(ConfigError, match=r"model.pretrained: .* has no vae/ folder \(diffusers' layout\)"):
+        validate(tiny_config, "test")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from simpletune.data.captions import METADATA
-from simpletune.data.files import MAX_BYTES, read_regular, shown
+from simpletune.data.files import MAX_BYTES, read_regular, shown, walk
 from simpletune.data.folder import Folder
 from simpletune.data.pictures import decode, picture_size
 from simpletune.data.source import Rejected, Scan, UnusablePicture
@@ -46,6 +47,26 @@ PICTURE = encoded(noise(8, 8))
 
 
 # Pictures
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+
+    def refused(folder: str):
+        if os.path.basename(folder) == locked:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scandir(folder)
+
+    (tmp_path / "inner").mkdir()
+    for file in (tmp_path / "a.png", tmp_path / "inner" / "b.png"):
+        file.write_bytes(PICTURE)
+    monkeypatch.setattr(os, "scandir", refused)
+    locked = "inner"
+    found = scan(tmp_path, prompt="x")
+    assert [(each.name, each.reason) for each in found.rejected] == [("inner", "cannot be read (Permission denied)")]
+    assert [picture.name for picture in found.pictures] == ["a.png"]
+    locked = tmp_path.name
+    assert [each.name for each in walk(tmp_path, "inside").rejected] == ["."]
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])

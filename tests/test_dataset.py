@@ -12,6 +12,8 @@ import pytest
 from PIL import Image, ImageDraw
 
 from simpletune.__main__ import main
+from simpletune.data.source import UnusablePicture
+from simpletune.dataset import look as look_at
 from simpletune.dataset.alike import BITS, alike, likeness
 from simpletune.dataset.look import TILE, spread
 from simpletune.reading import validate
@@ -165,3 +167,43 @@ def test_a_run_keeps_what_it_left_out(config: str, capsys: pytest.CaptureFixture
     kept = json.loads((run / "data.json").read_text())
     assert sorted(each["name"] for each in kept["left_out"]) == ["bare.png", "half.jpg", "tiny.png"]
     assert len(kept["samples"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("model", "limit"),
+    [
+        ("demo:tiny-sd3", "77 CLIP tokens"),
+        ("{folder}/nothing.safetensors", "300 characters"),
+        ("owner/not-fetched", "300 characters"),
+    ],
+)
+def test_tokens_are_counted_where_a_tokenizer_is_at_hand(
+    model: str, limit: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf"))
+    name = model.format(folder=tmp_path)
+    assert look(config, f"model.pretrained={name}", capsys=capsys)["too_long"]["limit"].startswith(limit)
+    data = json.loads(Path(config).read_text())
+    data["model"] = {"pretrained": name, "text_encoders": str(tmp_path)}
+    Path(config).write_text(json.dumps(data))
+    assert look(config, capsys=capsys)["too_long"]["limit"].startswith("300")
+
+
+def test_pictures_that_change_while_they_are_looked_at_are_named(
+    config: str, messy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = look_at.decode
+
+    def changed(data: bytes, **more: int) -> Image.Image:
+        if data == (messy / "p2.png").read_bytes():
+            raise UnusablePicture("has changed since it was first read")
+        return seen(data, **more)
+
+    monkeypatch.setattr(look_at, "decode", changed)
+    reasons = {each["name"]: each["reason"] for each in look(config, capsys=capsys)["unusable"]}
+    assert reasons["p2.png"] == "has changed since it was first read"
+
+
+def test_a_place_that_cannot_be_written_is_said(config: str, messy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", config, "--out", str(messy / "p0.png" / "report")]) == 2
+    assert "report cannot be written (" in capsys.readouterr().err

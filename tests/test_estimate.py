@@ -12,7 +12,7 @@ from simpletune.__main__ import main
 from simpletune.cards import CARDS, GIB, Card, card_named_by_driver, card_of, peak_tflops
 from simpletune.estimate import forecast as forecasting
 from simpletune.estimate import job as estimating
-from simpletune.estimate.forecast import beside_measured, cheapest_change, forecast
+from simpletune.estimate.forecast import beside_measured, cheapest_change, forecast, tell_beside_measured
 from simpletune.estimate.job import CONTEXT, FRAGMENTED, MIB, Estimate, estimate
 from simpletune.estimate.needs import Needs
 from simpletune.estimate.text import bars
@@ -215,3 +215,12 @@ def test_measured_stands_beside_predicted() -> None:
     )
     assert told["stages"]["train"]["measured_mib"] == 1000 and told["stages"]["train"]["error"] == pytest.approx(0.1)
     assert "measured_mib" not in told["stages"]["validate"]
+
+
+def test_predicted_is_told_beside_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    found = an_estimate(train=1000 * MIB, validate=600 * MIB)
+    tell_beside_measured(beside_measured(found, {"train": {}, "validate": {}}))
+    assert capsys.readouterr().out == ""
+    tell_beside_measured(beside_measured(found, {"train": {"peak_allocated_gib": 800 / 1024}, "validate": {}}))
+    title, line = capsys.readouterr().out.splitlines()
+    assert "predicted, measured" in title and line.split() == ["train", "1,000", "800", "+25.0%"]

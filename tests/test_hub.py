@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,15 +12,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fake_hub
+import httpx2
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fake_hub import COMMIT, TOKEN, Failure, FakeHub
 from huggingface_hub import constants
+from huggingface_hub.utils import validate_repo_id
 
 from simpletune.__main__ import main
 from simpletune.models import hub as ours
 from simpletune.models import hub_download
 from simpletune.models.hub import HubPart, fetch, is_hub_name, needed, part_folder
 from simpletune.models.hub_download import HubFile, Repository
+from simpletune.models.hub_errors import Unreachable, clear_errors
+from simpletune.models.hub_files import data_set_folder
 from simpletune.options import UserError
 
 NAME = "owner/tiny-sd3"
@@ -314,3 +321,73 @@ def test_a_repository_without_a_lora_is_told(hub: FakeHub) -> None:
 
     with pytest.raises(UserError, match="owner/tiny-sd3 has no pytorch_lora_weights.safetensors. Check the name"):
         lora_weights(NAME, 1.0)
+    hub.failure = Failure(500)
+    forget()
+    with pytest.raises(UserError, match="the hub has trouble of its own"):
+        lora_weights(NAME, 1.0)
+
+
+def test_a_lora_that_was_fetched_serves_while_the_hub_does_not_answer(hub: FakeHub) -> None:
+    from simpletune.results import lora_weights
+
+    hub.files["pytorch_lora_weights.safetensors"] = b"a lora"
+    lora_weights(NAME, 1.0)
+    forget()
+    hub.failure = Failure(500)
+    assert lora_weights(NAME, 1.0).lora.read_bytes() == b"a lora"
+
+
+def test_a_data_set_comes_from_the_hub(hub: FakeHub, tiny_pictures: Path, tmp_path: Path) -> None:
+    from simpletune.data.table import Table
+
+    table, source = tmp_path / "rows.parquet", Table(path=NAME, split="train")
+    row = {"image": next(tiny_pictures.glob("*.png")).read_bytes(), "text": "a disc"}
+    pq.write_table(pa.Table.from_pylist([row]), table)
+    hub.files = {"README.md": b"text", "data/test-0.parquet": b"another split"}
+    with pytest.raises(UserError, match=r"has no file that fits \*train\*.parquet or .* It holds README.md, data/test"):
+        source.scan(Path(NAME))
+    hub.files["data/train-0.parquet"] = table.read_bytes()
+    forget()
+    assert [picture.caption for picture in source.scan(Path(NAME)).pictures] == ["a disc"]
+    assert hub.fetched() == {"data/train-0.parquet"}
+    assert all("/datasets/" in path for _, path, _, _ in hub.requests)
+    forget()
+    hub.failure = Failure(403, "GatedRepo")  # and it serves on, from the cache
+    assert [picture.read() for picture in source.scan(Path(NAME)).pictures] == [row["image"]]
+    shutil.rmtree(constants.HF_HUB_CACHE)
+    forget()
+    with pytest.raises(UserError, match="is gated, .* Accept it at huggingface.co/datasets/owner/tiny-sd3"):
+        data_set_folder(NAME, ["*"])
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "may_pass"),
+    [
+        (OSError(errno.ENOSPC, "full"), "is full; what has arrived stays. Free space, or set HF_HOME", False),
+        (
+            OSError(errno.EROFS, "Read-only file system"),
+            r"cannot be written \(Read-only file system\). Set HF_H",
+            False,
+        ),
+        (OSError("odd"), r"cannot be fetched \(OSError\). Try again, or give a local folder", True),
+        (httpx2.ProxyError("refused"), "the proxy refuses the connection to the hub. Check HTTPS_PROXY", True),
+    ],
+    ids=["full", "read-only", "odd", "proxy"],
+)
+def test_what_the_disk_and_the_proxy_do_in_plain_words(error: Exception, message: str, may_pass: bool) -> None:
+    with pytest.raises(UserError, match=message) as told, clear_errors(Repository(NAME)):
+        raise error
+    assert isinstance(told.value, Unreachable) == may_pass
+    with pytest.raises(UserError, match="a--b is no name the hub allows"), clear_errors(Repository("a--b")):
+        validate_repo_id("a--b")
+
+
+def test_what_is_begun_and_longer_than_the_file_is_begun_again(hub: FakeHub) -> None:
+    (file,) = (each for each in ours.listing(Repository(NAME)) if each.path == WEIGHTS)
+    file.incomplete.parent.mkdir(parents=True)
+    file.incomplete.write_bytes(bytes(file.size + 1))
+    ours.fetch_files([file])
+    assert file.place.read_bytes() == hub.files[WEIGHTS]
+    hub.requests.clear()
+    hub_download._fetch_blob(file)  # another process was first
+    assert not hub.requests

@@ -367,6 +367,7 @@ def test_export_of_a_run_fills_the_header(pipeline, files, tiny_config, tmp_path
     settings["data"] = {**tiny_config["data"], "prompt": "a photo of sks dog"}
     (folder / "config.json").write_text(validate(settings, "test").model_dump_json(by_alias=True))
     write_lora(read_lora(files["kohya"]), folder / "pytorch_lora_weights.safetensors")
+    (folder / "summary.json").write_text('{"steps": 37}')
     run("export", folder, "--format", "kohya", "--dtype", "bf16")
     with safe_open(folder / "my_style_kohya.safetensors", framework="pt") as handle:
         header = handle.metadata()
@@ -374,13 +375,25 @@ def test_export_of_a_run_fills_the_header(pipeline, files, tiny_config, tmp_path
     assert header["modelspec.architecture"] == "stable-diffusion-3-m/lora"
     assert header["modelspec.trigger_phrase"] == "a photo of sks dog"
     assert (header["ss_network_dim"], header["ss_network_alpha"]) == ("4", "4")
+    assert header["ss_steps"] == header["ss_max_train_steps"] == "37"
     assert (header["ss_learning_rate"], header["ss_sd_model_name"]) == ("0.01", "pipeline")
     assert not any(str(tmp_path.parent) in value or str(pipeline.parent) in value for value in header.values())
     run("inspect", folder / "my_style_kohya.safetensors", "--json")
     about = json.loads(capsys.readouterr().out.split("MiB\n")[1])
     assert about["layout"] == "kohya" and about["base"]["ss_sd_model_name"] == "pipeline"
+    run("inspect", folder / "my_style_kohya.safetensors")
+    assert "base       ss_sd_model_name: pipeline" in capsys.readouterr().out
+    run("inspect", folder)
+    assert f"file       {folder / 'pytorch_lora_weights.safetensors'}" in capsys.readouterr().out
     run("merge", folder, "--out", tmp_path / "merged")  # the run knows its base
     assert (tmp_path / "merged" / "config.json").is_file()
+    settings["model"]["init"] = "random"
+    (folder / "config.json").write_text(validate(settings, "test").model_dump_json(by_alias=True))
+    assert main(["merge", str(folder), "--out", str(tmp_path / "random")]) == 2
+    assert "trained on random weights, which are kept nowhere" in capsys.readouterr().err
+    (folder / "config.json").write_text('{"name": "older", "gone": 1}')
+    run("export", folder, "--format", "comfy")
+    assert "is of another version: what it says of the run is left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -395,6 +408,19 @@ def test_export_of_a_run_fills_the_header(pipeline, files, tiny_config, tmp_path
         (["merge", "{lora}", "--base", "{tiny}", "--out", "{folder}/m"], "layers of the LoRA are not in"),
         (["merge", "{lora}", "--base", "{folder}/no.safetensors", "--out", "{folder}/m"], "does not exist"),
         (["resize", "{lora}", "--out", "{folder}/x.safetensors"], "give --rank, such as"),
+        (
+            ["resize", "{lora}", "--rank", "2", "--energy", "0.5", "--out", "{folder}/x.safetensors"],
+            "or --energy, not both",
+        ),
+        (
+            ["merge", "{lora}", "--base", "{base}", "--out", "{folder}/m.safetensors", "--format", "diffusers"],
+            "and --format diffusers writes",
+        ),
+        (
+            ["merge", "{folder}", "--base", "{base}", "--out", "{folder}/m"],
+            "the run trained no LoRA, or is not finished",
+        ),
+        (["mix", "{lora}:much", "--out", "{folder}/x.safetensors"], "much does not exist"),
         (["resize", "{lora}", "--energy", "2", "--out", "{folder}/x.safetensors"], "2 is no share between 0 and 1"),
     ],
 )

@@ -290,3 +290,18 @@ def test_runs_and_pictures_use_it(tiny_config: dict, tmp_path: Path, no_quantisi
     assert cache_of_bases(off) is None and cache_of_bases(config) == tmp_path / "own"
     with pytest.raises(AssertionError, match="was opened"):
         load_weights(off, BASE, CPU, [(32, 32)])
+
+
+def test_another_run_that_was_first_is_left_as_it_is(model: SD3, cache: Path, capsys, monkeypatch) -> None:
+    first = model.load_transformer(Int8(), CPU, cache=cache)
+    (folder,) = folders(cache)
+    sums = (folder / quantised_cache.ABOUT).read_bytes()
+    capsys.readouterr()
+    monkeypatch.setattr(quantised_cache.QuantisedBase, "load", lambda self, on_host: None)
+    assert_equal_models(model.load_transformer(Int8(), CPU, cache=cache), first)
+    assert "kept in" in capsys.readouterr().out and folders(cache) == [folder]
+    assert (folder / quantised_cache.ABOUT).read_bytes() == sums
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+    assert_equal_models(model.load_transformer(Int8(), CPU, cache=cache), first)
+    assert "are not kept" in capsys.readouterr().out and folder.read_text() == "in the way"

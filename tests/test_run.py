@@ -14,10 +14,11 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from simpletune import checkpoint
+from simpletune import checkpoint, stages
+from simpletune.models.weights import set_aside
 from simpletune.options import UserError
 from simpletune.reading import validate
-from simpletune.runs import newest_run, read_metrics
+from simpletune.runs import append_metrics, newest_run, open_again, read_metrics
 from simpletune.step import StepCore
 from simpletune.train import train
 
@@ -196,3 +197,39 @@ def test_no_silent_cpu(tiny_config: dict) -> None:
         pytest.skip("there is a GPU here")
     with pytest.raises(UserError, match="no NVIDIA GPU was found.*set device=cpu knowingly"):
         run_with(tiny_config, device="auto")
+
+
+def test_going_on_with_a_run_that_is_gone_or_left_things_lying(tiny_config: dict) -> None:
+    config = validate(tiny_config, "test")
+    with pytest.raises(UserError, match="--resume: .*tiny does not exist. Start without --resume, or check name"):
+        open_again(config, 2)
+    run = Path(tiny_config["output"]["runs"]) / "tiny"
+    for step in (1, 2):
+        (run / "samples" / f"step-{step:06d}").mkdir(parents=True)
+        append_metrics(run, {"step": step, "loss": 0.5})
+    (run / ".metrics.jsonl.part").write_text("half")
+    open_again(config, 1)
+    assert [entry.name for entry in (run / "samples").glob("step-*")] == ["step-000001"]
+    assert not list(run.glob(".*.part")) and [row["step"] for row in read_metrics(run)] == [1]
+
+
+def test_a_broken_line_amid_the_metrics_is_no_half_written_last_one(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
+    assert read_metrics(tmp_path) == [{"step": 1}]
+    (tmp_path / "metrics.jsonl").write_text('{"ste\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="Unterminated string"):
+        read_metrics(tmp_path)
+
+
+def test_peak_memory_where_the_kernel_does_not_tell_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, large = stages.peak_rss_gib(), bytearray(2**20)
+    monkeypatch.setattr(Path, "read_text", lambda file: "VmRSS: 1 kB")
+    assert 0.9 * told < stages.peak_rss_gib() < 100 * told and large
+
+
+def test_an_older_copy_of_what_is_damaged_makes_room(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        (tmp_path / "base").mkdir()
+        (tmp_path / "base" / "file").write_text(text)
+        aside = set_aside(tmp_path / "base")
+    assert (aside / "file").read_text() == "second" and list(tmp_path.iterdir()) == [aside]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gc
 import io
@@ -30,7 +31,9 @@ from simpletune import demo
 from simpletune.__main__ import main, parse
 from simpletune.options import UserError
 from simpletune.serve import server
+from simpletune.serve.app import Answers, Gate
 from simpletune.serve.limits import Limits
+from simpletune.serve.metrics import Metrics
 from simpletune.serve.orders import Order
 from simpletune.serve.worker import Gone
 
@@ -183,6 +186,11 @@ def test_on_a_gpu_the_base_is_untouched_and_the_devices_memory_is_told(run: Path
         peak = re.search(r"^simpletune_peak_memory_device_bytes (\S+)$", it.client.get("/metrics").text, re.M)
         assert peak and float(peak[1]) > 2**20
     gc.unfreeze()
+
+
+def test_its_peak_memory_is_told(live: Running) -> None:
+    peak = re.search(r"^simpletune_peak_memory_process_bytes (\S+)$", live.client.get("/metrics").text, re.M)
+    assert peak and 2**27 < float(peak[1]) < 2**36
 
 
 # What does not fit
@@ -555,3 +563,25 @@ def test_it_keeps_up_with_clients(clients: int, live: Running) -> None:
     print(f"{clients} clients: {rate:.1f} pictures/s, median {median:.3f} s, p95 {p95:.3f} s")
     assert len(seconds) == clients * each
     assert seconds[-1] <= total + 0.01
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_failure_in_the_server_is_an_answer_and_a_line_of_the_log(begun: bool, capsys) -> None:
+    sent, lines = [], []
+
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("a mistake of ours")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    gate = Gate(broken, {"/predict": "predict"}, Metrics(), Answers(hosts=None, log=lines.append))
+    scope = {"type": "http", "method": "POST", "path": "/predict", "headers": [], "client": ("127.0.0.1", 1)}
+    asyncio.run(gate(scope, None, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == json.loads(lines[0])["status"] == (200 if begun else 500)
+    assert begun or b"The server failed; see its log" in sent[1]["body"]
+    assert b"a mistake" not in repr(sent).encode() and "a mistake of ours" in capsys.readouterr().err
+    asyncio.run(gate({"type": "websocket"}, None, send))  # type: ignore[arg-type]
+    assert len(lines) == 1 and len(sent) == (1 if begun else 2)

@@ -13,7 +13,7 @@ import pytest
 
 from simpletune import terminal
 from simpletune.runs import read_metrics
-from simpletune.terminal import TrainingLine, say
+from simpletune.terminal import TrainingLine, progress, say
 
 CODE = """
 import sys
@@ -122,3 +122,19 @@ def test_metrics_can_be_read_after_every_step(tiny_config: dict, monkeypatch: py
     monkeypatch.setattr("simpletune.train.TrainingLine", Watching)
     train(config)
     assert seen == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_progress_is_told_now_and_then(live: bool, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, *(100.0 + 4 * done for done in range(1, 7)), 124.0])
+    monkeypatch.setattr(terminal.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: live)
+    with progress("text", 6, "prompts") as advance:
+        for _ in range(6):
+            advance()
+    text = capsys.readouterr().out
+    if live:
+        assert text.count("\r\x1b[2K") == 6 and "\r\x1b[2Ktext: 1/6 prompts, 0.2/s, 20 s left" in text
+    else:
+        assert text.splitlines()[0] == "text: 3/6 prompts, 0.2/s, 12 s left" and "\x1b" not in text
+    assert text.endswith("text: 6 prompts in 24.0 s\n") and text.count("\n") == 2 - live

@@ -33,7 +33,7 @@ def _tokenizer_folder(config: TrainConfig) -> Path | None:
         config = model_resolved(config)
     try:
         field, value = provider(config.model, "tokenizer")
-    except UserError:  # a single file that is not here, or broken: training says so
+    except (UserError, OSError):  # a single file that is not here, or broken: training says so
         return None
     if value is None or is_single_file(value):
         return None

@@ -1,0 +1,177 @@
+"""Comparing runs, their checkpoints and full models: what a name stands for, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from simpletune import checkpoint
+from simpletune.compare import compare, models_to_compare, named
+from simpletune.generate import default_prompt, generate, weights_of
+from simpletune.generate_arguments import add_arguments, add_compare_arguments
+from simpletune.measures import Dino
+from simpletune.models.sd3 import SD3
+from simpletune.options import UserError
+from simpletune.quant.plain import FP32
+from simpletune.reading import validate
+from simpletune.results import BASE, LORA_FILE, TRANSFORMER, checkpoints_of, overwrite
+from simpletune.studio import open_studio
+from simpletune.train import train
+
+SMALL = ("--device", "cpu", "--size", "32x32", "--steps", "1")
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_pipeline: Path, tiny_pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two runs: ``lora``, and ``full`` with an average of its weights; two checkpoints each."""
+    place = tmp_path_factory.mktemp("compared")
+    for name, more in {"lora": {"rank": 2}, "full": {}}.items():
+        config = {
+            "name": name, "device": "cpu", "model": {"pretrained": str(tiny_pipeline), "t5_length": 8},
+            "data": {"path": str(tiny_pictures), "resolution": 32}, "adapter": {"method": name, **more},
+            "precision": {"weights": "fp32"}, "optimizer": {"lr": 0.05}, "train": {"steps": 4},
+            "memory": {"checkpointing": "none"}, "checkpoint": {"every": 2}, "profile": {"max_traces": 0},
+            "validation": {"prompts": [], "eval_samples": 0},
+            "output": {"runs": str(place), "profiles": str(place / "p"), "cache": str(place / "c"), "report": False},
+        }  # fmt: skip
+        train(validate(config | ({"ema": {"decay": 0.5}} if name == "full" else {}), "test"))
+    return place
+
+
+def parsed(add: Callable[[argparse.ArgumentParser], None], *words: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add(parser)
+    return parser.parse_args([*(str(word) for word in words), *SMALL])
+
+
+def saved(run: Path, step: int) -> Path:
+    return checkpoint.checkpoint_folder(run, step)
+
+
+def test_every_checkpoint_is_drawn_beside_the_base(runs: Path, tmp_path: Path) -> None:
+    run = runs / "lora"
+    words = ["--run", run, "--checkpoints", "--prompt", "a disc", "--output", tmp_path, run]
+    figures = json.loads(compare(parsed(add_compare_arguments, *words)).with_name("compare.json").read_text())
+    base, result, first, last = figures["models"]
+    assert [each["title"] for each in (base, first, last)] == ["base", "lora step 2", "lora step 4"]
+    assert result["latent_distance_from_base"] == last["latent_distance_from_base"] > first["latent_distance_from_base"]
+    assert base["latent_distance_from_base"] == [0] and first["latent_distance_from_base"][0] > 0
+
+
+def test_checkpoints_of_a_full_model_replace_the_bases_weights(runs: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
+    first, last = checkpoints_of(runs / "full")
+    average = load_file(saved(runs / "full", 4) / checkpoint.AVERAGE)
+    assert last.trained == saved(runs / "full", 4) / checkpoint.AVERAGE and first.title == "full step 2"
+    transformer = SD3(pretrained=str(tiny_pipeline)).load_transformer(FP32(), torch.device("cpu"))
+    parameters = dict(transformer.named_parameters())
+    before = parameters["proj_out.weight"].clone()
+    overwrite(transformer, last.trained)
+    assert not torch.equal(parameters["proj_out.weight"], before)
+    for name, tensor in average.items():
+        assert torch.equal(parameters[name], tensor), name
+    for wrong, message in (
+        ({"proj_out.weight": torch.ones(2, 2)}, r"proj_out.weight has shape \[2, 2\], and the model \[64"),
+        ({"proj_out.weigth": torch.ones(2)}, "1 of its tensors are not in this model: proj_out.weigth"),
+    ):
+        save_file(wrong, tmp_path / "wrong.safetensors")
+        with pytest.raises(UserError, match=message):
+            overwrite(transformer, tmp_path / "wrong.safetensors")
+
+
+def test_models_that_cannot_be_held_alike_are_told(runs: Path, tmp_path: Path, capsys) -> None:
+    words = ["base", saved(runs / "full", 4), "--run", runs / "lora", "--precision", "int8", "--prompt", "a disc"]
+    compare(parsed(add_compare_arguments, *words, "--output", tmp_path))
+    said = capsys.readouterr().out
+    assert "NOT in the same precision" in said and "base: int8; " in said and "--precision bf16 holds all" in said
+
+
+def test_what_a_name_stands_for(runs: Path, tmp_path: Path) -> None:
+    transformer = tmp_path / "a_model"
+    shutil.copytree(runs / "full" / TRANSFORMER, transformer)
+    assert named("base") == [BASE]
+    assert named(f"{runs / 'lora'}:0.3")[0].loras == [(runs / "lora" / LORA_FILE, 0.3)]
+    assert named(str(runs / "full"))[0].transformer == runs / "full" / TRANSFORMER
+    assert named(str(saved(runs / "full", 2)))[0].trained == saved(runs / "full", 2) / checkpoint.TRAINABLE
+    assert named(str(transformer))[0].transformer == transformer
+    for place in (runs / "full", transformer, saved(runs / "full", 2)):
+        with pytest.raises(UserError, match=r"a full model has no strength. Leave :0.5 out"):
+            named(f"{place}:0.5")
+
+
+def test_a_lora_is_drawn_at_each_strength_unless_it_has_its_own(runs: Path) -> None:
+    file, words = runs / "lora" / LORA_FILE, ["--run", runs / "lora"]
+    args = parsed(
+        add_compare_arguments, *words, "--lora", file, "--lora", f"{file}:0.2", "--scale", "0.4", "--scale", "2"
+    )
+    assert [each.scale for each in models_to_compare(open_studio(args), args)[1:]] == [0.4, 2.0, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "{base}", "--checkpoints", "x"], "x does not exist. Give a LoRA file, a run's folder, or a hub"),
+        (["--model", "{base}", "--checkpoints"], "--checkpoints: no run is given. Give one: --run FOLDER"),
+        (["--model", "{base}"], "--lora: no LoRA is given, and no run. Give one of them"),
+        (["--run", "{empty}", "--checkpoints"], "has no checkpoint. Leave the option out, or name another run"),
+        (["--run", "{empty}"], "holds no pytorch_lora_weights.safetensors and no transformer/. Let it finish"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_nothing_to_compare_is_said(words, message, runs: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
+    shutil.copy(runs / "lora" / "config.json", tmp_path)
+    args = parsed(add_compare_arguments, *(word.format(base=tiny_pipeline, empty=tmp_path) for word in words))
+    with pytest.raises(UserError, match=message):
+        models_to_compare(open_studio(args), args)
+
+
+def test_the_full_model_of_a_run_is_its_own_or_the_base_with_its_lora(runs: Path, tiny_pipeline: Path) -> None:
+    def asked(*words: object) -> tuple:
+        args = parsed(add_arguments, *words)
+        return weights_of(open_studio(args), args)
+
+    name, full = asked("--run", runs / "full", "--full")
+    assert (name, full.transformer, full.merged) == ("full", runs / "full" / TRANSFORMER, False)
+    folded = asked("--run", runs / "lora", "--full")[1]
+    assert folded.merged and folded.lora == runs / "lora" / LORA_FILE
+    with pytest.raises(UserError, match="--lora: no file is given, and no run. Give a LoRA, or --base"):
+        asked("--model", tiny_pipeline)
+
+
+def test_a_run_without_prompts_draws_what_it_saw(runs: Path, tiny_pictures: Path, tmp_path: Path) -> None:
+    run, words = tmp_path / "run", ["--run", tmp_path / "run"]
+    shutil.copytree(runs / "lora", run)
+    first = min(tiny_pictures.glob("*.txt")).read_text().strip()
+    assert default_prompt(open_studio(parsed(add_arguments, *words))) == first
+    (run / "samples" / "base").mkdir(parents=True)
+    start = ["--image", min(tiny_pictures.glob("*.png")), "--strength", "0.5", "--no-t5", "--prompt", "a green disc"]
+    drawn = generate(parsed(add_arguments, *words, *start, "--output", run / "samples" / "base" / "prompt-00.png"))
+    assert drawn.parent == run / "samples" / "base"
+    assert default_prompt(open_studio(parsed(add_arguments, *words))) == "a green disc"
+
+
+@pytest.fixture(scope="module")
+def dino(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vision transformer of random weights."""
+    from transformers import ViTConfig, ViTModel
+
+    folder = tmp_path_factory.mktemp("dino")
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    ViTModel(ViTConfig(**small, image_size=32, patch_size=8)).save_pretrained(folder)
+    return folder
+
+
+def test_likeness_by_a_vision_transformer(runs: Path, dino: Path, tmp_path: Path) -> None:
+    words = ["--run", runs / "lora", "--prompt", "a disc", "--output", tmp_path]
+    sheet = compare(parsed(add_compare_arguments, *words, "--scale", "8", "--dino", dino))
+    base, lora = json.loads(sheet.with_name("compare.json").read_text())["models"]
+    assert base["dino_base"] == pytest.approx([1.0]) and -1 <= lora["dino_base"][0] < 0.9999
+    with pytest.raises(UserError, match="--dino: .*nowhere cannot be loaded .* Give a model's folder or hub name"):
+        Dino(str(tmp_path / "nowhere"), torch.device("cpu"))
