@@ -60,7 +60,7 @@ def test_sigterm_finishes_the_step_and_one_command_continues_it(
     assert __main__.main(command) == 143
     assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
     said = capsys.readouterr()
-    assert "at most one step and one save" in said.out and "step 2 of 4 is saved" in said.out
+    assert "finish at most one step and save once" in said.out and "step 2 of 4 is saved" in said.out
     assert f"stopped by SIGTERM. To continue: simpletune train {command[1]} 'ema=" in said.err
     assert "Traceback" not in said.err
     assert __main__.main(command) == 0 and "step 2 of 4" in capsys.readouterr().out
