@@ -38,7 +38,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield "weights", f"{config.precision.weights}, {config.precision.multiplies()}"
     yield "memory", ", ".join(_memory(config))
     ahead = "the next batch fetched ahead on a GPU" if config.speed.prefetch else "no batch fetched ahead"
-    yield "speed", f"attention {config.speed.attention}, {ahead}"
+    yield "speed", f"attention {config.speed.attention}, {ahead}{', blocks compiled' * config.speed.compile}"
     steps = f"{train.epochs} epochs" if train.epochs else f"{config.steps(1)} steps"
     batch = train.batch_size * train.gradient_accumulation
     yield "runs", f"{steps} of {batch} picture{'s' if batch > 1 else ''}, seed {train.seed}, device {config.device}"

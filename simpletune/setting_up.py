@@ -235,7 +235,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
         )
         passed("model.loaded")
         total = here.model.parameter_count()
-        core = assemble(chosen, transformer, accelerator)
+        core = assemble(chosen, transformer, accelerator, len(prepared.plan.buckets))
         average = config.ema.build(trained_parameters(transformer)) if config.ema else None
         if saved:
             checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)

@@ -124,6 +124,7 @@ def take_steps(
         The report, and what the run lives on with.
     """
     started = time.perf_counter()
+    config = config.model_copy(update={"speed": config.speed.model_copy(update={"compile": False})})
     base = all_tensors(transformer)
     accounting.register(base, "weights")
     with accounting.allocating("optimizer"):

@@ -15,6 +15,11 @@ class Speed(Option):
     attention: Kernel = "auto"
     """Which of PyTorch's kernels computes attention, in training and drawing. auto: PyTorch chooses, and the run says
     what; another: that one alone, or an error where it cannot run; math takes memory by the square of the tokens."""
+    compile: bool = False
+    """The blocks' forward and backward passes in training are compiled by torch.compile, which joins their element-wise
+    steps: half a minute or more before the first step, each later one faster; for long runs. Exact but for the last
+    bits. Memory is predicted for the run that is not compiled. Needs a C compiler, on a GPU Triton; goes on without
+    where they lack, and says so."""
     prefetch: bool = True
     """The next step's pictures, embeddings and noise are read and drawn by a thread while a step is computed. Exact. On
     the CPU, where that thread would take a core from the step, nothing is fetched ahead."""

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from simpletune.compiling import compile_training
 from simpletune.config import TrainConfig
 from simpletune.feed import Batch
 from simpletune.flow import flow_loss, interpolate, velocity_target
@@ -24,6 +25,7 @@ from simpletune.optim.in_backward import clip_each, step_in_backward
 from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.profiling import phase
 from simpletune.sampling import autocast_of
+from simpletune.terminal import say
 
 
 class StepCore:
@@ -121,16 +123,17 @@ class StepCore:
             clip_each(self.parameters, option.clip_norm)
 
 
-def assemble(config: TrainConfig, transformer: Any, accelerator: Accelerator) -> StepCore:
+def assemble(config: TrainConfig, transformer: Any, accelerator: Accelerator, sizes: int = 1) -> StepCore:
     """Everything between a loaded model and its first step: the trainer's and the memory simulation's one way.
 
     Args:
         config: of the run.
         transformer: loaded, quantised, frozen.
         accelerator: knows the processes.
+        sizes: how many shapes of picture the run has.
     """
     modulation = take_out_modulation(transformer, config.memory, config.precision, accelerator.device)
-    optimizer = attach(config, transformer)
+    optimizer = attach(config, transformer, sizes)
     if accelerator.num_processes > 1:
         keep_to_itself(transformer)
     return StepCore(
@@ -148,11 +151,14 @@ def keep_to_itself(transformer: nn.Module) -> None:
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
 
 
-def attach(config: TrainConfig, transformer: Any) -> torch.optim.Optimizer:
+def attach(config: TrainConfig, transformer: Any, sizes: int) -> torch.optim.Optimizer:
     """The adapter on the loaded model, the passes of its blocks, and the optimizer over what trains."""
     config.adapter.attach(transformer, config.train.seed)
     in_backward = config.memory.optimizer_in_backward
     blocks, device = transformer.transformer_blocks, device_of(transformer)
+    if config.speed.compile and compile_training(blocks, device, sizes):
+        shapes = "one shape" if sizes == 1 else f"{sizes} shapes"
+        say(f"compile the blocks, for {shapes} of picture: the first step takes half a minute or more longer")
     streamed = config.memory.attach(blocks, device, trained=in_backward and config.adapter.trains_base)
     optimizer = config.optimizer.build(trained_parameters(transformer).values(), in_backward)
     if in_backward:

@@ -12,6 +12,7 @@ import torch
 from simpletune import checkpoint
 from simpletune.attention import attention_by
 from simpletune.card import shareable, write_card
+from simpletune.compiling import failure as compiling_failed
 from simpletune.config import TrainConfig, profile_folder, run_folder
 from simpletune.disk import room_for
 from simpletune.ema import averaged
@@ -74,6 +75,11 @@ def train(
             except torch.OutOfMemoryError as error:
                 kinds = resident(run.transformer, run.core.optimizer, run.accelerator.device)
                 raise out_of_memory(run.core.config, kinds, error) from None
+            except RuntimeError as error:
+                failed = compiling_failed(error)
+                if failed is None:
+                    raise
+                raise failed from error
             except Stopped:
                 tell_stopped(run)
                 raise
