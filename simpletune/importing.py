@@ -7,6 +7,7 @@ later collection looks through all that was imported.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,14 @@ def import_libraries() -> None:
         from peft.import_utils import is_bnb_available
 
         is_bnb_available()  # peft remembers the answer; it would import bitsandbytes when a LoRA is attached
+    freeze()
+
+
+def freeze() -> None:
+    """Leave all that is alive out of later collections, until the process ends: libraries then look for what they leak."""
     gc.freeze()
+    atexit.unregister(gc.unfreeze)
+    atexit.register(gc.unfreeze)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 from pathlib import Path
@@ -103,14 +104,14 @@ def test_int8_products_are_measured_beside_bf16(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_the_verb_asks_the_grid_that_is_named(grid: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    modules = {"memory": memory, "estimate": estimate, "quality": quality, "inference": inference, "study": study}
-    for name, module in {**modules, "int8": int8}.items():
+    for name in GRIDS:
+        module = importlib.import_module(f"simpletune.bench.{name}")
         monkeypatch.setattr(module, "run", lambda *words, name=name, **more: f"{name} {words} {more}")
     words = ["bench", grid, "train.steps=2", "--out", str(tmp_path), "--rows", "base", "--minutes", "3"]
     assert main([*words, "--prompts", "7", "--model", "some/model", "--price", "spot=0.5"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"{grid} ({tmp_path!r}, ") and "3.0" in said and "'base'" in said
-    assert ("train.steps=2" in said) == (grid in ("quality", "study", "int8"))
+    assert said.startswith(f"{grid} ({tmp_path!r}, ") and "3.0" in said and ("'base'" in said) == (grid != "pair")
+    assert ("train.steps=2" in said) == (grid in ("quality", "study", "int8", "pair"))
     assert ("{'spot': 0.5}" in said) == (grid == "inference") and ("some/model" in said) == (
         grid in ("inference", "study")
     )

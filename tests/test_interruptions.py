@@ -207,7 +207,8 @@ def test_several_processes_stop_at_the_same_step(
     sent, seen = [], []
 
     def reduce(self: Accelerator, mine: torch.Tensor, how: str) -> torch.Tensor:
-        assert how == "mean"
+        if how == "sum":  # whether one was asked after its last step
+            return mine
         sent.append(mine)
         return mine + torch.tensor([0.0, others if len(sent) == 2 else 0.0])
 

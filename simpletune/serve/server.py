@@ -17,6 +17,7 @@ from types import FrameType
 import uvicorn
 
 from simpletune.generate import Studio, open_studio
+from simpletune.importing import freeze
 from simpletune.options import UserError
 from simpletune.results import BASE as BASE_WEIGHTS
 from simpletune.results import Weights, lora_weights, result_of
@@ -136,7 +137,7 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     def load() -> Painter:
         painter = Painter(studio.config, base, loras, studio.device, side)
         gc.collect()
-        gc.freeze()  # what is loaded stays: looking for garbage among it takes longer than drawing a tiny picture
+        freeze()  # what is loaded stays: looking for garbage among it takes longer than drawing a tiny picture
         return painter
 
     bound = _bind(host, port)
