@@ -33,7 +33,7 @@ def import_libraries() -> None:
 
 
 def freeze() -> None:
-    """Leave all that is alive out of later collections, until the process ends: libraries then look for what they leak."""
+    """Leave all that is alive out of later collections, until the process ends: then libraries look for leaks."""
     gc.freeze()
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)

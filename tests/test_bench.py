@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from simpletune.__main__ import main
-from simpletune.bench import estimate, inference, int8, memory, memory_row, quality, study
+from simpletune.bench import estimate, inference, int8, memory, memory_row, quality
 from simpletune.bench.table import Results, shown
 from simpletune.options import UserError
 from simpletune.verbs.measuring import GRIDS
