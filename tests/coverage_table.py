@@ -15,8 +15,19 @@ from typing import Any
 ALLOWED = 2  # lines of a function that need no reason: a rare error's message
 
 GPU = "needs an NVIDIA GPU: tests marked gpu (make gpu)"
-SLOW = "minutes or GiB: tests marked slow (make slow), or a benchmark whose result is committed"
-REASONS: dict[str, str] = {}
+SLOW = "takes minutes: its result is committed (benchmarks/results, simpletune/assets)"
+REASONS: dict[str, str] = {
+    r"forecast\.py::(card_at_hand|_own_context)": GPU,
+    r"memory/copies\.py::": GPU,
+    r"eight_bit\.py::PagedAdamW8bit": GPU,
+    r"int8_kernel\.py::_seconds": GPU,
+    r"int8_products\.py::(_rows_on_cuda|_product_on_cuda|_plain_product)": GPU,
+    r"profiling/window\.py::Window\._(dump|begin)": GPU,
+    r"stages\.py::Stages\.": GPU,
+    r"memory_row\.py::measure": GPU,
+    r"bench/dreambooth\.py::(main|draw)": SLOW,
+    r"demo/(make_tiny_sd3|train_autoencoder|train_text_encoders)\.py::$": SLOW,
+}
 
 
 def reason_of(place: str) -> str | None:

@@ -21,6 +21,7 @@ from simpletune.demo import tiny_sd3
 from simpletune.explain import explain
 from simpletune.models.original_names import origin_of
 from simpletune.models.parts import bundled_configs
+from simpletune.models.sd3 import SD3
 from simpletune.models.sd3_shapes import parameter_shapes, sd3_medium_config
 from simpletune.models.sd3_transformer import load, open_tensors
 from simpletune.models.single_file import OriginalReader, open_file
@@ -239,6 +240,19 @@ def test_what_a_file_lacks_is_named_with_the_remedy(pipeline, descriptions, tiny
     assert f"{no_vae} holds no autoencoder (VAE). Set model.vae to a folder or hub name that has one" in said
     said = check(tiny_config, pretrained=no_vae, text_encoders=str(descriptions), vae=str(pipeline))
     assert "(single file), T5 with 8 tokens" in said
+
+
+def test_a_part_that_is_nowhere_is_an_error_of_its_own(pipeline, tmp_path: Path) -> None:
+    """A configuration with such a model is refused before; a file or folder may change after that."""
+    no_vae = str(original_layout.write(pipeline, tmp_path / "no_vae.safetensors", "transformer clip"))
+    alone = SD3(pretrained=no_vae)
+    with pytest.raises(UserError, match=r"model.pretrained: .* holds no autoencoder \(VAE\). Set model.vae"):
+        alone.part("vae")
+    with pytest.raises(UserError, match=r"model.pretrained: .* holds no tokenizer. Set model.text_encoders"):
+        alone.part("tokenizer")
+    assert alone.part("scheduler").folder is None and alone.part("scheduler").config()
+    with pytest.raises(UserError, match=r"model.pretrained: .* has no vae/ folder. Give a folder in diffusers' layout"):
+        SD3(pretrained=str(tmp_path)).part("vae")
 
 
 def test_damaged_files(whole_file, descriptions, tiny_config, tmp_path: Path) -> None:
