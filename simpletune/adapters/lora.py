@@ -90,7 +90,7 @@ class Lora(TrainingMethod):
         import torch
         from peft import LoraConfig, inject_adapter_in_model
 
-        from simpletune.adapters.lora_layers import compute_in_input_type
+        from simpletune.adapters.lora_layers import compute_in_output_type
         from simpletune.streams import reseed_global
 
         model.requires_grad_(False)
@@ -103,7 +103,7 @@ class Lora(TrainingMethod):
             target_modules=self.modules(shapes),
         )
         inject_adapter_in_model(config, model)
-        compute_in_input_type(model, {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype])
+        compute_in_output_type(model, {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype])
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
         """Within this context the updates are off, exactly."""

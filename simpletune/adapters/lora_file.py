@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from simpletune.adapters.lora_layers import ADAPTER, compute_in_input_type, lora_layers
+from simpletune.adapters.lora_layers import ADAPTER, compute_in_output_type, lora_layers
 from simpletune.lora_files.families import MEDIUM_35
 from simpletune.lora_files.header import open_lora
 from simpletune.lora_files.reading import updates_of
@@ -46,7 +46,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         _inject(model, name, updates, scale)
     for _, layer in lora_layers(model):
         layer.set_adapter([name for name in names if name in layer.lora_A])
-    compute_in_input_type(model)
+    compute_in_output_type(model)
     model.requires_grad_(False)
     return names
 

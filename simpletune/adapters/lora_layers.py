@@ -6,19 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from simpletune.adapters.lora_product import AddedInPlace
+
 ADAPTER = "default"  # PEFT's name for the first adapter; the only one in training
-
-
-class InputTypeLinear(nn.Linear):
-    """A linear layer whose weight is cast to its input's type: fp32 weights, products in bf16, say."""
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
-        """x W^T in the type of x."""
-        return F.linear(x, self.weight.to(x.dtype))
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
@@ -26,18 +19,17 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
 
 
-def compute_in_input_type(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Keep the updates' weights in one type and their products in the activations' type.
+def compute_in_output_type(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Keep the updates' weights in one type; make their products in the activations' type, into the layer's output.
 
     PEFT would cast the activations up to the weights' type: fp32 products, and fp32 activations kept for backward.
     """
     for _, layer in lora_layers(model):
         layer.cast_input_dtype_enabled = False
-        for pair in (layer.lora_A, layer.lora_B):
-            for adapter, old in list(pair.items()):
-                new = InputTypeLinear(old.in_features, old.out_features, bias=False, device="meta")
-                new.weight = nn.Parameter(old.weight.detach().to(dtype))
-                pair[adapter] = new
+        for adapter in layer.lora_A:
+            layer.lora_variant[adapter] = AddedInPlace()
+            for pair in (layer.lora_A, layer.lora_B):
+                pair[adapter].weight = nn.Parameter(pair[adapter].weight.detach().to(dtype))
 
 
 def lora_state(model: nn.Module) -> dict[str, Tensor]:
