@@ -197,9 +197,8 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
     stages = Stages(cuda=device.type == "cuda")
     with accelerator.main_process_first():  # it sets aside what is damaged
         saved = checkpoint.find(resume, run_folder(config)) if resume else None
-    say(
-        f"simpletune {config.name} on {reason}: {config.precision.weights} weights, {config.precision.compute} products"
-    )
+    precision = config.precision
+    say(f"simpletune {config.name} on {reason}: {precision.weights} weights, {precision.multiplies()}")
     here = resolved(config)
     require_fit(here)
     predicted: list[Estimate] = []

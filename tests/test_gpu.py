@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from simpletune import checkpoint
 from simpletune.adapters.full import Full
 from simpletune.adapters.lora import Lora
+from simpletune.adapters.lora_product import add_update
 from simpletune.memory.copies import CudaCopies, host_bytes
 from simpletune.memory.modulation import take_out
 from simpletune.memory.streaming import StreamedBlocks
@@ -401,6 +402,37 @@ def test_seconds_a_step_add_up_to_the_stage(tiny_config: dict) -> None:
 def test_attention_by_the_kernel_that_is_asked_for(kernel: str, tiny_config: dict) -> None:
     run = run_on(tiny_config, "cuda", precision={"weights": "bf16"}, speed={"attention": kernel})
     assert json.loads((run / "summary.json").read_text())["attention"] == kernel
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "nf4"])
+def test_compiled_blocks_give_the_losses_of_those_that_are_not(
+    weights: str, tiny_config: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes: dict[str, Any] = {"precision": {"weights": weights}, "memory": {"checkpointing": "all"}}
+    runs = [run_on(tiny_config, "cuda", name=f"{on}", speed={"compile": on}, **changes) for on in (False, True)]
+    assert "compile the blocks" in capsys.readouterr().out  # Triton is here
+    plain, compiled = ([row["loss"] for row in read_metrics(run)] for run in runs)
+    assert compiled == pytest.approx(plain, rel=5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_updates_added_in_place_at_the_real_size(dtype: torch.dtype) -> None:
+    """Sums near those of float64, gradients too, and no tensor of the output's size beside the output."""
+    rows, width, rank = 4096 + 333, 1536, 16
+    torch.manual_seed(0)
+    x, y = (torch.randn(rows, width, device="cuda", dtype=dtype) for _ in range(2))
+    a, b = (torch.randn(shape, device="cuda", dtype=dtype) / 40 for shape in ((rank, width), (width, rank)))
+    exact = y.double() + 0.5 * x.double() @ a.double().t() @ b.double().t()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    added = add_update(y, x.requires_grad_(), a.requires_grad_(), b.requires_grad_(), 0.5)
+    assert torch.cuda.max_memory_allocated() - before < y.nbytes / 4
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-3
+    torch.testing.assert_close(added.double(), exact, rtol=tolerance, atol=tolerance)
+    added.sum().backward()
+    assert x.grad is not None
+    grad = 0.5 * torch.ones_like(exact) @ b.detach().double() @ a.detach().double()
+    torch.testing.assert_close(x.grad.double(), grad, rtol=tolerance, atol=tolerance)
 
 
 def test_the_fused_updates_of_a_run_and_of_its_resume_agree(tiny_config: dict) -> None:
