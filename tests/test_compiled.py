@@ -136,7 +136,9 @@ def test_a_compiler_that_fails_ends_the_run_with_the_remedy(
         run_with(tiny_config, train={"steps": 1}, speed={"compile": True})
 
 
-def test_memory_is_predicted_of_the_run_that_is_not_compiled(tiny_config: dict, compiler: Any) -> None:
+def test_memory_is_predicted_of_the_run_that_is_not_compiled(
+    tiny_config: dict, compiler: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain, compiled = (validate(tiny_config | {"speed": {"compile": on}}, "test") for on in (False, True))
     assert simulate(plain).peak == simulate(compiled).peak
-    assert not compiler["stats"]
+    assert not compiler["stats"] and capsys.readouterr().out == ""
