@@ -63,7 +63,7 @@ def buffer_of(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         The buffer [elements, with padding], and views into it with the tensors' shapes.
     """
     ends = list(accumulate(map(padded, tensors), initial=0))
-    flat = torch.empty(ends[-1], device=tensors[0].device)
+    flat = torch.empty(ends[-1], dtype=torch.float32, device=tensors[0].device)
     return flat, [flat.as_strided(t.shape, t.stride(), begin) for t, begin in zip(tensors, ends, strict=False)]
 
 
