@@ -23,6 +23,8 @@ from blocks import (
     write_pipeline,
 )  # fmt: skip
 from safetensors.torch import load_file
+from test_optimizers import NAMES, option_of
+from test_rounding import alone, start_of, stepped
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletune import checkpoint
@@ -36,6 +38,7 @@ from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.models.sd3_shapes import is_conditioning
 from simpletune.models.sd3_transformer import RandomTensors, load
 from simpletune.models.weights import own_tensors
+from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_quanto import Int8Quanto
 from simpletune.quant.plain import BF16
@@ -459,3 +462,20 @@ def test_a_row_of_the_speed_grid_at_the_real_size() -> None:
         assert sum(row[kind] for kind in KINDS) == pytest.approx(1, abs=0.01)
         assert row["linears"] > 0.1 and row["attention"] > 0.01 and 0 < row["of_measured"] < 1
         assert row["times_floor"] > 1 and 2000 < row["peak_mib"] < 20_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_s_numbers_are_those_of_parameters_that_step_alone(name: str) -> None:
+    """With AdamW nothing waits for the device in a group's update, once states are there."""
+    steps = []
+
+    def together(optimizer: RoundedOptimizer) -> None:
+        steps.append(1)
+        torch.cuda.set_sync_debug_mode("error" if len(steps) > 4 and name == "adamw" else "default")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    option, start = option_of(name, weight_decay=0.1), [tensor.cuda() for tensor in start_of(40)]
+    torch.testing.assert_close(stepped(option, start, together, 6), stepped(option, start, alone, 6), rtol=0, atol=0)

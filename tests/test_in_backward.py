@@ -112,7 +112,7 @@ def loaded(tiny_config: dict, **memory: object) -> tuple[nn.Module, torch.optim.
     data["memory"] |= memory
     config = resolved(validate(data, "test"))
     model = config.model.load_transformer(config.precision, torch.device("cpu"))
-    return model, attach(config, model)
+    return model, attach(config, model, 1)
 
 
 def backward(model: nn.Module) -> None:
@@ -238,7 +238,7 @@ def test_bytes_of_a_lora_are_those_of_the_arithmetic(
     data["adapter"]["rank"] = 64  # matrices of 4096 elements: what is smaller keeps fp32 state
     config = resolved(validate(data, "test"))
     model = config.model.load_transformer(config.precision, torch.device("cpu"))
-    optimizer_ = attach(config, model)
+    optimizer_ = attach(config, model, 1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert sum(p.numel() for p in trained) == config.adapter.trainable(config.model.shapes())
     for parameter in trained:

@@ -36,7 +36,7 @@ class OptimizerOption(Option):
     """Whether a parameter's update needs no other parameter's gradient."""
 
     def build(self, parameters: Iterable[nn.Parameter], in_backward: bool = False) -> torch.optim.Optimizer:
-        """The optimizer over some parameters; bf16 ones step in fp32, one at a time, and are rounded as asked.
+        """The optimizer over some parameters; bf16 ones step in fp32, a few at a time, and are rounded as asked.
 
         Args:
             parameters: to be trained.
