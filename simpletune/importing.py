@@ -25,7 +25,7 @@ def import_libraries() -> None:
     with _without_collection(), _hidden(HIDDEN):
         import accelerate  # noqa: F401
         import peft  # noqa: F401
-        from diffusers import AutoencoderKL, SD3Transformer2DModel  # noqa: F401
+        from diffusers import SD3Transformer2DModel  # noqa: F401  # autoencoders: where pictures go through one
         from peft.import_utils import is_bnb_available
 
         is_bnb_available()  # peft remembers the answer; it would import bitsandbytes when a LoRA is attached
