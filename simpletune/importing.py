@@ -25,18 +25,25 @@ def import_libraries() -> None:
     with _without_collection(), _hidden(HIDDEN):
         import accelerate  # noqa: F401
         import peft  # noqa: F401
-        from diffusers import AutoencoderKL, SD3Transformer2DModel  # noqa: F401
+        from diffusers import SD3Transformer2DModel  # noqa: F401  # autoencoders: where pictures go through one
         from peft.import_utils import is_bnb_available
 
         is_bnb_available()  # peft remembers the answer; it would import bitsandbytes when a LoRA is attached
-    freeze()
+        freeze()  # before collecting is on again: it would begin with all of it
 
 
 def freeze() -> None:
-    """Leave all that is alive out of later collections, until the process ends: then libraries look for leaks."""
+    """Leave all that is alive out of later collections.
+
+    Taking apart what was imported when the process ends costs as much as importing peft. Libraries for GPUs look for
+    what they leak then: with a torch that is built for one, nothing is left out at the end.
+    """
+    import torch
+
     gc.freeze()
-    atexit.unregister(gc.unfreeze)
-    atexit.register(gc.unfreeze)
+    if torch.version.cuda or torch.version.hip:
+        atexit.unregister(gc.unfreeze)
+        atexit.register(gc.unfreeze)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 class Option(BaseModel):
     """Base of all options: frozen, strict, unknown fields refused; the string under a field is its documentation."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, defer_build=True)
 
 
 SHOWN = 16  # problems on a screen

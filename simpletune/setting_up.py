@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -20,9 +20,6 @@ from simpletune.data.plan import Plan
 from simpletune.devices import choose_device
 from simpletune.ema import Average, averaged
 from simpletune.environment import machine
-from simpletune.estimate.choosing import choose_on
-from simpletune.estimate.forecast import forecast
-from simpletune.estimate.job import Estimate
 from simpletune.failpoints import passed
 from simpletune.feed import Feed
 from simpletune.finite import Watch, require_finite
@@ -54,12 +51,13 @@ from simpletune.terminal import say
 from simpletune.trackers import Trackers, open_trackers
 from simpletune.validation import Previews, evaluation_loss
 
+if TYPE_CHECKING:
+    from simpletune.estimate.job import Estimate
+
 T = TypeVar("T")
 
 EVALUATING, DRAWING = "the evaluation loss", "drawing validation pictures"
-PATIENCE = timedelta(
-    days=2
-)  # of processes that wait while the first one fills the cache or draws; NCCL's own: 10 minutes
+PATIENCE = timedelta(days=2)  # of the others while one process fills the cache or draws; NCCL's own: 10 minutes
 
 
 @dataclass
@@ -207,8 +205,14 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
     def planned(plan: Plan) -> None:
         if accelerator.is_main_process:
             require_room(here, plan, saved.step if saved else 0, force)
-        fitted.append(choose_on(here, device, plan.largest(), chosen_blocks(config) if saved else None))
+        fitted.append(here)
+        if here.memory.checkpointing == "auto":
+            from simpletune.estimate.choosing import choose_on
+
+            fitted[0] = choose_on(here, device, plan.largest(), chosen_blocks(config) if saved else None)
         if accelerator.is_main_process and (device.type == "cuda" or foresee):
+            from simpletune.estimate.forecast import forecast
+
             predicted.append(forecast(fitted[0], device, plan.largest(), force))
 
     prepared = prepare(here, accelerator, stages, planned)

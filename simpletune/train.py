@@ -16,7 +16,6 @@ from simpletune.compiling import failure as compiling_failed
 from simpletune.config import TrainConfig, profile_folder, run_folder
 from simpletune.disk import room_for
 from simpletune.ema import averaged
-from simpletune.estimate.forecast import beside_measured, tell_beside_measured
 from simpletune.failpoints import passed
 from simpletune.feed import Ahead
 from simpletune.launched import Mark
@@ -267,6 +266,8 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     if skipped := len(list(read_rows(run.folder / SKIPPED))):
         summary["skipped_steps"] = skipped
     if run.predicted is not None:
+        from simpletune.estimate.forecast import beside_measured
+
         summary["predicted"] = beside_measured(run.predicted, summary["stages"])
     warnings = run.trackers.warnings
     # Written again below: a tracker may take minutes to close.
@@ -282,6 +283,8 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
         write_page(run)
     tell_results(summary, run.folder, profile_folder(run.config), traces.written, places)
     if run.predicted is not None:
+        from simpletune.estimate.forecast import tell_beside_measured
+
         tell_beside_measured(summary["predicted"])
 
 

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
 
 from simpletune.importing import _hidden
 
@@ -15,20 +17,38 @@ UNUSED = (
     "bitsandbytes", "torchao", "optimum", "wandb", "tensorboard", "torch.utils.tensorboard", "tensorflow", "xformers",
     "torch._inductor.compile_fx", "torchvision", "pandas", "scipy", "sklearn", "pyarrow", "datasets", "matplotlib",
     "diffusers.pipelines", "transformers.trainer", "transformers.pipelines",
+    "simpletune.estimate", "simpletune.simulate_stages", "simpletune.report",
 )  # fmt: skip
+TOLD_LAST = "import atexit, gc, json, sys; atexit.register(lambda: print(json.dumps(gc.get_freeze_count()))); "
+
+
+def told(code: str, *arguments: object) -> list[Any]:
+    """What a Python process of its own says in JSON, one value a line, at its end."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()[-2:]]
 
 
 def test_a_plain_run_imports_nothing_that_it_does_not_use(tiny_config: dict, write_config) -> None:
     file = write_config(tiny_config | {"train": {"steps": 1}, "tracking": {"tensorboard": False}})
     code = (
-        "import gc, json, sys; from simpletune.__main__ import main; main(['train', sys.argv[1]]); "
+        "from simpletune.__main__ import main; main(['train', sys.argv[1]]); "
         "print(json.dumps([sorted(sys.modules), gc.get_freeze_count(), gc.isenabled()]))"
     )
-    done = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, env=os.environ)
-    assert done.returncode == 0, done.stderr
-    modules, frozen, enabled = json.loads(done.stdout.splitlines()[-1])
+    (modules, frozen, enabled), at_exit = told(TOLD_LAST + code, file)
     assert [name for name in UNUSED if name in modules] == []
     assert "peft" in modules and frozen > 100_000 and enabled
+    assert (at_exit > 100_000) == (torch.version.cuda is None and torch.version.hip is None)
+
+
+def test_imports_are_not_collected_and_with_a_torch_for_gpus_thawed_at_the_end() -> None:
+    code = (
+        "import torch; torch.version.cuda = '13.0'; found = []; gc.callbacks.append(lambda *args: found.append(args)); "
+        "from simpletune.importing import import_libraries; import_libraries(); "
+        "print(json.dumps([len(found), 'diffusers.models.autoencoders' in sys.modules]))"
+    )
+    assert told(TOLD_LAST + code) == [[0, False], 0]
 
 
 def test_what_is_hidden_cannot_be_imported_and_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
