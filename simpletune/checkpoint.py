@@ -98,12 +98,22 @@ def save(
     replace_folder(aside, folder)
     flush_to_disk(folder.parent)
     passed("checkpoint.after-rename")
-    for _, old in list_checkpoints(run)[: -config.checkpoint.keep_last]:
+    remove_oldest(run, config.checkpoint.keep_last)
+    return folder
+
+
+def remove_oldest(run: Path, keep_last: int) -> None:
+    """Remove the oldest checkpoints of a run.
+
+    Args:
+        run: the run's folder.
+        keep_last: how many stay.
+    """
+    for _, old in list_checkpoints(run)[:-keep_last]:
         gone = old.with_name(f".{old.name}.part")  # a kill while files are removed must not leave half a checkpoint
         os.replace(old, gone)
         passed("checkpoint.removing")
         remove(gone)
-    return folder
 
 
 def size_of_state(
@@ -152,9 +162,14 @@ def _write(
     passed("checkpoint.before-rename")
 
 
-def rewind(run: Path, step: int) -> list[Path]:
-    """Make a run's checkpoints those of a run that is at ``step``: what a kill left half written is removed, and
-    later checkpoints, which it will write again, get another name.
+def rewind(run: Path, step: int, keep_last: int) -> list[Path]:
+    """Make a run's checkpoints those of a run that is at ``step``: what a kill left half written is removed, what it
+    left too many too, and later checkpoints, which the run will write again, get another name.
+
+    Args:
+        run: the run's folder.
+        step: steps done.
+        keep_last: how many checkpoints stay.
 
     Returns:
         The later ones, as they are called now.
@@ -167,6 +182,7 @@ def rewind(run: Path, step: int) -> list[Path]:
             later.append(folder.with_name(f"{folder.name}.superseded"))
             remove(later[-1])
             os.replace(folder, later[-1])
+    remove_oldest(run, keep_last)
     return later
 
 

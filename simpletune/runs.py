@@ -100,7 +100,7 @@ def open_again(config: TrainConfig, step: int) -> Path:
         passed("run.opened-again")
     from simpletune.checkpoint import rewind  # torch, as above
 
-    for later in rewind(folder, step):
+    for later in rewind(folder, step, config.checkpoint.keep_last):
         say(f"  {later} is later than step {step}: it is kept under this name. Remove it if it is not wanted")
     for entry in folder.glob(".*.part"):
         remove(entry)

@@ -213,6 +213,20 @@ def test_going_on_with_a_run_that_is_gone_or_left_things_lying(tiny_config: dict
     assert not list(run.glob(".*.part")) and [row["step"] for row in read_metrics(run)] == [1]
 
 
+def test_a_run_that_was_killed_before_it_removed_the_oldest_checkpoint_does_so_when_it_goes_on(
+    tiny_config: dict,
+) -> None:
+    config = validate(tiny_config | {"checkpoint": {"keep_last": 2}}, "test")
+    run = Path(tiny_config["output"]["runs"]) / "tiny"
+    for step in (1, 2, 3, 4):
+        checkpoint.checkpoint_folder(run, step).mkdir(parents=True)
+        (checkpoint.checkpoint_folder(run, step) / checkpoint.STATE).write_text("{}")
+    append_metrics(run, {"step": 1, "loss": 0.5})
+    open_again(config, 3)
+    assert [step for step, _ in checkpoint.list_checkpoints(run)] == [2, 3]
+    assert (run / "checkpoints" / "step-000004.superseded").is_dir()
+
+
 def test_a_broken_line_amid_the_metrics_is_no_half_written_last_one(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
     assert read_metrics(tmp_path) == [{"step": 1}]
