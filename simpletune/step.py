@@ -151,7 +151,7 @@ def keep_to_itself(transformer: nn.Module) -> None:
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
 
 
-def attach(config: TrainConfig, transformer: Any, sizes: int) -> torch.optim.Optimizer:
+def attach(config: TrainConfig, transformer: Any, sizes: int = 1) -> torch.optim.Optimizer:
     """The adapter on the loaded model, the passes of its blocks, and the optimizer over what trains."""
     config.adapter.attach(transformer, config.train.seed)
     in_backward = config.memory.optimizer_in_backward

@@ -67,7 +67,13 @@ def test_the_grid_goes_on_where_it_stopped_and_its_figures_agree(tmp_path: Path,
 
 def test_kinds_on_a_device_follow_what_launched_the_work() -> None:
     ranges = [Span("ProfilerStep#1", 0, 100, 1), Span("Optimizer.step#AdamW.step", 60, 80, 1)]
-    names = ["aten::mm", "aten::_scaled_dot_product_flash_attention", "_FrozenInt8Product", "aten::add", "aten::add"]
+    names = [
+        "aten::addmm_",
+        "aten::_scaled_dot_product_flash_attention",
+        "_FrozenInt8Product",
+        "aten::add",
+        "aten::add",
+    ]
     starts = [1, 11, 21, 61, 85]
     operators = [Span(name, at, at + 8, 1, id=n + 1) for n, (name, at) in enumerate(zip(names, starts, strict=True))]
     operators[2] = Span("_FrozenInt8Product", 21, 29, 1)

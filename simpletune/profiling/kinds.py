@@ -19,7 +19,7 @@ AROUND = {
     OPTIMIZER: re.compile(rf"^Optimizer\.step#|^{MARKS[0]}optimizer{MARKS[1]}$"),
     ATTENTION: re.compile(r"attention|softmax|::bmm|::baddbmm", re.IGNORECASE),
 }
-PRODUCT = re.compile(r"::(addmm|mm|_int_mm|linear|mkldnn_linear|matmul)$|conv|gemm|matmul|_mm(_|$)|int8_product")
+PRODUCT = re.compile(r"::(addmm_?|mm|_int_mm|linear|mkldnn_linear|matmul)$|conv|gemm|matmul|_mm(_|$)|int8_product")
 QUANTISING = re.compile(r"int8|nf4|quanti|quanto|bitsandbytes|4bit|blockwise", re.IGNORECASE)
 
 
