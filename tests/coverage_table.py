@@ -25,7 +25,9 @@ REASONS: dict[str, str] = {
     r"profiling/window\.py::Window\._(dump|begin)": GPU,
     r"stages\.py::Stages\.": GPU,
     r"memory_row\.py::measure": GPU,
-    r"bench/dreambooth\.py::(main|draw)": SLOW,
+    r"bench/dreambooth\.py::": SLOW,
+    r"bench/pair\.py::(Job\.prepare|one_round|ours|theirs|timed)": SLOW,
+    r"compiling\.py::_forward": "tests marked slow (make slow)",
     r"demo/(make_tiny_sd3|train_autoencoder|train_text_encoders)\.py::$": SLOW,
 }
 
