@@ -22,7 +22,7 @@ def import_libraries() -> None:
     To peft and diffusers bitsandbytes looks as if it were not installed, unless it was imported before: their own
     quantisers by it are not there in this process. Ours, and its optimizers, import it when they are asked for.
     """
-    with _without_collection(), _hidden(HIDDEN):
+    with without_collection(), _hidden(HIDDEN):
         import accelerate  # noqa: F401
         import peft  # noqa: F401
         from diffusers import SD3Transformer2DModel  # noqa: F401  # autoencoders: where pictures go through one
@@ -60,7 +60,8 @@ def _hidden(module: str) -> Iterator[None]:
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
+    """No garbage collection meanwhile: when it happens is chance, and what waits for it takes memory until then."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -5,10 +5,8 @@ Nothing about a lever, an adapter, a precision or an optimizer is described here
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +16,7 @@ from simpletune.attention import attention_by
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
 from simpletune.ema import Average
+from simpletune.importing import without_collection
 from simpletune.loading import empty_base
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.device_terms import cublas_workspace, temporaries
@@ -226,15 +225,3 @@ def with_workspace(moment: Moment, extra: int) -> Moment:
     if extra:
         by_kind["workspace"] = by_kind.get("workspace", 0) + extra
     return Moment(moment.bytes + extra, by_kind, moment.phase, moment.place)
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: when it happens is chance, and what waits for it takes memory until then."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -20,6 +20,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
 from simpletune.ema import averaged
+from simpletune.importing import without_collection
 from simpletune.loading import empty_base
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.device_terms import cublas_workspace, temporaries
@@ -33,7 +34,7 @@ from simpletune.models.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
 from simpletune.models.weights import all_tensors
 from simpletune.profiling import phase
 from simpletune.sampling import Request, sample_latents
-from simpletune.simulate import Rehearsal, Report, take_steps, with_workspace, without_collection
+from simpletune.simulate import Rehearsal, Report, take_steps, with_workspace
 from simpletune.stand_ins import CPU, EmptyFeed
 from simpletune.terminal import silent
 

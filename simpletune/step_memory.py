@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
+from simpletune.importing import without_collection
 from simpletune.loading import empty_base
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.device_terms import temporaries
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.moment import Moment
-from simpletune.simulate import CPU, take_steps, without_collection
+from simpletune.simulate import CPU, take_steps
 
 
 def moments_of_step(config: TrainConfig, size: Size) -> list[Moment]:

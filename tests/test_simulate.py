@@ -11,13 +11,14 @@ from test_cases import CASES, case_json, is_allowed, name_of
 
 from simpletune.config import TrainConfig
 from simpletune.demo import tiny_sd3
+from simpletune.importing import without_collection
 from simpletune.loading import load_base
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.moment import rounded
 from simpletune.models.weights import all_tensors
 from simpletune.options import ConfigError
 from simpletune.reading import validate
-from simpletune.simulate import Report, account, simulate, without_collection
+from simpletune.simulate import Report, account, simulate
 from simpletune.stand_ins import CPU
 
 MIB = 2**20

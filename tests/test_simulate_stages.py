@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from simpletune.config import TrainConfig
+from simpletune.importing import without_collection
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.moment import Moment, rounded
 from simpletune.models.parts import load_text_model
@@ -16,7 +17,7 @@ from simpletune.models.t5_layers import LayeredT5
 from simpletune.models.weights import all_tensors
 from simpletune.reading import validate
 from simpletune.sampling import Request
-from simpletune.simulate import simulate, without_collection
+from simpletune.simulate import simulate
 from simpletune.simulate_stages import DrawnModel, counted, of_clip, of_encoding, of_t5, simulate_stages, text_moments
 from simpletune.stand_ins import CPU
 

@@ -42,6 +42,17 @@ class Recording:
         """The recorded steps."""
         return sorted((span for span in self.ranges if span.name.startswith(STEP)), key=lambda span: span.start)
 
+    def whole_steps(self, count: int) -> list[Span]:
+        """The first so many recorded steps; one that was cut short may follow.
+
+        Raises:
+            ValueError: no step was recorded.
+        """
+        steps = self.steps[:count]
+        if not steps:
+            raise ValueError("the profiler recorded no step")
+        return steps
+
 
 def read_events(events: Iterable[Any]) -> Recording:
     """Sort the profiler's events.

@@ -28,9 +28,7 @@ def figures(recording: Recording, count: int) -> Json:
     Raises:
         ValueError: no step was recorded.
     """
-    steps = recording.steps[:count]
-    if not steps:
-        raise ValueError("the profiler recorded no step")
+    steps = recording.whole_steps(count)
     start, stop = steps[0].start, steps[-1].stop
     ranges = [span for span in recording.ranges if phase_of(span.name) is not None and start <= span.start < stop]
     waits = union(span for span in ranges if phase_of(span.name) == "data")

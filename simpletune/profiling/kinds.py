@@ -36,9 +36,7 @@ def shares(recording: Recording, count: int) -> dict[str, float]:
     Raises:
         ValueError: no step was recorded.
     """
-    steps = recording.steps[:count]
-    if not steps:
-        raise ValueError("the profiler recorded no step")
+    steps = recording.whole_steps(count)
     start, stop = steps[0].start, steps[-1].stop
     taken: Counter[str] = Counter()
     timed = list(chained([*recording.ranges, *recording.operators]))
