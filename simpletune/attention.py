@@ -1,4 +1,4 @@
-"""Which of PyTorch's attention kernels runs: the one that is asked for, or found out."""
+"""Which attention kernel runs: the one that is asked for, or found out; and what a step on the CPU does otherwise."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletune.config import TrainConfig
 from simpletune.data.buckets import Size
+from simpletune.devices import keep_freed_memory
 from simpletune.options import UserError
 from simpletune.speed import Kernel
 from simpletune.terminal import say
@@ -22,12 +23,15 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+PRODUCTS = "products"
+MOST_PROBABILITIES = 16 * 2**20
+"""Bytes that plain products may keep for each block: in larger ones they were not measured."""
 
 
 @contextmanager
 def attention_by(kernel: Kernel) -> Iterator[None]:
-    """Within this context attention is computed by this kernel alone; auto: by PyTorch's choice."""
-    if kernel == "auto":
+    """Within this context PyTorch's attention is computed by this kernel alone; auto, products: by its own choice."""
+    if kernel in ("auto", PRODUCTS):
         yield
         return
     with sdpa_kernel(BACKENDS[kernel]):
@@ -48,9 +52,13 @@ def usable(kernel: Kernel, heads: int, tokens: int, width: int, device: torch.de
     Raises:
         UserError: the one that is asked for cannot run here.
     """
-    q = torch.zeros(1, heads, tokens, width, device=device, dtype=dtype, requires_grad=True)
     if kernel == "math":
         return kernel  # it can everything; trying it would take the square of the tokens
+    if kernel == PRODUCTS:
+        if device.type != "cpu":
+            raise UserError(f"speed.attention: products is for the CPU, and the run is on {device.type}. Use auto")
+        return kernel
+    q = torch.zeros(1, heads, tokens, width, device=device, dtype=dtype, requires_grad=True)
     if kernel != "auto":
         try:
             with attention_by(kernel):
@@ -66,16 +74,42 @@ def usable(kernel: Kernel, heads: int, tokens: int, width: int, device: torch.de
     return by_number.get(int(torch._fused_sdp_choice(q, q, q)), "math")
 
 
-def attention_of(config: TrainConfig, size: Size, device: torch.device) -> str:
-    """The kernel that computes attention, found out with a run's own shapes, and said.
+def multiplies_bf16(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether these are products in bf16 on a CPU that has an instruction for them."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False
+    known = torch.cpu.get_capabilities()
+    return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def settle_attention(config: TrainConfig, transformer: Any, size: Size, device: torch.device) -> str:
+    """Find out with a run's own shapes which kernel computes attention, and say it; set the blocks up for the CPU.
+
+    Args:
+        config: of the run.
+        transformer: with its adapter; on the CPU, for products in bf16, its blocks are changed.
+        size: of the largest pictures.
+        device: where it runs.
 
     Raises:
-        UserError: the one that ``speed.attention`` asks for cannot run here.
+        UserError: the kernel that ``speed.attention`` asks for cannot run here.
     """
     shape, precision = config.model.known_config(), config.precision
     tokens = config.model.text_tokens + math.prod(side // (8 * shape["patch_size"]) for side in size)
     dtype = torch.bfloat16 if precision.autocast else precision.compute_dtype()
     heads, width = shape["num_attention_heads"], shape["attention_head_dim"]
-    found = usable(config.speed.attention, heads, tokens, width, device, dtype)
-    say(f"attend  by the {found} kernel (speed.attention {config.speed.attention})")
+    asked: Kernel = config.speed.attention
+    compiled = config.speed.compile
+    few = config.train.batch_size * heads * tokens**2 * dtype.itemsize <= MOST_PROBABILITIES
+    by_products = asked == "auto" and few and not compiled and multiplies_bf16(device, dtype)
+    found = usable("products" if by_products else asked, heads, tokens, width, device, dtype)
+    if device.type == "cpu":
+        keep_freed_memory()
+    if device.type == "cpu" and not compiled and (dtype == torch.bfloat16 or found == PRODUCTS):
+        from simpletune.gelu_table import take_table
+        from simpletune.joint_attention import take_joint_attention
+
+        take_joint_attention(transformer.transformer_blocks, found == PRODUCTS)
+        take_table(transformer.transformer_blocks)
+    say(f"attend  by the {found} kernel (speed.attention {asked})")
     return found

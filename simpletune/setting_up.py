@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 from simpletune import checkpoint
-from simpletune.attention import attention_of
+from simpletune.attention import settle_attention
 from simpletune.config import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import Plan
 from simpletune.devices import choose_device
@@ -245,7 +245,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
             passed("run.restored")
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
-    attention = attention_of(here, prepared.plan.largest(), device)
+    attention = settle_attention(here, transformer, prepared.plan.largest(), device)
     feed = Feed(prepared, config.train.seed, device, accelerator.process_index, core.modulation)
     start = saved.step if saved else 0
     trackers = open_trackers(config, folder, start, accelerator.is_main_process)

@@ -47,7 +47,7 @@ LAYERS = [
         "report",
     },
     {"feed", "prepare", "sampling", "loading", "attention"},
-    {"config", "devices", "profiling", "flops"},
+    {"config", "devices", "profiling", "flops", "joint_attention", "gelu_table"},
     {"demo", "data", "models", "adapters", "lora_files", "quant", "optim", "memory", "ema"},
     {
         "flow",

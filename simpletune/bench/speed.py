@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simpletune.attention import settle_attention
 from simpletune.bench.roofline import finish, least_seconds, rates
 from simpletune.bench.speed_rows import ABOUT, COLUMNS, CONFIG, ENOUGH, RATES, ROOFLINE, Row, demo_grid, grid
 from simpletune.bench.table import Results, machine
@@ -225,6 +226,7 @@ def ours(config: TrainConfig, device: torch.device) -> Any:
     if config.memory.crop_positions:
         crop_to(model, [(side, side)], lambda: Drawn(shapes, device), config.precision.base_dtype())
     core = assemble(config, model, OneProcess(device))
+    settle_attention(config, model, (side, side), device)
     feed, count = EmptyFeed(config, core, device=device), iter(range(10**9))
     model.train()
 
