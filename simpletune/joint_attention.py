@@ -37,7 +37,7 @@ class Scratch:
         return self._bytes[:count].view(dtype).view(shape)
 
 
-class _Attended(torch.autograd.Function):
+class _PlainAttention(torch.autograd.Function):
     """softmax(Q K^T / sqrt(d)) V with kept probabilities; scores and softmax in fp32 or better."""
 
     @staticmethod
@@ -77,7 +77,7 @@ def attend(
 
     It keeps the probabilities, b h q n numbers in the type of the query, for the backward pass.
     """
-    attended: Tensor = _Attended.apply(query, key, value, scratch)
+    attended: Tensor = _PlainAttention.apply(query, key, value, scratch)
     return attended
 
 

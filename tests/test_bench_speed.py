@@ -164,9 +164,11 @@ def test_a_pair_of_whole_processes(tmp_path: Path) -> None:
     job.prepare()
     row = pair.one_round(job, "0", ours_first=True)
     assert row["process_ratio"] == pytest.approx(row["process"] / row["their_process"], rel=1e-3)
-    assert (tmp_path / "theirs-0" / "pytorch_lora_weights.safetensors").exists()
+    assert 0 < row["their_after"] < row["their_process"] and row["saved_ratio"] > row["process_ratio"]
+    theirs = tmp_path / "theirs-0"
+    assert (theirs / "pytorch_lora_weights.safetensors").exists() and list(theirs.glob("logs/**/events*"))
     ours = json.loads((tmp_path / "runs" / "process-0" / "config.json").read_text())
-    assert ours["validation"]["prompts"] == [] and not ours["tracking"]["tensorboard"]
+    assert ours["validation"]["prompts"] == [] and ours["tracking"]["tensorboard"]
 
 
 def test_rounds_alternate_are_kept_and_become_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

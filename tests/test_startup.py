@@ -51,6 +51,18 @@ def test_imports_are_not_collected_and_with_a_torch_for_gpus_thawed_at_the_end()
     assert told(TOLD_LAST + code) == [[0, False], 0]
 
 
+def test_the_models_of_transformers_are_looked_through_once() -> None:
+    code = (
+        "import os; seen, real = [], os.scandir; os.scandir = lambda path: (seen.append(str(path)), real(path))[1]; "
+        "from simpletune.importing import import_libraries; import_libraries(); "
+        "from transformers import CLIPTextModelWithProjection, T5EncoderModel; "
+        "from transformers.utils import import_utils; "
+        "print(json.dumps([sum(path.endswith('transformers/models') for path in seen), "
+        "import_utils.create_import_structure_from_path.__name__]))"
+    )
+    assert told(TOLD_LAST + code)[0] == [1, "create_import_structure_from_path"]
+
+
 def test_what_is_hidden_cannot_be_imported_and_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     with _hidden("colorsys"), pytest.raises(ImportError):

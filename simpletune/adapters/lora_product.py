@@ -44,7 +44,7 @@ class _Added(torch.autograd.Function):
         count, scales, ranks = len(ups), ctx.scales, ctx.ranks
         wants_x, wants_a, wants_b = (any(ctx.needs_input_grad[at]) for at in _places(count))
         rows = [grad.flatten(0, -2) for grad in grads]  # [n, o] each
-        shares = [(row @ b).mul_(scale) for row, b, scale in zip(rows, ups, scales, strict=True)]
+        shares = [_scaled(row @ b, scale) for row, b, scale in zip(rows, ups, scales, strict=True)]
         grad_down = _joined(shares, dim=1)  # [n, all r]
         grad_x = (grad_down @ a).view(x.shape) if wants_x else None
         grads_a: Sequence[Tensor | None] = [None] * count
@@ -53,7 +53,7 @@ class _Added(torch.autograd.Function):
             grads_a = (grad_down.t() @ x.flatten(0, -2)).split(ranks)
         if wants_b:
             parts = down.split(ranks, dim=1)
-            grads_b = [(row.t() @ part).mul_(scale) for row, part, scale in zip(rows, parts, scales, strict=True)]
+            grads_b = [_scaled(row.t() @ part, scale) for row, part, scale in zip(rows, parts, scales, strict=True)]
         return grad_x, None, *grads, *grads_a, *grads_b
 
 
@@ -65,6 +65,11 @@ def _places(count: int) -> tuple[slice, slice, slice]:
 def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
     """One tensor of several; one alone is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+
+
+def _scaled(product: Tensor, scale: float) -> Tensor:
+    """A fresh product times the scale, which is 1 by default, in place."""
+    return product if scale == 1 else product.mul_(scale)
 
 
 def add_updates(

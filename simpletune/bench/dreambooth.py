@@ -3,8 +3,9 @@
     python -m simpletune.bench.dreambooth PIPELINE PICTURES OUT --steps 20 --size 256
 
 Loads tokenizers, text encoders, autoencoder and transformer from a pipeline's folder, encodes the one prompt, prepares
-the pictures in memory, trains, and saves the LoRA; ``--whole`` adds what the example adds by default or by its
-documentation's command: a TensorBoard log, and validation pictures after the first epoch and at the end.
+the pictures in memory, trains with a TensorBoard log, saves the LoRA, and loads the pipeline with it once more: the
+example does both without being asked. ``--whole`` adds what its documentation's command does: validation pictures after
+the first epoch and at the end.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Train, and write the seconds of each step and the losses beside the LoRA."""
+    """Train, and write the losses and the seconds of each step and of what comes after the LoRA, beside the LoRA."""
     import torch
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration, set_seed
@@ -49,9 +50,8 @@ def main(args: argparse.Namespace) -> None:
     from simpletune.bench.diffusers_training import DreamBooth
 
     project = ProjectConfiguration(project_dir=str(args.out), logging_dir=str(args.out / "logs"))
-    tracker = "tensorboard" if args.whole else None
     cpu = not torch.cuda.is_available()
-    accelerator = Accelerator(mixed_precision="bf16", cpu=cpu, log_with=tracker, project_config=project)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=cpu, log_with="tensorboard", project_config=project)
     set_seed(0)
     prompt_embeds, pooled = embeddings(args.pipeline, args.prompt, accelerator.device)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(args.pipeline, subfolder="scheduler")
@@ -60,8 +60,7 @@ def main(args: argparse.Namespace) -> None:
     recipe = DreamBooth(transformer, vae, scheduler, accelerator, args.rank)
     dataset: Any = pixels(args.pictures, args.size)
     loader: Any = accelerator.prepare(torch.utils.data.DataLoader(dataset, batch_size=1, shuffle=True))
-    if args.whole:
-        accelerator.init_trackers("dreambooth-sd3-lora")
+    accelerator.init_trackers("dreambooth-sd3-lora")
     seconds: list[float] = []
     losses: list[float] = []
     clock, epoch = time.perf_counter(), 0
@@ -78,14 +77,18 @@ def main(args: argparse.Namespace) -> None:
             if len(losses) == args.steps:
                 break
         if args.whole and epoch == 0:
-            draw(args, accelerator, {"vae": vae, "transformer": accelerator.unwrap_model(recipe.transformer)})
+            draw(args, accelerator, load(args, vae=vae, transformer=accelerator.unwrap_model(recipe.transformer)))
             clock = time.perf_counter()
         epoch += 1
     save(accelerator.unwrap_model(recipe.transformer), args.out)
+    clock = time.perf_counter()
+    pipe = load(args)
+    pipe.load_lora_weights(args.out)
     if args.whole:
-        draw(args, accelerator, {})
+        draw(args, accelerator, pipe)
+    found = {"seconds": seconds, "losses": losses, "after": time.perf_counter() - clock}
     accelerator.end_training()
-    (args.out / SECONDS).write_text(json.dumps({"seconds": seconds, "losses": losses}) + "\n", encoding="utf-8")
+    (args.out / SECONDS).write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
 def embeddings(pipeline: Path, prompt: str, device: Any) -> tuple[Any, Any]:
@@ -152,15 +155,19 @@ def save(transformer: Any, folder: Path) -> None:
     StableDiffusion3Pipeline.save_lora_weights(folder, transformer_lora_layers=state)
 
 
-def draw(args: argparse.Namespace, accelerator: Any, parts: dict[str, Any]) -> None:
-    """Validation pictures into the log: with parts at hand, else with the LoRA that was saved."""
-    import numpy as np
+def load(args: argparse.Namespace, **parts: Any) -> Any:
+    """The pipeline in bf16, with parts that are at hand."""
     import torch
     from diffusers import StableDiffusion3Pipeline
 
-    pipe = StableDiffusion3Pipeline.from_pretrained(args.pipeline, torch_dtype=torch.bfloat16, **parts)
-    if not parts:
-        pipe.load_lora_weights(args.out)
+    return StableDiffusion3Pipeline.from_pretrained(args.pipeline, torch_dtype=torch.bfloat16, **parts)
+
+
+def draw(args: argparse.Namespace, accelerator: Any, pipe: Any) -> None:
+    """Validation pictures into the log."""
+    import numpy as np
+    import torch
+
     pipe = pipe.to(accelerator.device)
     pipe.set_progress_bar_config(disable=True)
     with torch.autocast(accelerator.device.type, torch.bfloat16):

@@ -31,23 +31,24 @@ GOAL = 0.6
 LEAN: dict[str, Any] = {
     "validation": {"prompts": [], "eval_samples": 0, "every": None},
     "profile": {"max_traces": 0},
-    "tracking": {"tensorboard": False},
 }
 EVERYTHING: dict[str, Any] = {"validation": {"prompts": [PROMPT], "every": None}}
 COLUMNS = {
     "what": "", "order": "first", "load": "load before", "step": "s/step", "their_step": "diffusers, s/step",
     "step_ratio": "ratio",
     "process": "process, s", "warm": "warm cache, s", "their_process": "diffusers, s", "process_ratio": "ratio",
-    "warm_ratio": "warm, ratio", "process_cpu": "CPU, s", "their_cpu": "diffusers, CPU, s", "cpu_ratio": "ratio",
+    "warm_ratio": "warm, ratio", "saved_ratio": "until saved, ratio",
+    "process_cpu": "CPU, s", "their_cpu": "diffusers, CPU, s", "cpu_ratio": "ratio",
 }  # fmt: skip
 WHOLE = "With everything on"
 ABOUT = """\
 A tiny SD3 ({layers} layers, {layers} heads), {size} px, LoRA r16 on attention, batch 1, bf16, AdamW, no checkpointing,
 {steps} steps over {pictures} pictures with one prompt, {threads} thread(s) each. *diffusers*: its SD3 DreamBooth LoRA
 recipe. Whole processes, the order alternating; ratios are within a round, and the goal is {goal} of both. *process*:
-with an empty cache; *warm cache*: prompts and pictures were encoded by the run before. Steps: the median without the
-first {warm_up}. Without previews, report, estimate, evaluation, traces and TensorBoard on either side; the second table
-has them on both sides: ours by its defaults, diffusers' with its log and validation pictures.
+with an empty cache; *warm cache*: prompts and pictures were encoded by the run before; *until saved*: with an empty
+cache, and diffusers' without the pipeline that it loads when its LoRA is saved. Steps: the median without the first
+{warm_up}. A TensorBoard log on both sides, no previews, report, estimate, evaluation and traces; the second table has
+them on both sides: ours by its defaults, diffusers' with its validation pictures.
 
 {verdict}"""
 
@@ -104,7 +105,7 @@ class Job:
                 "runs": str(self.folder / "runs"),
                 "profiles": str(self.folder / "profiles"),
                 "cache": str(cache),
-                "report": "tracking" not in more,
+                "report": "profile" not in more,
             },
             **more,
         }
@@ -156,7 +157,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Median, least and most of each ratio over the rounds."""
     titles = {
         "step_ratio": "seconds a step", "process_ratio": "seconds of the process", "warm_ratio": "warm cache",
-        "cpu_ratio": "CPU seconds",
+        "saved_ratio": "until saved", "cpu_ratio": "CPU seconds",
     }  # fmt: skip
     values = {title: [row[key] for row in rows if key in row] for key, title in titles.items()}
     return {
@@ -186,6 +187,7 @@ def one_round(job: Job, name: str, ours_first: bool, whole: bool = False) -> dic
     }
     if whole:
         return row | {"table": WHOLE}
+    row["saved_ratio"] = round(row["process"] / (row["their_process"] - row["their_after"]), 4)
     return row | {"warm_ratio": round(row["warm"] / row["their_process"], 4)}
 
 
@@ -214,7 +216,8 @@ def theirs(job: Job, name: str, whole: bool) -> dict[str, Any]:
     command = ["simpletune.bench.dreambooth", str(job.pipeline), str(job.pictures), str(out), "--prompt", PROMPT]
     seconds, cpu = timed([*command, "--steps", str(job.steps), "--size", str(job.size), *["--whole"] * whole])
     found = json.loads((out / "seconds.json").read_text())
-    return {"their_process": seconds, "their_cpu": cpu, "their_step": round(median(found["seconds"]), 5)}
+    step, after = round(median(found["seconds"]), 5), round(found["after"], 3)
+    return {"their_process": seconds, "their_cpu": cpu, "their_step": step, "their_after": after}
 
 
 def median(seconds: Sequence[float]) -> float:
