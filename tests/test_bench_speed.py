@@ -165,6 +165,7 @@ def test_a_pair_of_whole_processes(tmp_path: Path) -> None:
     row = pair.one_round(job, "0", ours_first=True)
     assert row["process_ratio"] == pytest.approx(row["process"] / row["their_process"], rel=1e-3)
     assert 0 < row["their_after"] < row["their_process"] and row["saved_ratio"] > row["process_ratio"]
+    assert row["launcher"] > 0 and row["launched_ratio"] < row["process_ratio"]
     theirs = tmp_path / "theirs-0"
     assert (theirs / "pytorch_lora_weights.safetensors").exists() and list(theirs.glob("logs/**/events*"))
     ours = json.loads((tmp_path / "runs" / "process-0" / "config.json").read_text())

@@ -28,6 +28,8 @@ from simpletune.terminal import say
 PROMPT = "a glim picture of a large blue heart in the middle, on a cream background"
 PICTURES, SIZE, STEPS, LAYERS, WARM_UP = 5, 256, 20, 6, 2
 GOAL = 0.6
+LAUNCHER = ("accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes=1", "--mixed_precision=bf16")
+NOTHING = "platform"  # of Python's own: prints a line
 LEAN: dict[str, Any] = {
     "validation": {"prompts": [], "eval_samples": 0, "every": None},
     "profile": {"max_traces": 0},
@@ -37,7 +39,7 @@ COLUMNS = {
     "what": "", "order": "first", "load": "load before", "step": "s/step", "their_step": "diffusers, s/step",
     "step_ratio": "ratio",
     "process": "process, s", "warm": "warm cache, s", "their_process": "diffusers, s", "process_ratio": "ratio",
-    "warm_ratio": "warm, ratio", "saved_ratio": "until saved, ratio",
+    "warm_ratio": "warm, ratio", "saved_ratio": "until saved, ratio", "launched_ratio": "launched, ratio",
     "process_cpu": "CPU, s", "their_cpu": "diffusers, CPU, s", "cpu_ratio": "ratio",
 }  # fmt: skip
 WHOLE = "With everything on"
@@ -45,10 +47,11 @@ ABOUT = """\
 A tiny SD3 ({layers} layers, {layers} heads), {size} px, LoRA r16 on attention, batch 1, bf16, AdamW, no checkpointing,
 {steps} steps over {pictures} pictures with one prompt, {threads} thread(s) each. *diffusers*: its SD3 DreamBooth LoRA
 recipe. Whole processes, the order alternating; ratios are within a round, and the goal is {goal} of both. *process*:
-with an empty cache; *warm cache*: prompts and pictures were encoded by the run before; *until saved*: with an empty
-cache, and diffusers' without the pipeline that it loads when its LoRA is saved. Steps: the median without the first
-{warm_up}. A TensorBoard log on both sides, no previews, report, estimate, evaluation and traces; the second table has
-them on both sides: ours by its defaults, diffusers' with its validation pictures.
+with an empty cache; *warm cache*: prompts and pictures were encoded by the run before. With an empty cache too: *until
+saved*, diffusers' without the pipeline that it loads when its LoRA is saved; *launched*, its process with the seconds
+that `accelerate launch`, by which its documentation starts it, takes for a module that does nothing. Steps: the median
+without the first {warm_up}. A TensorBoard log on both sides, no previews, report, estimate, evaluation and traces; the
+second table has them on both sides: ours by its defaults, diffusers' with its validation pictures.
 
 {verdict}"""
 
@@ -157,7 +160,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Median, least and most of each ratio over the rounds."""
     titles = {
         "step_ratio": "seconds a step", "process_ratio": "seconds of the process", "warm_ratio": "warm cache",
-        "saved_ratio": "until saved", "cpu_ratio": "CPU seconds",
+        "saved_ratio": "until saved", "launched_ratio": "launched", "cpu_ratio": "CPU seconds",
     }  # fmt: skip
     values = {title: [row[key] for row in rows if key in row] for key, title in titles.items()}
     return {
@@ -187,6 +190,8 @@ def one_round(job: Job, name: str, ours_first: bool, whole: bool = False) -> dic
     }
     if whole:
         return row | {"table": WHOLE}
+    row["launcher"] = round(timed([*LAUNCHER, "-m", NOTHING])[0] - timed([NOTHING])[0], 3)
+    row["launched_ratio"] = round(row["process"] / (row["their_process"] + row["launcher"]), 4)
     row["saved_ratio"] = round(row["process"] / (row["their_process"] - row["their_after"]), 4)
     return row | {"warm_ratio": round(row["warm"] / row["their_process"], 4)}
 
