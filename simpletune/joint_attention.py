@@ -48,7 +48,7 @@ class _PlainAttention(torch.autograd.Function):
         scores = scratch.of((len(q), q.shape[1], k.shape[1]), wide, q.device)
         with torch.autocast(q.device.type, enabled=False):
             torch.bmm(q.to(wide) * scale, k.to(wide).mT, out=scores)
-            torch.softmax(scores, -1, out=scores)
+            torch.softmax(scores, -1, out=scores)  # row by row: it may write over what it has read
             probabilities = scores.to(q.dtype, copy=True)
             result = torch.bmm(probabilities, v)
         ctx.save_for_backward(q, k, v, probabilities)
@@ -73,11 +73,12 @@ def attend(
     value: Tensor,  # [b, h, n, d]
     scratch: Scratch,
 ) -> Tensor:  # [b, h, q, d]
-    """Attention without mask and dropout, as ``scaled_dot_product_attention``, by plain products.
+    """Attention without mask and dropout, as ``scaled_dot_product_attention``, by products in the type of the value.
 
-    It keeps the probabilities, b h q n numbers in the type of the query, for the backward pass.
+    It keeps the probabilities, b h q n numbers of that type, for the backward pass.
     """
-    attended: Tensor = _PlainAttention.apply(query, key, value, scratch)
+    dtype = value.dtype  # under autocast a norm may have widened the others
+    attended: Tensor = _PlainAttention.apply(query.to(dtype), key.to(dtype), value, scratch)
     return attended
 
 

@@ -129,6 +129,17 @@ def test_blocks_predict_and_learn_the_same(kind: str, trained: str, by_products:
     assert not found.keys() - expected.keys() - {name for name in found if ".add_q_proj." in name}
 
 
+def test_under_autocast_products_are_in_bf16() -> None:
+    theirs = model_of("sd3.5", torch.float32, None)
+    ours = copy.deepcopy(theirs)
+    take_joint_attention(ours.transformer_blocks, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = results(theirs, torch.float32), results(ours, torch.float32)
+    torch.testing.assert_close(found["prediction"], expected["prediction"], rtol=0.05, atol=0.02)
+    for name, value in expected.items():
+        assert (found[name].float() - value.float()).norm() <= 0.1 * value.float().norm() + 1e-6, name
+
+
 def test_the_text_s_queries_that_nobody_reads_are_not_computed() -> None:
     model = model_of("sd3", torch.float64, TRAINED["attention"])
     take_joint_attention(model.transformer_blocks, True)
