@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,7 +23,7 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-PRODUCTS = "products"
+PRODUCTS: Final = "products"
 MOST_PROBABILITIES = 16 * 2**20
 """Bytes that plain products may keep for each block: in larger ones they were not measured."""
 
@@ -96,20 +96,19 @@ def settle_attention(config: TrainConfig, transformer: Any, size: Size, device: 
     """
     shape, precision = config.model.known_config(), config.precision
     tokens = config.model.text_tokens + math.prod(side // (8 * shape["patch_size"]) for side in size)
-    dtype = torch.bfloat16 if precision.autocast else precision.compute_dtype()
+    dtype = precision.product_dtype()
     heads, width = shape["num_attention_heads"], shape["attention_head_dim"]
-    asked: Kernel = config.speed.attention
-    compiled = config.speed.compile
+    asked, compiled = config.speed.attention, config.speed.compile
     few = config.train.batch_size * heads * tokens**2 * dtype.itemsize <= MOST_PROBABILITIES
     by_products = asked == "auto" and few and not compiled and multiplies_bf16(device, dtype)
-    found = usable("products" if by_products else asked, heads, tokens, width, device, dtype)
+    found = usable(PRODUCTS if by_products else asked, heads, tokens, width, device, dtype)
     if device.type == "cpu":
         keep_freed_memory()
-    if device.type == "cpu" and not compiled and (dtype == torch.bfloat16 or found == PRODUCTS):
-        from simpletune.gelu_table import take_table
-        from simpletune.joint_attention import take_joint_attention
+        if not compiled and (dtype == torch.bfloat16 or found == PRODUCTS):
+            from simpletune.gelu_table import take_table
+            from simpletune.joint_attention import take_joint_attention
 
-        take_joint_attention(transformer.transformer_blocks, found == PRODUCTS)
-        take_table(transformer.transformer_blocks)
+            take_joint_attention(transformer.transformer_blocks, found == PRODUCTS)
+            take_table(transformer.transformer_blocks)
     say(f"attend  by the {found} kernel (speed.attention {asked})")
     return found

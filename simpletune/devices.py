@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import subprocess
@@ -49,6 +48,8 @@ def keep_freed_memory() -> None:
     glibc returns it to the system at once, and each of its pages must then be found and cleared again: some 3,000 in a
     step of the small models, 5% of it. Other C libraries are left as they are.
     """
+    import ctypes  # not for those verbs that compute nothing
+
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt") and hasattr(library, "gnu_get_libc_version"):
         for option, size in ((M_TRIM_THRESHOLD, 64 * 2**20), (M_MMAP_THRESHOLD, 32 * 2**20)):

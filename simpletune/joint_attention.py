@@ -115,7 +115,8 @@ class JointAttention:
         """The picture's tokens [b, n, i]; where there is a text, its tokens [b, t, i] too."""
         picture = hidden_states.shape[1]
         projections = [attn.to_q, attn.to_k, attn.to_v]
-        query, key, value = normed(heads(project(projections, hidden_states), attn.heads), attn.norm_q, attn.norm_k)
+        query, key, value = heads(project(projections, hidden_states), attn.heads)
+        query, key = normed(query, attn.norm_q), normed(key, attn.norm_k)
         if encoder_hidden_states is not None:
             *queries, text_key, text_value = self.text(attn, encoder_hidden_states)
             query, key, value = (
@@ -135,16 +136,14 @@ class JointAttention:
 
     def text(self, attn: Attention, tokens: Tensor) -> list[Tensor]:
         """Queries, but for the last block, keys and values [b, h, t, d] of the text's tokens [b, t, i]."""
-        if not attn.context_pre_only:
-            found = project([attn.add_q_proj, attn.add_k_proj, attn.add_v_proj], tokens)
-            return list(normed(heads(found, attn.heads), attn.norm_added_q, attn.norm_added_k))
-        unread = [weight for weight in attn.add_q_proj.parameters() if weight.requires_grad]
-        if attn.norm_added_q is not None:
-            unread += [weight for weight in attn.norm_added_q.parameters() if weight.requires_grad]
-        key, value = heads(project([attn.add_k_proj, attn.add_v_proj], tokens), attn.heads)
-        if attn.norm_added_k is not None:
-            key = attn.norm_added_k(key)
-        return [key, _Unread.apply(value, *unread)]
+        last = attn.context_pre_only
+        layers = [attn.add_k_proj, attn.add_v_proj] if last else [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
+        *query, key, value = heads(project(layers, tokens), attn.heads)
+        if last:
+            unread = [layer for layer in (attn.add_q_proj, attn.norm_added_q) if layer is not None]
+            weights = [weight for layer in unread for weight in layer.parameters() if weight.requires_grad]
+            value = _Unread.apply(value, *weights)
+        return [*(normed(each, attn.norm_added_q) for each in query), normed(key, attn.norm_added_k), value]
 
 
 def heads(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
@@ -152,12 +151,9 @@ def heads(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
     return [tensor.unflatten(2, (count, -1)).transpose(1, 2) for tensor in tensors]
 
 
-def normed(
-    tensors: Sequence[Tensor], norm_q: nn.Module | None, norm_k: nn.Module | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [b, h, n, d], the first two normed where the model does (SD3.5)."""
-    query, key, value = tensors
-    return query if norm_q is None else norm_q(query), key if norm_k is None else norm_k(key), value
+def normed(tensor: Tensor, norm: nn.Module | None) -> Tensor:
+    """Queries or keys [b, h, n, d], normed where the model does it (SD3.5)."""
+    return tensor if norm is None else norm(tensor)
 
 
 def take_joint_attention(blocks: Iterable[Any], by_products: bool) -> None:

@@ -10,7 +10,7 @@ Shapes: n rows (samples x tokens), i inputs, o outputs, r rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -114,24 +114,24 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     Returns:
         Of each layer [..., o].
     """
-    if not all(_adds_in_place(layer) for layer in layers):
+    wrapped = [layer for layer in layers if _adds_in_place(layer)]
+    if len(wrapped) < len(layers):
         return [layer(x) for layer in layers]
-    wrapped: list[Any] = list(layers)
-    names = [layer.active_adapters[0] for layer in wrapped]
-    downs, ups, scales = zip(
-        *((layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
-          for layer, name in zip(wrapped, names, strict=True)),
-        strict=True,
-    )  # fmt: skip
-    return list(add_updates([layer.base_layer(x) for layer in wrapped], x, downs, ups, scales))
+    updates = [_update_of(layer, layer.active_adapters[0]) for layer in wrapped]
+    return list(add_updates([layer.base_layer(x) for layer in wrapped], x, *zip(*updates, strict=True)))
 
 
-def _adds_in_place(layer: Any) -> bool:
+def _adds_in_place(layer: Any) -> TypeGuard[LoraLayer]:
     """Whether a layer has one update, on, unmerged, without dropout, that is added in place."""
     if not isinstance(layer, LoraLayer) or layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
         return False
     (name,) = layer.active_adapters
     return isinstance(layer.lora_variant.get(name), AddedInPlace) and isinstance(layer.lora_dropout[name], nn.Identity)
+
+
+def _update_of(layer: LoraLayer, name: str) -> tuple[Tensor, Tensor, float]:
+    """The factors [r, i] and [o, r] of an update, and its scale."""
+    return layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
 
 
 class AddedInPlace(LoraVariant):
@@ -140,6 +140,5 @@ class AddedInPlace(LoraVariant):
     @staticmethod
     def forward(module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **more: Any) -> Tensor:
         """The output [..., o] with one adapter's update."""
-        a, b = module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight
         dropped = module.lora_dropout[active_adapter](x)
-        return add_update(result, dropped, a, b, module.scaling[active_adapter])
+        return add_update(result, dropped, *_update_of(module, active_adapter))

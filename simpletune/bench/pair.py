@@ -91,8 +91,8 @@ class Job:
         tiny_sd3.build(self.pipeline, layers=self.layers, heads=self.layers)
         pictures.write_folder(self.pictures, PICTURES, seed=3, style="striped", pixels=self.size)
 
-    def config(self, name: str, cache: Path, more: dict[str, Any]) -> dict[str, Any]:
-        """Our configuration: the recipe's settings."""
+    def config(self, name: str, cache: Path, whole: bool) -> dict[str, Any]:
+        """Our configuration: the recipe's settings, with everything on or as little as the pair allows."""
         return {
             "name": name,
             "device": "cpu",
@@ -108,9 +108,9 @@ class Job:
                 "runs": str(self.folder / "runs"),
                 "profiles": str(self.folder / "profiles"),
                 "cache": str(cache),
-                "report": "profile" not in more,
+                "report": whole,
             },
-            **more,
+            **(EVERYTHING if whole else LEAN),
         }
 
 
@@ -203,7 +203,7 @@ def ours(job: Job, name: str, whole: bool) -> dict[str, Any]:
     for kind in ("process",) if whole else ("process", "warm"):
         run_name = f"{kind}-{name}"
         file = job.folder / f"{run_name}.json"
-        file.write_text(json.dumps(job.config(run_name, cache, EVERYTHING if whole else LEAN)), encoding="utf-8")
+        file.write_text(json.dumps(job.config(run_name, cache, whole)), encoding="utf-8")
         row[kind], row[f"{kind}_cpu"] = timed(["simpletune", "train", str(file), *job.overrides])
         folder = job.folder / "runs" / run_name
         summary = json.loads((folder / SUMMARY).read_text())

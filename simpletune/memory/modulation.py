@@ -88,7 +88,7 @@ class Modulation:
         """The modulations of n samples, as the transformer itself would compute them in a batch of n."""
         precision = self.precision
         pooled = pooled.to(self.device, precision.compute_dtype())
-        rows = torch.empty(len(sigma), self.width, dtype=_product_dtype(precision), device=self.device)
+        rows = torch.empty(len(sigma), self.width, dtype=precision.product_dtype(), device=self.device)
         start = 0
         with torch.autocast(self.device.type, torch.bfloat16, enabled=precision.autocast):
             condition = F.silu(self._on_device(self.embed, timestep_of(sigma.to(self.device)), pooled))
@@ -172,7 +172,7 @@ def take_out(transformer: nn.Module, precision: WeightPrecision, device: torch.d
     for name in names:
         norm = transformer.get_submodule(name.removesuffix(".linear"))
         stop = start + _outputs(taken[name])
-        norm.linear, norm.silu = Columns(start, stop, _product_dtype(precision)), nn.Identity()
+        norm.linear, norm.silu = Columns(start, stop, precision.product_dtype()), nn.Identity()
         start = stop
     transformer.time_text_embed = HandOn()
     return Modulation(taken["time_text_embed"], [taken[name] for name in names], precision, device, window)
@@ -181,11 +181,6 @@ def take_out(transformer: nn.Module, precision: WeightPrecision, device: torch.d
 def _outputs(layer: nn.Module) -> int:
     """Output features of a linear layer, however its weight is packed."""
     return int(layer.out_features)  # type: ignore[arg-type]
-
-
-def _product_dtype(precision: WeightPrecision) -> torch.dtype:
-    """The type that a linear layer's output has."""
-    return torch.bfloat16 if precision.autocast else precision.compute_dtype()
 
 
 def _keep_on_host(module: nn.Module, pin: bool) -> None:

@@ -39,11 +39,15 @@ class WeightPrecision(Option):
         """The type in which weights are held that are not quantised."""
         return self.compute_dtype()
 
-    def encoder_dtype(self) -> torch.dtype:
-        """The type in which text encoders and the autoencoder run: that of the products."""
+    def product_dtype(self) -> torch.dtype:
+        """The type of the transformer's products: autocast's, where it is on."""
         import torch
 
         return torch.bfloat16 if self.autocast else self.compute_dtype()
+
+    def encoder_dtype(self) -> torch.dtype:
+        """The type in which text encoders and the autoencoder run: that of the products."""
+        return self.product_dtype()
 
     @property
     def autocast(self) -> bool:
