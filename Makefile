@@ -28,8 +28,8 @@ slow: setup  ## the tests that take minutes or many GiB
 
 gpu: setup  ## the tests that need an NVIDIA GPU, then the grids of memory and speed, in shards of 8 minutes
 	$(PY) -m pytest -m gpu
-	$(PY) -m simpletune bench estimate --out benchmarks/results/gpu
-	$(PY) -m simpletune bench speed --out benchmarks/results/gpu
+	$(PY) -m benchmarks estimate --out benchmarks/results/gpu
+	$(PY) -m benchmarks speed --out benchmarks/results/gpu
 
 coverage: setup  ## what of the package the tests run, and why the rest is not run
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage.json

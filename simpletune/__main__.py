@@ -1,67 +1,8 @@
-"""The command line."""
+"""``python -m simpletune``."""
 
-from __future__ import annotations
-
-import argparse
-import os
 import sys
 
-from simpletune import __version__
-from simpletune.concealing import concealed
-from simpletune.devices import prepare_environment
-from simpletune.options import UserError
-from simpletune.stopping import Stopped
-from simpletune.verbs import VERBS
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line's parser."""
-    top = argparse.ArgumentParser(
-        prog="simpletune", description="Fine-tune Stable Diffusion 3 Medium on one graphics card."
-    )
-    top.add_argument("--version", action="version", version=__version__)
-    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, (function, arguments) in VERBS.items():
-        arguments(verbs.add_parser(name, help=function.__doc__, description=function.__doc__))
-    return top
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse a command line; overrides may stand before and after flags."""
-    args, rest = parser().parse_known_args(argv)
-    late = [word for word in rest if "=" in word and not word.startswith("-")]
-    unknown = [word for word in rest if word not in late]
-    if unknown or (late and not hasattr(args, "overrides")):
-        parser().error(f"unknown argument {(unknown or late)[0]}. See simpletune {args.verb} --help")
-    if late:
-        args.overrides = [*args.overrides, *late]
-    return args
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run one verb; a user's mistake is a message and an exit code, never a traceback.
-
-    Returns:
-        0; 2 for configuration and input, 4 for a loss or gradient that is not finite, 6 for a full disk, 130 after
-        Ctrl-C, 143 after SIGTERM.
-    """
-    args = parse(argv)
-    prepare_environment()
-    try:
-        VERBS[args.verb][0](args)
-    except UserError as error:
-        print(f"error: {concealed(str(error))}", file=sys.stderr)
-        return error.code
-    except BrokenPipeError:  # the reader of a pipe, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Stopped as stopped:
-        print(f"\n{stopped}", file=sys.stderr)
-        return stopped.code
-    except KeyboardInterrupt:
-        print("\nstopped; what is finished is kept", file=sys.stderr)
-        return 130
-    return 0
-
+from simpletune.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from simpletune.adapters.lora import Lora
 from simpletune.flow import flow_loss
-from simpletune.memory.boundaries import HostBoundaries
+from simpletune.memory.block_offload import StreamedBlocks
 from simpletune.memory.checkpointing import set_passes
-from simpletune.memory.copies import Ticket
-from simpletune.memory.streaming import StreamedBlocks
+from simpletune.memory.copy_stream import Ticket
+from simpletune.memory.offload_inputs import HostBoundaries
 from simpletune.models.sd3 import predict_velocity
 from simpletune.models.sd3_transformer import RandomTensors, load
+from simpletune.pipeline.sample import autocast_of
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_quanto import Int8Quanto
 from simpletune.quant.plain import BF16, FP32
 from simpletune.quant.precision import WeightPrecision
-from simpletune.sampling import autocast_of
 
 BLOCKS = 4
 CONFIG = {

@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 
 from simpletune.demo import pictures, tiny_sd3
-from simpletune.devices import prepare_environment
+from simpletune.system.devices import prepare_environment
 
 prepare_environment()
 settings.register_profile("repeatable", derandomize=True)  # a change that breaks nothing must not find an old defect

@@ -18,16 +18,16 @@ GPU = "needs an NVIDIA GPU: tests marked gpu (make gpu)"
 SLOW = "takes minutes: its result is committed (benchmarks/results, simpletune/assets)"
 REASONS: dict[str, str] = {
     r"forecast\.py::(card_at_hand|_own_context)": GPU,
-    r"memory/copies\.py::": GPU,
+    r"memory/copy_stream\.py::": GPU,
     r"eight_bit\.py::PagedAdamW8bit": GPU,
     r"int8_kernel\.py::_seconds": GPU,
     r"int8_products\.py::(_rows_on_cuda|_product_on_cuda|_plain_product)": GPU,
     r"profiling/window\.py::Window\._(dump|begin)": GPU,
-    r"stages\.py::Stages\.": GPU,
+    r"stage_timer\.py::Stages\.": GPU,
     r"memory_row\.py::measure": GPU,
-    r"bench/dreambooth\.py::": SLOW,
-    r"bench/pair\.py::(Job\.prepare|one_round|ours|theirs|timed)": SLOW,
-    r"compiling\.py::_forward": "tests marked slow (make slow)",
+    r"benchmarks/dreambooth\.py::": SLOW,
+    r"benchmarks/pair\.py::(Job\.prepare|one_round|ours|theirs|timed)": SLOW,
+    r"models/compile\.py::_forward": "tests marked slow (make slow)",
     r"demo/(make_tiny_sd3|train_autoencoder|train_text_encoders)\.py::$": SLOW,
 }
 
@@ -40,6 +40,8 @@ def reason_of(place: str) -> str | None:
 def module_of(path: str) -> str:
     """The package or module of the top level that a file belongs to."""
     parts = Path(path).parts
+    if parts[0] != "simpletune":
+        return parts[0] + "/"
     return parts[1] + "/" if len(parts) > 2 else parts[1]
 
 

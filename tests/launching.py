@@ -84,11 +84,11 @@ def serve() -> None:
     """Take jobs until there are no more."""
     from torture import preload
 
-    from simpletune.devices import prepare_environment
+    from simpletune.system.devices import prepare_environment
 
     prepare_environment()
     preload()
-    import simpletune.train  # noqa: F401
+    import simpletune.training.loop  # noqa: F401
 
     for line in sys.stdin:
         print(json.dumps(launch(json.loads(line))), flush=True)
@@ -128,8 +128,8 @@ def start(job: dict[str, Any], rank: int, port: int) -> int:
         world = str(job["processes"])
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        from simpletune import failpoints
-        from simpletune.__main__ import main
+        from simpletune.cli.main import main
+        from simpletune.system import failpoints
 
         if str(rank) in job["moments"]:
             failpoints.arm_all(job["moments"][str(rank)])

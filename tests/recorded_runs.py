@@ -9,10 +9,10 @@ from typing import Any
 
 from PIL import Image
 
-from simpletune.config import TrainConfig
-from simpletune.reading import with_default_tags
+from simpletune.config.load import with_default_tags
+from simpletune.config.schema import TrainConfig
+from simpletune.pipeline.sample import Request, save_png
 from simpletune.report.recorded import Json
-from simpletune.sampling import Request, save_png
 
 NASTY = "a <script>alert(\"1\")</script> & `code` | [link](x) 'quoted' " + "very " * 60 + "longprompt" * 12
 GPU = {"text": 1.9, "latents": 2.2, "validate": 2.6, "train": 2.75, "save": 2.05}

@@ -15,14 +15,14 @@ import httpx
 import torch
 from PIL import Image
 
-from simpletune.__main__ import parse
 from simpletune.adapters.lora import Lora
-from simpletune.places import resolved
-from simpletune.prepare import TextCache
+from simpletune.cli.main import parse
+from simpletune.config.load import validate
+from simpletune.config.resolve import resolved
+from simpletune.pipeline.encode import TextCache
+from simpletune.pipeline.sample import Request
 from simpletune.quant.plain import FP32
-from simpletune.reading import validate
-from simpletune.runs import CONFIG
-from simpletune.sampling import Request
+from simpletune.runs.folder import CONFIG
 from simpletune.serve import server
 from simpletune.serve.app import Answers
 from simpletune.serve.limits import Limits

@@ -16,7 +16,7 @@ from simpletune.memory import accounting
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.device_terms import cublas_workspace, flash_backward, quanto_product, temporaries
 from simpletune.memory.fake import fake_tensors
-from simpletune.memory.moment import HOST, rounded
+from simpletune.memory.snapshot import HOST, rounded
 from simpletune.profiling import phase
 
 KIB = 1024

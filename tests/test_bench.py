@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from simpletune.__main__ import main
-from simpletune.bench import estimate, inference, int8, memory, memory_row, quality
-from simpletune.bench.table import Results, shown
+from benchmarks import __main__ as benchmarks
+from benchmarks import estimate, inference, int8, memory, memory_row, quality
+from benchmarks.table import Results, shown
 from simpletune.options import UserError
-from simpletune.verbs.measuring import GRIDS
+
+GRIDS = [grid.__name__ for grid in benchmarks.GRIDS]
 
 
 def test_rows_are_kept_on_disk_and_shown(tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_rows_are_kept_on_disk_and_shown(tmp_path: Path) -> None:
 
 
 def test_every_row_of_the_memory_grid_is_a_valid_configuration() -> None:
-    from simpletune.reading import read_config
+    from simpletune.config.load import read_config
 
     assert len(memory.ROWS) <= 40
     assert [row.target_mib for row in memory.ROWS.values()][:5] == [1950, 1350, 800, 8600, 2000]
@@ -103,17 +104,33 @@ def test_int8_products_are_measured_beside_bf16(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_the_verb_asks_the_grid_that_is_named(grid: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_command_runs_the_grid_that_is_named(grid: str, tmp_path: Path, monkeypatch, capsys) -> None:
     for name in GRIDS:
-        module = importlib.import_module(f"simpletune.bench.{name}")
+        module = importlib.import_module(f"benchmarks.{name}")
         monkeypatch.setattr(module, "run", lambda *words, name=name, **more: f"{name} {words} {more}")
-    words = ["bench", grid, "train.steps=2", "--out", str(tmp_path), "--rows", "base", "--minutes", "3"]
-    assert main([*words, "--prompts", "7", "--model", "some/model", "--price", "spot=0.5"]) == 0
+    given = {"overrides": ["train.steps=2"], "rows": ["--rows", "base"], "prompts": ["--prompts", "7"]}
+    given |= {"model": ["--model", "some/model"], "price": ["--price", "spot=0.5"]}
+    takes = next(names for run, names in benchmarks.GRIDS.items() if run.__name__ == grid)
+    words = [word for name, portion in given.items() if name in takes for word in portion]
+    assert benchmarks.main([grid, *words, "--out", str(tmp_path), "--minutes", "3"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{grid} ({tmp_path!r}, ") and "3.0" in said and ("'base'" in said) == (grid != "pair")
     assert ("train.steps=2" in said) == (grid in ("quality", "study", "int8", "pair"))
     assert ("{'spot': 0.5}" in said) == (grid == "inference")
     assert ("some/model" in said) == (grid in ("inference", "study", "speed"))
+
+
+@pytest.mark.parametrize("price", ["spot=nan", "=1", "spot=cheap"])
+def test_a_price_that_cannot_be_is_refused_with_the_rule(price: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        benchmarks.main(["inference", "--price", price])
+    assert f"{price} is not NAME=PRICE, such as spot=0.35" in capsys.readouterr().err
+
+
+def test_an_argument_of_another_grid_is_refused(capsys) -> None:
+    with pytest.raises(SystemExit):
+        benchmarks.main(["memory", "--price", "spot=0.5"])
+    assert "unrecognized arguments: --price spot=0.5" in capsys.readouterr().err
 
 
 def test_the_memory_grid_and_the_study_are_predicted(
@@ -122,7 +139,7 @@ def test_the_memory_grid_and_the_study_are_predicted(
     """Of a tiny model, and in this process."""
 
     def instead(command: list[str], **more: object) -> subprocess.CompletedProcess:
-        assert command[1:3] == ["-m", "simpletune.bench.memory_row"]
+        assert command[1:3] == ["-m", "benchmarks.memory_row"]
         row = memory_row.main(tuple(json.loads(command[3])), command[4:] == ["whole"])
         return subprocess.CompletedProcess(command, 0, f"a warning\n{json.dumps(row)}\n")
 

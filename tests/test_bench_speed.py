@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from simpletune.bench import pair, speed, speed_rows
-from simpletune.bench.diffusers_training import DreamBooth
-from simpletune.bench.roofline import least_seconds
+from benchmarks import pair, speed, speed_rows
+from benchmarks.diffusers_training import DreamBooth
+from benchmarks.roofline import least_seconds
+from simpletune.config.load import read_config
 from simpletune.demo import tiny_sd3
-from simpletune.feed import Batch
 from simpletune.options import UserError
 from simpletune.profiling.events import Recording, Span
 from simpletune.profiling.kinds import KINDS, shares
-from simpletune.reading import read_config
-from simpletune.stand_ins import OneProcess
-from simpletune.step import assemble
+from simpletune.step.batches import Batch
+from simpletune.step.core import assemble
+from simpletune.step.synthetic import OneProcess
 
 CPU = torch.device("cpu")
 SMALL = ("data.resolution=64", "model.t5_length=8")
@@ -115,7 +115,7 @@ def recipe(pipeline: Path, accelerator, **options) -> DreamBooth:
 
 def test_the_yardsticks_gradients_are_ours(pipeline: Path, tiny_config: dict) -> None:
     """In fp32, for one batch: with preconditioning its loss is sigma^2 times ours."""
-    from simpletune.reading import validate
+    from simpletune.config.load import validate
 
     model = {**tiny_config["model"], "pretrained": str(pipeline)}
     config = validate({**tiny_config, "model": model, "adapter": {"method": "lora", "rank": 4}}, "speed")

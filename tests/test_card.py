@@ -23,14 +23,14 @@ import yaml
 from PIL import Image
 from safetensors import safe_open
 
-from simpletune.__main__ import main
-from simpletune.card import code, for_repository, front_matter, licence, shareable, snippet
-from simpletune.config import TrainConfig
-from simpletune.generate import generate
-from simpletune.generate_arguments import add_arguments
-from simpletune.reading import validate
-from simpletune.sampling import Request
-from simpletune.train import train
+from simpletune.cli.drawing_arguments import add_arguments
+from simpletune.cli.main import main
+from simpletune.config.load import validate
+from simpletune.config.schema import TrainConfig
+from simpletune.drawing.generate import generate
+from simpletune.pipeline.sample import Request
+from simpletune.runs.model_card import code, for_repository, front_matter, licence, shareable, snippet
+from simpletune.training.loop import train
 
 MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
 TOKEN = "hf_" + "marker" * 5

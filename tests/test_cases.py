@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from simpletune import checkpoint
-from simpletune.config import TrainConfig
+from simpletune.config.load import validate
+from simpletune.config.resolve import resolved
+from simpletune.config.schema import TrainConfig
 from simpletune.models.weights import trained_parameters
 from simpletune.options import ConfigError, option_classes, union_of
-from simpletune.places import resolved
-from simpletune.reading import validate
-from simpletune.step import attach
-from simpletune.train import train
+from simpletune.runs import checkpoint
+from simpletune.step.core import attach
+from simpletune.training.loop import train
 
 
 def members(field: str) -> list[dict]:

@@ -10,8 +10,8 @@ from blocks import BLOCKS, LateCopies, Setting, loss_of, prepare, shake_updates,
 from torch import Tensor
 
 from simpletune.adapters.lora import Lora
-from simpletune.memory.boundaries import HostBoundaries
 from simpletune.memory.checkpointing import draws_random_numbers, fewest_checkpointed, set_passes
+from simpletune.memory.offload_inputs import HostBoundaries
 from simpletune.options import UserError
 from simpletune.quant.plain import FP32
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from simpletune import checkpoint
-from simpletune.compare import compare, models_to_compare, named
-from simpletune.generate import default_prompt, generate, weights_of
-from simpletune.generate_arguments import add_arguments, add_compare_arguments
-from simpletune.measures import Dino
+from simpletune.cli.drawing_arguments import add_arguments, add_compare_arguments
+from simpletune.config.load import validate
+from simpletune.drawing.compare import compare, models_to_compare, named
+from simpletune.drawing.generate import default_prompt, generate, weights_of
+from simpletune.drawing.metrics import Dino
+from simpletune.drawing.session import open_studio
 from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
 from simpletune.quant.plain import FP32
-from simpletune.reading import validate
-from simpletune.results import BASE, LORA_FILE, TRANSFORMER, checkpoints_of, overwrite
-from simpletune.studio import open_studio
-from simpletune.train import train
+from simpletune.runs import checkpoint
+from simpletune.runs.weights import BASE, LORA_FILE, TRANSFORMER, checkpoints_of, overwrite
+from simpletune.training.loop import train
 
 SMALL = ("--device", "cpu", "--size", "32x32", "--steps", "1")
 

@@ -15,12 +15,12 @@ from PIL import Image
 from test_run import run_with, saved_weights
 from torch._dynamo.utils import counters
 
-from simpletune import compiling
+from simpletune.config.load import validate
 from simpletune.demo import tiny_sd3
+from simpletune.estimate.simulate import simulate
+from simpletune.models import compile as compiling
 from simpletune.options import UserError
-from simpletune.reading import validate
-from simpletune.runs import read_metrics
-from simpletune.simulate import simulate
+from simpletune.runs.folder import read_metrics
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from simpletune import locks
 from simpletune.data.cache import Cache
+from simpletune.system import locks
 
 ROOT = Path(__file__).resolve().parent.parent
 # Both are loaded before either begins, and encoding is slow enough that they meet.

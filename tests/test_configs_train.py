@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from simpletune.explain import explain
+from simpletune.config.explain import explain
+from simpletune.config.load import read_config
 from simpletune.memory.profiles import with_profile
-from simpletune.reading import read_config
-from simpletune.train import train
+from simpletune.training.loop import train
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(file for file in (ROOT / "configs").glob("*.json") if file.name != "schema.json")

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from simpletune.data.buckets import bucket_sizes, covering_size, nearest_bucket
 from simpletune.data.captions import read_metadata
 from simpletune.data.folder import Folder
 from simpletune.data.pictures import MAX_PIXELS, cut, decode, picture_size
 from simpletune.data.plan import make_samples
 from simpletune.data.source import Picture, UnusablePicture
+from simpletune.models.sizes import bucket_sizes, covering_size, nearest_bucket
 from simpletune.options import UserError
-from simpletune.prepare import report_rejected
+from simpletune.pipeline.encode import report_rejected
 
 TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     1: lambda a: a,

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from simpletune.data.captions import METADATA
-from simpletune.data.files import MAX_BYTES, read_regular, shown, walk
 from simpletune.data.folder import Folder
 from simpletune.data.pictures import decode, picture_size
 from simpletune.data.source import Rejected, Scan, UnusablePicture
 from simpletune.data.table import Table
+from simpletune.data.walk import MAX_BYTES, read_regular, shown, walk
 from simpletune.options import UserError
-from simpletune.prepare import report_rejected
+from simpletune.pipeline.encode import report_rejected
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from simpletune.__main__ import main
+from simpletune.cli.main import main
+from simpletune.config.load import validate
 from simpletune.data.source import UnusablePicture
-from simpletune.dataset import look as look_at
-from simpletune.dataset.alike import BITS, alike, likeness
-from simpletune.dataset.look import TILE, spread
-from simpletune.reading import validate
-from simpletune.train import train
+from simpletune.data_report import scan as look_at
+from simpletune.data_report.near_duplicates import BITS, alike, likeness
+from simpletune.data_report.scan import TILE, spread
+from simpletune.training.loop import train
 
 
 def scene(seed: int, size: tuple[int, int] = (96, 96)) -> Image.Image:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from simpletune.devices import choose_device
-from simpletune.explain import explain
+from simpletune.config.explain import explain
+from simpletune.config.load import validate
 from simpletune.options import UserError
-from simpletune.reading import validate
+from simpletune.system.devices import choose_device
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120", "compute_120"]
 CUDA_12 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from simpletune import checkpoint
+from simpletune.config.load import validate
 from simpletune.ema import Ema
 from simpletune.options import UserError
-from simpletune.reading import validate
-from simpletune.train import train
+from simpletune.runs import checkpoint
+from simpletune.training.loop import train
 
 
 def run_with(config: dict, resume: str | None = None, **changes: object) -> Path:

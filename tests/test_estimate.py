@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from simpletune.__main__ import main
 from simpletune.cards import CARDS, GIB, Card, card_named_by_driver, card_of, peak_tflops
+from simpletune.cli.main import main
+from simpletune.config.load import validate
 from simpletune.estimate import forecast as forecasting
 from simpletune.estimate import job as estimating
 from simpletune.estimate.forecast import beside_measured, cheapest_change, forecast, tell_beside_measured
 from simpletune.estimate.job import CONTEXT, FRAGMENTED, MIB, Estimate, estimate
 from simpletune.estimate.needs import Needs
+from simpletune.estimate.simulate_stages import simulate_stages
 from simpletune.estimate.text import bars
-from simpletune.memory.moment import Moment
+from simpletune.memory.snapshot import Moment
 from simpletune.options import UserError
-from simpletune.reading import validate
-from simpletune.simulate_stages import simulate_stages
-from simpletune.train import train
+from simpletune.training.loop import train
 
 L4 = card_of("L4")
 CUDA = torch.device("cuda")

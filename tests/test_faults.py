@@ -17,16 +17,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from simpletune import checkpoint, disk, space
+from simpletune.config.load import validate
 from simpletune.data.cache import Cache, checksum
-from simpletune.feed import Feed
+from simpletune.estimate import disk_needs as space
 from simpletune.options import ConfigError, UserError
-from simpletune.reading import validate
-from simpletune.runs import SKIPPED, read_metrics, read_rows
-from simpletune.setting_up import Run
-from simpletune.step import StepCore
-from simpletune.train import train
-from simpletune.validation import Previews
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
+from simpletune.step.batches import Feed
+from simpletune.step.core import StepCore
+from simpletune.system import disk
+from simpletune.training.loop import train
+from simpletune.training.setup import Run
+from simpletune.training.validation import Previews
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -94,7 +96,7 @@ def test_full_while_logging(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) 
                 raise OSError(errno.ENOSPC, "No space left on device")
             self.file.write(text)
 
-    monkeypatch.setattr("simpletune.runs.open", Failing, raising=False)
+    monkeypatch.setattr("simpletune.runs.folder.open", Failing, raising=False)
     with pytest.raises(UserError, match="is full while writing metrics.jsonl") as caught:
         run_with(tiny_config, checkpoint={"every": 2})
     assert caught.value.code == 6
@@ -263,8 +265,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str]]:
     """Fill it with {step: what becomes NaN or infinite}; steps are counted as the loop counts them."""
     wanted: dict[int, str] = {}
     now: list[int] = []
-    honest, seed = StepCore.step, "simpletune.train.reseed_global"
-    import simpletune.train as module
+    honest, seed = StepCore.step, "simpletune.training.loop.reseed_global"
+    import simpletune.training.loop as module
 
     real = module.reseed_global
     monkeypatch.setattr(seed, lambda *key: (now.append(key[2]), real(*key)))
@@ -454,12 +456,12 @@ def test_side_stages_do_not_take_the_run_down(tiny_config: dict, monkeypatch: py
         calls.append(args)
         raise torch.OutOfMemoryError("CUDA out of memory (injected)") if len(calls) < 3 else RuntimeError("broken")
 
-    monkeypatch.setattr("simpletune.validation.draw", fail)
-    monkeypatch.setattr("simpletune.setting_up.evaluation_loss", fail)
-    monkeypatch.setattr("simpletune.train.write_card", fail)
+    monkeypatch.setattr("simpletune.training.validation.draw", fail)
+    monkeypatch.setattr("simpletune.training.setup.evaluation_loss", fail)
+    monkeypatch.setattr("simpletune.training.loop.write_card", fail)
     monkeypatch.setattr("simpletune.report.report_at_end", fail)
     monkeypatch.setattr("simpletune.profiling.window.Window.start", fail)
-    monkeypatch.setattr("simpletune.trackers.tensor_board.TensorBoard.scalars", fail)
+    monkeypatch.setattr("simpletune.training.trackers.tensor_board.TensorBoard.scalars", fail)
     run = run_with(tiny_config, **settings)
     said = json.loads((run / "summary.json").read_text())["warnings"]
     for words in (

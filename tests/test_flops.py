@@ -12,17 +12,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from simpletune.adapters.full import Full
 from simpletune.adapters.lora import Lora
 from simpletune.adapters.partial import Partial
-from simpletune.config import TrainConfig
-from simpletune.flops import Flops, sd3_flops, trained_of
+from simpletune.config.load import validate
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.simulate import CPU, EmptyFeed, OneProcess
 from simpletune.memory import Memory
+from simpletune.models.flops import Flops, sd3_flops, trained_of
 from simpletune.models.sd3_shapes import sd3_medium_config
 from simpletune.models.sd3_transformer import RandomTensors, load
 from simpletune.models.weights import trained_parameters
 from simpletune.quant.int8 import Int8
 from simpletune.quant.plain import BF16
-from simpletune.reading import validate
-from simpletune.simulate import CPU, EmptyFeed, OneProcess
-from simpletune.step import StepCore, assemble
+from simpletune.step.core import StepCore, assemble
 
 TEXT = 77 + 8
 # torch's counter knows only products that make a new tensor.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from simpletune.flow import Objective, flow_loss, interpolate, shift_sigma, velocity_target
-from simpletune.streams import key_of, reseed_global, stream
+from simpletune.system.rng import key_of, reseed_global, stream
 
 EVEN = (np.arange(4000) + 0.5) / 4000
 

@@ -14,15 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from simpletune import checkpoint
-from simpletune.config import TrainConfig
+from simpletune.config.load import merge, read_config, validate
+from simpletune.config.schema import TrainConfig
 from simpletune.data.cache import Cache
-from simpletune.lora_files.describe import describe, in_words
-from simpletune.lora_files.header import open_lora
-from simpletune.lora_files.reading import read_lora
+from simpletune.lora.describe import describe, in_words
+from simpletune.lora.header import open_lora
+from simpletune.lora.read import read_lora
 from simpletune.models.weights import read_header, weight_files
 from simpletune.options import Option, UserError, member_for, option_classes, union_of
-from simpletune.reading import merge, read_config, validate
+from simpletune.runs import checkpoint
 
 TRIES = int(os.environ.get("SIMPLETUNE_FUZZ", "60"))
 bounded = settings(

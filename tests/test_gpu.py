@@ -27,25 +27,25 @@ from test_optimizers import NAMES, option_of
 from test_rounding import alone, start_of, stepped
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from simpletune import checkpoint
 from simpletune.adapters.full import Full
 from simpletune.adapters.lora import Lora
 from simpletune.adapters.lora_product import add_update
-from simpletune.memory.copies import CudaCopies, host_bytes
-from simpletune.memory.modulation import take_out
-from simpletune.memory.streaming import StreamedBlocks
+from simpletune.config.load import validate
+from simpletune.memory.block_offload import StreamedBlocks
+from simpletune.memory.copy_stream import CudaCopies, host_bytes
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.models.sd3_shapes import is_conditioning
 from simpletune.models.sd3_transformer import RandomTensors, load
 from simpletune.models.weights import own_tensors
 from simpletune.optim.rounding import RoundedOptimizer
+from simpletune.pipeline.modulation_plan import take_out
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_quanto import Int8Quanto
 from simpletune.quant.plain import BF16
 from simpletune.quant.precision import WeightPrecision
-from simpletune.reading import validate
-from simpletune.runs import read_metrics
-from simpletune.train import train
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import read_metrics
+from simpletune.training.loop import train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -377,7 +377,7 @@ def test_t5_layer_by_layer_gives_the_whole_encoders_states_and_holds_one_layer(t
 @pytest.mark.parametrize("on", [False, True])
 def test_no_step_waits_for_the_device(on: bool, tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA itself raises where the host waits, in every step but the first two, which fill caches."""
-    from simpletune.step import StepCore
+    from simpletune.step.core import StepCore
 
     honest, steps = StepCore.step, []
 
@@ -449,9 +449,9 @@ def test_the_fused_updates_of_a_run_and_of_its_resume_agree(tiny_config: dict) -
 
 
 def test_a_row_of_the_speed_grid_at_the_real_size() -> None:
-    from simpletune.bench import speed
-    from simpletune.bench.roofline import rates
-    from simpletune.bench.speed_rows import grid
+    from benchmarks import speed
+    from benchmarks.roofline import rates
+    from benchmarks.speed_rows import grid
     from simpletune.profiling.kinds import KINDS
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from simpletune.adapters.lora import Lora
-from simpletune.config import TrainConfig
+from simpletune.config.schema import TrainConfig
 from simpletune.data.folder import Folder
+from simpletune.drawing.session import Speed, Studio
 from simpletune.memory import Memory
 from simpletune.models.sd3 import SD3
+from simpletune.pipeline.sample import Request
 from simpletune.quant.plain import FP32
-from simpletune.results import BASE, Weights
-from simpletune.sampling import Request
-from simpletune.stages import Stages
-from simpletune.studio import Speed, Studio
+from simpletune.runs.weights import BASE, Weights
+from simpletune.system.stage_timer import Stages
 
 pytestmark = [
     pytest.mark.gpu,

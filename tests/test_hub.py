@@ -20,7 +20,7 @@ from fake_hub import COMMIT, TOKEN, Failure, FakeHub
 from huggingface_hub import constants
 from huggingface_hub.utils import validate_repo_id
 
-from simpletune.__main__ import main
+from simpletune.cli.main import main
 from simpletune.models import hub as ours
 from simpletune.models import hub_download
 from simpletune.models.hub import HubPart, fetch, is_hub_name, needed, part_folder
@@ -308,7 +308,7 @@ def test_environment_and_exit_code_in_a_process_of_its_own(hub: FakeHub, tiny_co
 
 
 def test_a_lora_comes_from_a_repository(hub: FakeHub) -> None:
-    from simpletune.results import lora_weights
+    from simpletune.runs.weights import lora_weights
 
     hub.files["pytorch_lora_weights.safetensors"] = b"a lora"
     weights = lora_weights(NAME, 0.5)
@@ -317,7 +317,7 @@ def test_a_lora_comes_from_a_repository(hub: FakeHub) -> None:
 
 
 def test_a_repository_without_a_lora_is_told(hub: FakeHub) -> None:
-    from simpletune.results import lora_weights
+    from simpletune.runs.weights import lora_weights
 
     with pytest.raises(UserError, match="owner/tiny-sd3 has no pytorch_lora_weights.safetensors. Check the name"):
         lora_weights(NAME, 1.0)
@@ -328,7 +328,7 @@ def test_a_repository_without_a_lora_is_told(hub: FakeHub) -> None:
 
 
 def test_a_lora_that_was_fetched_serves_while_the_hub_does_not_answer(hub: FakeHub) -> None:
-    from simpletune.results import lora_weights
+    from simpletune.runs.weights import lora_weights
 
     hub.files["pytorch_lora_weights.safetensors"] = b"a lora"
     lora_weights(NAME, 1.0)

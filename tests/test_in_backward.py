@@ -13,20 +13,20 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from simpletune import checkpoint
-from simpletune.config import TrainConfig
+from simpletune.config.load import validate
+from simpletune.config.resolve import resolved
+from simpletune.config.schema import TrainConfig
 from simpletune.models.sd3_shapes import parameter_shapes, sd3_medium_config
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.adamw_bf16 import AdamWBF16
 from simpletune.optim.in_backward import step_in_backward
 from simpletune.optim.rounding import key_draws
 from simpletune.options import ConfigError, UserError, union_of
-from simpletune.places import resolved
-from simpletune.reading import validate
-from simpletune.runs import read_metrics
-from simpletune.setting_up import make_accelerator
-from simpletune.step import attach
-from simpletune.train import train
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import read_metrics
+from simpletune.step.core import attach
+from simpletune.training.loop import train
+from simpletune.training.setup import make_accelerator
 
 OPTIMIZERS = list(union_of(TrainConfig.model_fields["optimizer"]).members)
 MIB = 2**20
@@ -258,7 +258,7 @@ def test_bytes_of_a_lora_are_those_of_the_arithmetic(
 
 
 def test_a_lora_in_bf16_is_exported_in_bf16_and_loads(tiny_config: dict) -> None:
-    from simpletune.adapters.lora_file import load_lora
+    from simpletune.lora.attach import load_lora
 
     data = make(tiny_config, False, "exported", "lora", "bf16")
     data["adapter"] |= {"alpha": 4, "dropout": 0.0}  # a scale of 2, which is folded in without rounding

@@ -16,25 +16,25 @@ from PIL import Image
 
 from simpletune.adapters.lora import Lora
 from simpletune.adapters.lora_layers import lora_layers
-from simpletune.compare import compare
-from simpletune.compiling import compile_blocks
-from simpletune.config import TrainConfig
+from simpletune.cli.drawing_arguments import add_arguments, add_compare_arguments
+from simpletune.config.schema import TrainConfig
 from simpletune.data.folder import Folder
-from simpletune.generate import generate
-from simpletune.generate_arguments import add_arguments, add_compare_arguments
-from simpletune.measures import latent_distance
+from simpletune.drawing.compare import compare
+from simpletune.drawing.generate import generate
+from simpletune.drawing.metrics import latent_distance
+from simpletune.drawing.session import Speed, Studio
+from simpletune.drawing.shared_base import Turns
 from simpletune.memory import Memory
+from simpletune.models.compile import compile_blocks
 from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
-from simpletune.prepare import TextCache
+from simpletune.pipeline.encode import TextCache
+from simpletune.pipeline.sample import Request, batches, draw_latents, encode_starts, sample_batch
 from simpletune.quant.int8 import Int8
 from simpletune.quant.nf4 import Nf4
 from simpletune.quant.plain import FP32
-from simpletune.results import BASE, Weights, load_weights, split_scale, together
-from simpletune.sampling import Request, batches, draw_latents, encode_starts, sample_batch
-from simpletune.stages import Stages
-from simpletune.studio import Speed, Studio
-from simpletune.turns import Turns
+from simpletune.runs.weights import BASE, Weights, load_weights, split_scale, together
+from simpletune.system.stage_timer import Stages
 
 CPU = torch.device("cpu")
 PROMPTS = ("a red disc", "a blue star", "")

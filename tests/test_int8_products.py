@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.adapters.lora import Lora
-from simpletune.explain import explain
+from simpletune.config.explain import explain
+from simpletune.config.load import validate
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.fake import fake_tensors
-from simpletune.memory.moment import rounded
+from simpletune.memory.snapshot import rounded
 from simpletune.options import ConfigError
 from simpletune.quant import int8_products
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_linear import Int8Linear
-from simpletune.reading import validate
-from simpletune.runs import read_metrics
-from simpletune.train import train
+from simpletune.runs.folder import read_metrics
+from simpletune.training.loop import train
 
 LAYER = "transformer_blocks.0.attn.to_q"
 TESTS = Path(__file__).parent

@@ -15,11 +15,15 @@ import torch
 from accelerate import Accelerator
 from test_run import run_with, saved_weights
 
-from simpletune import __main__, aside, checkpoint, failpoints, stopping
-from simpletune.failpoints import InjectedError
-from simpletune.ledger import Ledger
+from simpletune.cli import main as cli_main
 from simpletune.options import UserError
-from simpletune.runs import EVALUATIONS, read_metrics
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import EVALUATIONS, read_metrics
+from simpletune.system import atomic as aside
+from simpletune.system import failpoints
+from simpletune.system import signals as stopping
+from simpletune.system.failpoints import InjectedError
+from simpletune.training.metrics_queue import Ledger
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -57,17 +61,17 @@ def test_sigterm_finishes_the_step_and_one_command_continues_it(
     command = ["train", str(write_config(tiny_config)), 'ema={"decay": 0.9}', "--resume", "auto"]
     before = [signal.getsignal(number) for number in stopping.SIGNALS]
     failpoints.arm("step.begun", "term", 2)
-    assert __main__.main(command) == 143
+    assert cli_main.main(command) == 143
     assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
     said = capsys.readouterr()
     assert "finish at most one step and save once" in said.out and "step 2 of 4 is saved" in said.out
     assert f"stopped by SIGTERM. To continue: simpletune train {command[1]} 'ema=" in said.err
     assert "Traceback" not in said.err
-    assert __main__.main(command) == 0 and "step 2 of 4" in capsys.readouterr().out
+    assert cli_main.main(command) == 0 and "step 2 of 4" in capsys.readouterr().out
     run = whole.with_name("tiny")
     torch.testing.assert_close(saved_weights(run, 4), saved_weights(whole, 4), rtol=0, atol=0)
     assert [row["loss"] for row in read_metrics(run)] == [row["loss"] for row in read_metrics(whole)]
-    assert __main__.main(command) == 0
+    assert cli_main.main(command) == 0
     assert "already done, 4 steps" in capsys.readouterr().out
     assert runs_of(tiny_config) == ["tiny", "whole"]
 

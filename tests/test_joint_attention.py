@@ -17,16 +17,16 @@ from blocks import CONFIG, shake_updates
 from test_run import run_with
 from torch import Tensor, nn
 
-from simpletune import attention
 from simpletune.adapters.lora import Lora
 from simpletune.adapters.lora_product import add_update, add_updates, project
-from simpletune.gelu_table import gelu, tables, take_table
-from simpletune.joint_attention import JointAttention, Scratch, attend, take_joint_attention
+from simpletune.config.load import read_config
+from simpletune.config.resolve import resolved
 from simpletune.models.sd3_transformer import RandomTensors, load
 from simpletune.options import UserError
-from simpletune.places import resolved
 from simpletune.quant.plain import FP32
-from simpletune.reading import read_config
+from simpletune.step import attention
+from simpletune.step.gelu_table import gelu, tables, take_table
+from simpletune.step.joint_attention import JointAttention, Scratch, attend, take_joint_attention
 
 KINDS = {
     "sd3": {},
@@ -150,7 +150,7 @@ def test_the_text_s_queries_that_nobody_reads_are_not_computed() -> None:
         return attend(query, key, value, scratch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("simpletune.joint_attention.attend", record)
+        patch.setattr("simpletune.step.joint_attention.attend", record)
         found = results(model, torch.float64)
     assert shapes == [(23, 23)] * 3 + [(16, 23)]
     last = [value for name, value in found.items() if name.startswith("transformer_blocks.3.attn.add_q_proj")]

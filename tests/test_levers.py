@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from simpletune import checkpoint
+from simpletune.config.load import validate
 from simpletune.demo import tiny_sd3
-from simpletune.reading import validate
-from simpletune.runs import read_metrics
-from simpletune.train import train
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import read_metrics
+from simpletune.training.loop import train
 
 STEPS = 10
 GOLDEN = Path(__file__).parent / "golden_losses.json"

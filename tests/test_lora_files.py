@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from simpletune.lora_files.describe import describe, in_words
-from simpletune.lora_files.header import ADAPTER_METADATA, open_lora
-from simpletune.lora_files.names import KOHYA, WRITTEN, layers_of, layout_of, original_module
-from simpletune.lora_files.reading import read_lora
-from simpletune.lora_files.updates import Update, fuse, split
-from simpletune.lora_files.writing import in_original_names, tensors_of, write_lora
+from simpletune.lora.describe import describe, in_words
+from simpletune.lora.header import ADAPTER_METADATA, open_lora
+from simpletune.lora.names import KOHYA, WRITTEN, layers_of, layout_of, original_module
+from simpletune.lora.read import read_lora
+from simpletune.lora.updates import Update, fuse, split
+from simpletune.lora.write import in_original_names, tensors_of, write_lora
 from simpletune.models.sd3_shapes import parameter_shapes, sd3_medium_config
 from simpletune.options import UserError
 

@@ -17,16 +17,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from simpletune.__main__ import main
-from simpletune.adapters.lora_file import fold_lora, load_lora, load_loras, strengths
+from simpletune.cli import lora as verbs
+from simpletune.cli.main import main
+from simpletune.config.load import validate
 from simpletune.demo import tiny_sd3
-from simpletune.lora_files.bases import Base
-from simpletune.lora_files.extracting import extract
-from simpletune.lora_files.factors import resized
-from simpletune.lora_files.mixing import METHODS, Recipe, mix
-from simpletune.lora_files.reading import read_lora
-from simpletune.lora_files.updates import Update
-from simpletune.lora_files.writing import write_lora
+from simpletune.lora.attach import fold_lora, load_lora, load_loras, strengths
+from simpletune.lora.bases import Base
+from simpletune.lora.extract import extract
+from simpletune.lora.factors import resized
+from simpletune.lora.mix import METHODS, Recipe, mix
+from simpletune.lora.read import read_lora
+from simpletune.lora.updates import Update
+from simpletune.lora.write import write_lora
 from simpletune.models.safetensors_writer import SafetensorsWriter
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.options import UserError
@@ -34,8 +36,6 @@ from simpletune.quant.int8 import Int8
 from simpletune.quant.nf4 import Nf4
 from simpletune.quant.plain import FP32
 from simpletune.quant.precision import WeightPrecision
-from simpletune.reading import validate
-from simpletune.verbs import lora as verbs
 
 CPU = torch.device("cpu")
 
@@ -448,7 +448,7 @@ def test_a_lora_of_sd35_is_refused_by_sd3(pipeline: Path, tmp_path: Path) -> Non
 
 def test_inspect_imports_no_torch(files: dict[str, Path]) -> None:
     code = (
-        "import sys; from simpletune.__main__ import main; main(['inspect', sys.argv[1]]); "
+        "import sys; from simpletune.cli.main import main; main(['inspect', sys.argv[1]]); "
         "print([name for name in ('torch', 'peft', 'diffusers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, files["kohya"]], capture_output=True, text=True, check=True)

@@ -17,25 +17,25 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from simpletune import checkpoint
 from simpletune.adapters.lora import Lora
+from simpletune.cli.drawing_arguments import add_arguments
+from simpletune.config.load import validate
+from simpletune.config.resolve import require_fit
 from simpletune.demo import pictures, tiny_sd3
-from simpletune.generate import generate
-from simpletune.generate_arguments import add_arguments
-from simpletune.memory.modulation import Modulation, ModulationPlan, take_out
+from simpletune.drawing.generate import generate
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.models.sd3_shapes import is_conditioning, is_modulation, parameter_shapes, sd3_medium_config
 from simpletune.options import ConfigError
-from simpletune.places import require_fit
+from simpletune.pipeline.modulation_plan import Modulation, ModulationPlan, take_out
+from simpletune.pipeline.sample import Request, autocast_of, sample_latents
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_quanto import Int8Quanto
 from simpletune.quant.plain import BF16, FP32
 from simpletune.quant.precision import WeightPrecision
-from simpletune.reading import validate
-from simpletune.runs import read_metrics
-from simpletune.sampling import Request, autocast_of, sample_latents
-from simpletune.setting_up import set_up
-from simpletune.train import train
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import read_metrics
+from simpletune.training.loop import train
+from simpletune.training.setup import set_up
 
 CPU = torch.device("cpu")
 PRECISIONS = {

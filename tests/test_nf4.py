@@ -10,12 +10,12 @@ from torch import nn
 
 from simpletune.adapters.lora import Lora
 from simpletune.adapters.lora_layers import lora_layers
+from simpletune.config.load import validate
 from simpletune.models.sd3 import SD3
 from simpletune.options import ConfigError
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.nf4 import Nf4
 from simpletune.quant.nf4_linear import GROUP, Nf4Linear, quantise_scales
-from simpletune.reading import validate
 
 # arXiv:2305.14314, appendix E
 QUANTILES = [

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import load, save
 from torch import nn
 
-from simpletune.config import TrainConfig
+from simpletune.config.schema import TrainConfig
 from simpletune.optim import Optimizer
 from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
 from simpletune.options import union_of

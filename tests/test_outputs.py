@@ -13,20 +13,20 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from simpletune import checkpoint
-from simpletune.adapters.lora_file import load_lora
-from simpletune.compare import compare
-from simpletune.generate import generate
-from simpletune.generate_arguments import add_arguments, add_compare_arguments
+from simpletune.cli.drawing_arguments import add_arguments, add_compare_arguments
+from simpletune.config.load import validate
+from simpletune.config.resolve import resolved
+from simpletune.drawing.compare import compare
+from simpletune.drawing.generate import generate
+from simpletune.lora.attach import load_lora
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.options import UserError
-from simpletune.places import resolved
-from simpletune.prepare import TextCache
+from simpletune.pipeline.encode import TextCache
+from simpletune.pipeline.sample import Request, sample_latents
 from simpletune.quant.plain import FP32
-from simpletune.reading import validate
-from simpletune.sampling import Request, sample_latents
-from simpletune.step import attach
-from simpletune.train import train
+from simpletune.runs import checkpoint
+from simpletune.step.core import attach
+from simpletune.training.loop import train
 
 
 def run_with(tiny_config: dict, **changes: dict) -> Path:

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from simpletune.__main__ import main
 from simpletune.cards import FOUND, GIB, Card, card_of
-from simpletune.estimate.ask import read_for_estimate
+from simpletune.cli.main import main
+from simpletune.config.load import read_config
+from simpletune.estimate.cli_text import read_for_estimate
 from simpletune.estimate.job import CONTEXT, MIB, estimate, needed
+from simpletune.estimate.levers import with_changes
 from simpletune.estimate.pace import pace
 from simpletune.estimate.planning import Search, batch_table, chains, differing, largest_peak, rungs
-from simpletune.levers import with_changes
+from simpletune.estimate.simulate import simulate
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError
-from simpletune.reading import read_config
-from simpletune.simulate import simulate
 
 L4 = card_of("L4")
 
@@ -156,7 +156,7 @@ def test_plan_writes_a_configuration_that_fits(config_of, tmp_path: Path, capsys
 def test_plan_asks_for_a_card_and_prints_batches(
     tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("simpletune.estimate.ask_plan.RESOLUTIONS", (32, 64))
+    monkeypatch.setattr("simpletune.estimate.plan_text.RESOLUTIONS", (32, 64))
     file = tmp_path / "c.json"
     file.write_text(json.dumps(tiny_config))
     assert main(["plan", str(file)]) == 2

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from simpletune.memory.positions import TABLE, crop_positions, side_for, whole_positions
+from simpletune.config.load import validate
+from simpletune.models.positions import TABLE, crop_positions, side_for, whole_positions
 from simpletune.models.sd3_shapes import sd3_medium_config
 from simpletune.quant.plain import BF16, FP32
-from simpletune.reading import validate
-from simpletune.runs import read_metrics
-from simpletune.train import train
+from simpletune.runs.folder import read_metrics
+from simpletune.training.loop import train
 
 WIDTH = 8
 sides = st.integers(1, 40)

@@ -17,16 +17,16 @@ from diffusers import AutoencoderKL, ModelMixin
 from PIL import Image
 from transformers import PreTrainedModel
 
+from simpletune.config.load import validate
+from simpletune.config.resolve import resolved
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.pictures import cut, decode
 from simpletune.demo import vocabulary
 from simpletune.models import sd3_text
 from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
-from simpletune.places import resolved
-from simpletune.prepare import Prepared, TextCache, prepare
-from simpletune.reading import validate
-from simpletune.stages import Stages
+from simpletune.pipeline.encode import Prepared, TextCache, prepare
+from simpletune.system.stage_timer import Stages
 
 CLIP = vocabulary.CLIP_LENGTH
 

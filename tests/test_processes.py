@@ -15,14 +15,14 @@ from launching import Launcher
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from simpletune import checkpoint
+from simpletune.config.load import validate
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.plan import Draw, Plan, make_plan
 from simpletune.demo import pictures, tiny_sd3
-from simpletune.reading import validate
-from simpletune.runs import SKIPPED, read_metrics, read_rows
-from simpletune.step import keep_to_itself
-from simpletune.train import train
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
+from simpletune.step.core import keep_to_itself
+from simpletune.training.loop import train
 
 LEVERS = {"resident_blocks": 1, "boundaries": "host"}
 

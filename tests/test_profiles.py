@@ -11,21 +11,21 @@ import pytest
 import torch
 
 from simpletune.cards import Card
-from simpletune.config import TrainConfig
+from simpletune.config.load import validate
+from simpletune.config.schema import TrainConfig
 from simpletune.demo import tiny_sd3
 from simpletune.estimate import choosing
 from simpletune.estimate.choosing import choose, choose_on
 from simpletune.estimate.job import needed
-from simpletune.levers import LEVERS, changed, savings, with_checkpointed, within_budget
+from simpletune.estimate.levers import LEVERS, changed, savings, with_checkpointed, within_budget
+from simpletune.estimate.simulate import simulate
 from simpletune.memory import Memory
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.profiles import FULL, LORA
 from simpletune.options import ConfigError, UserError
-from simpletune.reading import validate
-from simpletune.rescue import resident
-from simpletune.simulate import simulate
-from simpletune.step import StepCore
-from simpletune.train import train
+from simpletune.step.core import StepCore
+from simpletune.training.loop import train
+from simpletune.training.out_of_memory import resident
 
 MIB = 2**20
 ROOT = Path(__file__).resolve().parent.parent
@@ -216,9 +216,9 @@ def test_a_full_device_names_what_was_resident_and_what_would_save_most(
 
 
 def test_resident_counts_each_kind(config_of) -> None:
-    from simpletune.loading import load_base
-    from simpletune.simulate import EmptyFeed, OneProcess
-    from simpletune.step import assemble
+    from simpletune.estimate.simulate import EmptyFeed, OneProcess
+    from simpletune.pipeline.load import load_base
+    from simpletune.step.core import assemble
 
     cpu = torch.device("cpu")
     config = config_of(adapter={"method": "lora", "rank": 2})

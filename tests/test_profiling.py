@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from simpletune.memory.moment import Moment
+from simpletune.config.load import validate
+from simpletune.memory.snapshot import Moment
 from simpletune.options import ConfigError
 from simpletune.profiling import summary, trace_file
+from simpletune.profiling.aggregate import figures, peak_of_memory
 from simpletune.profiling.events import Recording, Span, read_events, self_times
-from simpletune.profiling.figures import figures, peak_of_memory
 from simpletune.profiling.option import Profile
-from simpletune.profiling.place import Place, place_window, spread
-from simpletune.reading import validate
+from simpletune.profiling.windows import Place, place_window, spread
 
 KEYS = {
     "epoch", "steps", "seconds_per_step", "phases", "idle", "operators", "kernels", "flops_per_step", "tflops",

@@ -18,7 +18,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from simpletune.config import cache_of_bases
+from simpletune.config.load import validate
+from simpletune.config.schema import cache_of_bases
 from simpletune.models import quantised_cache, sd3_transformer
 from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
@@ -27,9 +28,8 @@ from simpletune.quant.int8_quanto import Int8Quanto
 from simpletune.quant.nf4 import Nf4
 from simpletune.quant.plain import BF16
 from simpletune.quant.precision import WeightPrecision
-from simpletune.reading import validate
-from simpletune.results import BASE, load_weights
-from simpletune.train import train
+from simpletune.runs.weights import BASE, load_weights
+from simpletune.training.loop import train
 
 CPU = torch.device("cpu")
 QUANTISED = [

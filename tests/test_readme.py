@@ -36,7 +36,7 @@ def after_the_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_readme_names_all_scripts_and_verbs() -> None:
-    from simpletune.__main__ import VERBS as known
+    from simpletune.cli.main import VERBS as known
 
     assert {line.split()[0] for line in SCRIPTS} == {
         f"inference/{file.name}" for file in (ROOT / "inference").glob("*.py") if not file.name.startswith("_")

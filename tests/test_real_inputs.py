@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from simpletune.config.load import validate
 from simpletune.data.pictures import cut, decode
 from simpletune.demo import tiny_sd3
 from simpletune.models.sd3 import SD3
-from simpletune.reading import validate
-from simpletune.train import train
+from simpletune.training.loop import train
 
 pytestmark = pytest.mark.data
 

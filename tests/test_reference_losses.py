@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from simpletune.checkpoint import TRAINABLE, checkpoint_folder
+from simpletune.config.load import validate
 from simpletune.demo import pictures, tiny_sd3
-from simpletune.reading import validate
-from simpletune.runs import read_metrics
-from simpletune.train import train
+from simpletune.runs.checkpoint import TRAINABLE, checkpoint_folder
+from simpletune.runs.folder import read_metrics
+from simpletune.training.loop import train
 
 REFERENCE = Path(__file__).parent / "reference" / "train.py"
 STEPS = 4

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from simpletune.__main__ import main
+from simpletune.cli.main import main
+from simpletune.config.load import validate
 from simpletune.options import UserError
-from simpletune.reading import validate
 from simpletune.report import make_report, write_report
 from simpletune.report.losses import averaged, sparkline
 from simpletune.report.pictures import LARGEST, ROOM, data_uri, side_for, spread_steps
 from simpletune.report.settings import settings_of
-from simpletune.runs import read_metrics
-from simpletune.train import train
+from simpletune.runs.folder import read_metrics
+from simpletune.training.loop import train
 from tests.recorded_runs import NASTY, add_pictures, add_prediction, add_profiles, config_of, write_run
 
 VOID = {"meta", "link", "img", "input", "br"}

@@ -14,13 +14,14 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from simpletune import checkpoint, stages
+from simpletune.config.load import validate
 from simpletune.models.weights import set_aside
 from simpletune.options import UserError
-from simpletune.reading import validate
-from simpletune.runs import append_metrics, newest_run, open_again, read_metrics
-from simpletune.step import StepCore
-from simpletune.train import train
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import append_metrics, newest_run, open_again, read_metrics
+from simpletune.step.core import StepCore
+from simpletune.system import stage_timer as stages
+from simpletune.training.loop import train
 
 SUMMARY_FIELDS = {
     "name", "device", "steps", "seconds_total", "seconds_setup", "seconds_to_first_step", "seconds_per_step",

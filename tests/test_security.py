@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from simpletune.concealing import concealed
-from simpletune.locks import only_one
+from simpletune.config.load import validate
 from simpletune.models.parts import Part, load_autoencoder
 from simpletune.models.weights import weight_files
 from simpletune.options import ConfigError, UserError
-from simpletune.reading import validate
-from simpletune.train import train
+from simpletune.system.locks import only_one
+from simpletune.system.redact import concealed
+from simpletune.training.loop import train
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "simpletune"

@@ -28,7 +28,7 @@ from PIL import Image
 from serving import PROMPT, HeldPainter, Running, held, make_run, pixels, real, running, until
 
 from simpletune import demo
-from simpletune.__main__ import main, parse
+from simpletune.cli.main import main, parse
 from simpletune.options import UserError
 from simpletune.serve import server
 from simpletune.serve.app import Answers, Gate

@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 import pytest
 from serving import PROMPT, HeldPainter, Running, held, make_run, real, running, until
 
-from simpletune.sampling import Request
+from simpletune.pipeline.sample import Request
 from simpletune.serve.app import PAGE
 from simpletune.serve.limits import Limits
 from simpletune.serve.orders import Order

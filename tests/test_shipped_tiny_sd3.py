@@ -11,12 +11,12 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
+from benchmarks.quality import Easel, accuracies, prompts_of
 from simpletune import demo
-from simpletune.bench.quality import Easel, accuracies, prompts_of
+from simpletune.config.load import validate
+from simpletune.config.resolve import resolved
 from simpletune.demo import checker, pictures, train_autoencoder
-from simpletune.places import resolved
-from simpletune.reading import validate
-from simpletune.results import BASE
+from simpletune.runs.weights import BASE
 
 CPU = torch.device("cpu")
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from test_cases import CASES, case_json, is_allowed, name_of
 
-from simpletune.config import TrainConfig
+from simpletune.config.load import validate
+from simpletune.config.schema import TrainConfig
 from simpletune.demo import tiny_sd3
-from simpletune.importing import without_collection
-from simpletune.loading import load_base
+from simpletune.estimate.simulate import Report, account, simulate
 from simpletune.memory.fake import fake_tensors
-from simpletune.memory.moment import rounded
+from simpletune.memory.snapshot import rounded
 from simpletune.models.weights import all_tensors
 from simpletune.options import ConfigError
-from simpletune.reading import validate
-from simpletune.simulate import Report, account, simulate
-from simpletune.stand_ins import CPU
+from simpletune.pipeline.load import load_base
+from simpletune.step.synthetic import CPU
+from simpletune.system.startup import without_collection
 
 MIB = 2**20
 ALLOWED = [case for case in CASES if is_allowed(case)]

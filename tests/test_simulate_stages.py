@@ -8,18 +8,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from simpletune.config import TrainConfig
-from simpletune.importing import without_collection
+from simpletune.config.load import validate
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.simulate import simulate
+from simpletune.estimate.simulate_stages import (
+    DrawnModel,
+    counted,
+    of_clip,
+    of_encoding,
+    of_t5,
+    simulate_stages,
+    text_moments,
+)
 from simpletune.memory.fake import fake_tensors
-from simpletune.memory.moment import Moment, rounded
+from simpletune.memory.snapshot import Moment, rounded
 from simpletune.models.parts import load_text_model
 from simpletune.models.t5_layers import LayeredT5
 from simpletune.models.weights import all_tensors
-from simpletune.reading import validate
-from simpletune.sampling import Request
-from simpletune.simulate import simulate
-from simpletune.simulate_stages import DrawnModel, counted, of_clip, of_encoding, of_t5, simulate_stages, text_moments
-from simpletune.stand_ins import CPU
+from simpletune.pipeline.sample import Request
+from simpletune.step.synthetic import CPU
+from simpletune.system.startup import without_collection
 
 SIZE = (192, 128)
 

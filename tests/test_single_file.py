@@ -17,8 +17,9 @@ from diffusers import SD3Transformer2DModel
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors.torch import load_file, save_file
 
+from simpletune.config.explain import explain
+from simpletune.config.load import read_config, validate
 from simpletune.demo import tiny_sd3
-from simpletune.explain import explain
 from simpletune.models.original_names import origin_of
 from simpletune.models.parts import bundled_configs
 from simpletune.models.sd3 import SD3
@@ -28,8 +29,7 @@ from simpletune.models.single_file import OriginalReader, open_file
 from simpletune.options import ConfigError, UserError
 from simpletune.quant.int8 import Int8
 from simpletune.quant.plain import FP32
-from simpletune.reading import read_config, validate
-from simpletune.train import train
+from simpletune.training.loop import train
 
 SD35 = {"qk_norm": "rms_norm", "dual_attention_layers": [0, 1]}
 CPU = torch.device("cpu")
@@ -307,7 +307,7 @@ def test_check_reads_headers_only(whole_file, descriptions, tiny_config, write_c
     model = {"pretrained": str(descriptions), "transformer": str(file), "vae": str(descriptions)}
     config = write_config({**tiny_config, "model": model})
     script = (
-        "import sys; from simpletune.__main__ import main; code = main(['check', sys.argv[1]]);"
+        "import sys; from simpletune.cli.main import main; code = main(['check', sys.argv[1]]);"
         "assert not {'torch', 'diffusers', 'transformers', 'huggingface_hub'} & set(sys.modules); sys.exit(code)"
     )
     start = time.perf_counter()

@@ -14,15 +14,15 @@ from test_run import run_with, saved_weights
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune import train as train_module
-from simpletune.attention import usable
-from simpletune.feed import Ahead, Feed
-from simpletune.launched import Launched
-from simpletune.ledger import Ledger
 from simpletune.optim.adamw import AdamW
 from simpletune.options import UserError
-from simpletune.runs import read_metrics
-from simpletune.step import StepCore
+from simpletune.runs.folder import read_metrics
+from simpletune.step.attention import usable
+from simpletune.step.batches import Ahead, Feed
+from simpletune.step.core import StepCore
+from simpletune.training import loop as train_module
+from simpletune.training.metrics_queue import Ledger
+from simpletune.training.pending_steps import Launched
 
 CPU = torch.device("cpu")
 READS = {"item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero"}

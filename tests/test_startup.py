@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from simpletune.importing import _hidden
+from simpletune.system.startup import _hidden
 
 UNUSED = (
     "bitsandbytes", "torchao", "optimum", "wandb", "tensorboard", "torch.utils.tensorboard", "tensorflow", "xformers",
     "torch._inductor.compile_fx", "torchvision", "pandas", "scipy", "sklearn", "pyarrow", "datasets", "matplotlib",
     "diffusers.pipelines", "transformers.trainer", "transformers.pipelines",
-    "simpletune.estimate", "simpletune.simulate_stages", "simpletune.report",
+    "simpletune.estimate", "simpletune.estimate.simulate_stages", "simpletune.report",
 )  # fmt: skip
 TOLD_LAST = "import atexit, gc, json, sys; atexit.register(lambda: print(json.dumps(gc.get_freeze_count()))); "
 
@@ -33,7 +33,7 @@ def told(code: str, *arguments: object) -> list[Any]:
 def test_a_plain_run_imports_nothing_that_it_does_not_use(tiny_config: dict, write_config) -> None:
     file = write_config(tiny_config | {"train": {"steps": 1}, "tracking": {"tensorboard": False}})
     code = (
-        "from simpletune.__main__ import main; main(['train', sys.argv[1]]); "
+        "from simpletune.cli.main import main; main(['train', sys.argv[1]]); "
         "print(json.dumps([sorted(sys.modules), gc.get_freeze_count(), gc.isenabled()]))"
     )
     (modules, frozen, enabled), at_exit = told(TOLD_LAST + code, file)
@@ -45,7 +45,7 @@ def test_a_plain_run_imports_nothing_that_it_does_not_use(tiny_config: dict, wri
 def test_imports_are_not_collected_and_with_a_torch_for_gpus_thawed_at_the_end() -> None:
     code = (
         "import torch; torch.version.cuda = '13.0'; found = []; gc.callbacks.append(lambda *args: found.append(args)); "
-        "from simpletune.importing import import_libraries; import_libraries(); "
+        "from simpletune.system.startup import import_libraries; import_libraries(); "
         "print(json.dumps([len(found), 'diffusers.models.autoencoders' in sys.modules]))"
     )
     assert told(TOLD_LAST + code) == [[0, False], 0]
@@ -54,7 +54,7 @@ def test_imports_are_not_collected_and_with_a_torch_for_gpus_thawed_at_the_end()
 def test_the_models_of_transformers_are_looked_through_once() -> None:
     code = (
         "import os; seen, real = [], os.scandir; os.scandir = lambda path: (seen.append(str(path)), real(path))[1]; "
-        "from simpletune.importing import import_libraries; import_libraries(); "
+        "from simpletune.system.startup import import_libraries; import_libraries(); "
         "from transformers import CLIPTextModelWithProjection, T5EncoderModel; "
         "from transformers.utils import import_utils; "
         "print(json.dumps([sum(path.endswith('transformers/models') for path in seen), "

@@ -31,18 +31,19 @@ from blocks import (
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from simpletune import checkpoint
 from simpletune.adapters.full import Full
 from simpletune.adapters.lora import Lora
-from simpletune.memory import Memory, streaming
-from simpletune.memory.streaming import StreamedBlocks
+from simpletune.config.load import validate
+from simpletune.memory import Memory
+from simpletune.memory import block_offload as streaming
+from simpletune.memory.block_offload import StreamedBlocks
 from simpletune.models.weights import plain_tensors
 from simpletune.options import ConfigError
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.plain import FP32
-from simpletune.reading import validate
-from simpletune.runs import read_metrics
-from simpletune.train import train
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import read_metrics
+from simpletune.training.loop import train
 
 RESIDENT = {"K=0": (0, 1, 2, 3), "K=1": (0, 1, 3), "K=2": (0, 2)}
 
@@ -102,7 +103,7 @@ def test_weights_given_up_too_early_show(monkeypatch: pytest.MonkeyPatch) -> Non
     """Early stopping leaves the recomputation by an exception; either way the hold must outlast it."""
     break_the_hold(monkeypatch)
     monkeypatch.setattr("torch.utils.checkpoint._enable_checkpoint_early_stop", False)
-    monkeypatch.setattr("simpletune.memory.block_home.BlockHome.point_home", lambda self: None)
+    monkeypatch.setattr("simpletune.memory.host_block.BlockHome.point_home", lambda self: None)
     losses, _ = lora_run(PRECISIONS["int8"], Setting(RESIDENT["K=0"], poison=True))
     assert losses[-1] != losses[-1]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from simpletune.bench import study
-from simpletune.train import train
+from benchmarks import study
+from simpletune.training.loop import train
 from tests.recorded_runs import add_pictures, write_run
 
 MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"

@@ -11,15 +11,15 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageCms
 
+from simpletune.config.load import validate
 from simpletune.data.folder import Folder
 from simpletune.data.pictures import decode
 from simpletune.data.plan import too_small
 from simpletune.data.source import Picture
 from simpletune.data.table import Table
 from simpletune.options import ConfigError, UserError
-from simpletune.reading import validate
-from simpletune.runs import read_metrics
-from simpletune.train import train
+from simpletune.runs.folder import read_metrics
+from simpletune.training.loop import train
 
 
 def rows_of(folder: Path) -> list[dict]:

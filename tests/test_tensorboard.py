@@ -18,9 +18,9 @@ from urllib.request import ProxyHandler, build_opener
 
 import pytest
 
+from simpletune.config.load import validate
 from simpletune.profiling.trace_file import write_trace
-from simpletune.reading import validate
-from simpletune.train import train
+from simpletune.training.loop import train
 
 SYNTHETIC = Path(__file__).parent / "assets" / "synthetic_cuda_trace.json"
 Ask = Callable[..., Any]

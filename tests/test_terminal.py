@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from simpletune import terminal
-from simpletune.runs import read_metrics
-from simpletune.terminal import TrainingLine, progress, say
+from simpletune.runs.folder import read_metrics
+from simpletune.system import console as terminal
+from simpletune.system.console import TrainingLine, progress, say
 
 CODE = """
 import sys
@@ -108,8 +108,8 @@ def test_the_pace_is_of_recent_steps_without_warm_up(capsys: pytest.CaptureFixtu
 
 
 def test_metrics_can_be_read_after_every_step(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.reading import validate
-    from simpletune.train import train
+    from simpletune.config.load import validate
+    from simpletune.training.loop import train
 
     seen: list[int] = []
     config = validate(tiny_config, "test")
@@ -119,7 +119,7 @@ def test_metrics_can_be_read_after_every_step(tiny_config: dict, monkeypatch: py
         def update(self, step: int, loss: float, seconds: float) -> None:
             seen.append(len(read_metrics(folder)))
 
-    monkeypatch.setattr("simpletune.train.TrainingLine", Watching)
+    monkeypatch.setattr("simpletune.training.loop.TrainingLine", Watching)
     train(config)
     assert seen == [1, 2, 3, 4]
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from simpletune.config.load import validate
 from simpletune.options import UserError
-from simpletune.reading import validate
-from simpletune.step import StepCore
-from simpletune.trackers import Trackers, weights_and_biases
-from simpletune.trackers.tensor_board import TensorBoard
-from simpletune.trackers.weights_and_biases import has_credentials, run_id
-from simpletune.train import train
+from simpletune.step.core import StepCore
+from simpletune.training.loop import train
+from simpletune.training.trackers import Trackers, weights_and_biases
+from simpletune.training.trackers.tensor_board import TensorBoard
+from simpletune.training.trackers.weights_and_biases import has_credentials, run_id
 
 BLOCK = 32768
 MARKER = "c0ffee" * 6 + "abcd"  # 40 characters, the form of an API key
@@ -266,7 +266,7 @@ def test_a_run_that_fails_is_closed_as_failed(tiny_config: dict, monkeypatch: py
 
 
 def test_only_the_first_process_logs(tiny_config: dict, tmp_path: Path) -> None:
-    from simpletune.trackers import open_trackers
+    from simpletune.training.trackers import open_trackers
 
     with open_trackers(validate(tiny_config, "test"), tmp_path, 0, writes=False) as trackers:
         trackers.scalars(1, {"loss": 1.0})

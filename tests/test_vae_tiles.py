@@ -13,14 +13,14 @@ from diffusers import AutoencoderTiny
 from PIL import Image
 from torch import Tensor
 
+from simpletune.config.load import validate
+from simpletune.config.resolve import resolved
 from simpletune.models.parts import use_tiles
 from simpletune.models.sd3 import SD3
 from simpletune.options import ConfigError
-from simpletune.places import resolved
-from simpletune.prepare import Prepared, prepare
-from simpletune.reading import validate
-from simpletune.stages import Stages
-from simpletune.validation import Previews
+from simpletune.pipeline.encode import Prepared, prepare
+from simpletune.system.stage_timer import Stages
+from simpletune.training.validation import Previews
 
 CPU = torch.device("cpu")
 TILE = 128

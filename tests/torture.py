@@ -25,13 +25,14 @@ import torch
 from safetensors.torch import load_file
 from test_cases import members
 
-from simpletune import checkpoint, failpoints
+from simpletune.config.load import validate
 from simpletune.demo import pictures, tiny_sd3
-from simpletune.devices import prepare_environment
 from simpletune.options import ConfigError
-from simpletune.reading import validate
-from simpletune.runs import read_metrics
-from simpletune.train import train
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import read_metrics
+from simpletune.system import failpoints
+from simpletune.system.devices import prepare_environment
+from simpletune.training.loop import train
 
 STEPS = 7
 PER_CASE = 4  # kills of one run

@@ -91,7 +91,7 @@ class Lora(TrainingMethod):
         from peft import LoraConfig, inject_adapter_in_model
 
         from simpletune.adapters.lora_layers import compute_in_output_type
-        from simpletune.streams import reseed_global
+        from simpletune.system.rng import reseed_global
 
         model.requires_grad_(False)
         reseed_global(seed, "adapter")

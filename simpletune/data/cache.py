@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.data.plan import View
-from simpletune.locks import in_turn, lock_of
 from simpletune.models.weights import read_header, write_safetensors
 from simpletune.options import UserError
-from simpletune.terminal import say
+from simpletune.system.console import say
+from simpletune.system.locks import in_turn, lock_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from simpletune.data.files import OUTSIDE, SUFFIXES, Links, is_text, leads_out, read_regular
 from simpletune.data.source import Rejected, UnusablePicture
+from simpletune.data.walk import OUTSIDE, SUFFIXES, Links, is_text, leads_out, read_regular
 from simpletune.options import UserError
 
 METADATA = "metadata.jsonl"

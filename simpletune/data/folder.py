@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from simpletune.data.captions import METADATA, filename_caption, jsonl_caption, read_metadata, txt_caption
-from simpletune.data.files import OUTSIDE, SUFFIXES, Links, is_text, leads_out, read_regular, readable, walk
 from simpletune.data.pictures import picture_size
 from simpletune.data.source import Picture, Rejected, Scan, Source, UnusablePicture
+from simpletune.data.walk import OUTSIDE, SUFFIXES, Links, is_text, leads_out, read_regular, readable, walk
 from simpletune.options import Problem, UserError
 
 

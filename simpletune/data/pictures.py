@@ -6,9 +6,9 @@ import io
 import struct
 from typing import TYPE_CHECKING
 
-from simpletune.data.buckets import Size, covering_size
 from simpletune.data.source import UnusablePicture
-from simpletune.data.whole import late_text, looks_whole
+from simpletune.data.truncation import late_text, looks_whole
+from simpletune.models.sizes import Size, covering_size
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from simpletune.data.buckets import Size, nearest_bucket, upscaling
 from simpletune.data.source import Picture, Rejected, Source
 from simpletune.flow import Objective
+from simpletune.models.sizes import Size, nearest_bucket, upscaling
 from simpletune.options import UserError
-from simpletune.streams import stream
+from simpletune.system.rng import stream
 
 if TYPE_CHECKING:
-    from simpletune.config import TrainConfig
+    from simpletune.config.schema import TrainConfig
 
 
 @dataclass(frozen=True)

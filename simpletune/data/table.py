@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from simpletune.data.captions import checked
-from simpletune.data.files import leads_out, read_regular
 from simpletune.data.pictures import picture_size
 from simpletune.data.source import Picture, Rejected, Scan, Source, UnusablePicture
+from simpletune.data.walk import leads_out, read_regular
 from simpletune.options import Problem, UserError
 
 if TYPE_CHECKING:

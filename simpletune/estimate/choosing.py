@@ -11,18 +11,18 @@ from pathlib import Path
 import torch
 
 from simpletune.cards import Card
-from simpletune.checkpoint import write_json
-from simpletune.config import TrainConfig
-from simpletune.data.buckets import Size
+from simpletune.config.schema import TrainConfig
 from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.job import MIB, key_of_prediction, largest_peak
-from simpletune.levers import NO_CARD, with_checkpointed
+from simpletune.estimate.levers import NO_CARD, with_checkpointed
+from simpletune.estimate.simulate import simulate
 from simpletune.memory.checkpointing import fewest_checkpointed, fewest_that_fit
 from simpletune.memory.device_terms import cublas_workspace
+from simpletune.models.sizes import Size
 from simpletune.options import UserError
-from simpletune.runs import read_json_or_none
-from simpletune.simulate import simulate
-from simpletune.terminal import say
+from simpletune.runs.checkpoint import write_json
+from simpletune.runs.folder import read_json_or_none
+from simpletune.system.console import say
 
 ANY = (8, 9)  # a capability: libraries' workspaces are not in these peaks
 

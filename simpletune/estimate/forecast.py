@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from simpletune.cards import Card, card_named_by_driver
-from simpletune.config import TrainConfig
-from simpletune.data.buckets import Size
+from simpletune.config.schema import TrainConfig
 from simpletune.estimate.job import CONTEXT, MIB, Estimate, estimate, moment_json
+from simpletune.estimate.levers import LEVERS, changed
 from simpletune.estimate.planning import Search, differing
 from simpletune.estimate.text import place
-from simpletune.levers import LEVERS, changed
+from simpletune.models.sizes import Size
 from simpletune.options import UserError
-from simpletune.terminal import say
+from simpletune.system.console import say
 
 CPU_STANDS_FOR = (8, 9)  # the capability whose workspaces are counted where there is no GPU
 Measured = Mapping[str, Mapping[str, float | None]]

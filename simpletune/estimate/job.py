@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from simpletune.cards import Card
-from simpletune.checkpoint import write_json
-from simpletune.config import TrainConfig
-from simpletune.data.buckets import Size
-from simpletune.environment import LIBRARIES
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.levers import within_budget
 from simpletune.estimate.needs import Needs, needs_of
-from simpletune.levers import within_budget
+from simpletune.estimate.simulate import Report
+from simpletune.estimate.simulate_stages import JobReport, simulate_stages
 from simpletune.memory.device_terms import cublas_workspace
-from simpletune.memory.moment import Moment
-from simpletune.runs import read_json_or_none
-from simpletune.simulate import Report
-from simpletune.simulate_stages import JobReport, simulate_stages
+from simpletune.memory.snapshot import Moment
+from simpletune.models.sizes import Size
+from simpletune.runs.checkpoint import write_json
+from simpletune.runs.folder import read_json_or_none
+from simpletune.system.environment import LIBRARIES
 
 MIB = 2**20
 CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured

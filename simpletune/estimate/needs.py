@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletune.config import TrainConfig
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.simulate_stages import JobReport
 from simpletune.models.hub import in_cache
 from simpletune.models.sd3_sources import hub_parts
 from simpletune.models.t5_layers import CHUNK_BYTES
 from simpletune.options import UserError
-from simpletune.simulate_stages import JobReport
 
 LIBRARIES = int(1.0 * 2**30)  # bytes: the process after its imports took 0.9 GiB (Python 3.11, torch 2.13.0 CPU)
 CUDA_LIBRARIES = 2 * 2**30  # bytes that CUDA's libraries take in the host's memory: an allowance, not measured

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from simpletune.cards import Card
-from simpletune.config import TrainConfig
+from simpletune.config.schema import TrainConfig
 from simpletune.estimate.job import Estimate, estimate, largest_peak, needed
+from simpletune.estimate.levers import with_changes
 from simpletune.estimate.pace import Pace, pace
-from simpletune.levers import with_changes
+from simpletune.estimate.simulate import Report, simulate
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError
-from simpletune.simulate import Report, simulate
 
 WORTH = 1.05  # a setting that may cost quality must be this many times faster than one that does not
 TILES = (512, 256)  # pixels

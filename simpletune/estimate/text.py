@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from simpletune.cards import Card
 from simpletune.estimate.job import CONTEXT, FRAGMENTED, MIB, Estimate
-from simpletune.memory.moment import KINDS, Moment
+from simpletune.memory.snapshot import KINDS, Moment
 
 WIDTH = 40  # characters of the longest bar
 SIGNS = dict(zip(KINDS, "█▓▚▒░▞·", strict=True))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from simpletune.memory.streaming import StreamedBlocks
+    from simpletune.memory.block_offload import StreamedBlocks
 
 BLOCKS = "transformer_blocks"
 
@@ -85,9 +85,9 @@ class Memory(Option):
         Returns:
             What streams; None if all blocks are resident.
         """
-        from simpletune.memory.boundaries import HostBoundaries
+        from simpletune.memory.block_offload import StreamedBlocks
         from simpletune.memory.checkpointing import set_passes
-        from simpletune.memory.streaming import StreamedBlocks
+        from simpletune.memory.offload_inputs import HostBoundaries
 
         streamed = self.streamed(len(blocks))
         streaming = StreamedBlocks(blocks, streamed, device, trained) if streamed else None

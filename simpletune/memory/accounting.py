@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from simpletune.memory.moment import HOST, Moment, require_known, rounded
+from simpletune.memory.snapshot import HOST, Moment, require_known, rounded
 from simpletune.models.weights import plain_tensors
 
 MARKS = "## ", " ##"  # around the names of a step's phases (profiling.phase)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from simpletune.memory.boundaries import HostBoundaries
+from simpletune.memory.offload_inputs import HostBoundaries
 from simpletune.options import UserError
 
 MIB = 2**20

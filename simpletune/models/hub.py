@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from simpletune.disk import free_bytes
 from simpletune.models.hub_download import HubFile, Repository, fetch_file
 from simpletune.models.hub_errors import Unreachable, clear_errors
 from simpletune.models.weights import NAMES, weight_files
 from simpletune.options import UserError
-from simpletune.terminal import say
+from simpletune.system.console import say
+from simpletune.system.disk import free_bytes
 
 HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
 DESCRIPTIONS = (".json", ".txt", ".model")

@@ -16,7 +16,7 @@ from pathlib import Path
 from simpletune.models.hub_errors import clear_errors
 from simpletune.models.weights import sha256_of
 from simpletune.options import UserError
-from simpletune.terminal import progress, say
+from simpletune.system.console import progress, say
 
 RETRIES = 5  # tries in a row that bring not a byte
 PAUSE = 1.0  # seconds before the next try, times the tries that failed

@@ -20,11 +20,6 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from simpletune.aside import STALE as STALE
-from simpletune.aside import own_place, remove_left_over
-from simpletune.disk import DiskFull, free_bytes
-from simpletune.failpoints import passed
-from simpletune.locks import in_turn, lock_of
 from simpletune.models.parts import Part
 from simpletune.models.sd3_transformer import empty_transformer, put_module
 from simpletune.models.weights import (
@@ -38,7 +33,12 @@ from simpletune.models.weights import (
 )
 from simpletune.options import UserError
 from simpletune.quant.precision import WeightPrecision
-from simpletune.terminal import say
+from simpletune.system.atomic import STALE as STALE
+from simpletune.system.atomic import own_place, remove_left_over
+from simpletune.system.console import say
+from simpletune.system.disk import DiskFull, free_bytes
+from simpletune.system.failpoints import passed
+from simpletune.system.locks import in_turn, lock_of
 
 VERSION = 1  # raise when quantisation or the layout of a quantised layer changes
 FILE, ABOUT = "transformer.safetensors", "made_from.json"

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from simpletune.aside import own_place
 from simpletune.models.weights import flush_to_disk
+from simpletune.system.atomic import own_place
 
 if TYPE_CHECKING:
     from torch import Tensor

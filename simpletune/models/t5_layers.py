@@ -18,11 +18,11 @@ from transformers import T5Config, T5EncoderModel
 from transformers.masking_utils import create_bidirectional_mask
 
 from simpletune.memory import accounting
-from simpletune.memory.moment import HOST
+from simpletune.memory.snapshot import HOST
 from simpletune.models.parts import Part, require_fit
 from simpletune.models.single_file import PREFIXES, open_file
 from simpletune.models.weights import read_header, to_device, weight_files
-from simpletune.terminal import progress
+from simpletune.system.console import progress
 
 CHUNK_BYTES = 2**30  # of hidden states in host memory; more prompts than that make the layers be loaded again
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # two names of one tensor; a file holds either or both

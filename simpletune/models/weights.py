@@ -12,10 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletune.aside import own_place, remove
-from simpletune.disk import room_for
-from simpletune.failpoints import passed
 from simpletune.options import UserError
+from simpletune.system.atomic import own_place, remove
+from simpletune.system.disk import room_for
+from simpletune.system.failpoints import passed
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from simpletune.streams import key_of
+from simpletune.system.rng import key_of
 
 GROUP = 1 << 22
 """Elements that step together at most: 32 MiB of temporaries, less than one large matrix of SD3 takes by itself."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from simpletune.memory.moment import Moment
+from simpletune.memory.snapshot import Moment
 from simpletune.profiling.option import Profile
-from simpletune.profiling.place import Place, place_window, spread
-from simpletune.terminal import say
+from simpletune.profiling.windows import Place, place_window, spread
+from simpletune.system.console import say
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,7 +15,7 @@ class Profile(Option):
     max_traces: Annotated[int, Field(ge=0)] = 5
     """How many epochs are traced, spread evenly; 0: none, and nothing of the profiler is loaded. Each costs the time of
     writing it, outside of the steps' own: seconds for every 100,000 events. At the end of the run a step's memory is
-    predicted once for all, which takes as long as `simpletune bench memory` takes for a row."""
+    predicted once for all, which takes as long as `simpletune estimate`."""
     wait: Annotated[int, Field(ge=0)] = 1
     """Steps of an epoch before the window; they cost nothing."""
     warmup: Annotated[int, Field(ge=0)] = 1

@@ -8,11 +8,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from simpletune.aside import write_whole
 from simpletune.cards import peak_tflops
-from simpletune.memory.moment import Moment
+from simpletune.memory.snapshot import Moment
+from simpletune.profiling.aggregate import figures, peak_of_memory
 from simpletune.profiling.events import Recording
-from simpletune.profiling.figures import figures, peak_of_memory
+from simpletune.system.atomic import write_whole
 
 JSON, MARKDOWN = "summary.json", "summary.md"
 MIB = 2**20

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from simpletune.terminal import say
+from simpletune.system.console import say
 
 FEW_ROWS = 16
 """With so many rows or fewer the weights are dequantised: a tile of the kernel would be mostly empty."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from simpletune.aside import write_whole
 from simpletune.options import UserError
 from simpletune.report.content import Report, Section
+from simpletune.system.atomic import write_whole
 
 REPORT = "report.html"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from simpletune.memory.moment import KINDS
+from simpletune.memory.snapshot import KINDS
 from simpletune.report.content import Chart
 
 Json = dict[str, Any]

@@ -14,7 +14,7 @@ from simpletune.report.peaks import memory_section
 from simpletune.report.profile import profile_sections
 from simpletune.report.recorded import Json, Recorded
 from simpletune.report.settings import Setting, plain_settings, settings_of
-from simpletune.terminal import duration
+from simpletune.system.console import duration
 
 STEPS_SHOWN = 12  # steps whose pictures a page holds at most
 

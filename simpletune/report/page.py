@@ -7,7 +7,7 @@ import re
 
 from simpletune import __version__
 from simpletune.report.content import Report, Table
-from simpletune.templates import ASSETS, page_template
+from simpletune.report.templates import ASSETS, page_template
 
 NUMBER = re.compile(r"[-+$]?[0-9][0-9,.e+-]*(%| [A-Za-z]{1,3})?( \([^)]*\))?$")
 

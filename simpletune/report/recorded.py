@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from simpletune.config import TrainConfig
+from simpletune.config.schema import TrainConfig
 from simpletune.options import UserError
-from simpletune.runs import CONFIG, ENVIRONMENT, EVALUATION, EVALUATIONS, METRICS, SUMMARY
+from simpletune.runs.folder import CONFIG, ENVIRONMENT, EVALUATION, EVALUATIONS, METRICS, SUMMARY
 
 WARM_UP = 2  # steps left out of medians, as in summary.json
 Json = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from simpletune.config import TrainConfig
+from simpletune.config.schema import TrainConfig
 from simpletune.options import Option, union_of
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from simpletune.sampling import Request
+from simpletune.pipeline.sample import Request
 from simpletune.serve.limits import GUIDANCE, SCALE, Limits
 
 BASE = "base"

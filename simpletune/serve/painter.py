@@ -15,16 +15,16 @@ import torch
 from PIL import Image
 from torch import nn
 
-from simpletune.adapters.lora_file import load_lora
 from simpletune.adapters.lora_layers import ADAPTER, lora_layers
-from simpletune.config import TrainConfig
+from simpletune.config.schema import TrainConfig
+from simpletune.lora.attach import load_lora
 from simpletune.models import Model
 from simpletune.options import UserError
-from simpletune.prepare import free_memory
-from simpletune.results import Weights, load_weights
-from simpletune.sampling import Embeddings, draw, save_png
+from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.sample import Embeddings, draw, save_png
+from simpletune.runs.weights import Weights, load_weights
 from simpletune.serve.orders import BASE, Order
-from simpletune.stages import GIB, peak_rss_gib
+from simpletune.system.stage_timer import GIB, peak_rss_gib
 
 PROMPTS_KEPT = 64  # of SD3 Medium 2.7 MB each in bf16
 

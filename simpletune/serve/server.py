@@ -16,19 +16,19 @@ from types import FrameType
 
 import uvicorn
 
-from simpletune.generate import Studio, open_studio
-from simpletune.importing import freeze
+from simpletune.drawing.generate import Studio, open_studio
 from simpletune.options import UserError
-from simpletune.results import BASE as BASE_WEIGHTS
-from simpletune.results import Weights, lora_weights, result_of
-from simpletune.sampling import Request
+from simpletune.pipeline.sample import Request
+from simpletune.runs.weights import BASE as BASE_WEIGHTS
+from simpletune.runs.weights import Weights, lora_weights, result_of
 from simpletune.serve.app import Answers, make_app
 from simpletune.serve.limits import GUIDANCE, Limits
 from simpletune.serve.metrics import Metrics
 from simpletune.serve.orders import BASE, STEP, Menu
 from simpletune.serve.painter import Painter
 from simpletune.serve.worker import Draws, Worker
-from simpletune.terminal import say
+from simpletune.system.console import say
+from simpletune.system.startup import freeze
 
 LOOPBACK, EVERYWHERE, PORT = "127.0.0.1", "0.0.0.0", 8000
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

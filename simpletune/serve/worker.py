@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from simpletune.serve.limits import Limits
 from simpletune.serve.metrics import Metrics
 from simpletune.serve.orders import Order, Refusal
-from simpletune.terminal import say
+from simpletune.system.console import say
 
 State = Literal["loading", "ready", "stopping", "ended"]
 AHEAD = 16  # prompts of waiting requests that are encoded together with the next one's

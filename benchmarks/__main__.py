@@ -1,0 +1,161 @@
+"""``python -m benchmarks GRID``: measure a grid of settings, row by row, and write its table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from simpletune.cli.drawing_arguments import positive, size
+from simpletune.options import UserError
+from simpletune.system.devices import prepare_environment
+from simpletune.system.redact import concealed
+
+Grid = Callable[[argparse.Namespace], object]
+
+
+def memory(args: argparse.Namespace) -> object:
+    """peak memory of SD3 Medium's training step at its real size, one change at a time"""
+    from benchmarks import memory
+
+    return memory.run(args.out, args.minutes, args.rows)
+
+
+def estimate(args: argparse.Namespace) -> object:
+    """predicted beside measured memory, for the memory grid and the published study"""
+    from benchmarks import estimate
+
+    return estimate.run(args.out, args.minutes, args.rows)
+
+
+def quality(args: argparse.Namespace) -> object:
+    """what precisions, adapters and memory levers cost in quality, on the tiny SD3"""
+    from benchmarks import quality
+
+    return quality.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
+
+
+def inference(args: argparse.Namespace) -> object:
+    """seconds, memory and cost of a picture, beside plain diffusers"""
+    from benchmarks import inference
+
+    return inference.run(
+        args.out,
+        args.model or inference.DEMO,
+        minutes=args.minutes,
+        only=args.rows,
+        prices=dict(args.price),
+        size=args.size,
+        steps=args.steps,
+        rounds=args.rounds,
+        device=args.device,
+    )
+
+
+def study(args: argparse.Namespace) -> object:
+    """full fine-tuning beside LoRA of rank 64, 16 and 1"""
+    from benchmarks import study
+
+    return study.run(args.out, args.minutes, args.rows, args.model, args.overrides)
+
+
+def int8(args: argparse.Namespace) -> object:
+    """what int8 products cost in exactness"""
+    from benchmarks import int8
+
+    return int8.run(args.out, args.minutes, args.rows, args.overrides)
+
+
+def speed(args: argparse.Namespace) -> object:
+    """seconds a step, beside the device's own rates and diffusers' recipe"""
+    from benchmarks import speed
+
+    return speed.run(args.out, args.minutes, args.rows, args.model, args.device)
+
+
+def pair(args: argparse.Namespace) -> object:
+    """whole runs beside diffusers' DreamBooth LoRA recipe, on the CPU"""
+    from benchmarks import pair
+
+    return pair.run(args.out, args.rounds, args.steps, args.minutes, args.overrides)
+
+
+# Which arguments each grid takes, beside --out and --minutes.
+GRIDS: dict[Grid, tuple[str, ...]] = {
+    memory: ("rows",),
+    estimate: ("rows",),
+    quality: ("rows", "prompts", "overrides"),
+    inference: ("rows", "model", "price", "size", "steps", "rounds", "device"),
+    study: ("rows", "model", "overrides"),
+    int8: ("rows", "overrides"),
+    speed: ("rows", "model", "device"),
+    pair: ("steps", "rounds", "overrides"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's parser: one subparser a grid, with that grid's arguments alone."""
+    top = argparse.ArgumentParser(prog="python -m benchmarks", description=sys.modules[__name__].__doc__)
+    grids = top.add_subparsers(dest="grid", required=True, metavar="GRID")
+    for grid, names in GRIDS.items():
+        sub = grids.add_parser(grid.__name__, help=grid.__doc__, description=grid.__doc__)
+        sub.set_defaults(run=grid)
+        sub.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu"), help="the folder of the results")
+        sub.add_argument("--minutes", type=float, default=8.0, help="start no row after this many (default: 8)")
+        for name in names:
+            flag = name if name == "overrides" else f"--{name}"
+            sub.add_argument(flag, **ARGUMENTS[name])
+    return top
+
+
+def price(text: str) -> tuple[str, float]:
+    """NAME=PRICE, a price of an hour."""
+    name, _, value = text.partition("=")
+    try:
+        hour = float(value)
+    except ValueError:
+        hour = -1.0
+    if not name or not 0 <= hour < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=PRICE, such as spot=0.35")
+    return name, hour
+
+
+ARGUMENTS: dict[str, dict[str, Any]] = {  # argparse's own keywords
+    "overrides": {"nargs": "*", "metavar": "key.path=value", "help": "changes to every row's configuration"},
+    "rows": {"default": "", "help": "only rows whose names contain this"},
+    "prompts": {"type": int, "default": 100, "help": "prompts for each score (default: 100)"},
+    "model": {"help": "a hub name or a folder; default: the tiny model"},
+    "size": {"type": size, "metavar": "WIDTHxHEIGHT", "help": "default: 1024x1024; the demo's 64x64"},
+    "steps": {"type": positive, "help": "of sampling (default: 28; the demo's 12), or of training (default: 20)"},
+    "rounds": {"type": positive, "default": 5, "help": "rounds (default: 5)"},
+    "device": {"choices": ("auto", "cuda", "cpu"), "default": "auto", "help": "default: auto"},
+    "price": {
+        "type": price,
+        "action": "append",
+        "default": [],
+        "metavar": "NAME=PRICE",
+        "help": "of an hour of this machine: adds a table of what 1000 pictures cost; may be repeated",
+    },
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one grid.
+
+    Returns:
+        0; a user's mistake is a message and its exit code.
+    """
+    args = parser().parse_args(argv)
+    prepare_environment()
+    try:
+        print(args.run(args))
+    except UserError as error:
+        print(f"error: {concealed(str(error))}", file=sys.stderr)
+        return error.code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""diffusers' own pipeline, as one would write it from its documentation: what ``inference`` compares with."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simpletune.models.sd3 import SD3
+from simpletune.options import UserError
+from simpletune.pipeline.sample import Request
+
+
+class Plain:
+    """``StableDiffusion3Pipeline`` with everything on the device.
+
+    Args:
+        model: with folders resolved; a folder in diffusers' layout.
+        dtype: of all weights.
+        device: where to.
+        lora: a folder with a LoRA to load, or None.
+
+    Raises:
+        UserError: the model is no such folder.
+    """
+
+    def __init__(self, model: SD3, dtype: torch.dtype, device: torch.device, lora: Path | None):
+        from diffusers import StableDiffusion3Pipeline
+        from diffusers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        folder = model.part("transformer").folder
+        if folder is None or not (folder.parent / "model_index.json").exists():
+            raise UserError(
+                f"--model: {model.pretrained} is no folder in diffusers' layout, and diffusers is what the table "
+                "compares with. Give a pipeline's folder or hub name"
+            )
+        self.pipe: Any = StableDiffusion3Pipeline.from_pretrained(folder.parent, dtype=dtype).to(device)
+        self.pipe.set_progress_bar_config(disable=True)
+        self.length, self.device = model.t5_length, device
+        if lora is not None:
+            self.pipe.load_lora_weights(lora, weight_name="pytorch_lora_weights.safetensors")
+
+    @torch.no_grad()
+    def draw(self, request: Request) -> tuple[float, float, float, Tensor]:
+        """One picture, as the pipeline's ``__call__`` does it, its three parts timed.
+
+        Returns:
+            Seconds to encode, to denoise and to decode, and the latents [1, c, h, w].
+        """
+        clock = time.perf_counter()
+        prompt, negative, pooled, negative_pooled = self.pipe.encode_prompt(
+            request.prompt, None, None, negative_prompt=request.negative_prompt, max_sequence_length=self.length
+        )
+        self._finish()
+        encoded = time.perf_counter()
+        z = self.pipe(
+            prompt_embeds=prompt, negative_prompt_embeds=negative, pooled_prompt_embeds=pooled,
+            negative_pooled_prompt_embeds=negative_pooled, width=request.width, height=request.height,
+            num_inference_steps=request.steps, guidance_scale=request.guidance, output_type="latent",
+            generator=torch.Generator("cpu").manual_seed(request.seed),
+        ).images  # fmt: skip
+        self._finish()
+        denoised = time.perf_counter()
+        vae = self.pipe.vae
+        pixels = vae.decode(z / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
+        self.pipe.image_processor.postprocess(pixels, output_type="pil")
+        return encoded - clock, denoised - encoded, time.perf_counter() - denoised, z.float().cpu()
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()

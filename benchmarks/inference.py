@@ -1,0 +1,311 @@
+"""``inference``: seconds, memory and cost of a picture, each lever alone and together, against plain diffusers.
+
+All rows come from one process: the same model, prompts, seeds, steps and sampler. Every row is warmed up once; then a
+few rounds are timed, and the fastest counts, because other work on the machine can only add time.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from benchmarks.diffusers_pipeline import Plain
+from benchmarks.inference_rows import ABOUT, BASELINE, BASELINE_LORA, COLUMNS, PICTURES, ROWS, Way
+from benchmarks.table import Results, machine, table
+from simpletune.adapters.lora import Lora
+from simpletune.config.resolve import resolved
+from simpletune.config.schema import TrainConfig
+from simpletune.data.folder import Folder
+from simpletune.drawing.metrics import latent_distance
+from simpletune.drawing.shared_base import Turns
+from simpletune.memory import Memory
+from simpletune.models.sd3 import SD3
+from simpletune.options import UserError
+from simpletune.pipeline.encode import TextCache, free_memory
+from simpletune.pipeline.sample import Request, decode, draw_latents
+from simpletune.quant import Precision
+from simpletune.runs.weights import BASE, Weights, precision_of
+from simpletune.system.console import say
+from simpletune.system.devices import choose_device
+from simpletune.system.stage_timer import Stages
+
+SEEDS = range(PICTURES)
+DEMO = "demo:tiny-sd3"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all rows share.
+
+    Args:
+        config: with folders resolved; precision as diffusers holds weights.
+        device: where to.
+        requests: to draw.
+        lora: a LoRA's folder.
+        text: prompt embeddings.
+        rounds: how many are timed.
+    """
+
+    config: TrainConfig
+    device: torch.device
+    requests: list[Request]
+    lora: Path
+    text: TextCache
+    rounds: int
+
+
+@dataclass
+class Round:
+    """Seconds of one round's parts, and the latents."""
+
+    encode: float
+    denoise: float
+    decode: float
+    latents: list[Tensor]
+
+    @property
+    def seconds(self) -> float:
+        """All."""
+        return self.encode + self.denoise + self.decode
+
+
+def run(
+    folder: Path,
+    model: str = DEMO,
+    minutes: float = 8.0,
+    only: str = "",
+    prices: Mapping[str, float] | None = None,
+    size: tuple[int, int] | None = None,
+    steps: int | None = None,
+    rounds: int = 5,
+    device: str = "auto",
+) -> Path:
+    """Measure all rows, and write JSON and Markdown.
+
+    Args:
+        folder: of the results.
+        model: the base model.
+        minutes: no row is begun after so many.
+        only: names of rows must hold this; diffusers is always measured.
+        prices: of an hour of this machine, by name: for the cost table.
+        size: (width, height) in pixels; None: 64 px for the demo model, else 1024.
+        steps: sampling steps; None: 12 for the demo model, else 28.
+        rounds: how many are timed.
+        device: auto, cuda or cpu.
+
+    Returns:
+        The Markdown table.
+
+    Raises:
+        UserError: no row has that name.
+    """
+    if not any(only in name for name in ROWS):
+        raise UserError(f"--rows: none of the {len(ROWS)} rows holds {only!r}: {', '.join(ROWS)}")
+    small = model == DEMO
+    width, height = size or ((64, 64) if small else (1024, 1024))
+    steps = steps or (12 if small else 28)
+    results = Results(folder / "inference", COLUMNS)
+    results.rows.clear()  # every row is compared with diffusers in this process
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        job = prepare(model, device, (width, height), steps, rounds, Path(place))
+        baselines: dict[bool, Round] = {}
+        beside = Beside(job)
+        for name, way in ROWS.items():
+            wanted = only in name or name in (BASELINE, BASELINE_LORA)
+            if not wanted or time.monotonic() - started > 60 * minutes:
+                say(f"bench   {name}: left out")
+                continue
+            row, best = measure(job, way, beside)
+            baseline = baselines.setdefault(bool(way.lora), best)
+            away = max(latent_distance(a, b) for a, b in zip(best.latents, baseline.latents, strict=True))
+            results.add(name, {**row, "differs": f"{away:.1e}" if away else "0", "lora": bool(way.lora)})
+            say(f"bench   {name}: {row['seconds_per_picture']:.4f} s per picture")
+    finish(results, prices or {})
+    return write_page(results, job, model, prices or {})
+
+
+def write_page(results: Results, job: Job, model: str, prices: Mapping[str, float]) -> Path:
+    """The Markdown table, and where there are prices one of costs."""
+    first = job.requests[0]
+    about = ABOUT.format(
+        model=model, size=f"{first.width} x {first.height}", steps=first.steps, guidance=first.guidance,
+        pictures=PICTURES, rounds=job.rounds, compute=job.config.precision.compute, peak=peak_words(job.device),
+    )  # fmt: skip
+    page = results.write_table("Inference", about, machine())
+    if prices:
+        columns = {"what": "", **{name: f"{name}, at {price:g} an hour" for name, price in prices.items()}}
+        costs = table(columns, {name: row["cost"] for name, row in results.rows.items()})
+        text = "\n".join(["", "## Cost of 1000 pictures, in the currency of the prices", "", *costs, ""])
+        page.write_text(page.read_text(encoding="utf-8") + text, encoding="utf-8")
+    return page
+
+
+def finish(results: Results, prices: Mapping[str, float]) -> None:
+    """Add to every row how many times as fast as diffusers it is, and what it costs."""
+    rows = results.rows
+    fastest = {
+        lora: min(r["seconds_per_picture"] for n, r in rows.items() if n.startswith("diffusers") and r["lora"] == lora)
+        for lora in {row["lora"] for row in rows.values()}
+    }
+    for name, row in list(rows.items()):
+        seconds = row["seconds_per_picture"]
+        cost = {key: 1000 * seconds * price / 3600 for key, price in prices.items()}
+        results.add(name, {**row, "faster": (row["beside"] or fastest[row["lora"]]) / seconds, "cost": cost})
+
+
+def peak_words(device: torch.device) -> str:
+    """What the memory column is."""
+    if device.type == "cuda":
+        return "`torch.cuda.max_memory_allocated` of the row"
+    return "resident memory of the whole process, libraries and what earlier rows left to the allocator included"
+
+
+def prepare(model: str, device: str, size: tuple[int, int], steps: int, rounds: int, folder: Path) -> Job:
+    """Model, prompts and a LoRA of rank 16 on the attention, whose values are random and small."""
+    config = TrainConfig(
+        name="bench", data=Folder(path="demo:pictures"), model=SD3(pretrained=model), device=device  # type: ignore[arg-type]
+    )  # fmt: skip
+    chosen, reason = choose_device(config.device, "fp32", config.is_demo)
+    weights = "bf16" if chosen.type == "cuda" else "fp32"
+    config = config.model_copy(update={"precision": precision(weights, weights)})
+    config = resolved(config)
+    say(f"bench   {model}, {weights} on {reason}")
+    text = TextCache(config.model, config.precision.encoder_dtype(), folder / "cache")
+    guidance = 3.0 if config.model.blocks() < 12 else 4.5
+    prompt = "a flat picture of a large blue heart in the middle, on a cream background"
+    requests = [Request(prompt, seed, "", *size, steps, guidance) for seed in SEEDS]
+    text.fill([prompt, ""], chosen)
+    return Job(config, chosen, requests, random_lora(config, folder / "lora"), text, rounds)
+
+
+def precision(weights: str, compute: str) -> Any:
+    """A precision by its tag."""
+    return TypeAdapter(Precision).validate_python({"weights": weights, "compute": compute})
+
+
+def random_lora(config: TrainConfig, folder: Path) -> Path:
+    """A LoRA file of rank 16, made on the CPU."""
+    folder.mkdir(parents=True)
+    adapter = Lora(rank=16)
+    base = config.model.load_transformer(config.precision, torch.device("cpu"))
+    adapter.attach(base, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in base.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+    adapter.export(base, folder, {})
+    return folder
+
+
+class Beside:
+    """On the CPU, where other work may come and go, rounds of diffusers in between those of a row, to compare it with.
+
+    On a GPU their weights would stand in the row's memory: there the table's own rows of diffusers must do.
+    """
+
+    def __init__(self, job: Job):
+        self.job, self._rounds = job, dict[bool, Callable[[], Round]]()
+
+    def round(self, lora: bool) -> float | None:
+        """Seconds of one."""
+        if self.job.device.type == "cuda":
+            return None
+        if lora not in self._rounds:
+            self._rounds[lora] = diffusers_round(self.job, Way(diffusers=True, lora="live" if lora else ""))
+            self._rounds[lora]()
+        return self._rounds[lora]().seconds
+
+
+def measure(job: Job, way: Way, beside: Beside) -> tuple[dict[str, Any], Round]:
+    """One row: what it takes, and its fastest round."""
+    gc.collect()
+    stages = Stages(cuda=job.device.type == "cuda")
+    clock = time.perf_counter()
+    with stages.stage("row"):
+        one_round = (diffusers_round if way.diffusers else own_round)(job, way)
+        one_round()
+        first = time.perf_counter() - clock
+        rounds = [(beside.round(bool(way.lora)), one_round()) for _ in range(job.rounds)]
+    best = min((own for _, own in rounds), key=lambda done: done.seconds)
+    theirs = min((other for other, _ in rounds if other is not None), default=None)
+    del one_round
+    free_memory(job.device)
+    peak = stages.peak("peak_allocated_gib") or stages.peak("peak_rss_gib") or 0.0
+    parts = {name: getattr(best, name) / PICTURES for name in ("encode", "denoise", "decode")}
+    seconds = best.seconds / PICTURES
+    figures = {"seconds_per_picture": seconds, "pictures_per_second": 1 / seconds, **parts}
+    return {
+        **figures,
+        "beside": None if theirs is None else theirs / PICTURES,
+        "peak_mib": round(peak * 1024),
+        "first": first,
+    }, best
+
+
+def diffusers_round(job: Job, way: Way) -> Callable[[], Round]:
+    """Rounds by diffusers' own pipeline."""
+    config = job.config
+    plain = Plain(config.model, config.precision.compute_dtype(), job.device, job.lora if way.lora else None)
+
+    def one_round() -> Round:
+        done = Round(0.0, 0.0, 0.0, [])
+        for request in job.requests:
+            encode, denoise, decoding, z = plain.draw(request)
+            done.encode, done.denoise, done.decode = (
+                done.encode + encode,
+                done.denoise + denoise,
+                done.decode + decoding,
+            )
+            done.latents.append(z)
+        return done
+
+    return one_round
+
+
+def own_round(job: Job, way: Way) -> Callable[[], Round]:
+    """Rounds by this package."""
+    base = job.config
+    held = precision(way.weights, base.precision.compute) if way.weights else base.precision
+    memory = Memory(cache_quantised=False).model_copy(update=dict(way.memory))
+    config = base.model_copy(update={"precision": held, "memory": memory})
+    first = job.requests[0]
+    turns = Turns(config, job.device, {(first.width, first.height)}, way.compiled)
+    weights = BASE if not way.lora else Weights("LoRA", lora=next(job.lora.iterdir()), merged=way.lora == "fused")
+    transformer, modulation = turns.take(weights)
+    vae = config.model.load_vae(job.device, config.precision.encoder_dtype())
+    requests = job.requests if way.guided else unguided(job.requests)
+
+    def one_round() -> Round:
+        clock = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            text = job.text if way.cached else TextCache(config.model, held.encoder_dtype(), Path(folder))
+            with redirect_stdout(io.StringIO()):  # its progress lines
+                text.fill([first.prompt, first.negative_prompt], job.device)
+            embeddings = {prompt: text.load(prompt) for prompt in (first.prompt, first.negative_prompt)}
+        encoded = time.perf_counter()
+        z = draw_latents(
+            transformer, config.model, precision_of(config, weights), requests, embeddings.__getitem__, modulation,
+            None, way.batch, way.reuse,
+        )  # fmt: skip
+        denoised = time.perf_counter()
+        decode(vae, config.model, z)
+        return Round(encoded - clock, denoised - encoded, time.perf_counter() - denoised, z)
+
+    return one_round
+
+
+def unguided(requests: Sequence[Request]) -> list[Request]:
+    """The same without classifier-free guidance."""
+    return [replace(request, guidance=1.0) for request in requests]

@@ -1,0 +1,73 @@
+"""The rows of ``inference``: ways to draw the same pictures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+PICTURES = 4
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to draw.
+
+    Args:
+        diffusers: with diffusers' pipeline.
+        cached: whether prompts are read from the cache; if not, every round encodes them, encoders loaded for it.
+        weights: ``precision.weights``; None: as diffusers holds them.
+        lora: live, fused, or none.
+        batch: pictures drawn together.
+        reuse: steps for which one guidance difference serves.
+        guided: with classifier-free guidance.
+        compiled: blocks compiled.
+        memory: options of ``memory``.
+    """
+
+    diffusers: bool = False
+    cached: bool = True
+    weights: str | None = None
+    lora: str = ""
+    batch: int = 1
+    reuse: int = 1
+    guided: bool = True
+    compiled: bool = False
+    memory: tuple[tuple[str, Any], ...] = ()
+
+
+PLAN, STREAMED = ("modulation", "plan"), ("resident_blocks", 0)
+BASELINE, BASELINE_LORA = "diffusers", "diffusers, LoRA r16"
+ROWS: dict[str, Way] = {
+    BASELINE: Way(diffusers=True),
+    "simpletune, prompts new": Way(cached=False),
+    "simpletune": Way(),
+    f"batch {PICTURES}": Way(batch=PICTURES),
+    "modulation plan": Way(memory=(PLAN,)),
+    "compiled blocks": Way(compiled=True),
+    "exact, together": Way(batch=PICTURES, memory=(PLAN,), compiled=True),
+    "lossy: guidance difference for 2 steps": Way(reuse=2),
+    "lossy, with the exact ones": Way(batch=PICTURES, memory=(PLAN,), compiled=True, reuse=2),
+    "no guidance": Way(guided=False),
+    BASELINE_LORA: Way(diffusers=True, lora="live"),
+    "LoRA r16": Way(lora="live"),
+    "LoRA r16, fused": Way(lora="fused"),
+    "int8": Way(weights="int8"),
+    "int8, plan": Way(weights="int8", memory=(PLAN,)),
+    "nf4, plan": Way(weights="nf4", memory=(PLAN,)),
+    "int8, plan, every block streamed": Way(weights="int8", memory=(PLAN, STREAMED)),
+    f"{BASELINE}, again at the end": Way(diffusers=True),
+}
+COLUMNS = {
+    "what": "", "seconds_per_picture": "s/picture", "pictures_per_second": "pictures/s", "faster": "times diffusers",
+    "encode": "encode, s", "denoise": "denoise, s", "decode": "decode, s", "peak_mib": "peak, MiB",
+    "differs": "latents differ by", "first": "load and first picture, s",
+}  # fmt: skip
+ABOUT = """\
+{model}, {size} px, {steps} steps, guidance {guidance:g}, {pictures} pictures a round of one prompt, {compute} products,
+fastest of {rounds} rounds; one process. *Encode*: prompt and negative prompt, a share for each picture; *prompts new*
+loads the text encoders for it, the other rows read the cache; diffusers keeps its encoders in memory. *Peak*: {peak}.
+*Latents differ by*: root mean square from diffusers' latents of the same seeds and the same LoRA, largest over the
+pictures; latents have a variance of about 1. The rows with other precisions, without guidance and those marked lossy
+draw other pictures than diffusers; all others draw the same up to rounding. *Times diffusers*: on the CPU
+against rounds of diffusers that take turns with the row's own, so that other work on the machine slows both; on a GPU
+against diffusers' row. How far from 1 diffusers' own rows are is the table's noise."""

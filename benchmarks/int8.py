@@ -1,0 +1,173 @@
+"""``int8``: what int8 products cost in exactness.
+
+Losses of the demo's run in bf16 and with each kind of products of int8 weights, on the same steps; and the error of one
+product at the sizes of SD3 Medium's layers.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.table import Results, machine
+from simpletune.config.load import read_config
+from simpletune.quant import int8_products
+from simpletune.quant.int8_linear import Int8Linear
+from simpletune.runs.folder import SUMMARY, read_json_or_none, read_metrics
+from simpletune.system.console import say
+from simpletune.training.loop import train
+
+CONFIG, STEPS, ENDS, SMOOTH = Path("configs/demo.json"), 100, 10, 9
+INT8 = ["precision.weights=int8", "precision.compute=bf16"]
+RUNS = {
+    "bf16": ["precision.weights=bf16", "precision.compute=bf16"],
+    "int8, dequantised": INT8,
+    "int8 products": [*INT8, "precision.products=int8"],
+    "int8 products and gradients": [*INT8, "precision.products=int8", "precision.input_gradient=int8"],
+}
+LAYERS = {"q, k, v, out": (1536, 1536), "up": (6144, 1536), "down": (1536, 6144)}  # [o, i]
+ROWS, OUTLIERS = 333, 8
+COLUMNS = {
+    "what": "", "first": f"mean loss, first {ENDS} steps", "last": f"mean loss, last {ENDS}",
+    "eval_loss_before": "held-out before", "eval_loss_after": "held-out after",
+    "apart": "mean distance of a step's loss from bf16's",
+}  # fmt: skip
+ONE = "One product"
+ERRORS = {
+    "what": "[o, i], rows", "weights": "weights int8", "activations": "rows int8", "both": "both",
+    "gradient": "input gradient, weights int8", "int8_gradient": "input gradient, both",
+}  # fmt: skip
+ABOUT = f"""\
+The demo's run on the tiny SD3, {STEPS} steps, everything but `precision` alike: the same pictures, noise levels and
+noise in every step. On a CPU the products are the kernel's arithmetic by `torch._int_mm`.
+
+*{ONE}*: relative errors in percent (norm of the difference over norm of the exact, in float64) at the sizes of SD3
+Medium's layers, {ROWS} rows, normal weights; *outliers*: {OUTLIERS} columns of the activations are 30 times as large;
+*channels*: so are {OUTLIERS} rows of the weight."""
+
+
+def loss_row(options: list[str], overrides: list[str]) -> dict[str, Any]:
+    """One run of the demo."""
+    with tempfile.TemporaryDirectory(prefix="simpletune-int8-") as scratch:
+        places = [f"output.runs={scratch}/runs", f"output.profiles={scratch}/profiles", "output.report=false"]
+        quiet = ["profile.max_traces=0", "validation.prompts=[]", "tracking.tensorboard=false", "name=int8"]
+        config = read_config(CONFIG, [f"train.steps={STEPS}", *options, *overrides, *places, *quiet])[0]
+        run = train(config)
+        losses = [float(row["loss"]) for row in read_metrics(run)]
+        summary = read_json_or_none(run / SUMMARY) or {}
+    figures = {"first": sum(losses[:ENDS]) / ENDS, "last": sum(losses[-ENDS:]) / ENDS}
+    figures |= {key: summary[key] for key in ("eval_loss_before", "eval_loss_after")}
+    return {**{key: f"{value:.5f}" for key, value in figures.items()}, "losses": losses}
+
+
+def relative(ours: Tensor, exact: Tensor) -> float:
+    """|ours - exact| / |exact|, in percent."""
+    return 100 * float((ours.double() - exact).norm() / exact.norm())
+
+
+@torch.no_grad()
+def error_row(shape: tuple[int, int], outliers: str) -> dict[str, Any]:
+    """Errors of one layer's product and of its input gradient, against float64."""
+    outputs, inputs = shape
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, inputs, generator=generator)
+    grad_y = torch.randn(ROWS, outputs, generator=generator)
+    linear = nn.Linear(inputs, outputs, bias=False)
+    linear.weight.copy_(torch.randn(outputs, inputs, generator=generator) * inputs**-0.5)
+    if outliers == "outliers":
+        x[:, torch.randperm(inputs, generator=generator)[:OUTLIERS]] *= 30
+    if outliers == "channels":
+        linear.weight[torch.randperm(outputs, generator=generator)[:OUTLIERS]] *= 30
+    layer, weight = Int8Linear.from_linear(linear, torch.float32), linear.weight.double()
+    held = layer.dequantise().double()
+    rows, scale = int8_products.int8_rows(x)
+    both = int8_products.int8_product(rows, scale, layer.weight, layer.scale, None, torch.float32)
+    exact, exact_gradient = x.double() @ weight.t(), grad_y.double() @ weight
+    return {
+        "table": ONE,
+        "weights": relative(x.double() @ held.t(), exact),
+        "activations": relative((rows.double() * scale.double()[:, None]) @ weight.t(), exact),
+        "both": relative(both, exact),
+        "gradient": relative(grad_y.double() @ held, exact_gradient),
+        "int8_gradient": relative(int8_products.int8_input_gradient(grad_y, layer.weight, layer.scale), exact_gradient),
+    }
+
+
+def grid(overrides: list[str]) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Every row's name and how it is measured."""
+    rows: dict[str, Callable[[], dict[str, Any]]] = {
+        name: partial(loss_row, options, overrides) for name, options in RUNS.items()
+    }
+    for kind in ("normal", "outliers", "channels"):
+        for name, shape in LAYERS.items():
+            rows[f"{name} {list(shape)}, {kind}"] = partial(error_row, shape, kind)
+    return rows
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    """Means of the steps around each."""
+    half = SMOOTH // 2
+    near = [losses[max(0, step - half) : step + half + 1] for step in range(len(losses))]
+    return [sum(some) / len(some) for some in near]
+
+
+def draw(rows: dict[str, dict[str, Any]], file: Path) -> None:
+    """The curves, and how far each is from bf16's."""
+    import vl_convert
+
+    runs = {name: rows[name]["losses"] for name in RUNS if name in rows}
+    base = runs["bf16"]
+    points = [
+        {"run": name, "step": step + 1, "loss": curve[step], "apart": losses[step] - base[step]}
+        for name, losses in runs.items()
+        for curve in [smoothed(losses)]
+        for step in range(len(losses))
+    ]
+    colour = {"field": "run", "type": "nominal", "title": None, "sort": None,
+              "scale": {"domain": list(runs), "range": ["#222222", "#2a78c8", "#e0823d", "#2e9e6b"]}}  # fmt: skip
+    x = {"field": "step", "type": "quantitative", "title": "step", "scale": {"domain": [1, len(base)], "nice": False}}
+    panels = [
+        {"title": title, "width": 720, "height": height, "mark": {"type": "line", "strokeWidth": 1.6},
+         "encoding": {"x": x, "color": colour,
+                      "y": {"field": field, "type": "quantitative", "title": None, "scale": {"zero": False}}}}
+        for field, title, height in (
+            ("loss", f"Training loss, mean of {SMOOTH} steps", 260), ("apart", "Each step's loss less bf16's", 160)
+        )
+    ]  # fmt: skip
+    spec = {"data": {"values": points}, "vconcat": panels, "config": {"title": {"anchor": "start"}}}
+    file.write_bytes(vl_convert.vegalite_to_png(spec, scale=2))
+
+
+def run(folder: Path, minutes: float, only: str, overrides: list[str]) -> Path:
+    """Measure what is missing; write ``int8.json``, ``int8.md`` and ``int8.png``.
+
+    Args:
+        folder: of the results.
+        minutes: no row is begun after so many.
+        only: names of rows must hold this.
+        overrides: of the demo's configuration.
+
+    Returns:
+        The Markdown table.
+
+    Raises:
+        UserError: no row holds ``only``.
+    """
+    results = Results(folder / "int8", COLUMNS)
+    for name, measure in results.missing(grid(overrides), minutes, only):
+        results.add(name, measure())
+        say(f"bench   {name}")
+    base = results.rows.get("bf16", {}).get("losses", [])
+    for name in [name for name in RUNS if name in results.rows and base]:
+        losses = results.rows[name]["losses"]
+        apart = sum(abs(mine - theirs) for mine, theirs in zip(losses, base, strict=True)) / len(base)
+        results.add(name, {**results.rows[name], "apart": f"{apart:.5f}"})
+    if base:
+        draw(results.rows, results.stem.with_suffix(".png"))
+    return results.write_table("int8 products: losses and errors", ABOUT, machine(), {ONE: ERRORS})

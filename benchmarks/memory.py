@@ -1,0 +1,182 @@
+"""``memory``: peak memory of SD3 Medium's training step at its real size: a baseline and one change at a time.
+
+No weights are needed: memory does not depend on their values. Each row is predicted by running the step on fake
+tensors; where there is a GPU it is measured too, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.table import Results, machine
+from simpletune.config.load import read_config
+from simpletune.config.schema import TrainConfig
+from simpletune.system.console import say
+
+CONFIG = Path("configs/sd3_medium_lora_r16_int8.json")
+ENOUGH = ("schedule.warmup_steps=0", "device=auto")
+PLAN = ("memory.modulation=plan",)
+FULL = (
+    "adapter.method=full", "precision.weights=bf16", "optimizer.name=adamw8bit", "memory.optimizer_in_backward=true",
+    "train.clip=per_parameter", "train.gradient_accumulation=1",
+)  # fmt: skip
+STREAMED = ("memory.resident_blocks=0",)
+HOST = ("memory.boundaries=host",)
+SMALL = ("adapter.dtype=bf16", "optimizer.name=adamw8bit")
+TILES = ("memory.vae_tile=512",)
+PX512 = ("data.resolution=512",)
+BATCH4 = ("train.batch_size=4",)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration of the grid.
+
+    Args:
+        overrides: of the baseline's file.
+        target_mib: what the peak should not pass, or None.
+        whole: the whole job by stage, instead of the training step.
+    """
+
+    overrides: tuple[str, ...]
+    target_mib: int | None = None
+    whole: bool = False
+
+
+NF4 = ("precision.weights=nf4",)
+BF16 = ("precision.weights=bf16",)
+ROWS: dict[str, Row] = {
+    "LoRA r16 int8, plan, small states": Row((*PLAN, *SMALL), 1950),
+    "LoRA r16 nf4, plan, small states": Row((*PLAN, *SMALL, *NF4), 1350),
+    "LoRA r16 int8, plan, small states, streamed": Row((*PLAN, *SMALL, *STREAMED, *HOST), 800),
+    "full bf16, adamw8bit in backward": Row(FULL, 8600),
+    "full bf16, adamw8bit in backward, streamed": Row((*FULL, *STREAMED), 2000),
+    # One change at a time, from LoRA r16 int8 with the plan, fp32 adapter and adamw, at 1024 px.
+    "LoRA r16 int8, plan": Row(PLAN),
+    "LoRA r16 nf4, plan": Row((*PLAN, *NF4)),
+    "LoRA r16 int8, plan, streamed": Row((*PLAN, *STREAMED)),
+    "LoRA r16 int8, resident modulation": Row(()),
+    "LoRA r16 int8, whole position table": Row((*PLAN, "memory.crop_positions=false")),
+    "LoRA r16 int8, plan, no checkpointing": Row((*PLAN, "memory.checkpointing=none")),
+    "LoRA r16 int8, plan, 12 blocks checkpointed": Row((*PLAN, "memory.checkpointing=12")),
+    "LoRA r16 int8, plan, boundaries on the host": Row((*PLAN, *HOST)),
+    "LoRA r16 int8, plan, 12 blocks resident": Row((*PLAN, "memory.resident_blocks=12")),
+    "LoRA r16 int8, plan, streamed, boundaries on the host": Row((*PLAN, *STREAMED, *HOST)),
+    "LoRA r16 int8, plan, bf16 adapter": Row((*PLAN, "adapter.dtype=bf16")),
+    "LoRA r16 int8, plan, adamw8bit": Row((*PLAN, "optimizer.name=adamw8bit")),
+    "LoRA r64 int8, plan": Row((*PLAN, "adapter.rank=64")),
+    "LoRA r16 bf16, plan": Row((*PLAN, *BF16)),
+    "LoRA r16 int8-quanto, plan": Row((*PLAN, "precision.weights=int8-quanto")),
+    "LoRA r16 nf4 without double quantisation, plan": Row((*PLAN, *NF4, "precision.double_quantisation=false")),
+    "LoRA r16 nf4, plan, streamed, boundaries on the host": Row((*PLAN, *NF4, *STREAMED, *HOST)),
+    "LoRA r16 int8, plan, batch 4": Row((*PLAN, *BATCH4)),
+    "LoRA r16 int8, plan, 512 px": Row((*PLAN, *PX512)),
+    "LoRA r16 int8, plan, 512 px, batch 4": Row((*PLAN, *PX512, *BATCH4)),
+    "LoRA r16 nf4, plan, 512 px": Row((*PLAN, *NF4, *PX512)),
+    "LoRA r16 int8, plan, streamed, 512 px": Row((*PLAN, *STREAMED, *PX512)),
+    "LoRA r16 bf16, resident modulation": Row(BF16),
+    "LoRA r16 int8-quanto, resident modulation": Row(("precision.weights=int8-quanto",)),
+    # Full fine-tuning, one change at a time.
+    "full bf16, adamw8bit after backward": Row(("adapter.method=full", *BF16, "optimizer.name=adamw8bit")),
+    "full bf16, adamw after backward": Row(("adapter.method=full", *BF16, "optimizer.name=adamw")),
+    "full bf16, adamw_bf16 after backward": Row(("adapter.method=full", *BF16, "optimizer.name=adamw_bf16")),
+    "full bf16, adafactor in backward": Row((*FULL, "optimizer.name=adafactor")),
+    "full bf16, adamw8bit in backward, 512 px": Row((*FULL, *PX512)),
+    "full bf16, adamw8bit in backward, batch 4": Row((*FULL, *BATCH4)),
+    "full bf16, adamw8bit in backward, streamed, 512 px": Row((*FULL, *STREAMED, *PX512)),
+    "full bf16, adamw8bit in backward, streamed, boundaries on the host": Row(
+        (*FULL, *STREAMED, *HOST),
+    ),
+    "whole job: LoRA r16 int8, plan, small states": Row((*PLAN, *SMALL), 3072, whole=True),
+    "whole job: LoRA r16 int8, plan, small states, tiles of 512 px": Row((*PLAN, *SMALL, *TILES), 3072, whole=True),
+    "whole job: full bf16, adamw8bit in backward, tiles of 512 px": Row((*FULL, *TILES), whole=True),
+}  # fmt: skip
+COLUMNS = {
+    "what": "", "predicted_mib": "predicted peak, MiB", "target_mib": "target, MiB", "measured_mib": "measured, MiB",
+    "error": "error", "reserved_mib": "reserved, MiB", "host_mib": "host memory for levers, MiB",
+    "rss_mib": "process's peak RSS, MiB", "seconds_per_step": "s/step", "at": "peak at",
+}  # fmt: skip
+WHOLE_JOB = "The whole job, by stage"
+STAGES = {
+    "what": "", "text": "text, MiB", "latents": "latents, MiB", "train": "train, MiB", "validate": "validate, MiB",
+    "predicted_mib": "the job's predicted peak, MiB", "target_mib": "target, MiB", "at": "peak at",
+}  # fmt: skip
+ABOUT = """\
+SD3 Medium's transformer at its real size, with weights that have no values; 1024 px, batch 1, 333 text tokens, LoRA on
+attention, gradient checkpointing of all blocks, unless a row says otherwise. *Small states*: LoRA weights in bf16 with
+8-bit AdamW; the targeted streamed LoRA row also keeps the checkpoints' boundaries on the host. *Predicted*: peak bytes
+of the training step on fake tensors, with the workspaces of an sm_89 card (L4), without the CUDA context. *Measured* is
+`torch.cuda.max_memory_allocated` of four steps; empty: not yet measured. The first five rows have targets. The second
+table has the other stages too, predicted, without the workspaces that cuDNN takes for convolutions."""
+SM_89 = (8, 9)
+
+
+def config_of(overrides: tuple[str, ...]) -> TrainConfig:
+    """A row's configuration."""
+    config, _ = read_config(CONFIG, [*ENOUGH, *overrides, "data.path=demo:pictures"])
+    return config
+
+
+def predict(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """One row on fake tensors."""
+    from simpletune.estimate.simulate import simulate
+
+    report = simulate(config_of(overrides), capability=SM_89)
+    return {
+        "predicted_mib": round(report.peak.bytes / 2**20),
+        "by_kind_mib": {kind: round(size / 2**20, 1) for kind, size in report.peak.by_kind.items()},
+        "host_mib": round(report.host_bytes / 2**20),
+        "at": f"{report.peak.phase} {report.peak.place}".strip(),
+        "seconds_of_prediction": round(report.seconds, 1),
+    }
+
+
+def predict_job(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """One row of the whole job on fake tensors."""
+    from simpletune.estimate.simulate_stages import simulate_stages
+
+    moments = simulate_stages(config_of(overrides), capability=SM_89).stages
+    stage, peak = max(moments.items(), key=lambda item: item[1].bytes)
+    return {
+        "table": WHOLE_JOB,
+        **{name: round(moment.bytes / 2**20) for name, moment in moments.items()},
+        "predicted_mib": round(peak.bytes / 2**20),
+        "by_kind_mib": {kind: round(size / 2**20, 1) for kind, size in peak.by_kind.items()},
+        "at": f"{stage}: {peak.phase} {peak.place}".strip(),
+    }
+
+
+def run(folder: Path, minutes: float, only: str = "") -> Path:
+    """Do the rows that are missing, each in a process of its own, until the time is up.
+
+    Args:
+        folder: of the results.
+        minutes: no row is begun after so many.
+        only: names of rows must hold this.
+
+    Returns:
+        The Markdown table.
+    """
+    results = Results(folder / "memory", COLUMNS)
+    for name, row in results.missing(ROWS, minutes, only):
+        found = _in_process(row)
+        results.add(name, {**found, "target_mib": row.target_mib})
+        measured = f", measured {found['measured_mib']}" if "measured_mib" in found else ""
+        say(f"bench   {name}: predicted {found['predicted_mib']:,} MiB{measured}")
+    return results.write_table("Memory of SD3 Medium's training step", ABOUT, machine(), {WHOLE_JOB: STAGES})
+
+
+def _in_process(row: Row) -> dict[str, Any]:
+    """A row in a process of its own.
+
+    Raises:
+        CalledProcessError: it failed; what it wrote to standard error is shown.
+    """
+    command = [sys.executable, "-m", "benchmarks.memory_row", json.dumps(row.overrides), *["whole"] * row.whole]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,74 @@
+"""One row of ``memory`` in a process of its own: a JSON list of overrides in, the row's JSON out.
+
+After the list, ``whole`` asks for the whole job by stage.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+from simpletune.system.devices import prepare_environment
+
+STEPS = 4
+
+
+def measure(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Take a few steps on the GPU, with weights that have no values.
+
+    Returns:
+        Peaks in MiB, and the median of seconds a step without the first.
+    """
+    import torch
+
+    from benchmarks.memory import config_of
+    from simpletune.pipeline.load import empty_base
+    from simpletune.step.core import assemble
+    from simpletune.step.synthetic import EmptyFeed, OneProcess
+    from simpletune.system.stage_timer import peak_rss_gib
+
+    config = config_of(overrides)
+    device = torch.device("cuda")
+    sizes = [(config.data.resolution, config.data.resolution)]
+    transformer = empty_base(config.model, config.memory, config.precision, device, sizes)
+    core = assemble(config, transformer, OneProcess(device))
+    feed = EmptyFeed(config, core, device=device)
+    transformer.train()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for step in range(STEPS):
+        batches = feed.step(step)
+        torch.cuda.synchronize()
+        clock = time.perf_counter()
+        core.step(batches)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - clock)
+    return {
+        "measured_mib": round(torch.cuda.max_memory_allocated() / 2**20),
+        "reserved_mib": round(torch.cuda.max_memory_reserved() / 2**20),
+        "rss_mib": round(peak_rss_gib() * 1024),
+        "seconds_per_step": round(statistics.median(seconds[1:]), 4),
+    }
+
+
+def main(overrides: tuple[str, ...], whole: bool = False) -> dict[str, Any]:
+    """Predict, and where there is a GPU measure; the whole job is only predicted."""
+    import torch
+
+    from benchmarks.memory import predict, predict_job
+
+    if whole:
+        return predict_job(overrides)
+    row = predict(overrides)
+    if torch.cuda.is_available():
+        row |= measure(overrides)
+        row["error"] = round(row["predicted_mib"] / row["measured_mib"] - 1, 4)
+    return row
+
+
+if __name__ == "__main__":
+    prepare_environment()
+    print(json.dumps(main(tuple(json.loads(sys.argv[1])), "whole" in sys.argv[2:])))

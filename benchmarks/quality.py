@@ -1,0 +1,280 @@
+"""``quality``: does a lever, a precision or an adapter cost quality? Answered on the tiny SD3, by a checker.
+
+Prompt accuracy is the mean share of shape, colour, background, size and position read rightly; the style score is the
+share of pictures read as striped, the demo's style, when the prompt names the trigger word.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks.table import Results, machine
+from simpletune.config.load import read_config
+from simpletune.config.resolve import resolved
+from simpletune.config.schema import TrainConfig
+from simpletune.demo import checker, pictures
+from simpletune.pipeline.encode import TextCache
+from simpletune.pipeline.sample import Request, draw
+from simpletune.runs.folder import SUMMARY, read_json_or_none
+from simpletune.runs.weights import BASE, Weights, load_weights, result_of
+from simpletune.sheets import grid
+from simpletune.system.console import say
+from simpletune.system.devices import choose_device
+from simpletune.training.loop import train
+
+CONFIG = Path("configs/demo.json")
+GUIDANCE, STEPS, SIZE = 3.0, 12, (64, 64)
+CONTENT = ("shape", "colour", "background", "size", "position")
+STYLE = "striped"
+PRECISIONS: dict[str, list[str]] = {
+    "fp32": ["precision.weights=fp32", "precision.compute=fp32"],
+    "bf16": ["precision.weights=bf16", "precision.compute=bf16"],
+    "int8": ["precision.weights=int8", "precision.compute=fp32"],
+    "int8-quanto": ["precision.weights=int8-quanto", "precision.compute=fp32"],
+    "nf4": ["precision.weights=nf4", "precision.compute=fp32"],
+}
+ATTENTION = "adapter.targets=attention"
+TUNED: dict[str, list[str]] = {
+    **{f"LoRA r8, {name}": options for name, options in PRECISIONS.items()},
+    "LoRA r4, int8, 20 steps": ["adapter.rank=4", "train.steps=20"],
+    "LoRA r1, int8": ["adapter.rank=1"],
+    "LoRA r32, int8": ["adapter.rank=32"],
+    "LoRA r8, int8, adamw8bit": ["optimizer.name=adamw8bit"],
+    "LoRA r8, int8, bf16 adapter": ["adapter.dtype=bf16"],
+    "LoRA r8, int8, attention only": [ATTENTION],
+    "LoRA r8, int8, attention only, modulation plan": [ATTENTION, "memory.modulation=plan"],
+    "LoRA r8, int8, attention only, plan, streamed": [
+        ATTENTION, "memory.modulation=plan", "memory.checkpointing=all", "memory.resident_blocks=0",
+    ],
+    "full, fp32": ["adapter.method=full", *PRECISIONS["fp32"], "optimizer.lr=0.0005"],
+    "full, bf16, stochastic rounding": ["adapter.method=full", *PRECISIONS["bf16"], "optimizer.lr=0.0005"],
+    "full, bf16, nearest rounding": [
+        "adapter.method=full", *PRECISIONS["bf16"], "optimizer.lr=0.0005", "optimizer.rounding=nearest",
+    ],
+    "full, bf16, adamw_bf16": [
+        "adapter.method=full", *PRECISIONS["bf16"], "optimizer.lr=0.0005", "optimizer.name=adamw_bf16",
+    ],
+    "full, bf16, in backward": [
+        "adapter.method=full", *PRECISIONS["bf16"], "optimizer.lr=0.0005", "memory.optimizer_in_backward=true",
+        "train.clip=per_parameter",
+    ],
+    "partial (attention), fp32": ["adapter.method=partial", *PRECISIONS["fp32"], "optimizer.lr=0.0005"],
+}  # fmt: skip
+COLUMNS = {
+    "what": "", "prompt": "prompt accuracy", "style": "style score", "shape": "shape", "colour": "colour",
+    "position": "position", "kept": "prompt accuracy without the trigger", "drift": "drift without the trigger",
+    "eval_loss_before": "loss before", "eval_loss_after": "loss after", "seconds": "seconds", "bytes": "result, bytes",
+}  # fmt: skip
+ABOUT = f"""\
+Drawn from held-out triples of shape, colour and background, one seed a prompt, {STEPS} steps, guidance {GUIDANCE:g}.
+*Prompt accuracy*: mean share of {", ".join(CONTENT)} read rightly by the demo's checker. *Style score*: for a base, the
+share drawn in the style that the prompt names; for a tuned model, the share that is {STYLE} when the prompt names the
+trigger word. *Without the trigger*: prompts for flat and painted pictures; drift is the mean absolute difference from
+the base's picture of the same noise, of 1. Seconds: of a whole fine-tuning run, or of one picture for a base."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and what its picture should show."""
+
+    text: str
+    scene: pictures.Scene
+    seed: int
+
+
+def prompts_of(count: int, style: str | None, trigger: str | None) -> list[Prompt]:
+    """Prompts of scenes that were kept from training.
+
+    Args:
+        count: how many.
+        style: of all of them, or None for all styles evenly.
+        trigger: the word that stands for the style.
+    """
+    scenes = pictures.sample_scenes(count, seed=9, held_out=True, style=style)
+    return [Prompt(pictures.caption(s, number, trigger), s, 1000 + number) for number, s in enumerate(scenes)]
+
+
+def unrelated(count: int) -> list[Prompt]:
+    """Prompts that fine-tuning should leave alone: half of them flat, half painted."""
+    flat, painted = (prompts_of(count, style, None) for style in ("flat", "painted"))
+    return [*flat[: count // 2], *painted[count // 2 :]]
+
+
+class Easel:
+    """Draws prompts with one model.
+
+    Args:
+        config: with folders resolved.
+        weights: which.
+        device: where to.
+    """
+
+    def __init__(self, config: TrainConfig, weights: Weights, device: torch.device):
+        self.config, self.device = config, device
+        self.transformer, self.modulation = load_weights(config, weights, device, [SIZE])
+        dtype = config.precision.encoder_dtype()
+        self.text = TextCache(config.model, dtype, Path(config.output.cache))
+        self.vae = config.model.load_vae(device, dtype)
+
+    def draw(self, prompts: list[Prompt]) -> list[Image.Image]:
+        """One picture a prompt."""
+        self.text.fill([prompt.text for prompt in prompts] + [""], self.device)
+        requests = [Request(p.text, p.seed, "", 64, 64, STEPS, GUIDANCE) for p in prompts]
+        model, precision = self.config.model, self.config.precision
+        return draw(self.transformer, self.vae, model, precision, requests, self.text.load, self.modulation)
+
+
+def accuracies(images: list[Image.Image], prompts: list[Prompt]) -> dict[str, float]:
+    """Shares read rightly: each of the checker's attributes, ``prompt`` and ``style``."""
+    scores = checker.score(images, [prompt.scene for prompt in prompts])
+    return {**scores, "prompt": float(np.mean([scores[name] for name in CONTENT]))}
+
+
+def file_name(row: str) -> str:
+    """A row's name as a file's."""
+    return re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
+
+
+def drift(images: list[Image.Image], base: list[Image.Image]) -> float:
+    """Mean absolute difference of values, 0 to 1."""
+    pairs = zip(images, base, strict=True)
+    return float(np.mean([np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() / 255 for a, b in pairs]))
+
+
+class Quality:
+    """The grid and what its rows share.
+
+    Args:
+        folder: of the results.
+        count: prompts for each score.
+        overrides: of the demo's configuration, for all rows.
+    """
+
+    def __init__(self, folder: Path, count: int, overrides: list[str]):
+        self.count, self.overrides = count, overrides
+        self.results = Results(folder / "quality", COLUMNS)
+        self.scratch = Path(tempfile.mkdtemp(prefix="simpletune-quality-"))
+        self.drawn: dict[tuple[Prompt, ...], list[Image.Image]] = {}
+        self.folder = folder / "quality"
+
+    def config(self, options: list[str], name: str = "quality") -> TrainConfig:
+        """The demo's configuration with changes; runs and traces go to a scratch folder."""
+        places = [f"output.runs={self.scratch}/runs", f"output.profiles={self.scratch}/profiles"]
+        quiet = ["profile.max_traces=0", "validation.prompts=[]", "tracking.tensorboard=false", f"name={name}"]
+        return read_config(CONFIG, [*options, *self.overrides, *places, *quiet])[0]
+
+    def easel(self, options: list[str], weights: Weights = BASE) -> Easel:
+        """An easel with some weights, on the device that a run would take."""
+        config = self.config(options)
+        device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
+        return Easel(resolved(config), weights, device)
+
+    def base_row(self, name: str, options: list[str]) -> dict[str, Any]:
+        """The base model in one precision: all styles, as prompted."""
+        easel = self.easel(options)
+        prompts = prompts_of(2 * self.count, None, None)
+        easel.text.fill([prompt.text for prompt in prompts] + [""], easel.device)
+        clock = time.perf_counter()
+        images = easel.draw(prompts)
+        seconds = (time.perf_counter() - clock) / len(prompts)
+        self.keep_pictures(name, easel)
+        scores = accuracies(images, prompts)
+        without = unrelated(self.count)
+        base = self.base_pictures(without)
+        return {**scores, "drift": drift(easel.draw(without), base), "seconds": round(seconds, 3), "of": len(prompts)}
+
+    def base_pictures(self, prompts: list[Prompt]) -> list[Image.Image]:
+        """What the base draws in fp32: drift is measured from it."""
+        key = tuple(prompts)
+        if key not in self.drawn:
+            self.drawn[key] = self.easel(PRECISIONS["fp32"]).draw(prompts)
+        return self.drawn[key]
+
+    def keep_pictures(self, name: str, easel: Easel) -> None:
+        """Write what a row's model makes of three prompts that name the trigger word, and one that does not."""
+        images = easel.draw([*prompts_of(3, STYLE, pictures.STYLE_TRIGGER), *unrelated(2)[1:]])
+        sheet = Image.new("RGB", (64 * len(images), 64))
+        for number, image in enumerate(images):
+            sheet.paste(image, (64 * number, 0))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        sheet.save(self.folder / f"{file_name(name)}.png")
+
+    def write_grid(self) -> None:
+        """One picture of all rows that have pictures."""
+        strips = {name: self.folder / f"{file_name(name)}.png" for name in self.rows()}
+        rows: list[tuple[str, list[Image.Image]]] = [(n, [Image.open(f)]) for n, f in strips.items() if f.exists()]
+        if rows:
+            grid(rows, ["three prompts with the trigger word, one without"]).save(self.folder.with_suffix(".png"))
+
+    def tuned_row(self, name: str, options: list[str]) -> dict[str, Any]:
+        """One fine-tuning run, and its result's scores."""
+        config = self.config(options)
+        clock = time.perf_counter()
+        run = train(config)
+        seconds = time.perf_counter() - clock
+        summary = read_json_or_none(run / SUMMARY) or {}
+        easel = self.easel(options, result_of(run))
+        self.keep_pictures(name, easel)
+        with_trigger = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
+        without = unrelated(self.count)
+        drawn = easel.draw(without)
+        output = Path(summary["output"])
+        files = [output] if output.is_file() else list(output.rglob("*.safetensors"))
+        return {
+            **accuracies(easel.draw(with_trigger), with_trigger),
+            "kept": accuracies(drawn, without)["prompt"],
+            "drift": drift(drawn, self.base_pictures(without)),
+            "seconds": round(seconds, 1),
+            "bytes": sum(file.stat().st_size for file in files),
+            **{key: round(summary[key], 4) for key in ("eval_loss_before", "eval_loss_after")},
+            "of": len(with_trigger),
+        }
+
+    def trigger_row(self, options: list[str]) -> dict[str, Any]:
+        """What the base makes of the trigger word, before anything taught it."""
+        prompts = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
+        return {**accuracies(self.base_pictures(prompts), prompts), "of": self.count}
+
+    def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        """Every row's name and how it is measured."""
+        rows = {
+            f"base, {name}": partial(self.base_row, f"base, {name}", options) for name, options in PRECISIONS.items()
+        }
+        rows["base, fp32, the trigger word"] = partial(self.trigger_row, PRECISIONS["fp32"])
+        return rows | {name: partial(self.tuned_row, name, options) for name, options in TUNED.items()}
+
+
+def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str]) -> Path:
+    """Measure what is missing and write ``quality.json`` and ``quality.md``.
+
+    Args:
+        folder: of the results.
+        count: prompts for each score.
+        minutes: no row is begun after so many.
+        only: names of rows must hold this.
+        overrides: of the demo's configuration.
+
+    Returns:
+        The Markdown table.
+
+    Raises:
+        UserError: no row holds ``only``.
+    """
+    quality = Quality(folder, count, overrides)
+    for name, measure in quality.results.missing(quality.rows(), minutes, only):
+        row = measure()
+        say(f"bench   {name}: prompt {row['prompt']:.2f}, style {row['style']:.2f}")
+        quality.results.add(name, row)
+    quality.write_grid()
+    return quality.results.write_table("Quality on the tiny SD3", ABOUT, machine())

@@ -1,0 +1,284 @@
+"""``speed``: seconds a step, against what the device can do and against diffusers' documented way.
+
+Every row runs the trainer's own step on a model of the real size with random weights; all rows are measured in one
+process, each model freed before the next one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.roofline import finish, least_seconds, rates
+from benchmarks.speed_rows import ABOUT, COLUMNS, CONFIG, ENOUGH, RATES, ROOFLINE, Row, demo_grid, grid
+from benchmarks.table import Results, machine
+from simpletune.cards import peak_tflops
+from simpletune.config.load import read_config
+from simpletune.config.resolve import resolved
+from simpletune.config.schema import TrainConfig
+from simpletune.models.flops import Flops, sd3_flops, trained_of
+from simpletune.models.parts import bundled_configs
+from simpletune.models.sd3 import SD3_MEDIUM
+from simpletune.models.sd3_transformer import EmptyTensors, crop_to, empty_transformer, load
+from simpletune.models.weights import trained_parameters
+from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.load import stays_on_host
+from simpletune.profiling.events import read_events
+from simpletune.profiling.kinds import shares
+from simpletune.profiling.option import Profile
+from simpletune.profiling.window import Window
+from simpletune.profiling.windows import Place
+from simpletune.step.attention import settle_attention
+from simpletune.step.core import assemble
+from simpletune.step.synthetic import EmptyFeed, OneProcess
+from simpletune.system.console import say
+from simpletune.system.devices import choose_device
+from simpletune.system.stage_timer import Stages
+
+WARM_UP, LEAST, MOST, SECONDS = 3, 5, 20, 20.0
+
+
+@dataclass
+class Steps:
+    """Something that takes steps.
+
+    Args:
+        step: takes one.
+        model: with what trains in it.
+        optimizer: over that.
+    """
+
+    step: Callable[[], Tensor]
+    model: nn.Module
+    optimizer: Any
+
+
+class Drawn(EmptyTensors):
+    """Random weights of a transformer, drawn on the device: norms one, biases zero, the rest normal.
+
+    Args:
+        config: the transformer's ``config.json``.
+        device: where they are drawn.
+    """
+
+    def __init__(self, config: Mapping[str, Any], device: torch.device):
+        super().__init__(config)
+        self.device = device
+
+    def get(self, name: str) -> Tensor:
+        """One tensor in fp32, on the device."""
+        tensor = torch.empty(super().get(name).shape, device=self.device)
+        if tensor.dim() > 1:
+            return tensor.normal_(0, tensor[0].numel() ** -0.5)
+        return tensor.fill_(1.0 if "norm" in name and name.endswith(".weight") else 0.0)
+
+
+def run(folder: Path, minutes: float, only: str = "", model: str | None = None, device: str = "auto") -> Path:
+    """Measure the rows that are missing, until the time is up.
+
+    Args:
+        folder: of the results.
+        minutes: no row is begun after so many.
+        only: names of rows must hold this.
+        model: demo, or None: SD3 Medium's size where there is a GPU, else demo.
+        device: auto, cuda or cpu.
+
+    Returns:
+        The Markdown table.
+    """
+    small = model == "demo" or device == "cpu" or not torch.cuda.is_available()
+    here = choose_device(device, "bf16", is_demo=small)[0]
+    rows = demo_grid() if small else grid()
+    results = Results(folder / "speed", COLUMNS)
+    for name, rate in rates(here).items() if results.lacks("copy") else ():
+        results.add(name, {**rate, "table": ROOFLINE})
+    for name, row in results.missing(rows, minutes, only):
+        results.add(name, found := measure(name, row, here, results.rows))
+        say(f"bench   {name}: {found.get('note') or format(found['seconds_per_step'], '.4f') + ' s a step'}")
+    compare(results, rows)
+    words = ("The tiny model", "256 px, batch 1, no checkpointing, 154 text tokens")
+    if not small:
+        words = ("SD3 Medium at its real size", "all blocks checkpointed, 333 text tokens, batch 1")
+    return results.write_table("Speed", ABOUT.format(model=words[0], setting=words[1]), machine(), {ROOFLINE: RATES})
+
+
+def compare(results: Results, rows: Mapping[str, Row]) -> None:
+    """Put into each row what share of diffusers' seconds it takes, at equal settings."""
+    for name, row in list(results.rows.items()):
+        beside = results.rows.get(rows[name].beside or "", {}) if name in rows else {}
+        if "seconds_per_step" in row and "seconds_per_step" in beside:
+            ratio = row["seconds_per_step"] / beside["seconds_per_step"]
+            results.add(name, {**row, "times_diffusers": round(ratio, 4)})
+
+
+def config_of(overrides: tuple[str, ...]) -> TrainConfig:
+    """A row's configuration, its folders resolved."""
+    return resolved(read_config(CONFIG, [*ENOUGH, *overrides])[0])
+
+
+def measure(name: str, row: Row, device: torch.device, rates: Mapping[str, Any]) -> dict[str, Any]:
+    """One row; what does not fit on the device is a row that says so."""
+    free_memory(device)  # of the row before
+    config, stages = config_of(row.overrides), Stages(cuda=device.type == "cuda")
+    try:
+        with theirs(config, device) if name == row.beside else ours(config, device) as steps, stages.stage("train"):
+            seconds = timed(steps.step, device)
+            divided = profiled(steps.step, device)
+            found = figures(config, steps, statistics.median(seconds), dict(rates), device)
+    except torch.OutOfMemoryError:
+        found, divided, seconds = {"note": "out of memory"}, {}, []
+    peak = stages.peak("peak_allocated_gib") if device.type == "cuda" else stages.peak("peak_rss_gib")
+    return {**found, "peak_mib": round((peak or 0) * 1024), "steps": len(seconds), **divided}
+
+
+def figures(
+    config: TrainConfig, steps: Steps, seconds: float, rates: dict[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """What follows from a median of seconds a step."""
+    flops, accumulated = flops_of(config, steps.model), config.train.gradient_accumulation
+    model, executed = flops.model * accumulated, (flops.model + flops.recomputed) * accumulated
+    int8 = getattr(config.precision, "products", None) == "int8"
+    floor = least_seconds(rates, executed, traffic(steps, flops), (flops.forward + flops.recomputed) * int8)
+    peak = peak_tflops(torch.cuda.get_device_name()) if device.type == "cuda" else None
+    achieved = model / seconds / 1e12
+    return {
+        "seconds_per_step": seconds,
+        "samples_per_second": config.train.batch_size * accumulated / seconds,
+        "flops_per_step": model,
+        "flops_executed": executed,
+        "tflops": achieved,
+        "mfu": None if peak is None else achieved / peak,
+        "of_measured": achieved / rates["bf16 products"]["rate"],
+        "floor": floor,
+        "times_floor": seconds / floor,
+    }
+
+
+def flops_of(config: TrainConfig, model: nn.Module) -> Flops:
+    """The operations of a micro-batch of a row."""
+    # accelerate's and PEFT's names of parameters are the transformer's own, with the adapter's name in LoRA's.
+    trained = {name: tuple(value.shape) for name, value in trained_parameters(model).items()}
+    side, tokens = config.data.resolution, config.model.text_tokens
+    blocks = config.memory.checkpointed(config.model.blocks())
+    shapes, batch = config.model.known_config(), config.train.batch_size
+    return sd3_flops(shapes, trained_of(trained), (side, side), batch, tokens, blocks)
+
+
+def traffic(steps: Steps, flops: Flops) -> float:
+    """Bytes that a step moves at least: all weights for each pass; of what trains weight, gradient and state, twice."""
+    weights = sum(tensor.nbytes for tensor in [*steps.model.parameters(), *steps.model.buffers()])
+    trained = sum(2 * parameter.nbytes for parameter in trained_parameters(steps.model).values())
+    states = [value for state in steps.optimizer.state.values() for value in state.values()]
+    state = sum(value.nbytes for value in states if isinstance(value, Tensor))
+    passes = 2 + flops.recomputed / (flops.forward or 1)
+    return weights * passes + 2 * (trained + state)
+
+
+def timed(step: Callable[[], Tensor], device: torch.device) -> list[float]:
+    """Seconds of steps after warm-up, each waited for.
+
+    Raises:
+        FloatingPointError: the loss is not finite: such a step is no measure.
+    """
+    seconds: list[float] = []
+    for number in range(WARM_UP + MOST):
+        finish(device)
+        clock = time.perf_counter()
+        loss = step()
+        finish(device)
+        if number >= WARM_UP:
+            seconds.append(time.perf_counter() - clock)
+        if len(seconds) >= LEAST and sum(seconds) > SECONDS:
+            break
+    if not loss.isfinite():
+        raise FloatingPointError(f"the loss is {loss.item()} after {number + 1} steps")
+    return seconds
+
+
+def profiled(step: Callable[[], Tensor], device: torch.device) -> dict[str, float]:
+    """Shares of one step's time, from the profiler."""
+    window = Window(Profile(), Place(0, 1, 1), cuda=device.type == "cuda")
+    window.start()
+    try:
+        for _ in range(2):
+            step()
+            finish(device)
+            window.step()
+    finally:
+        window.close()
+    return shares(read_events(window.events()), 1)
+
+
+@contextmanager
+def ours(config: TrainConfig, device: torch.device) -> Any:
+    """The trainer's step on random latents and prompts."""
+    side, shapes = config.data.resolution, config.model.known_config()
+    on_host = stays_on_host(config.memory, config.model)
+    model = load(shapes, Drawn(shapes, device), config.precision, device, on_host)
+    if config.memory.crop_positions:
+        crop_to(model, [(side, side)], lambda: Drawn(shapes, device), config.precision.base_dtype())
+    core = assemble(config, model, OneProcess(device))
+    settle_attention(config, model, (side, side), device)
+    feed, count = EmptyFeed(config, core, device=device), iter(range(10**9))
+    model.train()
+
+    def step() -> Tensor:
+        batches = feed.step(next(count))
+        for batch in batches:
+            for tensor in (batch.z_0, batch.noise, batch.prompt_embeds):
+                tensor.normal_()
+        return core.step(batches)[0]
+
+    yield Steps(step, model, core.optimizer)
+
+
+@contextmanager
+def theirs(config: TrainConfig, device: torch.device) -> Any:
+    """diffusers' step on random pictures and prompts, at a configuration's settings."""
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
+
+    from benchmarks.diffusers_training import DreamBooth
+
+    shapes, batch, side = config.model.known_config(), config.train.batch_size, config.data.resolution
+    rank = getattr(config.adapter, "rank", None)
+    dtype = torch.float32 if rank is None else torch.bfloat16
+    model, tensors = nn.Module.to(empty_transformer(shapes), dtype).to_empty(device=device), Drawn(shapes, device)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(tensors.get(name))
+    real = config.model.pretrained == SD3_MEDIUM  # not fetched: its configurations come with the tool
+    parts = {
+        part: bundled_configs()[part] if real else config.model.part(part).config() for part in ("vae", "scheduler")
+    }
+    with torch.device(device):
+        vae = AutoencoderKL.from_config(parts["vae"])
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(parts["scheduler"])
+    with accelerator_on(device) as accelerator:
+        checkpointing = config.memory.checkpointing == "all"
+        recipe = DreamBooth(model, vae, scheduler, accelerator, rank, checkpointing)
+        pixels = torch.rand(batch, 3, side, side, device=device) * 2 - 1
+        text = batch, config.model.text_tokens, shapes["joint_attention_dim"]
+        prompt_embeds = torch.randn(text, device=device, dtype=torch.bfloat16)
+        pooled = torch.randn(batch, shapes["pooled_projection_dim"], device=device, dtype=torch.bfloat16)
+        yield Steps(lambda: recipe.step(pixels, prompt_embeds, pooled), model, recipe.optimizer)
+
+
+@contextmanager
+def accelerator_on(device: torch.device, mixed_precision: str = "bf16") -> Any:
+    """accelerate's Accelerator; its settings hold for the whole process, so they are forgotten before and after."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    try:
+        yield Accelerator(mixed_precision=mixed_precision, cpu=device.type == "cpu")
+    finally:
+        AcceleratorState._reset_state(True)

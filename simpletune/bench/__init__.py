@@ -1,6 +1,0 @@
-"""Benchmark grids: ``simpletune bench GRID`` measures, and writes JSON and Markdown tables.
-
-A grid's row that is already in the JSON is not measured again, so that a grid can be done in portions.
-"""
-
-from __future__ import annotations

@@ -1,0 +1,22 @@
+"""What verbs share that read a configuration."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Arguments of verbs that read a configuration."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a JSON file, such as configs/demo.json")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to it, such as train.steps=30")
+
+
+def read(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # the type would import pydantic for --help
+    """The configuration that the arguments name."""
+    from simpletune.config.load import read_config
+
+    config, notices = read_config(args.config, args.overrides)
+    for notice in notices:
+        print(notice)
+    return config

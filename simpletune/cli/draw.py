@@ -1,0 +1,40 @@
+"""Verbs that draw: generate, compare."""
+
+from __future__ import annotations
+
+import argparse
+
+from simpletune.system.startup import import_libraries
+
+
+def generate(args: argparse.Namespace) -> None:
+    """draw a picture with a run's result, a LoRA, or the base"""
+    import_libraries()
+    from simpletune.drawing.generate import generate as run
+
+    run(args)
+
+
+def generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``generate``."""
+    from simpletune.cli.drawing_arguments import add_arguments
+
+    add_arguments(parser)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """draw the same pictures with several models, side by side"""
+    import_libraries()
+    from simpletune.drawing.compare import compare as run
+
+    run(args)
+
+
+def compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``compare``."""
+    from simpletune.cli.drawing_arguments import add_compare_arguments
+
+    add_compare_arguments(parser)
+
+
+VERBS = {"generate": (generate, generate_arguments), "compare": (compare, compare_arguments)}

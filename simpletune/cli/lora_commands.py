@@ -1,0 +1,248 @@
+"""The verbs that make LoRA files, or models of them: export, merge, mix, extract, resize."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simpletune.adapters.lora import OUTPUT
+from simpletune.cli.lora_metadata import config_of, header_of, source_note
+from simpletune.config.schema import TrainConfig
+from simpletune.lora.header import open_lora
+from simpletune.options import UserError
+from simpletune.runs.folder import CONFIG
+from simpletune.runs.weights import lora_weights
+from simpletune.system.console import progress, say
+
+
+@dataclass(frozen=True)
+class Source:
+    """A LoRA that a command names.
+
+    Args:
+        file: of its weights.
+        run: the folder of the run that made it, if that was named.
+        weight: its strength.
+    """
+
+    file: Path
+    run: Path | None
+    weight: float = 1.0
+
+    def config(self, metadata: Mapping[str, str]) -> TrainConfig | None:
+        """The configuration that made it, if known."""
+        return config_of(self.run, metadata)
+
+    @property
+    def name(self) -> str:
+        """The run's name, or the file's: no path."""
+        return self.title if self.run else self.file.name
+
+    @property
+    def title(self) -> str:
+        """A short name: the run's, or the file's."""
+        return self.run.resolve().name if self.run else self.file.stem
+
+
+def source_of(name: str) -> Source:
+    """A LoRA by its file, a run's folder, or a hub name.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    path = Path(name)
+    if path.is_dir() and not (path / OUTPUT).is_file():
+        raise UserError(f"{name} holds no {OUTPUT}: the run trained no LoRA, or is not finished")
+    file = path if path.is_file() else lora_weights(name, 1.0).lora
+    assert file is not None
+    return Source(file, path if (path / CONFIG).is_file() else None)
+
+
+def weighted(text: str) -> Source:
+    """NAME or NAME:WEIGHT.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    name, _, weight = text.rpartition(":")
+    if not name or Path(text).exists():
+        return source_of(text)
+    try:
+        value = float(weight)
+    except ValueError:
+        return source_of(text)
+    found = source_of(name)
+    return Source(found.file, found.run, value)
+
+
+def export(args: argparse.Namespace) -> Path:
+    """Write a LoRA in another layout."""
+    from simpletune.lora.read import updates_of
+
+    source = source_of(args.lora)
+    header = open_lora(source.file)
+    folder, stem = source.file.parent, source.title
+    out = args.out or folder / f"{stem}_{args.format}.safetensors"
+    refuse_same(out, source.file)
+    updates = updates_of(header)
+    written = write(updates, out, args, header_of(updates, out.stem, source.config(header.metadata), source.run))
+    return written
+
+
+def resize(args: argparse.Namespace) -> Path:
+    """Change the rank of a LoRA."""
+    from simpletune.lora.factors import resized
+    from simpletune.lora.read import updates_of
+
+    require_rank_or_energy(args)
+    source = source_of(args.lora)
+    refuse_same(args.out, source.file)
+    header = open_lora(source.file)
+    old = updates_of(header)
+    changed = {layer: resized(update, args.rank, args.energy) for layer, update in old.items()}
+    new = {layer: update for layer, (update, _) in changed.items()}
+    whole = sum(float(update.delta().double().square().sum()) for update in old.values())
+    lost = (sum(error for _, error in changed.values()) / whole) ** 0.5 if whole else 0.0
+    note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
+    metadata = header_of(new, args.out.stem, source.config(header.metadata), source.run)
+    written = write(new, args.out, args, metadata | note)
+    say(f"  rank {ranks_of(old)} before, {ranks_of(new)} now; cut off: {lost:.3%} of the update (Frobenius norm)")
+    return written
+
+
+def mix(args: argparse.Namespace) -> Path:
+    """Several LoRAs into one."""
+    from simpletune.lora.mix import PRUNING, Recipe
+    from simpletune.lora.mix import mix as mixed
+    from simpletune.lora.read import read_lora
+
+    sources = [weighted(text) for text in args.loras]
+    if len(sources) < 2:
+        raise UserError("mix needs two LoRAs or more, as in: simpletune mix a.safetensors:0.7 b.safetensors:0.5")
+    if args.rank and not args.method.endswith("svd"):
+        raise UserError(f"--rank goes with the methods that end in svd, not with {args.method}: use simpletune resize")
+    for source in sources:
+        refuse_same(args.out, source.file)
+    recipe = Recipe(args.method, args.rank, args.density, args.seed)
+    updates = mixed([(read_lora(source.file), source.weight) for source in sources], recipe)
+    parts = [(source.name, source.weight) for source in sources]
+    details = {"loras": parts, "method": args.method}
+    details |= {"density": args.density, "seed": args.seed} if args.method in PRUNING else {}
+    metadata = header_of(updates, args.out.stem, None, None) | source_note("mix", details)
+    written = write(updates, args.out, args, metadata)
+    summed = " + ".join(f"{weight:g} {name}" for name, weight in parts)
+    say(f"  {summed} by {args.method}: rank {ranks_of(updates)}")
+    return written
+
+
+def merge(args: argparse.Namespace) -> Path:
+    """LoRAs into the base."""
+    from simpletune.lora.bases import Base
+    from simpletune.lora.merge import Merger, merge_to_file, merge_to_folder
+    from simpletune.lora.read import read_lora
+
+    sources = [weighted(text) for text in args.loras]
+    single = args.format == "single-file" or (args.format is None and args.out.suffix == ".safetensors")
+    refuse_unfit_output(args.out, single)
+    base = Base(args.base or base_of(sources))
+    if single and base.file is not None:
+        refuse_same(args.out, base.file)
+    loras = [(read_lora(source.file), source.weight * args.scale) for source in sources]
+    merger = Merger(base, loras, args.dtype)
+    parts = [(source.name, source.weight * args.scale) for source in sources]
+    note = source_note("merge", {"base": Path(base.name).name, "loras": parts})
+    with progress("merge", len(base.shapes), "tensors") as advance:
+        done = (merge_to_file if single else merge_to_folder)(merger, args.out, note, advance)
+    say(f"{done.path}: {base.name} with {', '.join(f'{weight:g} x {name}' for name, weight in parts)}")
+    types = ", ".join(sorted({merger.kind(name) for name in base.shapes}))
+    say(f"  {done.layers} layers changed, written in {types}; rounding cost {done.lost:.2%} of the update")
+    return done.path
+
+
+def extract(args: argparse.Namespace) -> Path:
+    """A LoRA from two checkpoints."""
+    import torch
+
+    from simpletune.lora.bases import Base
+    from simpletune.lora.extract import extract as extracted
+
+    require_rank_or_energy(args, both=True)
+    base, tuned = Base(args.base), Base(args.tuned)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with progress("extract", len(base.shapes), "tensors") as advance:
+        found = extracted(base, tuned, args.rank, args.energy, device, advance)
+    note = source_note("extract", {"base": Path(base.name).name, "tuned": Path(tuned.name).name,
+                                   "rank": args.rank, "energy": args.energy})  # fmt: skip
+    written = write(found.updates, args.out, args, header_of(found.updates, args.out.stem, None, None) | note)
+    for row in sorted(found.rows, key=lambda row: -row.residual):
+        say(f"  {row.layer}: rank {row.rank}, residual {row.relative:.3%} of {row.norm:.4g}")
+    say(f"  all {len(found.rows)} layers: residual {found.relative:.3%} of the difference (Frobenius norm)")
+    if found.left_out:
+        names = sorted(found.left_out, key=lambda name: -found.left_out[name])
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        say(f"  {len(names)} tensors differ that no LoRA holds ({found.left_out_share:.3%} of the whole difference): "
+            f"{', '.join(names[:8])}{more}")  # fmt: skip
+    return written
+
+
+def write(updates: Mapping[str, Any], out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
+    """Write a file and say what it is."""
+    from simpletune.lora.write import write_lora
+
+    written = write_lora(updates, out, args.format, args.dtype, metadata)
+    size = written.stat().st_size / 2**20
+    say(f"{written}: {args.format}, {len(updates)} layers, rank {ranks_of(updates)}, {size:.1f} MiB")
+    return written
+
+
+def ranks_of(updates: Mapping[str, Any]) -> str:
+    """One rank, or the least and the largest."""
+    ranks = sorted({update.rank for update in updates.values()})
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+
+
+def base_of(sources: list[Source]) -> str:
+    """The base that the first LoRA's run trained on.
+
+    Raises:
+        UserError: it is not known, or was random.
+    """
+    config = sources[0].config(open_lora(sources[0].file).metadata) if sources[0].run else None
+    if config is None:
+        raise UserError("--base: name the model to merge into: a folder, a single file, or a hub name")
+    if config.model.init == "random":
+        raise UserError(f"--base: {sources[0].run} trained on random weights, which are kept nowhere")
+    return config.model.transformer or config.model.pretrained
+
+
+def refuse_same(out: Path, source: Path) -> None:
+    """Never write over what is read."""
+    if out.resolve() == source.resolve():
+        raise UserError(f"--out: {out} is the file that is read. Choose another name")
+
+
+def refuse_unfit_output(out: Path, single: bool) -> None:
+    """A name that says another format, or a folder that holds something."""
+    if single and out.suffix != ".safetensors":
+        raise UserError(f"--out: {out} does not end in .safetensors, as a single file does")
+    if not single and out.suffix == ".safetensors":
+        raise UserError(f"--out: {out} is a file's name, and --format diffusers writes a folder")
+    if not single and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out: {out} is there already. Choose another name, or remove it")
+
+
+def require_rank_or_energy(args: argparse.Namespace, both: bool = False) -> None:
+    """One of --rank and --energy; their ranges.
+
+    Args:
+        both: whether both may be given: the rank is then a limit.
+    """
+    if args.rank is None and args.energy is None:
+        raise UserError("give --rank, such as --rank 16, or --energy, such as --energy 0.95")
+    if args.rank is not None and args.energy is not None and not both:
+        raise UserError("give --rank or --energy, not both")
+    if args.energy is not None and not 0 < args.energy <= 1:
+        raise UserError(f"--energy: {args.energy:g} is no share between 0 and 1. Use 0.95, say")

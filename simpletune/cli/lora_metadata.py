@@ -1,0 +1,97 @@
+"""The header of a LoRA file that leaves simpletune: ``modelspec.*`` and ``ss_*``, filled from the run that made it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from simpletune import __version__
+from simpletune.config.schema import TrainConfig
+from simpletune.runs.folder import CONFIG, SUMMARY, read_json_or_none
+from simpletune.runs.model_card import licence, public_name, shareable
+from simpletune.system.console import say
+
+EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
+ARCHITECTURE = "stable-diffusion-3-m/lora"  # sd-scripts' word for SD3 Medium
+
+
+def header_of(updates: Mapping[str, Any], title: str, config: TrainConfig | None, run: Path | None) -> dict[str, str]:
+    """Strings for the header.
+
+    Args:
+        updates: of the file, by layer; their ranks and scales count.
+        title: of the file.
+        config: of the run that trained it, if that is known.
+        run: its folder, if that is known.
+    """
+    common = {
+        "format": "pt",
+        "modelspec.sai_model_spec": "1.0.1",
+        "modelspec.architecture": ARCHITECTURE,
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": title,
+        "modelspec.date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S"),
+        "ss_network_module": "networks.lora_sd3",
+        "ss_base_model_version": "sd3_m",
+        "ss_training_comment": f"simpletune {__version__}",
+    }
+    ranks = {update.rank for update in updates.values()}
+    alphas = {update.rank * update.scale for update in updates.values()}
+    common["ss_network_dim"] = f"{ranks.pop()}" if len(ranks) == 1 else "Dynamic"  # sd-scripts' word
+    common["ss_network_alpha"] = f"{alphas.pop():g}" if len(alphas) == 1 else "Dynamic"
+    if config is None:
+        return common
+    return common | dict(_of_run(config, read_json_or_none(run / SUMMARY) if run else None))
+
+
+def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | None:
+    """The configuration that made a LoRA: the run's, else the one in the file's header, else None."""
+    text = metadata.get(EMBEDDED)
+    if run is not None and (run / CONFIG).is_file():
+        text = (run / CONFIG).read_text()
+    if text is None:
+        return None
+    try:
+        return TrainConfig.model_validate_json(text)
+    except ValueError:
+        say("the configuration that made this LoRA is of another version: what it says of the run is left out")
+        return None
+
+
+def _of_run(config: TrainConfig, summary: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    """What a run's configuration and summary say, in sd-scripts' words."""
+    public = shareable(config)
+    width, height = config.picture_size()
+    terms = licence(config)
+    base = public_name(config.model.transformer or config.model.pretrained)
+    train, adapter = config.train, config.adapter
+    yield "modelspec.resolution", f"{width}x{height}"
+    yield "modelspec.license", str(terms.get("license_name") or terms["license"])
+    if config.data.prompt:
+        yield "modelspec.trigger_phrase", config.data.prompt
+    yield "modelspec.description", f"LoRA for {base}, trained with simpletune {__version__}"
+    yield "ss_output_name", config.name
+    yield "ss_sd_model_name", base
+    yield "ss_network_dropout", f"{getattr(adapter, 'dropout', 0.0):g}"
+    yield "ss_learning_rate", f"{config.optimizer.lr:g}"
+    yield "ss_optimizer", config.optimizer.name
+    yield "ss_lr_scheduler", config.schedule.name
+    yield "ss_lr_warmup_steps", str(config.schedule.warmup_steps)
+    yield "ss_batch_size_per_device", str(train.batch_size)
+    yield "ss_gradient_accumulation_steps", str(train.gradient_accumulation)
+    yield "ss_seed", str(train.seed)
+    yield "ss_resolution", f"({width}, {height})"
+    yield "ss_mixed_precision", {"bf16": "bf16", "fp32": "no"}[config.precision.compute]
+    yield "ss_gradient_checkpointing", str(config.memory.checkpointing != "none")
+    if summary:
+        yield "ss_steps", str(summary["steps"])
+        yield "ss_max_train_steps", str(summary["steps"])
+    yield EMBEDDED, public.model_dump_json(by_alias=True)
+
+
+def source_note(what: str, sources: Mapping[str, Any]) -> dict[str, str]:
+    """How a file was made of others, for its header; files by their last names."""
+    return {"simpletune_made_by": what, "simpletune_made_from": json.dumps(sources)}

@@ -1,0 +1,24 @@
+"""Verbs that give a result to others: push."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def push(args: argparse.Namespace) -> None:
+    """upload a run's result and its model card to the hub"""
+    from simpletune.cli.push import push as run
+
+    run(args.run, args.repository, args.private, args.yes)
+
+
+def push_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``push``."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/demo")
+    parser.add_argument("repository", metavar="REPO", help="owner/name on the hub; made if there is none")
+    parser.add_argument("--private", action="store_true", help="only you may see it")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+VERBS = {"push": (push, push_arguments)}

@@ -1,0 +1,78 @@
+"""Verbs around a training run: train, check, schema, prepare."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import time
+
+from simpletune.cli.config_arguments import add_config, read
+from simpletune.system.signals import Stopped, listening
+from simpletune.system.startup import import_libraries
+
+STARTED = time.perf_counter()
+RESUME = (
+    "continue from the run's last checkpoint (latest) or from one; auto: from the last if there is one, else begin; a "
+    "run that is finished stays as it is"
+)
+
+
+def train(args: argparse.Namespace) -> None:
+    """prepare, train, validate, export"""
+    config = read(args)
+    with listening():
+        try:
+            import_libraries()
+            from simpletune.training.loop import train as run
+
+            run(config, args.resume, STARTED, args.force, args.estimate)
+        except Stopped as stopped:
+            stopped.args = (f"{stopped}. To continue: {continuing(args)}",)
+            raise
+
+
+def continuing(args: argparse.Namespace) -> str:
+    """The command that continues a run that was stopped."""
+    flags = [f"--{name}" for name in ("force", "estimate") if getattr(args, name)]
+    return shlex.join(["simpletune", "train", str(args.config), *args.overrides, *flags, "--resume", "auto"])
+
+
+def train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``train``."""
+    add_config(parser)
+    parser.add_argument("--resume", metavar="auto|latest|PATH", help=RESUME)
+    parser.add_argument("--force", action="store_true", help="start even if it should not fit on the device")
+    parser.add_argument("--estimate", action="store_true", help="predict the memory first, as on CUDA always")
+
+
+def check(args: argparse.Namespace) -> None:
+    """explain a configuration, or list all its problems"""
+    from simpletune.config.explain import explain
+
+    print(explain(read(args)))
+
+
+def schema(args: argparse.Namespace) -> None:
+    """print the JSON schema of configurations, for editors"""
+    from simpletune.config.schema import TrainConfig
+
+    print(json.dumps(TrainConfig.model_json_schema(by_alias=True), indent=2))
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """fill the cache (prompts and pictures through the encoders) and stop"""
+    config = read(args)
+    with listening():
+        import_libraries()
+        from simpletune.training.loop import prepare_only
+
+        prepare_only(config)
+
+
+VERBS = {
+    "train": (train, train_arguments),
+    "check": (check, add_config),
+    "schema": (schema, lambda parser: None),
+    "prepare": (prepare, add_config),
+}

@@ -1,0 +1,5 @@
+"""The configuration: TrainConfig, reading it from JSON and overrides, its problems in words, and the folders that its
+names stand for. Imports no torch.
+
+May import the options (adapters, data, models, memory, quant, optim) and what is below them.
+"""

@@ -1,0 +1,115 @@
+"""``simpletune check``: a configuration in plain words. Imports no torch and asks no network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from simpletune.config.schema import TrainConfig, profile_folder, run_folder
+from simpletune.models.hub import is_hub_name
+from simpletune.models.sd3_shapes import Shape
+from simpletune.models.sd3_sources import is_single_file
+
+HIGH_LR_FULL = 1e-4
+WITHOUT_BF16 = "T4, V100 and RTX 20 are refused at the start: there, use precision.compute=fp32, weights int8 or fp32"
+
+
+def explain(config: TrainConfig) -> str:
+    """What a configuration does: what is trained, on what, for how long, and what is saved where."""
+    lines = [f"{config.name}: {config.about}" if config.about else config.name]
+    lines += [f"  {title:<10} {text}" for title, text in _rows(config)]
+    notes = list(_notes(config))
+    return "\n".join([*lines, *(["  notes"] if notes else []), *(f"    - {note}" for note in notes)])
+
+
+def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    model, train = config.model, config.train
+    local = "single file" if is_single_file(model.pretrained) else "local folder"
+    source = "hub" if is_hub_name(model.pretrained) else "comes with the tool" if config.is_demo else local
+    t5 = f"T5 with {model.t5_length} tokens" if model.t5 else "no T5"
+    yield "model", f"{model.pretrained} ({source}), {t5}"
+    shapes = _shapes(config)
+    if shapes is not None:
+        total, trained = sum(math.prod(s) for s in shapes.values()), config.adapter.trainable(shapes)
+        yield "trains", config.adapter.describe(shapes)
+        yield "parameters", f"{trained:,} trained, of {total:,} in the base ({100 * trained / total:.2f}%)"
+    else:
+        yield "trains", f"by {config.adapter.method}; the number of parameters is known once the model is here"
+    yield "weights", f"{config.precision.weights}, {config.precision.multiplies()}"
+    yield "memory", ", ".join(_memory(config))
+    ahead = "the next batch fetched ahead on a GPU" if config.speed.prefetch else "no batch fetched ahead"
+    yield "speed", f"attention {config.speed.attention}, {ahead}{', blocks compiled' * config.speed.compile}"
+    steps = f"{train.epochs} epochs" if train.epochs else f"{config.steps(1)} steps"
+    batch = train.batch_size * train.gradient_accumulation
+    yield "runs", f"{steps} of {batch} picture{'s' if batch > 1 else ''}, seed {train.seed}, device {config.device}"
+    optimizer, schedule = config.optimizer, config.schedule
+    warm = f" after {schedule.warmup_steps} warm-up steps" if schedule.warmup_steps else ""
+    yield "optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.name}{warm}"
+    data = config.data
+    captions = f"prompt {data.prompt!r}" if data.prompt else "captions"
+    yield (
+        "data",
+        f"{data.path} ({data.source}), {captions}, {data.resolution} px in {data.aspect}, on_error {data.on_error}",
+    )
+    yield "saves", f"{run_folder(config) / config.adapter.output_name}, {_checkpoints(config)}"
+    yield "shows", f"{run_folder(config) / 'samples'}; {_trackers(config)}"
+
+
+def _memory(config: TrainConfig) -> Iterator[str]:
+    """The memory levers that are on."""
+    memory = config.memory
+    if memory.profile is not None:
+        yield f"profile {memory.profile}"
+    kept = {"all": "all blocks checkpointed", "none": "no checkpointing"}
+    room = "the card" if memory.budget_gib is None else f"{memory.budget_gib} GiB"
+    auto = f"as few blocks checkpointed as fit into {room}"
+    yield kept.get(str(memory.checkpointing), auto if memory.checkpointing == "auto" else "") or (
+        f"{memory.checkpointing} blocks checkpointed"
+    )
+    if memory.boundaries == "host":
+        yield "their inputs on the host"
+    if memory.modulation == "plan":
+        yield f"modulations planned {memory.modulation_window} steps ahead"
+    if memory.resident_blocks is not None:
+        yield f"blocks streamed from the host, {memory.resident_blocks} resident"
+    if memory.optimizer_in_backward:
+        yield "updates during the backward pass"
+    if memory.vae_tile is not None:
+        yield f"autoencoder in tiles of {memory.vae_tile} px"
+
+
+def _trackers(config: TrainConfig) -> str:
+    """Where a run's figures are shown."""
+    board = f"tensorboard --logdir {profile_folder(config).parent}" if config.tracking.tensorboard else "no TensorBoard"
+    wandb = config.tracking.wandb
+    return board if wandb == "disabled" else f"{board}; wandb ({wandb}), project {config.tracking.wandb_project}"
+
+
+def _checkpoints(config: TrainConfig) -> str:
+    every = config.checkpoint.every
+    when = f"every {every} steps and at the end" if every else "at the end"
+    return f"checkpoints {when} (the last {config.checkpoint.keep_last} stay)"
+
+
+def _shapes(config: TrainConfig) -> dict[str, Shape] | None:
+    if config.is_demo:
+        from simpletune.demo import transformer_config
+        from simpletune.models.sd3_shapes import parameter_shapes
+
+        return parameter_shapes(transformer_config())
+    shapes = config.model.shapes(fetch=False)
+    return None if shapes is None else dict(shapes)
+
+
+def _notes(config: TrainConfig) -> Iterator[str]:
+    """What a user should know before it runs."""
+    if config.adapter.trains_base and config.optimizer.lr > HIGH_LR_FULL and not config.is_demo:
+        yield f"a learning rate of {config.optimizer.lr:g} is high for full fine-tuning; 1e-5 to 5e-5 are in use"
+    if config.adapter.trains_base and config.precision.weights == "fp32":
+        yield "full fine-tuning with fp32 weights takes 16 bytes a parameter before activations"
+    if config.train.steps is None and config.train.epochs is None:
+        yield f"neither train.steps nor train.epochs is given: {config.steps(1)} steps"
+    if config.precision.compute == "bf16" and config.device != "cpu":
+        yield "products in bf16 need a card from 2020 on (sm_80: A100, RTX 30, L4); " + WITHOUT_BF16
+    if config.device == "auto" and config.is_demo:
+        yield "device auto: the GPU if there is one, else the CPU (only the demo model may)"

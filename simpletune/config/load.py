@@ -1,0 +1,270 @@
+"""From a JSON file and ``key.path=value`` overrides to a TrainConfig, or to all problems at once."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from simpletune.config.error_text import problems_of
+from simpletune.config.schema import TrainConfig
+from simpletune.memory.profiles import with_profile
+from simpletune.options import ConfigError, Option, Problem, UserError, member_for, option_classes, union_of
+from simpletune.system.redact import secret_paths
+
+Json = dict[str, Any]
+REPAIRS = 3  # leaving out one wrong value can make another wrong: an unknown tag's fields, say
+
+
+def read_config(
+    file: Path, overrides: list[str] | None = None, needs_data: bool = True, needs_model: bool = True
+) -> tuple[TrainConfig, list[str]]:
+    """Read, merge and validate a configuration.
+
+    Args:
+        file: a JSON file.
+        overrides: ``key.path=value`` each; values are read as the field's type says.
+        needs_data: whether the data must be there.
+        needs_model: whether the model must be there.
+
+    Returns:
+        The configuration, and notices about what overrides dropped.
+
+    Raises:
+        ConfigError: with every problem found.
+        UserError: there is no such file, or it is no JSON object.
+    """
+    data = read_json(file)
+    merged, notices, problems = merge(data, overrides or [])
+    return validate(merged, str(file), problems, needs_data, needs_model), notices
+
+
+def read_json(file: Path) -> Json:
+    """A JSON object; duplicate keys and NaN are refused.
+
+    Raises:
+        UserError: with line and column.
+    """
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(file.name, [f.name for f in file.parent.glob("*.json")], n=1, cutoff=0.4)
+        hint = f" Did you mean {file.parent / near[0]}?" if near else " Give the path of a JSON file"
+        raise UserError(f"{file}: there is no such file.{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read as UTF-8 text ({error})") from None
+    try:
+        data = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{file}:{error.lineno}:{error.colno}: not valid JSON ({error.msg}). "
+            "Often a comma too many or too few, single quotes, or a comment"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{file}: holds {describe(data)}; a configuration is a JSON object {{...}}")
+    return data
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> Json:
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ValueError(f"the key {twice[0]!r} stands twice in one object. Keep one of them")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number that JSON knows. Write a finite number")
+
+
+def describe(value: Any) -> str:
+    """A JSON value's kind in words."""
+    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return kinds.get(type(value), "null")
+
+
+def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Problem]]:
+    """The file's JSON with overrides applied.
+
+    Returns:
+        The merged JSON, notices, and the overrides that cannot be applied.
+    """
+    merged, notices, problems = copy.deepcopy(data), [], []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path:
+            problems.append(Problem(override, "is not an override. Write key.path=value, as in train.steps=100"))
+            continue
+        notices += _override(merged, path, text, problems)
+    return merged, notices, problems
+
+
+def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> list[str]:
+    """Set one value in place; changing a union's tag drops the fields that the new member does not have."""
+    option: type[Option] | None = TrainConfig
+    here, parts = merged, path.split(".")
+    for part in parts[:-1]:
+        field = option.model_fields.get(part) if option else None
+        child = here.get(part, {})
+        if field is None or not option_classes(field.annotation) or not isinstance(child, dict):
+            known = _known(option)
+            problems.append(Problem(path, f"{part} is not a section.{did_you_mean(part, known)}"))
+            return []
+        here[part] = child
+        option, here = member_for(field, child), child
+    leaf = parts[-1]
+    field = option.model_fields.get(leaf) if option else None
+    if field is None and option is not None:
+        problems.append(Problem(path, f"unknown field.{did_you_mean(leaf, _known(option))}"))
+        return []
+    here[leaf] = parse_value(field, text)
+    parent = _field_at(parts[:-1], merged)
+    union = union_of(parent) if parent is not None else None
+    member = member_for(parent, here) if parent is not None and union is not None and union.tag == leaf else None
+    if member is not None:
+        kept = member.model_fields
+        dropped = [key for key in here if key not in kept]
+        for key in dropped:
+            del here[key]
+        if dropped:
+            return [f"{path}={text}: dropped {', '.join(dropped)}, which {text} does not have"]
+    return []
+
+
+def _field_at(parts: list[str], merged: Json) -> FieldInfo | None:
+    """The field at a path of sections."""
+    option: type[Option] | None = TrainConfig
+    field, here = None, merged
+    for part in parts:
+        field = option.model_fields.get(part) if option else None
+        here = here.get(part, {}) if isinstance(here, dict) else {}
+        option = member_for(field, here) if field else None
+    return field
+
+
+def _known(option: type[Option] | None) -> list[str]:
+    return [field.alias or name for name, field in option.model_fields.items()] if option else []
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """`` Did you mean X?``, or what is known."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}"
+
+
+def parse_value(field: FieldInfo | None, text: str) -> Any:
+    """An override's text as the field's type reads it: ``name=123`` is text, ``train.steps=123`` a number."""
+    try:
+        as_json = json.loads(text, parse_constant=_no_constant)
+    except ValueError:
+        return text
+    if field is None or field.annotation is None or option_classes(field.annotation):
+        return as_json
+    adapter: TypeAdapter[Any] = TypeAdapter(field.annotation)
+    for candidate in (None, text, as_json) if as_json is None else (text, as_json):
+        try:
+            adapter.validate_json(json.dumps(candidate), strict=True)
+        except ValidationError:
+            continue
+        return candidate
+    return as_json
+
+
+def with_default_tags(option: type[Option], data: Any) -> Any:
+    """The JSON with each union's default tag written out where it is left out."""
+    if not isinstance(data, dict):
+        return data
+    result = dict(data)
+    for name, field in option.model_fields.items():
+        if not isinstance(result.get(name), dict):
+            continue
+        union = union_of(field)
+        if union is not None and union.tag not in result[name]:
+            result[name] = {union.tag: union.default, **result[name]}
+        member = member_for(field, result[name])
+        if member is not None:
+            result[name] = with_default_tags(member, result[name])
+    return result
+
+
+def validate(
+    data: Json,
+    source: str,
+    problems: list[Problem] | None = None,
+    needs_data: bool = True,
+    needs_model: bool = True,
+) -> TrainConfig:
+    """Validate once, strictly, in JSON mode; then the rules between fields.
+
+    Fields with a problem of their own are left out before the rules are asked, so that all problems come at once.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    found = [*(problems or []), *(Problem(path, _SECRET) for path in secret_paths(data))]
+    data = with_default_tags(TrainConfig, with_profile(data, _trains_base(data)))
+    config = _attempt(data, found)
+    unheard = list(found)
+    for _ in range(REPAIRS):
+        if config is None:
+            config = _attempt(_repaired(data, unheard), unheard)
+    if config is not None:
+        bad = {problem.path for problem in found}
+        found += [problem for problem in config.rules() if problem.path not in bad]
+        absent = tuple(part for part, needed in (("data.", needs_data), ("model.", needs_model)) if not needed)
+        found += [problem for problem in _checks_of_files(config, bad) if not problem.path.startswith(absent)]
+    if found or config is None:
+        raise ConfigError(found, source)
+    return config
+
+
+_SECRET = (
+    "holds a token or a password. The configuration is copied into checkpoints, results and reports: leave it out, and "
+    "set HF_TOKEN or WANDB_API_KEY in the environment"
+)
+
+
+def _trains_base(data: Json) -> bool:
+    """Whether the adapter that a JSON names trains base weights."""
+    member = member_for(TrainConfig.model_fields["adapter"], data.get("adapter", {}))
+    return bool(getattr(member, "trains_base", False))
+
+
+def _checks_of_files(config: TrainConfig, bad: set[str]) -> list[Problem]:
+    """What can be said of folders and shapes without torch and without the network."""
+    from simpletune.config.resolve import file_problems
+
+    found = [problem for problem in file_problems(config) if problem.path not in bad]
+    return [problem for problem in found if not any(problem.path.startswith(f"{path}.") for path in bad)]
+
+
+def _attempt(data: Json, found: list[Problem]) -> TrainConfig | None:
+    try:
+        return TrainConfig.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        found += problems_of(error, data)
+        return None
+
+
+def _repaired(data: Json, found: list[Problem]) -> Json:
+    """The JSON without what was complained of; required values get a stand-in, whose own problems nobody hears."""
+    result = copy.deepcopy(data)
+    for problem in found:
+        here: Any = result
+        *parents, leaf = problem.path.split(".")
+        for part in parents:
+            here = here.get(part) if isinstance(here, dict) else None
+        if isinstance(here, dict):
+            here.pop(leaf, None)
+    if not isinstance(result.setdefault("data", {}), dict):
+        result["data"] = {}
+    result["data"].setdefault("path", "demo:pictures")
+    result.setdefault("name", "unnamed")
+    return with_default_tags(TrainConfig, result)

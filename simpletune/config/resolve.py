@@ -1,0 +1,89 @@
+"""Names in a configuration and the folders behind them: what can be checked without torch, and the demo's parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simpletune.config.schema import DEMO, TrainConfig
+from simpletune.demo import resolve, transformer_config
+from simpletune.models.sd3_shapes import parameter_shapes
+from simpletune.options import ConfigError, Problem, UserError
+
+MODEL_DEMOS = ["demo:tiny-sd3"]
+DATA_DEMOS = ["demo:pictures", "demo:subject"]
+
+
+def file_problems(config: TrainConfig) -> list[Problem]:
+    """Folders that are missing, and what does not fit the model's shapes; nothing is built or fetched."""
+    found: list[Problem] = []
+    if config.data.path.startswith(DEMO):
+        found += _demo_problems("data.path", config.data.path, DATA_DEMOS)
+    else:
+        found += config.data.problems(Path(config.data.path))
+    if config.is_demo:
+        unknown = _demo_problems("model.pretrained", config.model.pretrained, MODEL_DEMOS)
+        return found + (unknown or list(config.shape_rules(parameter_shapes(transformer_config()))))
+    model = list(config.model.problems())
+    if model:
+        return found + model
+    try:
+        shapes = config.model.shapes(fetch=False)
+    except UserError as error:
+        return [*found, Problem("model.pretrained", str(error))]
+    except (KeyError, TypeError) as error:
+        return [
+            *found,
+            Problem("model.pretrained", f"the transformer's config.json lacks {error}. It is not an SD3 model"),
+        ]
+    return found + (list(config.shape_rules(dict(shapes))) if shapes else [])
+
+
+def require_fit(config: TrainConfig) -> None:
+    """The rules that need the model's shapes, once it is here: ``check`` does not know those of every hub model.
+
+    Args:
+        config: with folders resolved.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    problems = list(config.shape_rules(parameter_shapes(config.model.known_config())))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _demo_problems(path: str, name: str, known: list[str]) -> list[Problem]:
+    if name in known:
+        return []
+    return [Problem(path, f"{name} is not part of the tool. Known: {', '.join(known)}")]
+
+
+def resolved(config: TrainConfig) -> TrainConfig:
+    """The same configuration with ``demo:`` names replaced by folders, which are made on first use.
+
+    What comes from the hub is fetched here, all of it at once, before anything else is begun.
+
+    Raises:
+        UserError: it cannot be fetched, or does not fit on the disk.
+    """
+    config = data_resolved(model_resolved(config))
+    config.model.fetch()
+    return config
+
+
+def data_resolved(config: TrainConfig) -> TrainConfig:
+    """The same configuration with the data's ``demo:`` name replaced by its folder."""
+    data = config.data
+    if not data.path.startswith(DEMO):
+        return config
+    data = data.model_copy(update={"path": str(resolve(data.path, Path(config.output.cache)))})
+    return config.model_copy(update={"data": data})
+
+
+def model_resolved(config: TrainConfig) -> TrainConfig:
+    """The same configuration with the model's ``demo:`` name replaced by its folder; nothing is fetched."""
+    if not config.is_demo:
+        return config
+    model = config.model
+    folder = resolve(model.pretrained, Path(config.output.cache))
+    return config.model_copy(update={"model": model.model_copy(update={"pretrained": str(folder)})})

@@ -1,0 +1,49 @@
+"""The pictures as training sees them, on one sheet, by bucket."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from PIL import Image, ImageDraw, ImageFont
+
+from simpletune.data.walk import shown
+from simpletune.data_report.scan import TILE, Look, Seen
+from simpletune.sheets import shortened
+
+COLUMNS, GAP, LINE = 8, 10, 16
+
+
+def tiles(found: Look) -> list[tuple[tuple[int, int], list[Seen]]]:
+    """The pictures that have a tile, by bucket, those with most pictures first."""
+    order = {row.size: place for place, row in enumerate(found.buckets)}
+    with_tile = sorted((seen for seen in found.usable if seen.tile), key=lambda s: (order[s.bucket], s.picture.name))
+    return [(bucket, list(group)) for bucket, group in groupby(with_tile, key=lambda seen: seen.bucket)]
+
+
+def sheet(found: Look) -> Image.Image:
+    """One picture of all tiles, each with its file's name, under its bucket's head."""
+    groups = tiles(found)
+    counts = {row.size: row for row in found.buckets}
+    columns = min(COLUMNS, max(len(group) for _, group in groups))
+    width = max(360, GAP + columns * (TILE + GAP))
+    heights = [_row_height(group) * -(-len(group) // columns) + LINE + GAP for _, group in groups]
+    image = Image.new("RGB", (width, GAP + sum(heights)), "white")
+    pen, font = ImageDraw.Draw(image), ImageFont.load_default(size=12)
+    top = GAP
+    for (bucket, group), height in zip(groups, heights, strict=True):
+        row = counts[bucket]
+        head = f"{bucket[0]}x{bucket[1]}: {row.pictures} pictures, {row.lost:.1%} cut away"
+        pen.text((GAP, top), head if len(group) == row.pictures else f"{head}, {len(group)} shown", "black", font)
+        for place, seen in enumerate(group):
+            line, column = divmod(place, columns)
+            left, upper = GAP + column * (TILE + GAP), top + LINE + GAP // 2 + line * _row_height(group)
+            assert seen.tile is not None
+            image.paste(seen.tile, (left, upper))
+            label = shortened(shown(seen.picture.name), TILE, pen, font)
+            pen.text((left, upper + seen.tile.height + 1), label, "dimgray", font)
+        top += height
+    return image
+
+
+def _row_height(group: list[Seen]) -> int:
+    return max(seen.tile.height for seen in group if seen.tile) + LINE + GAP // 2

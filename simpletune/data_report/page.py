@@ -1,0 +1,86 @@
+"""The look as one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+from PIL import Image
+
+from simpletune import __version__
+from simpletune.data.walk import shown
+from simpletune.data_report.contact_sheet import tiles
+from simpletune.data_report.scan import Look
+from simpletune.data_report.text import aspects, limit_in_words, outcome, plural, sizes
+from simpletune.report.templates import ASSETS, page_template
+
+LISTED = 200  # rows of a table
+
+
+def page(found: Look, title: str) -> str:
+    """The page."""
+    groups = [
+        (bucket, [(seen, _embedded(seen.tile)) for seen in group if seen.tile is not None])
+        for bucket, group in tiles(found)
+    ]
+    return page_template("dataset", shown=shown).render(
+        found=found,
+        title=title,
+        groups=groups,
+        rows={row.size: row for row in found.buckets},
+        tables=list(_tables(found)),
+        charts=_charts(found) if found.usable else [],
+        outcome=outcome(found),
+        plural=plural,
+        listed=LISTED,
+        style=(ASSETS / "report" / "page.css").read_text(encoding="utf-8"),
+        more=(ASSETS / "dataset" / "page.css").read_text(encoding="utf-8"),
+        made_by=f"simpletune {__version__}",
+    )
+
+
+def _charts(found: Look) -> list[tuple[str, list[tuple[str, int, float]]]]:
+    return [
+        ("Size, as the side of a square of equal area", _bars(sizes(found))),
+        ("Width to height", _bars(aspects(found))),
+    ]
+
+
+def _bars(rows: list[tuple[str, int]]) -> list[tuple[str, int, float]]:
+    """(name, count, per cent of the largest)."""
+    most = max(count for _, count in rows) or 1
+    return [(name, count, 100 * count / most) for name, count in rows]
+
+
+def _tables(found: Look) -> Any:
+    """(title, what it means, head, rows) of each table that has rows."""
+    joined = [("\n".join(shown(name) for name in group),) for group in found.exact]
+    near = [("\n".join(shown(name) for name in group),) for group in found.near]
+    small = [
+        (shown(s.picture.name), f"{s.picture.size[0]} x {s.picture.size[1]}", f"{s.bucket[0]} x {s.bucket[1]}",
+         f"{s.upscale:.2f}")
+        for s in found.small
+    ]  # fmt: skip
+    same = [(shown(caption), str(len(names))) for caption, names in found.same_caption.items()]
+    every = [
+        ("Cannot be used", "", ("what", "why"), [(shown(r.name), r.reason) for r in found.rejected]),
+        ("Scaled up", "smaller than their bucket", ("picture", "size", "bucket", "times"), small),
+        ("The same bytes", "trained on more often than others", ("pictures",), joined),
+        ("Nearly the same", "by difference hash and colours: look at them", ("pictures",), near),
+        ("Captions that several pictures have", "", ("caption", "pictures"), same),
+        (
+            "Captions that are too long",
+            f"of more than {limit_in_words(found)}: the CLIP encoders see only the beginning",
+            ("picture", "length"),
+            [(shown(name), f"{length:,}") for name, length in found.long],
+        ),
+    ]
+    yield from (table for table in every if table[3])
+
+
+def _embedded(tile: Image.Image) -> str:
+    """A tile as a WebP data URI."""
+    buffer = io.BytesIO()
+    tile.save(buffer, "WEBP", quality=78, method=4)
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,59 @@
+"""``simpletune data``: the look, printed and written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from simpletune.config.resolve import data_resolved
+from simpletune.config.schema import TrainConfig
+from simpletune.data_report.contact_sheet import sheet
+from simpletune.data_report.page import page
+from simpletune.data_report.scan import Look, look
+from simpletune.data_report.text import as_json, text
+from simpletune.options import UserError
+from simpletune.system.console import say, silent
+
+PAGE, SHEET, FIGURES = "data.html", "sheet.png", "data.json"
+
+
+def report(config: TrainConfig, out: Path | None, as_figures: bool = False, shown: int = 96) -> Look:
+    """Look at a configuration's data, print what was found, and write page, sheet and figures.
+
+    Args:
+        config: as the user gave it.
+        out: the folder to write; None: nothing is written.
+        as_figures: print JSON and nothing else.
+        shown: pictures on the sheet and the page.
+
+    Raises:
+        UserError: nothing is usable, or the folder cannot be written.
+    """
+    here = data_resolved(config)
+    if as_figures:
+        with silent():
+            found = look(here, shown, config.data.path)
+        print(json.dumps(as_json(found)))
+    else:
+        found = look(here, shown, config.data.path)
+        say(text(found))
+    if out is not None:
+        try:
+            written = _write(found, config.name, out)
+        except OSError as error:
+            raise UserError(f"--out: {out} cannot be written ({error}). Name another folder") from None
+        if not as_figures:
+            say(f"{'written':<10} {', '.join(str(file) for file in written)}")
+    if not found.usable:
+        raise UserError(f"data.path: {config.data.path} holds no usable picture. Mend what is listed above")
+    return found
+
+
+def _write(found: Look, title: str, out: Path) -> list[Path]:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / PAGE).write_text(page(found, title), encoding="utf-8")
+    (out / FIGURES).write_text(json.dumps(as_json(found), indent=1), encoding="utf-8")
+    if not any(seen.tile for seen in found.usable):
+        return [out / PAGE, out / FIGURES]
+    sheet(found).save(out / SHEET, optimize=True)
+    return [out / PAGE, out / SHEET, out / FIGURES]

@@ -1,0 +1,143 @@
+"""What was found, in words for a terminal, and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from simpletune.data.walk import shown
+from simpletune.data_report.scan import LONG, Look
+from simpletune.data_report.token_counts import LIMIT
+
+LISTED = 10  # names on a screen
+SIZES = ("under half of it", "half of it to all", "up to twice", "up to four times", "more")
+ASPECTS = {"1:3 and narrower": 0.3334, "1:2": 0.58, "2:3": 0.71, "3:4": 0.87, "square": 1.15, "4:3": 1.42,
+           "3:2": 1.73, "2:1": 2.5, "3:1 and wider": float("inf")}  # fmt: skip
+
+
+def plural(count: int, word: str) -> str:
+    """A count with its word."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def sizes(found: Look) -> list[tuple[str, int]]:
+    """How many pictures have which size: the side of the square of the same area, beside the training's resolution."""
+    counts = [0] * len(SIZES)
+    for seen in found.usable:
+        side = (seen.picture.size[0] * seen.picture.size[1]) ** 0.5 / found.resolution
+        counts[sum(side >= edge for edge in (0.5, 1, 2.0001, 4.0001))] += 1
+    edges = [round(found.resolution * edge) for edge in (0.5, 1, 2, 4)]
+    names = [
+        f"under {edges[0]} px",
+        *(f"{low} to {high} px" for low, high in zip(edges, edges[1:], strict=False)),
+        f"over {edges[3]} px",
+    ]
+    return list(zip(names, counts, strict=True))
+
+
+def aspects(found: Look) -> list[tuple[str, int]]:
+    """How many pictures have which aspect ratio, width to height."""
+    counts = dict.fromkeys(ASPECTS, 0)
+    for seen in found.usable:
+        aspect = seen.picture.size[0] / seen.picture.size[1]
+        counts[next(name for name, edge in ASPECTS.items() if aspect < edge or edge == float("inf"))] += 1
+    return list(counts.items())
+
+
+def outcome(found: Look) -> str:
+    """What training would do about those that cannot be used."""
+    if not found.rejected:
+        return "nothing is left out"
+    if found.on_error == "skip":
+        return "training leaves them out (data.on_error=skip)"
+    return "training would stop (data.on_error=stop): mend them, or set data.on_error=skip"
+
+
+def limit_in_words(found: Look) -> str:
+    """What a caption is too long by."""
+    return f"{LIMIT} CLIP tokens" if found.tokens else f"{LONG} characters, no tokenizer being at hand"
+
+
+def text(found: Look) -> str:
+    """The whole look, as lines; lists are cut after a few."""
+    return "\n".join(f"{title:<10} {line}" for title, line in _lines(found))
+
+
+def _lines(found: Look) -> Iterator[tuple[str, str]]:
+    total = len(found.usable) + sum(each.kind == "picture" for each in found.rejected)
+    yield "data", f"{shown(found.path)}: {plural(total, 'picture')}, {len(found.usable)} usable"
+    yield "captions", shown(f"from {found.captions}")
+    if found.left_alone:
+        counted = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.left_alone.items()))
+        yield "not read", f"{counted}: convert them to jpg, png or webp if they belong to it"
+    if found.rejected:
+        yield "unusable", f"{plural(len(found.rejected), 'entry').replace('entrys', 'entries')}; {outcome(found)}"
+        yield from _listed([f"{shown(each.name)}: {each.reason}" for each in found.rejected])
+    if found.small:
+        yield "small", f"{plural(len(found.small), 'picture')} scaled up to fill a bucket"
+        yield from _listed([f"{shown(seen.picture.name)}: {seen.upscale:.2f} times" for seen in found.small])
+    for title, groups, what in (
+        ("duplicate", found.exact, "with the same bytes"),
+        ("alike", found.near, "nearly the same"),
+    ):
+        if groups:
+            yield title, f"{plural(len(groups), 'group')} of pictures {what}"
+            yield from _listed([", ".join(shown(name) for name in group[:LISTED]) for group in groups])
+    if found.same_caption:
+        yield "same text", f"{plural(len(found.same_caption), 'caption')} with several pictures"
+        yield from _listed([f"{len(names)} times: {shown(c)}" for c, names in found.same_caption.items()])
+    if found.long:
+        yield "too long", f"{plural(len(found.long), 'caption')} of more than {limit_in_words(found)}"
+        yield from _listed([f"{shown(name)}: {length:,}" for name, length in found.long])
+    if found.usable:
+        yield from _measures(found)
+
+
+def _measures(found: Look) -> Iterator[tuple[str, str]]:
+    yield "sizes", ", ".join(f"{name}: {count}" for name, count in sizes(found) if count)
+    yield "aspects", ", ".join(f"{name}: {count}" for name, count in aspects(found) if count)
+    yield "buckets", f"{len(found.buckets)}; pictures, batches, repeated to fill the last batch, cut away"
+    yield from _listed([
+        f"{row.size[0]}x{row.size[1]}: {row.pictures}, {row.batches}, {row.repeated}, {row.lost:.1%}"
+        for row in found.buckets
+    ])  # fmt: skip
+    batches, repeated = sum(row.batches for row in found.buckets), sum(row.repeated for row in found.buckets)
+    samples = sum(row.samples for row in found.buckets)
+    yield (
+        "an epoch",
+        f"{plural(found.steps, 'step')} of {found.batch}; {plural(samples, 'sample')} in {plural(batches, 'batch')}, "
+        f"{repeated} repeated, 0 dropped".replace("batchs", "batches"),
+    )
+
+
+def _listed(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for line in lines[:LISTED]:
+        yield "", f"  {line}"
+    if len(lines) > LISTED:
+        yield "", f"  and {len(lines) - LISTED} more"
+
+
+def as_json(found: Look) -> dict[str, Any]:
+    """All of it, nothing cut short."""
+    return {
+        "path": found.path, "captions": found.captions, "on_error": found.on_error, "left_alone": found.left_alone,
+        "usable": [
+            {"name": seen.picture.name, "size": seen.picture.size, "bucket": seen.bucket,
+             "caption": seen.picture.caption, "upscale": round(seen.upscale, 4),
+             "cut_away": round(seen.lost, 4), "sha256": seen.picture.digest}
+            for seen in found.usable
+        ],
+        "unusable": [{"name": each.name, "kind": each.kind, "reason": each.reason} for each in found.rejected],
+        "without_caption": [each.name for each in found.uncaptioned],
+        "scaled_up": {seen.picture.name: round(seen.upscale, 4) for seen in found.small},
+        "duplicates": found.exact, "alike": found.near, "same_caption": found.same_caption,
+        "too_long": {"limit": limit_in_words(found), "captions": dict(found.long)},
+        "sizes": dict(sizes(found)) if found.usable else {}, "aspects": dict(aspects(found)),
+        "buckets": [
+            {"size": row.size, "pictures": row.pictures, "samples": row.samples, "batches": row.batches,
+             "repeated": row.repeated, "cut_away": round(row.lost, 4)}
+            for row in found.buckets
+        ],
+        "epoch": {"steps": found.steps, "pictures_a_step": found.batch, "dropped": 0,
+                  "repeated": sum(row.repeated for row in found.buckets)},
+    }  # fmt: skip

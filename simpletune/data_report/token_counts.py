@@ -1,0 +1,44 @@
+"""How many CLIP tokens captions have, where a tokenizer is at hand: nothing is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from simpletune.config.resolve import MODEL_DEMOS, model_resolved
+from simpletune.config.schema import TrainConfig
+from simpletune.models.hub import HubPart, in_cache, is_hub_name
+from simpletune.models.hub_download import Repository
+from simpletune.models.sd3_sources import is_single_file, provider
+from simpletune.options import UserError
+
+LIMIT = 77  # tokens that CLIP sees, the two that begin and end a prompt among them
+
+
+def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | None:
+    """Tokens of each caption; None where no tokenizer is at hand."""
+    folder = _tokenizer_folder(config)
+    if folder is None or not captions:
+        return None
+    from transformers import CLIPTokenizer
+
+    tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+    return [len(ids) for ids in tokenizer(list(captions), verbose=False).input_ids]
+
+
+def _tokenizer_folder(config: TrainConfig) -> Path | None:
+    if config.is_demo:
+        if config.model.pretrained not in MODEL_DEMOS:
+            return None
+        config = model_resolved(config)
+    try:
+        field, value = provider(config.model, "tokenizer")
+    except (UserError, OSError):  # a single file that is not here, or broken: training says so
+        return None
+    if value is None or is_single_file(value):
+        return None
+    if is_hub_name(value):
+        revision = config.model.revision if field == "pretrained" else None
+        return in_cache(HubPart(Repository(value, revision), "tokenizer", False))
+    folder = Path(value) / "tokenizer"
+    return folder if (folder / "vocab.json").exists() or (folder / "tokenizer.json").exists() else None

@@ -1,0 +1,193 @@
+"""Pictures of several models side by side, from the same noise and in the same precision: ``simpletune compare``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from simpletune.drawing.compare_page import write_page
+from simpletune.drawing.generate import Studio, open_studio, requests_of
+from simpletune.drawing.metrics import Clip, Dino, latent_distance, pixel_difference
+from simpletune.drawing.session import Drawn
+from simpletune.options import UserError
+from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.sample import Request, save_png
+from simpletune.runs.checkpoint import write_json
+from simpletune.runs.weights import (
+    BASE,
+    LORA_FILE,
+    TRAINABLE,
+    TRANSFORMER,
+    Weights,
+    checkpoints_of,
+    lora_weights,
+    precision_of,
+    result_of,
+    split_scale,
+)
+from simpletune.sheets import grid
+from simpletune.system.console import say
+
+SCALES = (0.5, 1.0)
+PAGE, SHEET, FIGURES = "compare.html", "grid.png", "compare.json"
+
+
+def models_to_compare(studio: Studio, args: argparse.Namespace) -> list[Weights]:
+    """The base first, then what the arguments name, or the run's result; each once.
+
+    Raises:
+        UserError: there is neither a run nor another name.
+    """
+    scales = args.scale or SCALES
+    models = [BASE, *(weights for name in args.models for weights in named(name))]
+    for text in args.lora or ():
+        name, scale = split_scale(text)
+        models += [lora_weights(name, each) for each in (scales if scale is None else [scale])]
+    if args.checkpoints:
+        runs = [Path(name) for name in args.models if (Path(name) / "checkpoints").is_dir()]
+        if not runs and studio.run is None:
+            raise UserError("--checkpoints: no run is given. Give one: --run FOLDER")
+        if not runs and studio.run is not None:
+            runs = [studio.run]
+        models += [w for run in runs for scale in args.scale or [1.0] for w in checkpoints_of(run, scale)]
+    if len(models) == 1 and not args.models:
+        if studio.run is None:
+            raise UserError("--lora: no LoRA is given, and no run. Give one of them")
+        models += dict.fromkeys(result_of(studio.run, scale) for scale in scales)
+    return list(dict.fromkeys(models))
+
+
+def named(text: str) -> list[Weights]:
+    """The weights that a name on the command line stands for: ``base``, a run or checkpoint, a LoRA, a transformer.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if text == "base":
+        return [BASE]
+    name, scale = split_scale(text)
+    folder = Path(name)
+    if (folder / TRANSFORMER).is_dir() or (folder / LORA_FILE).exists():
+        found = result_of(folder, 1.0 if scale is None else scale)
+    elif (folder / TRAINABLE).exists():
+        found = Weights(name, trained=folder / TRAINABLE, short=folder.name)
+    elif (folder / "config.json").exists() and any(folder.glob("*.safetensors*")):
+        found = Weights(name, transformer=folder, short=folder.name)
+    else:
+        return [lora_weights(name, 1.0 if scale is None else scale)]
+    if scale is not None and found.lora is None:
+        raise UserError(f"{text}: a full model has no strength. Leave :{scale:g} out")
+    return [found]
+
+
+def compare(args: argparse.Namespace) -> Path:
+    """Draw every request with every model; write single pictures, one grid, a page and the figures.
+
+    Args:
+        args: as ``generate_arguments.add_compare_arguments`` describes.
+
+    Returns:
+        The grid.
+    """
+    studio = open_studio(args)
+    models = models_to_compare(studio, args)
+    requests = requests_of(studio, args, studio.config.validation.prompts or (None,))
+    folder = args.output or (studio.run / "compare" if studio.run else Path("inference-out") / "compare")
+    columns = studio.draw_all(models, requests)
+    figures = [figures_of(studio, column, columns[0]) for column in columns]
+    add_scores(studio, args, columns, requests, figures)
+    for column, figure in zip(columns, figures, strict=True):
+        save_pictures(folder, column, requests, figure, studio.speed.lossy())
+        away = np.mean(figure["difference_from_base"])
+        seconds = figure["seconds_per_picture"]
+        say(f"{column.weights.label}: {seconds:.2f} s per picture, mean difference from the base {away:.4f}")
+    sheet, precision = folder / SHEET, studio.config.precision.weights
+    rows = [(caption(request), [column.pictures[n] for column in columns]) for n, request in enumerate(requests)]
+    grid(rows, [column.weights.title for column in columns]).save(sheet)
+    about = {
+        "precision": precision, "device": studio.reason, "peak_memory": studio.memory(),
+        **studio.speed.lossy(), "stages": studio.stages.as_json(),
+        "pictures": [{**request.__dict__, "image": request.image and str(request.image)} for request in requests],
+    }  # fmt: skip
+    write_json(folder / FIGURES, {**about, "models": figures})
+    page = write_page(folder / PAGE, columns, requests, figures, about)
+    warn_of_precisions(figures)
+    say(f"{sheet}: {len(models)} models, {len(requests)} pictures each, {precision} weights on {studio.reason}")
+    say(f"  {page}: with a slider, offline")
+    say(f"  peak memory {studio.memory()}")
+    return sheet
+
+
+def figures_of(studio: Studio, column: Drawn, base: Drawn) -> dict[str, Any]:
+    """What one model took, and how far its pictures are from the base's."""
+    return {
+        "weights": column.weights.label,
+        "title": column.weights.title,
+        "precision": getattr(precision_of(studio.config, column.weights), "weights"),  # noqa: B009 members own it
+        "seconds_per_picture": column.denoise + column.decode,
+        "seconds": {"denoise": column.denoise, "decode": column.decode},
+        "difference_from_base": [pixel_difference(a, b) for a, b in zip(column.pictures, base.pictures, strict=True)],
+        "latent_distance_from_base": [latent_distance(a, b) for a, b in zip(column.latents, base.latents, strict=True)],
+    }
+
+
+def add_scores(
+    studio: Studio,
+    args: argparse.Namespace,
+    columns: Sequence[Drawn],
+    requests: Sequence[Request],
+    figures: Sequence[dict[str, Any]],
+) -> None:
+    """Cosines by the encoders that the user named, added to the figures, one encoder in memory at a time."""
+    if args.clip:
+        with studio.stages.stage("clip"):
+            clip = Clip(args.clip, studio.device)
+            prompts = clip.of_prompts([request.prompt for request in requests])
+            seen = [clip.of_pictures(column.pictures) for column in columns]
+            del clip
+            free_memory(studio.device)
+        for figure, pictures in zip(figures, seen, strict=True):
+            figure["clip_prompt"] = (pictures * prompts).sum(-1).tolist()
+            figure["clip_base"] = (pictures * seen[0]).sum(-1).tolist()
+    if args.dino:
+        with studio.stages.stage("dino"):
+            dino = Dino(args.dino, studio.device)
+            seen = [dino.of_pictures(column.pictures) for column in columns]
+            del dino
+            free_memory(studio.device)
+        for figure, pictures in zip(figures, seen, strict=True):
+            figure["dino_base"] = (pictures * seen[0]).sum(-1).tolist()
+
+
+def save_pictures(
+    folder: Path, column: Drawn, requests: Sequence[Request], figure: dict[str, Any], lossy: dict[str, str]
+) -> None:
+    """Single PNGs of one model, each with how it was made."""
+    weights = column.weights
+    more = {"weights": weights.label, "precision": figure["precision"], **lossy}
+    for number, (picture, request) in enumerate(zip(column.pictures, requests, strict=True)):
+        save_png(picture, folder / file_name(weights.label) / f"{number:03d}.png", request, **more)
+
+
+def warn_of_precisions(figures: Sequence[dict[str, Any]]) -> None:
+    """Say when models could not be held alike."""
+    precisions = {figure["precision"] for figure in figures}
+    if len(precisions) > 1:
+        listed = "; ".join(f"{figure['title']}: {figure['precision']}" for figure in figures)
+        say(f"NOT in the same precision, so differences are not the training's alone: {listed}")
+        say("  weights that replace the base's are not quantised; --precision bf16 holds all of them alike")
+
+
+def caption(request: Request) -> str:
+    """A request in words."""
+    return f"{request.prompt}  (seed {request.seed})"
+
+
+def file_name(label: str) -> str:
+    """A label as a folder's name."""
+    return re.sub(r"[^\w.-]+", "-", label).strip("-")

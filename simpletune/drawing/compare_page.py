@@ -1,0 +1,77 @@
+"""The page that ``simpletune compare`` writes: one file, everything in it, nothing fetched."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from simpletune.drawing.session import Drawn
+from simpletune.pipeline.sample import Request
+from simpletune.report.templates import page_template
+
+LOSSLESS = 256  # pixels; larger pictures are embedded as WebP, the PNGs lie beside the page
+MEASURES = {
+    "difference_from_base": ("pixels", "mean difference from the base's picture, 0 to 1"),
+    "latent_distance_from_base": ("latents", "root mean square distance from the base's latents"),
+    "clip_prompt": ("CLIP, prompt", "cosine of picture and prompt by CLIP"),
+    "clip_base": ("CLIP, base", "cosine with the base's picture by CLIP"),
+    "dino_base": ("DINO, base", "cosine with the base's picture by DINO"),
+}
+
+
+def write_page(
+    file: Path,
+    columns: Sequence[Drawn],
+    requests: Sequence[Request],
+    figures: Sequence[Mapping[str, Any]],
+    about: Mapping[str, Any],
+) -> Path:
+    """Write the page: a slider between any two models, a table of all pictures, and the measures.
+
+    Args:
+        file: where.
+        columns: a model each, the base first.
+        requests: a row each.
+        figures: of each model, as ``compare.json`` holds them.
+        about: the comparison: ``device``, ``precision``, ``peak_memory``.
+
+    Returns:
+        The file.
+    """
+    shown = {key: words for key, words in MEASURES.items() if key in figures[0]}
+    rows = [
+        {
+            "prompt": request.prompt, "seed": request.seed, "size": f"{request.width} x {request.height}",
+            "how": f"{request.steps} steps, guidance {request.guidance:g}", "negative": request.negative_prompt,
+            "cells": [embedded(column.pictures[number]) for column in columns],
+            "away": [figure["difference_from_base"][number] for figure in figures],
+        }
+        for number, request in enumerate(requests)
+    ]  # fmt: skip
+    models = [
+        {"title": f["title"], "label": f["weights"], "precision": f["precision"], "seconds": f["seconds_per_picture"],
+         "denoise": f["seconds"]["denoise"], "decode": f["seconds"]["decode"],
+         "means": [float(np.mean(f[key])) for key in shown]}
+        for f in figures
+    ]  # fmt: skip
+    small = max(request.width for request in requests) <= LOSSLESS
+    text = page_template("compare").render(
+        models=models, rows=rows, measures=list(shown.values()), about=about, small=small
+    )
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def embedded(image: Image.Image) -> str:
+    """A picture as a data URI: a small one as it is, a large one as WebP."""
+    data = io.BytesIO()
+    lossless = max(image.size) <= LOSSLESS
+    image.save(data, "PNG") if lossless else image.save(data, "WEBP", quality=92)
+    kind = "png" if lossless else "webp"
+    return f"data:image/{kind};base64,{base64.b64encode(data.getvalue()).decode()}"

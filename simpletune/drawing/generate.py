@@ -1,0 +1,127 @@
+"""Drawing with the base model, a LoRA, or a run's result: ``simpletune generate`` and the inference scripts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from PIL import Image
+
+from simpletune.drawing.session import Studio, given, open_studio
+from simpletune.options import UserError
+from simpletune.pipeline.sample import Request, save_png
+from simpletune.runs.weights import (
+    BASE,
+    Weights,
+    full_model_of,
+    lora_weights,
+    precision_of,
+    result_of,
+    split_scale,
+    together,
+)
+from simpletune.system.console import say
+
+
+def request_of(studio: Studio, args: argparse.Namespace, prompt: str | None) -> Request:
+    """The picture that the run's first validation picture is, changed by the arguments."""
+    option = studio.config.validation
+    width, height = args.size or studio.config.picture_size()
+    prompt = prompt or default_prompt(studio)
+    request = Request(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
+    request = replace(request, **given(args, "seed", "negative_prompt", "steps", "guidance", "image", "strength"))
+    if request.image is None and given(args, "strength"):
+        raise UserError(f"--strength: {args.strength:g} is for a starting picture. Give one: --image FILE")
+    return request
+
+
+def requests_of(studio: Studio, args: argparse.Namespace, default: Sequence[str | None] = (None,)) -> list[Request]:
+    """Every prompt with every seed.
+
+    Args:
+        default: prompts where none is given; None: the run's first.
+    """
+    prompts = args.prompt or default
+    first = [request_of(studio, args, prompt) for prompt in prompts]
+    return [replace(request, seed=request.seed + number) for request in first for number in range(args.seeds)]
+
+
+def default_prompt(studio: Studio) -> str:
+    """The run's first validation prompt; where it drew with the first caption, that one."""
+    if studio.config.validation.prompts:
+        return studio.config.validation.prompts[0]
+    if studio.run is None:
+        raise UserError('--prompt: say what to draw, as in --prompt "a lighthouse at dusk"')
+    for file in sorted((studio.run / "samples" / "base").glob("*.png")):
+        return Image.open(file).text["prompt"]  # type: ignore[attr-defined]
+    return studio.config.data.scan(Path(studio.config.data.path)).pictures[0].caption
+
+
+def weights_of(studio: Studio, args: argparse.Namespace) -> tuple[str, Weights]:
+    """The weights that arguments ask for, and the picture's name.
+
+    Raises:
+        UserError: there is no run to take them from.
+    """
+    if args.base:
+        return "base", BASE
+    if args.lora:
+        asked = [split_scale(text, args.scale) for text in args.lora]
+        loras = [lora_weights(name, args.scale if scale is None else scale) for name, scale in asked]
+        return "lora", _fused(studio, args, together(loras))
+    if studio.run is None:
+        raise UserError("--lora: no file is given, and no run. Give a LoRA, or --base")
+    if args.full:
+        return "full", full_model_of(studio.run)
+    weights = result_of(studio.run, args.scale)
+    return ("full" if weights.transformer else "lora"), _fused(studio, args, weights)
+
+
+def _fused(studio: Studio, args: argparse.Namespace, weights: Weights) -> Weights:
+    """With ``--fuse``: the LoRA added to the base's weights, W + scale B A, so that it costs no time.
+
+    Raises:
+        UserError: the base is quantised.
+    """
+    if not given(args, "fuse") or not args.fuse or weights.lora is None:
+        return weights
+    precision = studio.config.precision
+    if not precision.trainable:
+        raise UserError(
+            f"--fuse: into {precision.weights} weights a LoRA cannot be added: rounding them again would lose most of "
+            "it. Use --precision bf16, or leave --fuse out"
+        )
+    return replace(weights, label=f"{weights.label}, fused", short=f"{weights.title}, fused", merged=True)
+
+
+def generate(args: argparse.Namespace) -> Path:
+    """Draw pictures and say how long it took and how much memory.
+
+    Args:
+        args: as ``generate_arguments.add_arguments`` describes.
+
+    Returns:
+        The PNG; of several the first.
+    """
+    studio = open_studio(args)
+    name, weights = weights_of(studio, args)
+    requests = requests_of(studio, args)
+    (drawn,) = studio.draw_all([weights], requests)
+    folder = studio.run / "inference" if studio.run else Path("inference-out")
+    first = args.output or folder / f"{name}.png"
+    files = [first.with_stem(f"{first.stem}-{number:03d}") for number in range(len(requests))]
+    files = files if len(files) > 1 else [first]
+    precision = getattr(precision_of(studio.config, weights), "weights")  # noqa: B009 members own it
+    more = {"weights": weights.label, "precision": precision, **studio.speed.lossy()}
+    for file, picture, request in zip(files, drawn.pictures, requests, strict=True):
+        save_png(picture, file, request, **more)
+        say(f"{file}: {weights.label}, {precision} weights on {studio.reason}")
+        say(f"  prompt {request.prompt!r}, seed {request.seed}, {request.steps} steps, guidance {request.guidance:g}")
+    for text in studio.speed.lossy().values():
+        say(f"  lossy: {text}")
+    say(f"  {drawn.denoise + drawn.decode:.2f} s per picture, peak memory {studio.memory()}")
+    compiling = " (with the compiling)" if studio.speed.compiled else ""
+    say(f"  denoise {drawn.denoise:.2f} s{compiling}, decode {drawn.decode:.2f} s")
+    return files[0]

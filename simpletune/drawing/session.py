@@ -1,0 +1,236 @@
+"""Drawing with any weights: what it needs beside them is opened once, nothing is in memory before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from simpletune.config.resolve import resolved
+from simpletune.config.schema import TrainConfig
+from simpletune.data.folder import Folder
+from simpletune.drawing.shared_base import Turns
+from simpletune.options import UserError
+from simpletune.pipeline.encode import TextCache, free_memory
+from simpletune.pipeline.sample import Request, decode, draw_latents, encode_starts
+from simpletune.quant import Precision
+from simpletune.runs.weights import Weights, find_run, precision_of, run_config
+from simpletune.system.devices import choose_device
+from simpletune.system.stage_timer import Stages
+
+MEMORY = ("modulation", "resident_blocks", "vae_tile")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What may make drawing faster.
+
+    Args:
+        batch_size: pictures that go through the transformer together.
+        reuse_guidance: steps for which one guidance difference serves; above 1 the pictures are others.
+        compiled: compile the transformer's blocks.
+    """
+
+    batch_size: int = 1
+    reuse_guidance: int = 1
+    compiled: bool = False
+
+    def lossy(self) -> dict[str, str]:
+        """What changes the pictures, for their metadata."""
+        if self.reuse_guidance == 1:
+            return {}
+        return {"lossy": f"one guidance difference for {self.reuse_guidance} steps"}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What some weights have drawn.
+
+    Args:
+        weights: which.
+        pictures: one for each request.
+        latents: their latents [1, c, h, w], fp32.
+        denoise: seconds a picture in the transformer.
+        decode: seconds a picture in the autoencoder.
+    """
+
+    weights: Weights
+    pictures: list[Image.Image]
+    latents: list[Tensor]
+    denoise: float
+    decode: float
+
+
+@dataclass
+class Studio:
+    """Everything for drawing that does not depend on the weights: configuration, device, prompts, autoencoder.
+
+    Args:
+        config: of the run, changed by arguments, with folders resolved.
+        run: the run's folder, or None.
+        device: where to.
+        reason: which device and why.
+        stages: time and memory so far.
+        speed: what may make drawing faster.
+    """
+
+    config: TrainConfig
+    run: Path | None
+    device: torch.device
+    reason: str
+    stages: Stages
+    speed: Speed = Speed()
+
+    def draw(self, weights: Weights, requests: Sequence[Request]) -> tuple[list[Image.Image], float]:
+        """Draw pictures with some weights.
+
+        Returns:
+            The pictures, and seconds per picture, loading left out.
+        """
+        (drawn,) = self.draw_all([weights], requests)
+        return drawn.pictures, drawn.denoise + drawn.decode
+
+    def draw_all(self, models: Sequence[Weights], requests: Sequence[Request]) -> list[Drawn]:
+        """Draw the same requests with several weights, from the same noise.
+
+        Text encoders, transformer and autoencoder are never in memory together: prompts are encoded first, all latents
+        are drawn next, and decoded when the transformer is gone. A base is loaded once for all LoRAs on it.
+
+        Returns:
+            In the order of the models.
+        """
+        config, speed, count = self.config, self.speed, len(requests)
+        text = TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache))
+        with self.stages.stage("text"):
+            text.fill([prompt for r in requests for prompt in (r.prompt, r.negative_prompt)], self.device)
+        starts = self._starts(requests)
+        turns = Turns(config, self.device, {(r.width, r.height) for r in requests}, speed.compiled)
+        latents: dict[Weights, tuple[list[Tensor], float]] = {}
+        for weights in turns.in_turn(dict.fromkeys(models)):
+            with self.stages.stage("load"):
+                transformer, modulation = turns.take(weights)
+            with self.stages.stage("denoise"):
+                clock = time.perf_counter()
+                precision = precision_of(config, weights)
+                drawn = draw_latents(
+                    transformer, config.model, precision, requests, text.load, modulation, starts, speed.batch_size,
+                    speed.reuse_guidance,
+                )  # fmt: skip
+                latents[weights] = drawn, (time.perf_counter() - clock) / count
+            del transformer, modulation
+        turns.free()
+        return self._decoded(models, latents)
+
+    def _starts(self, requests: Sequence[Request]) -> list[Tensor | None]:
+        if all(request.image is None for request in requests):
+            return [None] * len(requests)
+        with self.stages.stage("encode"):
+            vae = self._vae()
+            starts = encode_starts(vae, self.config.model, requests)
+            del vae
+            free_memory(self.device)
+        return starts
+
+    def _decoded(self, models: Sequence[Weights], latents: dict[Weights, tuple[list[Tensor], float]]) -> list[Drawn]:
+        with self.stages.stage("load"):
+            vae = self._vae()
+        done: dict[Weights, Drawn] = {}
+        for weights, (z, denoise) in latents.items():
+            with self.stages.stage("decode"):
+                clock = time.perf_counter()
+                pictures = decode(vae, self.config.model, z)
+            done[weights] = Drawn(weights, pictures, z, denoise, (time.perf_counter() - clock) / len(z))
+        del vae
+        free_memory(self.device)
+        return [done[weights] for weights in models]
+
+    def _vae(self) -> torch.nn.Module:
+        config = self.config
+        return config.model.load_vae(self.device, config.precision.encoder_dtype(), config.memory.vae_tile)
+
+    def memory(self) -> str:
+        """The peaks so far, in words."""
+        peak = self.stages.peak("peak_allocated_gib")
+        on_device = f"{peak:.2f} GiB on the GPU, " if peak is not None else ""
+        return f"{on_device}{self.stages.peak('peak_rss_gib'):.2f} GiB of the process"
+
+
+def open_studio(args: argparse.Namespace) -> Studio:
+    """The run that arguments name, or the newest, with their changes; ``--model`` alone needs no run.
+
+    Raises:
+        UserError: there is no run, or no usable device.
+    """
+    run = None if args.model and not args.run else find_run(args.run, args.runs)
+    if run is None:
+        config = TrainConfig(name="generate", data=Folder(path="demo:pictures"))
+    else:
+        config = run_config(run)
+    config = config.model_copy(update=_changes(config, args))
+    device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
+    studio = Studio(resolved(config), run, device, reason, Stages(cuda=device.type == "cuda"), speed_of(args))
+    _require_streamable(studio.config)
+    return studio
+
+
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The arguments of these names that were given."""
+    return {name: value for name in names if (value := vars(args).get(name)) is not None}
+
+
+def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]:
+    """The sections of a run's configuration that arguments change."""
+    changes: dict[str, object] = {}
+    model: dict[str, object] = {"pretrained": args.model, "init": "pretrained"} if args.model else {}
+    if given(args, "no_t5"):
+        model["t5"] = False
+    if model:
+        changes["model"] = config.model.model_copy(update=model)
+    if args.precision:
+        compute = {} if args.precision in ("bf16", "fp32") else {"compute": config.precision.compute}
+        changes["precision"] = TypeAdapter(Precision).validate_python({"weights": args.precision, **compute})
+    memory = given(args, *MEMORY)
+    if memory:
+        changes["memory"] = config.memory.model_copy(update=memory)
+    if args.device:
+        changes["device"] = args.device
+    return changes
+
+
+def speed_of(args: argparse.Namespace) -> Speed:
+    """What arguments ask for to be faster."""
+    asked = given(args, "batch_size", "reuse_guidance")
+    if given(args, "compile") and args.compile and given(args, "resident_blocks"):
+        raise UserError(
+            "--compile: compiled blocks expect their weights in one place, and --resident-blocks moves them. "
+            "Leave one of them out"
+        )
+    return Speed(**asked, compiled=bool(vars(args).get("compile")))
+
+
+def _require_streamable(config: TrainConfig) -> None:
+    """Blocks are streamed only where there are some, and their weights can move.
+
+    Raises:
+        UserError: they cannot.
+    """
+    resident, blocks = config.memory.resident_blocks, config.model.blocks()
+    if resident is None:
+        return
+    if resident >= blocks:
+        raise UserError(
+            f"--resident-blocks: {resident} leaves none of the model's {blocks} blocks to stream. Use 0 to {blocks - 1}"
+        )
+    if not config.precision.streamable:
+        raise UserError(
+            f"--resident-blocks: {config.precision.weights} weights cannot be brought in block by block. Use "
+            "another --precision"
+        )

@@ -1,0 +1,94 @@
+"""One base in memory, and the LoRAs that take turns on it: a comparison of ten strengths loads the weights once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from simpletune.adapters.lora_layers import bring_to, detach, rescale
+from simpletune.config.schema import TrainConfig
+from simpletune.lora.attach import load_loras
+from simpletune.lora.header import open_lora
+from simpletune.lora.read import updates_of
+from simpletune.models.compile import compile_blocks
+from simpletune.models.sd3_shapes import is_conditioning
+from simpletune.models.sizes import Size
+from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.modulation_plan import Modulation
+from simpletune.runs.weights import BASE, Weights, load_weights
+
+
+class Turns:
+    """The transformer, with the weights of whoever's turn it is.
+
+    Between LoRAs on one base only the LoRA is changed; at the base's turn none is attached, so that the base is what it
+    would be in a process that has never seen one. Other weights (a full model, a LoRA folded in) are loaded when their
+    turn comes, after the ones before have been freed.
+
+    Args:
+        config: with folders resolved.
+        device: where to.
+        sizes: (width, height) in pixels of every picture that will be drawn.
+        compiled: whether blocks are compiled.
+    """
+
+    def __init__(self, config: TrainConfig, device: torch.device, sizes: Collection[Size], compiled: bool = False):
+        self.config, self.device, self.sizes, self.compiled = config, device, sizes, compiled
+        self.loads = 0
+        self._transformer: nn.Module | None = None
+        self._modulation: Modulation | None = None
+        self._loaded: Weights | None = None
+        self._worn: Weights = BASE
+
+    def take(self, weights: Weights) -> tuple[nn.Module, Modulation | None]:
+        """The transformer with these weights, and its modulation if it was taken out. What an earlier call gave has
+        these weights too from now on, or is freed."""
+        base = self.base_of(weights)
+        if self._transformer is None or base != self._loaded:
+            self.free()
+            self._transformer, self._modulation = load_weights(self.config, base, self.device, self.sizes)
+            self._loaded, self._worn = base, base
+            self.loads += 1
+            if self.compiled:
+                compile_blocks(self._transformer, self.device)
+        self._wear(self._transformer, weights)
+        return self._transformer, self._modulation
+
+    def in_turn(self, models: Iterable[Weights]) -> list[Weights]:
+        """The same models, those on one base together, so that no base is loaded twice."""
+        bases: dict[Weights, list[Weights]] = {}
+        for weights in models:
+            bases.setdefault(self.base_of(weights), []).append(weights)
+        return [weights for group in bases.values() for weights in group]
+
+    def base_of(self, weights: Weights) -> Weights:
+        """What has to be loaded before these weights can be put on; the same for all that can take turns."""
+        if weights.lora is None or weights.merged or self._touches_planned(weights):
+            return replace(weights, label="", short="")
+        return replace(BASE, label="")
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._transformer = self._modulation = self._loaded = None
+        free_memory(self.device)
+
+    def _touches_planned(self, weights: Weights) -> bool:
+        """Whether a LoRA changes layers that the modulation plan has taken out of the transformer."""
+        if self.config.memory.modulation != "plan" or weights.lora is None:
+            return False
+        return any(is_conditioning(name) for file, _ in weights.loras for name in updates_of(open_lora(file)))
+
+    def _wear(self, transformer: nn.Module, weights: Weights) -> None:
+        if self.base_of(weights) != replace(BASE, label=""):
+            return  # loaded with all that belongs to it
+        if weights.lora == self._worn.lora and not (weights.more or self._worn.more):
+            rescale(transformer, weights.scale)
+        else:
+            detach(transformer)
+            if weights.loras:
+                load_loras(transformer, weights.loras)
+                bring_to(transformer, self.device)
+        self._worn = weights

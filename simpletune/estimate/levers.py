@@ -1,0 +1,132 @@
+"""What can be changed in a configuration for less memory, what each change costs, and what it would save here.
+
+Savings are predicted by running the training step of the changed configuration on fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from simpletune.config.load import merge, validate
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.simulate import simulate
+from simpletune.memory.checkpointing import fewest_checkpointed
+from simpletune.models.sizes import Size
+from simpletune.options import ConfigError, UserError
+
+NO_CARD = (
+    "memory.checkpointing: auto keeps what the card at hand has room for, and no card is here or named. Name one "
+    "(estimate CONFIG --device L4), give memory.budget_gib, or use all, none or a number"
+)
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One change.
+
+    Args:
+        overrides: as the command line takes them.
+        costs: what is given for the memory, in a few words.
+    """
+
+    overrides: tuple[str, ...]
+    costs: str
+
+
+LEVERS = (
+    Lever(("memory.crop_positions=true",), "nothing"),
+    Lever(("memory.modulation=plan",), "host memory, a little time; exact"),
+    Lever(("optimizer.name=adamw8bit",), "8-bit optimizer state"),
+    Lever(("adapter.dtype=bf16",), "LoRA weights in bf16, rounded stochastically"),
+    Lever(("memory.checkpointing=all",), "about a third more time; exact"),
+    Lever(("memory.boundaries=host",), "traffic to the host; exact"),
+    Lever(("memory.vae_tile=512",), "pictures are encoded and decoded in tiles"),
+    Lever(("memory.optimizer_in_backward=true", "train.clip=per_parameter"), "clipping by parameter"),
+    Lever(("precision.weights=int8",), "8-bit base weights"),
+    Lever(("precision.weights=nf4",), "4-bit base weights"),
+    Lever(("memory.resident_blocks=4",), "traffic from the host; exact"),
+    Lever(("memory.resident_blocks=0",), "more traffic from the host; exact"),
+    Lever(("train.batch_size=1",), "noisier gradients"),
+    Lever(("data.resolution=768",), "smaller pictures"),
+    Lever(("data.resolution=512",), "smaller pictures"),
+)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a change would do here.
+
+    Args:
+        lever: the change.
+        config: with the change.
+        peak_bytes: of the training stage with it.
+        saved_bytes: against the configuration as it is.
+    """
+
+    lever: Lever
+    config: TrainConfig
+    peak_bytes: int
+    saved_bytes: int
+
+
+def with_changes(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None:
+    """The configuration with changes, as the command line makes them; None where they cannot be."""
+    data, _, problems = merge(config.model_dump(mode="json", by_alias=True), list(overrides))
+    try:
+        return validate(data, "", problems, needs_data=False)
+    except ConfigError:
+        return None
+
+
+def changed(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None:
+    """As ``with_changes``; None also where they change nothing."""
+    new = with_changes(config, overrides)
+    return None if new == config else new
+
+
+def savings(config: TrainConfig) -> list[Saving]:
+    """What each lever would save, the most first.
+
+    Args:
+        config: with demo names resolved.
+    """
+    before = simulate(config).peak.bytes
+    found = []
+    for lever in LEVERS:
+        new = changed(config, lever.overrides)
+        if new is None or new.data.resolution > config.data.resolution:
+            continue
+        peak = simulate(new).peak.bytes
+        if peak < before:
+            found.append(Saving(lever, new, peak, before - peak))
+    return sorted(found, key=lambda saving: -saving.saved_bytes)
+
+
+def with_checkpointed(config: TrainConfig, count: int) -> TrainConfig:
+    """The configuration with so many blocks checkpointed."""
+    memory = config.memory.model_copy(update={"checkpointing": count or "none", "budget_gib": None})
+    return config.model_copy(update={"memory": memory})
+
+
+def within_budget(config: TrainConfig, size: Size | None = None) -> TrainConfig:
+    """With ``checkpointing: auto``: the configuration with the fewest checkpointed blocks that fit ``budget_gib``.
+
+    Args:
+        config: with demo names resolved; with another ``checkpointing`` it is returned as it is.
+        size: (width, height) in pixels of the largest bucket; None: the square of ``data.resolution``.
+
+    Raises:
+        UserError: not even with all blocks checkpointed does it fit; no budget is given.
+    """
+    memory = config.memory
+    if memory.checkpointing != "auto":
+        return config
+    if memory.budget_gib is None:
+        raise UserError(NO_CARD)
+
+    def peak(count: int) -> int:
+        return simulate(with_checkpointed(config, count), size).peak.bytes
+
+    count = fewest_checkpointed(config.model.blocks(), peak, int(memory.budget_gib * 2**30))
+    return with_checkpointed(config, count)

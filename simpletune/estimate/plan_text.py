@@ -1,0 +1,111 @@
+"""``simpletune plan``: the settings for a card, as a difference and a file; and the largest batches by card."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from simpletune.cards import CARDS, Card, card_of
+from simpletune.config.load import merge, read_json
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.cli_text import GIB, read_for_estimate, unfit
+from simpletune.estimate.job import MIB
+from simpletune.estimate.pace import Pace
+from simpletune.estimate.planning import Found, Search, batch_table, differing
+from simpletune.runs.checkpoint import write_json
+from simpletune.system.console import say
+
+SHOWN_CARDS = ("RTX3060-6GB", "RTX3070", "RTX3060-12GB", "T4", "L4", "RTX4090", "A100-40GB", "H100")
+RESOLUTIONS = (512, 768, 1024)
+
+
+def plan_config(file: Path, overrides: Sequence[str], device: str, reserve: float, goal: str, out: Path | None) -> str:
+    """What ``simpletune plan CONFIG --device CARD`` prints; writes the best settings as a configuration.
+
+    Args:
+        file: the configuration.
+        overrides: of it.
+        device: a card by name or memory.
+        reserve: GiB of it that other programs hold.
+        goal: ``fastest``, ``largest-batch`` or ``highest-resolution``.
+        out: where to write; None: beside the configuration, named after both.
+
+    Raises:
+        UserError: nothing fits.
+    """
+    card, config = card_of(device), read_for_estimate(file, overrides)
+    say(f"plan    looking for the settings of {config.name} on {card.name} that are {goal.replace('-', ' ')}")
+    clock, search = time.perf_counter(), Search(config, card, int(reserve * GIB))
+    ways = {
+        "fastest": search.fastest,
+        "largest-batch": search.largest_batch,
+        "highest-resolution": search.highest_resolution,
+    }
+    found = ways[goal]()
+    seconds = time.perf_counter() - clock
+    best = found[0]
+    changes = differing(config, best.choice.config, best.choice.overrides)
+    out = out or file.with_name(f"{file.stem}_{re.sub(r'[^a-z0-9]+', '', card.name.lower())}.json")
+    merged, _, _ = merge(read_json(file), [*overrides, *changes, f"name={out.stem}"])
+    write_json(out, merged)
+    lines = [f"{card.name} has {card.bytes / MIB:,.0f} MiB; found in {seconds:.0f} s; seconds a step are arithmetic"]
+    for number, each in enumerate(found, 1):
+        lines += ["", *_described(number, each, best, config)]
+    lines += ["", f"written: {out}    ./train.sh {out}"]
+    return "\n".join(lines)
+
+
+def _described(number: int, found: Found, best: Found, config: TrainConfig) -> Iterator[str]:
+    """A choice in a few lines."""
+    estimate, choice = found.estimate, found.choice
+    yield f"{number}. {choice.about}"
+    job = f"{estimate.peak.bytes / MIB:,.0f} ({estimate.peak_stage}), the card must have {estimate.needed() / MIB:,.0f}"
+    yield f"   predicted MiB: training {estimate.stages['train'].bytes / MIB:,.0f}, whole job {job}"
+    yield f"   host memory about {sum(estimate.needs.host.values()) / GIB:.1f} GiB"
+    yield f"   expected: {found.pace.seconds:.2f} s a step{_why(found.pace, best.pace) if number > 1 else ''}"
+    if choice.lossy:
+        yield "   it may cost quality: fewer bits than you asked for, or another clipping or state"
+    for text in differing(config, choice.config, choice.overrides):
+        yield f"   {text}"
+
+
+def _why(pace: Pace, best: Pace) -> str:
+    """How a pace differs from the best one's, and by what most."""
+    change = pace.seconds / best.seconds - 1
+    parts = ("recomputation", "unpacking", "transfer", "update")
+    most = max(parts, key=lambda part: getattr(pace, part) - getattr(best, part))
+    if abs(change) < 0.005:
+        return ", the same within half a percent"
+    told = {"recomputation": "computes more again", "unpacking": "unpacks weights in every pass"}
+    told |= {"transfer": "waits for copies", "update": "updates more"}
+    return f", {change:+.0%}" + (f": {told[most]}" if change > 0 else ", but it ranks lower for what it may cost")
+
+
+def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_json: bool = False) -> str:
+    """What ``simpletune plan CONFIG --batches`` prints: the largest batch by card and resolution.
+
+    Args:
+        file: the configuration, whose settings are kept.
+        overrides: of it.
+        devices: cards by name or memory; none: a usual choice.
+        as_json: figures for programs.
+    """
+    config = read_for_estimate(file, overrides)
+    cards = [card_of(name) for name in devices or SHOWN_CARDS]
+    table = batch_table(config, cards, RESOLUTIONS)
+    if as_json:
+        return json.dumps({name: dict(zip(map(str, RESOLUTIONS), row, strict=True)) for name, row in table.items()})
+    head = f"| {config.name}: card | " + " | ".join(f"{resolution} px" for resolution in RESOLUTIONS) + " |"
+    lines = [head, "|---" * (1 + len(RESOLUTIONS)) + "|"]
+    for card in cards:
+        why = "has no bf16" if unfit(config, card) else "does not fit"
+        cells = (str(batch) if batch and not unfit(config, card) else why for batch in table[card.name])
+        lines.append(f"| {_named(card)} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", "Suggested largest batch of the training step, predicted; allowances are in it."])
+
+
+def _named(card: Card) -> str:
+    return f"{card.name}, {card.gib:g} GiB" if card in CARDS else card.name

@@ -1,0 +1,244 @@
+"""Peak memory of the whole job without a GPU, stage by stage: text, latents, train, validate.
+
+The project's own code runs on fake tensors, as in simulate.py; only configurations are needed, and SD3 Medium's are
+known without a download. What cannot be known so are cuDNN's workspaces for convolutions: they depend on the algorithm
+that it chooses on the device, and come on top of what the autoencoder takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+from simpletune.config.schema import TrainConfig
+from simpletune.ema import averaged
+from simpletune.estimate.simulate import Rehearsal, Report, take_steps, with_workspace
+from simpletune.memory.accounting import Accounting
+from simpletune.memory.device_terms import cublas_workspace, temporaries
+from simpletune.memory.fake import fake_tensors
+from simpletune.memory.snapshot import HOST, Moment
+from simpletune.models.parts import Part, use_tiles
+from simpletune.models.sd3 import SD3, SD3_MEDIUM
+from simpletune.models.sd3_sources import provider
+from simpletune.models.sd3_text import BATCH, ENCODERS, clip_outputs
+from simpletune.models.sizes import Size
+from simpletune.models.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
+from simpletune.models.weights import all_tensors
+from simpletune.pipeline.load import empty_base
+from simpletune.pipeline.sample import Request, sample_latents
+from simpletune.profiling import phase
+from simpletune.step.synthetic import CPU, EmptyFeed
+from simpletune.system.console import silent
+from simpletune.system.startup import without_collection
+
+DRAWN = 3  # sampling steps: the first two make what the later ones find
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """What the whole job takes."""
+
+    stages: Mapping[str, Moment]
+    """The largest moment of ``text``, ``latents``, ``train`` and, where something is drawn or evaluated, ``validate``.
+    Text is the largest of its encoders, named as its place; validate's phase is ``sample``, ``decode`` or
+    ``evaluate``."""
+    train: Report
+    """The training stage."""
+    part_bytes: Mapping[str, int]
+    """Parameters of the frozen parts in 2 bytes each, as the hub's files hold them, by the part's name."""
+
+    @property
+    def peak(self) -> Moment:
+        """The largest moment of all."""
+        return max(self.stages.values(), key=lambda moment: moment.bytes)
+
+
+def simulate_stages(
+    config: TrainConfig, size: Size | None = None, capability: tuple[int, int] | None = None
+) -> JobReport:
+    """Predict each stage's peak memory on the device; no weights, no data and no GPU are needed.
+
+    Args:
+        config: of the run, demo names resolved.
+        size: width and height of the training pictures in pixels; None: the square of ``data.resolution``.
+        capability: of the CUDA device, for its libraries' workspaces; None: they are left out.
+
+    Raises:
+        UserError: a part's configuration cannot be read.
+    """
+    size = size or (config.data.resolution, config.data.resolution)
+    with fake_tensors(), without_collection(), silent():
+        vae = empty_autoencoder(config)
+        texts = list(text_moments(config))
+        parts = {name: size for name, size, _ in texts} | {"vae": half_bytes(vae)}
+        train, validate = train_and_validate(config, size)
+        moments = {
+            "text": max((moment for _, _, moment in texts), key=lambda moment: moment.bytes),
+            "latents": of_encoding(config.model, vae, size),
+            "train": train.peak,
+            **({} if validate is None else {"validate": validate}),
+        }
+    if capability is not None:
+        extra = {name: cublas_workspace(capability, 1 if name in ("text", "latents") else 2) for name in moments}
+        moments = {name: with_workspace(moment, extra[name]) for name, moment in moments.items()}
+    return JobReport(moments, train, parts)
+
+
+def half_bytes(model: nn.Module, without: str = "") -> int:
+    """A model's parameters, each in 2 bytes.
+
+    Args:
+        without: the name of one that a file does not hold, because it is another's second name.
+    """
+    return 2 * sum(parameter.numel() for name, parameter in model.named_parameters() if name != without)
+
+
+def known_part(model: SD3, name: str) -> Part:
+    """Where a part's configuration is; SD3 Medium's own is not fetched."""
+    return Part(name, None) if provider(model, name)[1] == SD3_MEDIUM else model.part(name)
+
+
+@contextmanager
+def counted(weights: Iterable[Tensor]) -> Iterator[Accounting]:
+    """Count a stage that trains nothing: what it allocates is activations."""
+    with Accounting(temporaries()) as accounting, accounting.allocating("activations"):
+        accounting.register(weights, "weights")
+        yield accounting
+
+
+def text_moments(config: TrainConfig) -> Iterator[tuple[str, int, Moment]]:
+    """Each text encoder's part, its size in 2 bytes a parameter, and its largest moment over batches of prompts."""
+    dtype = config.precision.encoder_dtype()
+    for encoder in ENCODERS[: 3 if config.model.t5 else 2]:
+        part = known_part(config.model, encoder.model)
+        if encoder.is_t5:
+            t5 = LayeredT5(part, dtype, CPU, EmptyT5(part, dtype))
+            t5.model.to("meta")  # accelerate's empty weights are on the CPU, if they are fake
+            size, moment = half_bytes(t5.model, EMBEDDINGS[1]), of_t5(t5, config.model.t5_length)
+        else:
+            clip = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(part.config())).eval().to(dtype)
+            size, moment = half_bytes(clip), of_clip(clip)
+        yield encoder.model, size, replace(moment, phase="text", place=encoder.name)
+
+
+def of_clip(model: Any) -> Moment:
+    """A loaded CLIP encoder over two batches of prompts: the first one's outputs live until the second's are there."""
+    with counted(all_tensors(model)) as accounting:
+        ids = torch.zeros((2 * BATCH, model.config.max_position_embeddings), dtype=torch.int64)
+        for _ in clip_outputs(model, ids, CPU, BATCH):
+            pass
+    return accounting.peak
+
+
+def of_t5(t5: LayeredT5, length: int) -> Moment:
+    """A T5 encoder, layer by layer, over two batches of prompts of so many tokens."""
+    with counted(()) as accounting:
+        ids = torch.zeros((2 * BATCH, length), dtype=torch.int64)
+        accounting.register([ids], HOST)
+        for _ in t5.encode(ids, BATCH):
+            pass
+    return accounting.peak
+
+
+def empty_autoencoder(config: TrainConfig) -> nn.Module:
+    """The run's autoencoder as ``load_vae`` gives it, without values."""
+    import diffusers
+
+    part = known_part(config.model, "vae").config()
+    vae = getattr(diffusers, part["_class_name"]).from_config(part)
+    nn.Module.to(vae, config.precision.encoder_dtype())  # diffusers' own warns, of nothing here
+    if config.memory.vae_tile is not None:
+        use_tiles(vae, config.memory.vae_tile)
+    return vae.eval().requires_grad_(False)
+
+
+def of_encoding(model: SD3, vae: nn.Module, size: Size) -> Moment:
+    """A loaded autoencoder over one picture."""
+    with counted(all_tensors(vae)) as accounting, torch.no_grad(), phase("encode"):
+        model.encode_pictures(vae, torch.zeros(1, 3, size[1], size[0]))
+    return accounting.peak
+
+
+def train_and_validate(config: TrainConfig, size: Size) -> tuple[Report, Moment | None]:
+    """The training stage, and what is drawn and evaluated while all that trains stays where it is."""
+    transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
+    vae = empty_autoencoder(config)
+    with Accounting(temporaries()) as accounting:
+        report, run = take_steps(accounting, config, transformer, size)
+        with accounting.allocating(HOST), averaged(run.average):
+            transformer.eval()
+            found = []
+            if config.validation.eval_samples:
+                found.append(of_evaluating(accounting, run, transformer))
+            if config.validation.prompts != []:
+                found.append(of_drawing(accounting, config, run.feed, transformer, vae))
+    return report, max(found, key=lambda moment: moment.bytes, default=None)
+
+
+def of_evaluating(accounting: Accounting, run: Rehearsal, transformer: nn.Module) -> Moment:
+    """The evaluation loss: one sample after the other, forward only."""
+    accounting.forget_peak()
+    with accounting.allocating("activations"), torch.no_grad(), phase("evaluate"):
+        run.core.loss(transformer, run.feed.singly())
+    return accounting.peak
+
+
+def of_drawing(
+    accounting: Accounting, config: TrainConfig, feed: EmptyFeed, transformer: nn.Module, vae: nn.Module
+) -> Moment:
+    """As a validation draws each of its pictures: the autoencoder is loaded before sampling begins."""
+    option = config.validation
+    width, height = config.picture_size()
+    request = Request("", 0, "", width, height, min(DRAWN, option.steps), option.guidance)
+    batch = feed.batch(1)
+    text = batch.prompt_embeds[0], batch.pooled[0]
+    accounting.register(all_tensors(vae), "weights")
+    accounting.forget_peak()
+    drawn: Any = DrawnModel(feed, request)
+    window = drawn if feed.core.modulation is not None else None
+    with accounting.allocating("activations"), torch.no_grad():
+        with phase("sample"):
+            z = sample_latents(transformer, drawn, config.precision, request, text, text, window)
+        with phase("decode"):
+            config.model.decode_latents(vae, z)
+    return accounting.peak
+
+
+class DrawnModel:
+    """What sampling asks of a model and of its modulation, from the configuration alone.
+
+    The modulation computes the rows of a whole window of sampling steps, though few are drawn.
+
+    Args:
+        feed: of the run that draws.
+        request: what is drawn.
+    """
+
+    def __init__(self, feed: EmptyFeed, request: Request):
+        self.feed, self.modulation = feed, feed.core.modulation
+        self.window = 1 if self.modulation is None else self.modulation.window
+        whole, drawn = min(self.window, feed.config.validation.steps), min(self.window, request.steps)
+        self.rows = whole / drawn
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        """(c, h, w) of the latents of a picture in pixels."""
+        return self.feed.shapes["in_channels"], height // 8, width // 8
+
+    def scheduler(self) -> Any:
+        """A schedule whose noise levels have no values."""
+        schedule = SimpleNamespace()
+        schedule.set_timesteps = lambda steps: setattr(schedule, "sigmas", torch.zeros(steps + 1))
+        return schedule
+
+    def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:  # [n], [n, p] -> [n, m]
+        """The first rows of a whole window's modulations."""
+        assert self.modulation is not None
+        rows = round(len(sigma) * self.rows)
+        return self.modulation(sigma[:1].expand(rows), pooled[:1].expand(rows, -1))[: len(sigma)]

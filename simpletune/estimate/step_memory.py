@@ -1,0 +1,30 @@
+"""Memory over one training step by kind, predicted: for the summaries beside a run's traces."""
+
+from __future__ import annotations
+
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.simulate import CPU, take_steps
+from simpletune.memory.accounting import Accounting
+from simpletune.memory.device_terms import temporaries
+from simpletune.memory.fake import fake_tensors
+from simpletune.memory.snapshot import Moment
+from simpletune.models.sizes import Size
+from simpletune.pipeline.load import empty_base
+from simpletune.system.startup import without_collection
+
+
+def moments_of_step(config: TrainConfig, size: Size) -> list[Moment]:
+    """What lives on the device, allocation by allocation, in a step that has optimizer states.
+
+    Counting every allocation would slow a real step many times over, so it is one on fake tensors, as ``simulate``
+    takes them; what CUDA's libraries keep for themselves is left out.
+
+    Args:
+        config: of the run, demo names and ``checkpointing: auto`` resolved.
+        size: (width, height) in pixels.
+    """
+    with fake_tensors(), without_collection():
+        transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
+        with Accounting(temporaries(), keep=True) as accounting:
+            take_steps(accounting, config, transformer, size)
+    return accounting.moments or []

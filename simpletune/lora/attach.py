@@ -1,0 +1,130 @@
+"""LoRA files in a model, one or several at once: what does not fit is an error, never silence."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from simpletune.adapters.lora_layers import ADAPTER, compute_in_output_type, lora_layers
+from simpletune.lora.families import MEDIUM_35
+from simpletune.lora.header import open_lora
+from simpletune.lora.read import updates_of
+from simpletune.lora.updates import Updates
+from simpletune.options import UserError
+
+LISTED = 5
+
+
+def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
+    """Add a LoRA to a transformer, in place. As ``load_loras`` with one file."""
+    load_loras(model, [(file, scale)])
+
+
+def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[str]:
+    """Add LoRAs to a transformer, in place, all of them active: y = W x + sum of scale_n B_n A_n x.
+
+    Args:
+        model: the transformer, quantised or not, without updates.
+        loras: files in any layout (diffusers', kohya's, ComfyUI's, ...) with their strengths.
+
+    Returns:
+        The names of the adapters, in the same order, for ``strengths``.
+
+    Raises:
+        UserError: keys that match no layer, shapes of another model, or what ``read_lora`` refuses.
+    """
+    names = [ADAPTER if number == 0 else f"{ADAPTER}_{number}" for number in range(len(loras))]
+    for name, (file, scale) in zip(names, loras, strict=True):
+        header = open_lora(file)
+        updates = updates_of(header)
+        require_fit(f"{file} (for {header.family[0]})", updates, model)
+        _inject(model, name, updates, scale)
+    for _, layer in lora_layers(model):
+        layer.set_adapter([name for name in names if name in layer.lora_A])
+    compute_in_output_type(model)
+    model.requires_grad_(False)
+    return names
+
+
+@contextmanager
+def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
+    """Within this context adapters have other strengths.
+
+    Args:
+        scales: by adapter name, as ``load_loras`` gave them.
+    """
+    before = {}
+    for layer_name, layer in lora_layers(model):
+        for name, scale in scales.items():
+            if name in layer.scaling:
+                before[layer_name, name] = layer.scaling[name]
+                layer.scaling[name] = scale
+    try:
+        yield
+    finally:
+        for layer_name, layer in lora_layers(model):
+            layer.scaling.update({name: scale for (owner, name), scale in before.items() if owner == layer_name})
+
+
+def require_fit(place: str, updates: Updates, model: nn.Module) -> None:
+    """Whether a model has every layer of a LoRA, in its shape.
+
+    Args:
+        place: of the LoRA, for messages.
+
+    Raises:
+        UserError: it has not.
+    """
+    modules = {name.replace(".base_layer", ""): module for name, module in model.named_modules()}
+    linears = {name: modules[name] for name in updates if name in modules}
+    lost = [name for name in updates if not hasattr(linears.get(name), "in_features")]
+    if lost:
+        dual = f". {MEDIUM_35} has such layers" if any(".attn2." in name for name in lost) else ""
+        listed = ", ".join(lost[:LISTED])
+        raise UserError(f"{place}: {len(lost)} of {len(updates)} layers are not in this model: {listed}{dual}")
+    for name, update in updates.items():
+        expected = linears[name].out_features, linears[name].in_features
+        if update.shape != expected:
+            raise UserError(
+                f"{place}: {name} is for {update.shape[1]} inputs and {update.shape[0]} outputs; "
+                f"this model has {expected[1]} and {expected[0]}. It belongs to another model"
+            )
+
+
+def _inject(model: nn.Module, adapter: str, updates: Updates, scale: float) -> None:
+    """One more adapter; each update's own scale goes into its second factor, so that PEFT's scale is the strength."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    ranks = {f"^{layer}$": update.rank for layer, update in updates.items()}
+    common = max(ranks.values())
+    config = LoraConfig(
+        r=common, lora_alpha=common, target_modules=list(updates), rank_pattern=ranks, alpha_pattern=ranks
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
+        inject_adapter_in_model(config, model, adapter_name=adapter)
+    layers = dict(lora_layers(model))
+    with torch.no_grad():
+        for name, update in updates.items():
+            layer = layers[name]
+            layer.lora_A[adapter].weight.copy_(update.down)
+            layer.lora_B[adapter].weight.copy_(update.up.float() * update.scale)
+            layer.scaling[adapter] = scale
+
+
+def fold_lora(model: nn.Module) -> None:
+    """Add each update to its layer's weight, W + scale B A, and remove it; weights must not be quantised."""
+    for name, layer in list(lora_layers(model)):
+        linear = layer.get_base_layer()
+        weight = linear.weight.data.float()
+        for adapter in layer.active_adapters:
+            a, b = (pair[adapter].weight.data for pair in (layer.lora_A, layer.lora_B))
+            weight += layer.scaling[adapter] * (b.float() @ a.float())
+        linear.weight.data.copy_(weight)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, linear)

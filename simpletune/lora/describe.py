@@ -1,0 +1,216 @@
+"""What a file is, as data and in words: ``simpletune inspect``. No torch; of a model only the header is read."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from simpletune.lora.compatibility import verdicts
+from simpletune.lora.families import kind_of_model
+from simpletune.lora.header import LISTED, LoraHeader, natural, open_lora
+from simpletune.lora.names import ALPHA, TITLES
+from simpletune.lora.values import look_at
+from simpletune.models.weights import weight_files
+from simpletune.options import UserError
+
+BASE_KEYS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "modelspec.title", "base_model")
+LONG = 60
+
+
+def file_of(path: Path) -> Path:
+    """The weight file that a path means: itself, or in a folder the LoRA of a run, or a model's weights."""
+    if not path.is_dir():
+        return path
+    from simpletune.adapters.lora import OUTPUT
+
+    return path / OUTPUT if (path / OUTPUT).is_file() else weight_files(path)[0]
+
+
+def describe(file: Path, values: bool = True) -> dict[str, Any]:
+    """What a safetensors file is.
+
+    Args:
+        file: to look at.
+        values: whether a LoRA's values are looked at too, for NaN and for factors that are zero.
+
+    Returns:
+        Plain data, for JSON: ``kind`` is ``lora`` or ``model``.
+
+    Raises:
+        UserError: it is damaged, empty, or a pickle file, which is never opened.
+    """
+    header = LoraHeader(file)
+    if not header.names:
+        raise UserError(f"{file} is empty: it holds no tensors")
+    about = {"file": str(file), "bytes": file.stat().st_size, "tensors": len(header.names)}
+    about["types"] = dict(Counter(entry["dtype"] for entry in header.entries.values()))
+    if not header.is_lora:
+        return about | {"kind": "model", **_model(header)}
+    return about | {"kind": "lora", **_lora(header), **(_values(header) if values else {})}
+
+
+def _model(header: LoraHeader) -> dict[str, Any]:
+    kind = kind_of_model(header.names)
+    numbers = [int(m.group(1)) for n in header.names if (m := re.search(r"(?:joint|transformer)_blocks\.(\d+)\.", n))]
+    parts = {"autoencoder": "first_stage_model.", "CLIP-L": "text_encoders.clip_l.", "CLIP-G": "text_encoders.clip_g."}
+    parts["T5"] = "text_encoders.t5xxl."
+    held = [part for part, prefix in parts.items() if any(name.startswith(prefix) for name in header.names)]
+    return {
+        "family": kind or "nothing that is known here",
+        "blocks": max(numbers) + 1 if numbers else None,
+        "with": held,
+        "keys": header.names[:LISTED],
+        "metadata": _short(header.metadata),
+    }
+
+
+def _lora(header: LoraHeader) -> dict[str, Any]:
+    family, shown = header.family
+    whole = [module for module in header.modules.values() if {"down", "up"} <= set(module.keys)]
+    refusal = None
+    try:
+        open_lora(header.file)
+    except UserError as error:
+        refusal = str(error).removeprefix(f"{header.file}").lstrip(": ").removeprefix("is ")
+    return {
+        "method": ", ".join(header.methods) or ("DoRA" if (header.settings or {}).get("use_dora") else "LoRA"),
+        "layout": header.layout.name if header.layout else None,
+        "family": family,
+        "family_shown_by": shown,
+        "modules": len(header.modules),
+        "layers": sum(len(module.layers) for module in header.modules.values()),
+        "ranks": _counted(str(header.rank(module)) for module in whole),
+        "targets": _targets(header),
+        "alpha": _alpha(header),
+        "scales": _counted(f"{header.scale(module):g}" for module in whole),
+        "parameters": sum(_size(header.shapes[key]) for m in whole for role, key in m.keys.items() if role != ALPHA),
+        "base": _base(header.metadata),
+        "text_encoder_keys": len(header.text),
+        "unmatched": header.unmatched,
+        "incomplete": header.halves,
+        "tools": [vars(verdict) for verdict in verdicts(header, refusal)],
+        "metadata": _short(header.metadata),
+    }
+
+
+def _base(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What the header says of the base."""
+    found = {key: metadata[key] for key in BASE_KEYS if key in metadata}
+    if match := re.search(r'"(?:transformer|pretrained)":"([^"]+)"', metadata.get("simpletune_config", "")):
+        found["simpletune_config"] = match.group(1)
+    return found
+
+
+def _values(header: LoraHeader) -> dict[str, Any]:
+    found = look_at(header.file, header.entries)
+    ups = [m.keys["up"] for m in header.modules.values() if "up" in m.keys]
+    return {
+        "not_finite": {name: value.not_finite for name, value in found.items() if value.not_finite},
+        "zero_updates": sum(1 for key in ups if key in found and found[key].zero),
+    }
+
+
+def _alpha(header: LoraHeader) -> dict[str, Any]:
+    """Where alpha stands."""
+    tensors = _counted(f"{m.alpha:g}" for m in header.modules.values() if m.alpha is not None)
+    settings = {k: v for k, v in (header.settings or {}).items() if k in ("r", "lora_alpha", "use_rslora", "use_dora")}
+    for name in ("rank_pattern", "alpha_pattern"):
+        if patterns := (header.settings or {}).get(name):
+            settings[name] = f"{len(patterns)} layers"
+    where = [w for w, present in (("tensors", bool(tensors)), ("header", bool(settings))) if present]
+    return {"where": " and ".join(where) or "nowhere", "tensors": tensors, "header": settings}
+
+
+def _targets(header: LoraHeader) -> dict[str, int]:
+    """Layers by their names without the block's number."""
+    layers = (re.sub(r"^transformer_blocks\.\d+\.", "", la) for m in header.modules.values() for la in m.layers)
+    return dict(sorted(Counter(layers).items()))
+
+
+def _counted(items: Iterator[str]) -> dict[str, int]:
+    return dict(sorted(Counter(items).items(), key=lambda item: natural(item[0])))
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for side in shape:
+        size *= side
+    return size
+
+
+def _short(metadata: Mapping[str, str]) -> dict[str, str]:
+    short = {k: v if len(v) <= LONG else f"{v[:LONG]}... ({len(v)} characters)" for k, v in metadata.items()}
+    return dict(sorted(short.items()))
+
+
+def in_words(about: Mapping[str, Any]) -> str:
+    """The same for a screen."""
+    return "\n".join(f"{title:<11}{text}" for title, text in _lines(about))
+
+
+def _lines(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    types = ", ".join(about["types"])
+    yield "file", f"{about['file']}, {about['bytes']:,} bytes, {about['tensors']} tensors ({types})"
+    if about["kind"] == "model":
+        yield from _model_lines(about)
+    else:
+        yield from _lora_lines(about)
+    for number, (key, value) in enumerate(about["metadata"].items()):
+        yield "metadata" if number == 0 else "", f"{key}: {value}"
+
+
+def _model_lines(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "what", about["family"]
+    if about["blocks"]:
+        yield "blocks", str(about["blocks"])
+    if about["with"]:
+        yield "with", ", ".join(about["with"])
+    yield "keys", ", ".join(about["keys"]) + (" ..." if about["tensors"] > LISTED else "")
+
+
+def _lora_lines(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    layout = TITLES.get(about["layout"], "no layout of SD3's")
+    yield "what", f"{about['method']}, {layout}, {about['parameters']:,} parameters"
+    yield "for", f"{about['family']} ({about['family_shown_by']})"
+    if about["base"]:
+        yield "base", ", ".join(f"{key}: {value}" for key, value in about["base"].items())
+    if about["targets"]:
+        targets = ", ".join(f"{name} ({count})" for name, count in about["targets"].items())
+        yield "layers", f"{about['layers']} in {about['modules']} modules: {targets}"
+    yield "rank", _listed(about["ranks"], "modules")
+    yield "alpha", _alpha_words(about)
+    yield "scale", _listed(about["scales"], "modules")
+    for verdict in about["tools"]:
+        yield verdict["tool"], "; ".join([verdict["loads"], *verdict["notes"]])
+    if about["unmatched"]:
+        more = f" and {len(about['unmatched']) - LISTED} more" if len(about["unmatched"]) > LISTED else ""
+        yield "unmatched", ", ".join(about["unmatched"][:LISTED]) + more
+    for name, count in list(about.get("not_finite", {}).items())[:LISTED]:
+        yield "NaN", f"{name}: {count:,} values are NaN or infinite"
+    if about.get("zero_updates"):
+        yield (
+            "zero",
+            f"{about['zero_updates']} of {about['modules']} modules are zero: untrained, or cut down to nothing",
+        )
+
+
+def _alpha_words(about: Mapping[str, Any]) -> str:
+    alpha = about["alpha"]
+    if alpha["where"] == "nowhere":
+        return "stands nowhere: every reader takes scale 1"
+    parts = []
+    if alpha["tensors"]:
+        parts.append(f"in tensors: {_listed(alpha['tensors'], 'modules')}")
+    if alpha["header"]:
+        parts.append("in the header: " + ", ".join(f"{key} {value}" for key, value in alpha["header"].items()))
+    return "; ".join(parts)
+
+
+def _listed(counts: Mapping[str, int], what: str) -> str:
+    if len(counts) == 1:
+        return next(iter(counts))
+    shown = [f"{value} ({count} {what})" for value, count in list(counts.items())[:LISTED]]
+    return ", ".join(shown) + (f" and {len(counts) - LISTED} more" if len(counts) > LISTED else "")

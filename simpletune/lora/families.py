@@ -1,0 +1,150 @@
+"""Of which model a LoRA is, by its keys and shapes; and what a file is that is no LoRA: no torch."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from simpletune.lora.names import OTHER_METHODS, layers_of, layout_of, split_key
+
+SD3_WIDTHS = {1536: "Stable Diffusion 3 Medium", 2432: "Stable Diffusion 3.5 Large"}
+MEDIUM_35 = "Stable Diffusion 3.5 Medium"
+DUAL = re.compile(r"(transformer_blocks|joint_blocks)[._]\d+[._](x_block[._])?attn2[._]")
+
+# LoRA keys of other models, the most telling first.
+LORAS = (
+    (r"single_transformer_blocks|double_blocks|single_blocks", "Flux"),
+    (r"joint_transformer_blocks|double_layers", "AuraFlow"),
+    (r"img_mlp|txt_mlp|add_k_proj.*img_mod", "Qwen-Image"),
+    (r"(^|[._])blocks[._]\d+[._](self_attn|cross_attn)", "Wan"),
+    (r"noise_refiner|context_refiner", "Lumina 2"),
+    (r"transformer_blocks[._]\d+[._]attn1[._].*", "PixArt or LTX"),
+    (r"lora_prior_|prior\.", "Stable Cascade"),
+)
+UNET = re.compile(r"(down_blocks|up_blocks|mid_block|input_blocks|output_blocks|middle_block)")
+UNET_BY_TEXT_WIDTH = {
+    768: "Stable Diffusion 1.5",
+    1024: "Stable Diffusion 2",
+    2048: "Stable Diffusion XL",
+}
+# Whole models: names of tensors.
+MODELS = (
+    (r"(^|\.)joint_blocks\.\d+\.x_block\.attn2\.", f"{MEDIUM_35}, in the original layout"),
+    (r"(^|\.)joint_blocks\.\d+\.x_block\.attn\.ln_q", "Stable Diffusion 3.5, in the original layout"),
+    (r"(^|\.)joint_blocks\.\d+\.x_block\.", "Stable Diffusion 3, in the original layout"),
+    (r"double_blocks\.\d+\.img_attn", "Flux"),
+    (r"^single_transformer_blocks\.\d+", "Flux, in diffusers' names"),
+    (r"^transformer_blocks\.\d+\.attn2\.norm_q", f"the transformer of {MEDIUM_35}"),
+    (r"^transformer_blocks\.\d+\.attn\.norm_added_q", "the transformer of Stable Diffusion 3.5 or Flux"),
+    (r"^transformer_blocks\.\d+\.attn\.add_q_proj", "the transformer of Stable Diffusion 3, in diffusers' names"),
+    (r"^conditioner\.embedders\.|diffusion_model\.label_emb\.", "Stable Diffusion XL"),
+    (r"^cond_stage_model\.model\.", "Stable Diffusion 2"),
+    (r"^cond_stage_model\.transformer\.|diffusion_model\.input_blocks\.", "Stable Diffusion 1.5"),
+    (r"^(down_blocks|up_blocks|mid_block)\.", "a U-Net in diffusers' names (Stable Diffusion 1, 2 or XL)"),
+    (r"^double_layers\.\d+\.attn", "AuraFlow"),
+    (r"^(encoder|decoder)\.(conv_in|down|up|mid)", "an autoencoder"),
+    (r"^(encoder|decoder)\.layers\.\d+\.", "a small autoencoder (TAESD)"),
+    (r"^encoder\.block\.\d+\.layer", "the text encoder T5"),
+    (r"^text_model\.", "a CLIP text encoder"),
+    (r"^(emp_params|string_to_param)|^clip_[lg]$", "a textual inversion"),
+)  # fmt: skip
+
+
+def other_methods(names: list[str]) -> dict[str, list[str]]:
+    """Methods that are no plain LoRA, with the keys that show them."""
+    found: dict[str, list[str]] = {}
+    for pattern, method in OTHER_METHODS:
+        if keys := [name for name in names if re.search(pattern, name)]:
+            found[method] = keys
+    return found
+
+
+def is_lora(names: list[str]) -> bool:
+    """Whether a file holds updates, of whatever model and method, rather than a model."""
+    factors = [name for name in names if (split := split_key(name)) and split[1] != "alpha"]
+    telling = [keys for method, keys in other_methods(names).items() if "LoRA of" not in method]
+    return bool(factors) or any(2 * len(keys) >= len(names) for keys in telling)
+
+
+def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
+    """The model that a LoRA is for, and what shows it. The first word pair of an SD3 is ``Stable Diffusion 3``.
+
+    Args:
+        shapes: of the file's tensors, by key.
+    """
+    names = list(shapes)
+    for pattern, family in LORAS:
+        if (key := _first(pattern, names)) is not None:
+            return family, key
+    if (key := _first(UNET.pattern, names)) is not None:
+        return _unet(shapes, key)
+    if not _sd3_modules(names):
+        return "no model that is known here", names[0] if names else "nothing"
+    if (key := _first(DUAL.pattern, names)) is not None:
+        return MEDIUM_35, f"its second attention: {key}"
+    return _sd3_by_shape(shapes)
+
+
+def is_sd3(family: str) -> bool:
+    """Whether a family's name is that of an SD3 or SD3.5."""
+    return family.startswith("Stable Diffusion 3")
+
+
+def kind_of_model(names: list[str]) -> str | None:
+    """What a file that is no LoRA holds; None: nothing that is known here."""
+    return next((kind for pattern, kind in MODELS if _first(pattern, names) is not None), None)
+
+
+def _first(pattern: str, names: list[str]) -> str | None:
+    return next((name for name in names if re.search(pattern, name)), None)
+
+
+def _sd3_modules(names: list[str]) -> list[str]:
+    modules = sorted({split[0] for name in names if (split := split_key(name))})
+    groups = [[m for m in modules if m.startswith(p)] for p in ("transformer.", "lora_unet_", "diffusion_model.")]
+    groups += [[m for m in modules if m.startswith(p)] for p in ("base_model.model.", "lora_transformer_")]
+    groups.append([m for m in modules if not any(m in group for group in groups)])
+    found = []
+    for group in groups:
+        layout = layout_of(group)
+        found += [module for module in group if layout and layers_of(layout, module)]
+    return found
+
+
+def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
+    """SD3 Medium, or another, by the width of its attention and modulation."""
+    widths: Counter[int] = Counter()
+    for name, shape in shapes.items():
+        split = split_key(name)
+        if (
+            split
+            and split[1] == "down"
+            and len(shape) == 2
+            and re.search(r"attn|norm1|adaLN|norm_out|net.0.proj|mlp.fc1", name)
+        ):
+            widths[shape[1]] += 1
+        if split and split[1] == "up" and re.search(r"joint_blocks.*x_block.*adaLN|blocks[._]\d+[._]norm1[._]", name):
+            down = shapes.get(name.replace("lora_up", "lora_down").replace("lora_B", "lora_A"))
+            if down and shape[0] == 9 * down[1]:
+                return MEDIUM_35, f"nine modulation vectors: {name} {list(shape)}"
+    if not widths:
+        return "Stable Diffusion 3 (of which size, its layers do not tell)", "the names of its layers"
+    width = widths.most_common(1)[0][0]
+    if width == 3072:
+        return "Flux or Qwen-Image", "attention of width 3072 under names that SD3 has too"
+    name = SD3_WIDTHS.get(width, f"Stable Diffusion 3 of width {width}, which no published one has")
+    note = f"attention of width {width}"
+    return name, note + (f"; {MEDIUM_35} has the same in these layers" if width == 1536 else "")
+
+
+def _unet(shapes: Mapping[str, tuple[int, ...]], key: str) -> tuple[str, str]:
+    """Which U-Net, by the width of the text that its cross-attention reads."""
+    for name, shape in shapes.items():
+        split = split_key(name)
+        if split and split[1] == "down" and re.search(r"attn2.*to_k", name) and len(shape) >= 2:
+            if family := UNET_BY_TEXT_WIDTH.get(shape[1]):
+                return family, f"cross-attention over text of width {shape[1]}: {name}"
+    if any(name.startswith("lora_te2_") or "text_encoder_2." in name for name in shapes):
+        return "Stable Diffusion XL", "a second text encoder beside a U-Net"
+    return "a U-Net (Stable Diffusion 1, 2 or XL)", key

@@ -1,0 +1,194 @@
+"""LoRA into the base, W + sum of scale_n B_n A_n: a diffusers folder, or a file in the original layout.
+
+One layer is in memory at a time; the file is written as it goes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simpletune.lora.bases import Base
+from simpletune.lora.updates import Updates
+from simpletune.models.original_names import Origin, origin_of
+from simpletune.models.safetensors_writer import SafetensorsWriter
+from simpletune.models.single_file import open_file
+from simpletune.models.weights import NAMES, read_header, replace_folder
+from simpletune.options import UserError
+
+KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PREFIX = "model.diffusion_model."
+LISTED = 5
+
+
+@dataclass
+class Merged:
+    """What came of a merge.
+
+    Args:
+        path: folder or file written.
+        layers: how many were changed.
+        lost: the error of rounding to the file's type, as a share of the updates (Frobenius norms over all layers).
+    """
+
+    path: Path
+    layers: int
+    lost: float
+
+
+class Merger:
+    """The tensors of the merged transformer, under diffusers' names.
+
+    Args:
+        base: the checkpoint.
+        loras: updates, each with its strength.
+        dtype: ``fp32``, ``fp16`` or ``bf16``; None: each tensor as it is in the base.
+
+    Raises:
+        UserError: layers that the base does not have, or not in that shape.
+    """
+
+    def __init__(self, base: Base, loras: Sequence[tuple[Updates, float]], dtype: str | None):
+        self.base, self._loras, self._dtype = base, loras, dtype
+        self._error = self._effect = 0.0
+        self.changed = {name for updates, _ in loras for name in updates}
+        linears = base.linear_shapes()
+        lost = sorted(name for name in self.changed if name not in linears)
+        if lost:
+            raise UserError(f"{len(lost)} layers of the LoRA are not in {base.name}: {', '.join(lost[:LISTED])}")
+        for updates, _ in loras:
+            for name, update in updates.items():
+                if update.shape != linears[name]:
+                    raise UserError(
+                        f"{name}: the LoRA is for {list(update.shape)} (outputs, inputs), {base.name} has "
+                        f"{list(linears[name])}. It belongs to another model"
+                    )
+
+    def kind(self, name: str) -> str:
+        """The type that a tensor is written in, in safetensors' words."""
+        return KINDS[self._dtype] if self._dtype else self.base.kinds[name]
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, merged, in the type that it is written in."""
+        tensor, dtype = self.base.get(name), TYPES[self.kind(name)]
+        layer = name.removesuffix(".weight")
+        if layer == name or layer not in self.changed:
+            return _cast(name, tensor, dtype)
+        exact = tensor.float()
+        delta = torch.zeros_like(exact)
+        for updates, strength in self._loras:
+            if layer in updates:
+                delta += strength * updates[layer].delta()
+        exact = exact + delta
+        merged = _cast(name, exact, dtype)
+        self._error += float((merged.float() - exact).double().square().sum())
+        self._effect += float(delta.double().square().sum())
+        return merged
+
+    @property
+    def lost(self) -> float:
+        """The share of the updates that rounding to the file's type took or added."""
+        return (self._error / self._effect) ** 0.5 if self._effect else 0.0
+
+
+def merge_to_folder(merger: Merger, folder: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> Merged:
+    """Write the merged transformer as a folder that diffusers' ``from_pretrained`` loads.
+
+    Args:
+        merger: what is written.
+        folder: where to; replaced if it is there.
+        metadata: strings for the header.
+        done: called after each tensor.
+    """
+    aside = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    merger.base.save_config(aside)
+    entries = {name: (merger.kind(name), shape) for name, shape in merger.base.shapes.items()}
+    try:
+        with SafetensorsWriter(aside / f"{NAMES[0]}.safetensors", entries, {"format": "pt", **metadata}) as writer:
+            for name in entries:
+                writer.write(name, merger.get(name))
+                done()
+        replace_folder(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return Merged(folder, len(merger.changed), merger.lost)
+
+
+def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> Merged:
+    """Write the merged transformer as one file in the original layout; what else a single-file base holds comes along.
+
+    Args:
+        merger: what is written.
+        file: where to.
+        metadata: strings for the header; those of a single-file base are kept beside.
+        done: called after each tensor.
+    """
+    base = merger.base
+    groups = _groups(base)
+    prefix = PREFIX
+    others: dict[str, Any] = {}
+    old: dict[str, str] = {}
+    if base.file is not None:
+        prefix = open_file(base.file).prefix
+        header = read_header(base.file)
+        old = header.pop("__metadata__", None) or {}
+        old = {k: v for k, v in old.items() if not k.startswith("modelspec.hash")}
+        others = {name: entry for name, entry in header.items() if name.removeprefix(prefix) not in groups}
+    entries: dict[str, tuple[str, tuple[int, ...]]] = {k: (v["dtype"], tuple(v["shape"])) for k, v in others.items()}
+    for original, parts in groups.items():
+        shape = base.shapes[parts[0][0]]
+        entries[prefix + original] = (merger.kind(parts[0][0]), (shape[0] * len(parts), *shape[1:]))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with SafetensorsWriter(file, entries, {**old, "format": "pt", **metadata}) as writer:
+        for original, parts in groups.items():
+            writer.write(prefix + original, _assemble(merger, parts))
+            for _ in parts:
+                done()
+        for name, data in _raw(base.file, others):
+            writer.write_bytes(name, data)
+    return Merged(file, len(merger.changed), merger.lost)
+
+
+def _groups(base: Base) -> dict[str, list[tuple[str, Origin]]]:
+    """Original names, each with the tensors of diffusers' that it is made of, in order."""
+    found: dict[str, list[tuple[str, Origin]]] = {}
+    for name in base.shapes:
+        origin = origin_of(name, base.config["num_layers"])
+        found.setdefault(origin.name, []).append((name, origin))
+    return {original: sorted(parts, key=lambda part: part[1].third or 0) for original, parts in found.items()}
+
+
+def _assemble(merger: Merger, parts: Sequence[tuple[str, Origin]]) -> Tensor:
+    if len(parts) > 1:
+        return torch.cat([merger.get(name) for name, _ in parts])
+    name, origin = parts[0]
+    tensor = merger.get(name)
+    return torch.cat(tensor.chunk(2)[::-1]) if origin.swapped else tensor
+
+
+def _raw(file: Path | None, entries: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
+    """Tensors of a file as bytes."""
+    if file is None:
+        return
+    with open(file, "rb") as handle:
+        start = 8 + int.from_bytes(handle.read(8), "little")
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            handle.seek(start + begin)
+            yield name, handle.read(end - begin)
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    cast = tensor.to(dtype)
+    if dtype is torch.float16 and not cast.isfinite().all():
+        raise UserError(f"{name} does not fit fp16: values become infinite. Use --dtype bf16 or fp32")
+    return cast

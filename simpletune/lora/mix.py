@@ -1,0 +1,97 @@
+"""Several LoRAs into one, by PEFT's ``add_weighted_adapter``: one layer at a time, on a model of that layer alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from simpletune.lora.updates import Update, Updates
+from simpletune.options import UserError
+from simpletune.system.rng import key_of
+
+METHODS = ("cat", "linear", "svd", "ties", "ties_svd", "dare_linear", "dare_ties", "dare_linear_svd", "dare_ties_svd",
+           "magnitude_prune", "magnitude_prune_svd")  # fmt: skip
+SAME_RANK = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
+PRUNING = tuple(method for method in METHODS if method.startswith(("ties", "dare", "magnitude")))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How updates are mixed.
+
+    Args:
+        method: PEFT's ``combination_type``.
+        rank: of the result, for the methods that end in svd; None: the largest rank.
+        density: the share of values that ties, dare and magnitude_prune keep.
+        seed: of what dare drops.
+    """
+
+    method: str = "cat"
+    rank: int | None = None
+    density: float = 0.5
+    seed: int = 0
+
+
+def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Update]:
+    """One LoRA from several.
+
+    ``cat`` is the sum of their deltas exactly, and its rank the sum of theirs; ``svd`` is the best approximation of
+    that sum at a rank. ``linear`` and what builds on it sum the factors, not the products: (sum a_n A_n) and
+    (sum a_n B_n) with a_n = sqrt(weight), so their product has cross terms.
+
+    Args:
+        loras: updates, each with its weight.
+        recipe: how.
+
+    Returns:
+        By layer, every layer that one of them has; scale 1.
+
+    Raises:
+        UserError: layers of different shapes, or of different ranks where the method needs equal ones.
+    """
+    layers = sorted({name for updates, _ in loras for name in updates})
+    mixed = {}
+    for name in layers:
+        parts = [(updates[name], weight) for updates, weight in loras if name in updates]
+        if len({part.shape for part, _ in parts}) > 1:
+            raise UserError(f"{name} has different shapes in these files: they are for different models")
+        ranks = sorted({part.rank for part, _ in parts})
+        if len(ranks) > 1 and recipe.method in SAME_RANK:
+            ways = f"--method cat or svd, or bring them to one rank first: simpletune resize --rank {ranks[-1]}"
+            raise UserError(f"--method {recipe.method} needs equal ranks; {name} has {ranks}. Use {ways}")
+        mixed[name] = _mix_layer(name, parts, recipe)
+    return mixed
+
+
+def _mix_layer(name: str, parts: Sequence[tuple[Update, float]], recipe: Recipe) -> Update:
+    """PEFT on a model with one linear layer, whose own weights are never looked at."""
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
+
+    outputs, inputs = parts[0][0].shape
+    holder = nn.ModuleDict({"layer": nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)})
+    adapters = [f"lora_{number}" for number in range(len(parts))]
+    model = None
+    for adapter, (part, _) in zip(adapters, parts, strict=True):
+        config = LoraConfig(r=part.rank, lora_alpha=part.scale * part.rank, target_modules=["layer"])
+        if model is None:
+            model = LoraModel(holder, config, adapter)
+        else:
+            model.peft_config[adapter] = config
+            model.inject_adapter(holder, adapter)
+        layer = holder["layer"]
+        layer.lora_A[adapter].weight = nn.Parameter(part.down.float())  # type: ignore[union-attr, index]
+        layer.lora_B[adapter].weight = nn.Parameter(part.up.float())  # type: ignore[union-attr, index]
+    assert model is not None
+    extra = {"density": recipe.density} if recipe.method in PRUNING else {}
+    if recipe.method.endswith("svd"):
+        extra["svd_rank"] = min(recipe.rank or max(part.rank for part, _ in parts), outputs, inputs)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key_of(recipe.seed, "mix", name) % 2**63)
+        model.add_weighted_adapter(adapters, [weight for _, weight in parts], "mixed", recipe.method, **extra)
+    layer = holder["layer"]
+    down, up = (pair["mixed"].weight.detach() for pair in (layer.lora_A, layer.lora_B))  # type: ignore[union-attr, index]
+    return Update(down.contiguous(), up.contiguous(), float(layer.scaling["mixed"])).folded()  # type: ignore[index]

@@ -1,0 +1,128 @@
+"""Copies between host and device that run beside the computation, and host memory that they can read at full speed.
+
+What waits for what is said with tickets: a ticket stands for work that was handed out, and is done when it is.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from simpletune.memory import accounting
+from simpletune.memory.snapshot import HOST
+
+Ticket = Any
+"""Stands for work handed out: a CUDA event, or None for work that is done."""
+
+
+class Copies(Protocol):
+    """A queue of copies beside the computation. Work of one queue is done in order."""
+
+    def mark(self) -> Ticket:
+        """Everything that the computation has been given so far."""
+
+    def run(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
+        """Queue copies that start once other work is done."""
+
+    def wait(self, ticket: Ticket) -> None:
+        """What the computation is given from now on starts once that work is done."""
+
+    def join(self, ticket: Ticket) -> None:
+        """The host waits until that work is done."""
+
+
+class HostCopies:
+    """On the CPU: work is done when it is handed out."""
+
+    def mark(self) -> Ticket:
+        """The computation is done already."""
+        return None
+
+    def run(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
+        """Do it now."""
+        with torch.no_grad():
+            work()
+        return None
+
+    def wait(self, ticket: Ticket) -> None:
+        """Nothing is left to wait for."""
+
+    def join(self, ticket: Ticket) -> None:
+        """Nothing is left to wait for."""
+
+
+class CudaCopies:
+    """On a CUDA device: a stream of its own; the computation is the stream that is current where a method is called.
+
+    Args:
+        device: the CUDA device.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def mark(self) -> Ticket:
+        """An event behind everything that the current stream holds."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def run(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
+        """Queue it on the side stream."""
+        for ticket in after:
+            if ticket is not None:
+                self._stream.wait_event(ticket)
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            work()
+            return self._stream.record_event()
+
+    def wait(self, ticket: Ticket) -> None:
+        """The current stream waits; the host does not."""
+        if ticket is not None:
+            torch.cuda.current_stream(self._device).wait_event(ticket)
+
+    def join(self, ticket: Ticket) -> None:
+        """The host waits for the event."""
+        if ticket is not None:
+            ticket.synchronize()
+
+
+def copies_for(device: torch.device) -> Copies:
+    """A queue of copies for a device."""
+    return CudaCopies(device) if device.type == "cuda" else HostCopies()
+
+
+class _PinnedPages(mmap.mmap):
+    """Anonymous pages that a CUDA device reads directly, for as long as a tensor holds them."""
+
+    pinned_at: int | None = None
+    """Their address, once they are pinned."""
+
+    def __del__(self) -> None:
+        if self.pinned_at is not None and not sys.is_finalizing():  # at exit the driver lets go of all pages by itself
+            torch.cuda.cudart().cudaHostUnregister(self.pinned_at)
+
+
+def host_bytes(count: int, device: torch.device) -> Tensor:  # uint8 [count]
+    """Uninitialised host memory; pinned where the device is CUDA, so that copies run beside the computation.
+
+    Pinned in place: PyTorch's own pinned allocator rounds up to a power of two, which would cost up to half of it.
+    """
+    if device.type != "cuda" or count == 0:
+        buffer = torch.empty(count, dtype=torch.uint8)
+        accounting.register([buffer], HOST)
+        return buffer
+    pages = _PinnedPages(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), count, 0))
+    pages.pinned_at = buffer.data_ptr()
+    return buffer
+
+
+def host_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Uninitialised host memory for a tensor's values (see ``host_bytes``)."""
+    return host_bytes(tensor.nbytes, device).view(tensor.dtype).view(tensor.shape)

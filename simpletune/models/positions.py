@@ -1,0 +1,65 @@
+"""The table of positions, cut to the pictures that a run sees.
+
+SD3 adds a fixed table of positions to the image tokens: a square of ``pos_embed_max_size`` patches a side, of which the
+middle h x w serve a picture of h x w patches. SD3 Medium's is 192 x 192 x 1536 (216 MiB in fp32, 108 in bf16), and a
+picture of 1024 px takes its middle 64 x 64 (12 MiB in bf16).
+
+Shapes: s and S patches a side of the cut and the whole table, e hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from simpletune.models.sizes import STEP, Size
+
+TABLE = "pos_embed.pos_embed"
+
+
+def side_for(sizes: Iterable[Size], whole: int) -> int:
+    """Patches a side of the smallest middle square that serves every size with the very rows of the whole table.
+
+    The middle begins at floor((S - h) / 2). That of a cut table begins at the same row only if as much is cut off above
+    as below, so s is even if S is, and odd if S is.
+
+    Args:
+        sizes: (width, height) of pictures in pixels; one larger than the table leaves it whole.
+        whole: S.
+    """
+    side = max(max(size) // STEP for size in sizes)
+    return min(side + (whole - side) % 2, whole)
+
+
+def crop_positions(embed: nn.Module, sizes: Iterable[Size], whole: Callable[[], Tensor]) -> None:
+    """Cut a patch embedder's table to what pictures of these sizes need, in place. Exact.
+
+    Args:
+        embed: diffusers' ``PatchEmbed`` with its table [1, S * S, e].
+        sizes: (width, height) of pictures in pixels; larger ones are refused afterwards.
+        whole: reads the whole table again, for an export.
+    """
+    old, table = int(embed.pos_embed_max_size), embed.pos_embed  # type: ignore[arg-type]
+    assert isinstance(table, Tensor)
+    side = side_for(sizes, old)
+    if side == old:
+        return
+    cut = slice((old - side) // 2, (old - side) // 2 + side)
+    embed.pos_embed = table.view(1, old, old, -1)[:, cut, cut].reshape(1, side * side, -1)
+    embed.pos_embed_max_size = side  # type: ignore[assignment]
+    embed.whole_table = whole  # type: ignore[assignment]
+
+
+def whole_positions(model: nn.Module) -> dict[str, Tensor]:
+    """The whole table [1, S * S, e] under its name, read again from where the model came from; empty if none was cut.
+
+    Args:
+        model: SD3's transformer.
+    """
+    embed = model.pos_embed
+    if not hasattr(embed, "whole_table"):
+        return {}
+    with torch.no_grad():
+        return {TABLE: embed.whole_table()}  # type: ignore[operator]

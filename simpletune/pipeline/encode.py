@@ -1,0 +1,288 @@
+"""The prepare stages: prompts and pictures through the frozen encoders, each once, into the cache."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from simpletune.config.schema import TrainConfig
+from simpletune.data.cache import Cache, view_key
+from simpletune.data.pictures import cut, decode
+from simpletune.data.plan import Plan, View, make_plan, too_small, without
+from simpletune.data.source import Rejected, UnusablePicture
+from simpletune.data.walk import shown
+from simpletune.models import Model
+from simpletune.models.sd3_text import Encoder
+from simpletune.models.sizes import Size
+from simpletune.options import UserError
+from simpletune.pipeline.sample import Request
+from simpletune.system.atomic import remove_left_over
+from simpletune.system.console import progress, say
+from simpletune.system.failpoints import passed
+from simpletune.system.signals import poll
+from simpletune.system.stage_timer import Stages
+
+
+class TextCache:
+    """Prompt embeddings by prompt; one folder per encoder.
+
+    Args:
+        model: with folders resolved.
+        dtype: the type in which encoders run and embeddings are kept.
+        cache: the cache's root.
+    """
+
+    def __init__(self, model: Model, dtype: torch.dtype, cache: Path):
+        self.prompts = model.prompts(dtype)
+        self.caches = {e.name: Cache(cache / "text" / self.prompts.fingerprint(e)) for e in self.prompts.encoders}
+
+    def fill(self, prompts: Iterable[str], device: torch.device) -> int:
+        """Encode the prompts that are not there yet, one encoder at a time.
+
+        Returns:
+            How many prompts were encoded by at least one encoder.
+        """
+        encoded: set[str] = set()
+        wanted = list(dict.fromkeys(prompts))
+        for encoder in self.prompts.encoders:
+            cache = self.caches[encoder.name]
+            if not cache.lacking(wanted):
+                continue
+            with cache.filling():
+                missing = [prompt for prompt in wanted if prompt not in cache]
+                if missing:
+                    self._encode(encoder, missing, device)
+            encoded |= set(missing)
+            free_memory(device)
+        return len(encoded)
+
+    def _encode(self, encoder: Encoder, missing: list[str], device: torch.device) -> None:
+        """Encode prompts with one encoder.
+
+        Raises:
+            UserError: what comes out is not finite.
+        """
+        remove_left_over(self.caches[encoder.name].folder)
+        with progress(f"text  {encoder.name}", len(missing), "prompts") as advance:
+            for prompt, parts in zip(missing, self.prompts.encode(encoder, missing, device), strict=True):
+                if not _all_finite(parts.values()):
+                    raise UserError(
+                        f"{encoder.name} makes NaN or infinity of the caption {prompt[:80]!r}. Its weights may be "
+                        "damaged, or overflow in this precision: fetch the model again, or use precision.compute=fp32",
+                        code=4,
+                    )
+                self.caches[encoder.name].save(prompt, parts)
+                advance()
+                passed("text.encoded")
+                poll()
+
+    def load(self, prompt: str) -> tuple[Tensor, Tensor]:
+        """(prompt_embeds [t, e], pooled [p]) of one prompt."""
+        return self.prompts.assemble({name: cache.load(prompt) for name, cache in self.caches.items()})
+
+    def pooled(self, prompt: str) -> Tensor:
+        """The pooled embedding [p] of one prompt, without reading T5's part."""
+        return self.prompts.pool({name: self.caches[name].load(prompt) for name in ("clip_l", "clip_g")})
+
+    def too_long(self, prompts: Iterable[str], limit: int = 77) -> list[str]:
+        """Prompts of which CLIP sees only the first 77 tokens."""
+        return [prompt for prompt in prompts if int(self.caches["clip_l"].load(prompt)["tokens"]) > limit]
+
+
+class LatentCache:
+    """Latents by picture and cut.
+
+    Args:
+        model: with folders resolved.
+        dtype: the type in which the autoencoder runs.
+        cache: the cache's root.
+        tile: ``memory.vae_tile``.
+    """
+
+    def __init__(self, model: Model, dtype: torch.dtype, cache: Path, tile: int | None = None):
+        self.model, self.dtype, self.tile = model, dtype, tile
+        name = f"{model.vae_fingerprint()}-{str(dtype).removeprefix('torch.')}"
+        self.cache = Cache(cache / "latents" / (name if tile is None else f"{name}-tile{tile}"))
+
+    def fill(self, views: Sequence[View], device: torch.device) -> tuple[int, list[Rejected]]:
+        """Encode the cuts that are not there yet.
+
+        Returns:
+            How many were encoded, and the pictures that could not be decoded.
+        """
+        if not self.cache.lacking(view_key(view) for view in views):
+            return 0, []
+        with self.cache.filling():
+            missing = [view for view in views if view_key(view) not in self.cache]
+            return self._encode(missing, device) if missing else (0, [])
+
+    def _encode(self, missing: Sequence[View], device: torch.device) -> tuple[int, list[Rejected]]:
+        """Encode cuts; what could not be decoded or comes out as NaN is rejected."""
+        remove_left_over(self.cache.folder)
+        encoded, rejected = 0, dict[str, Rejected]()
+        vae = self.model.load_vae(device, self.dtype, self.tile)
+        with progress("latents", len(missing), "pictures") as advance, torch.no_grad():
+            for view in missing:
+                try:
+                    encoded += self._encode_one(view, vae, device)
+                except UnusablePicture as reason:
+                    rejected[view.picture.name] = Rejected(view.picture.name, str(reason))
+                advance()
+                passed("latents.encoded")
+                poll()
+        del vae
+        free_memory(device)
+        return encoded, list(rejected.values())
+
+    def _encode_one(self, view: View, vae: nn.Module, device: torch.device) -> int:
+        """Encode a cut unless it is there; how many were made.
+
+        Raises:
+            UnusablePicture: it cannot be decoded, or comes out as NaN.
+        """
+        pixels = _pixels(view)
+        if view_key(view) in self.cache:  # the same picture may lie there under two names
+            return 0
+        z_0 = self.model.encode_pictures(vae, pixels[None].to(device))[0]
+        if not _all_finite([z_0]):
+            raise UnusablePicture(f"the autoencoder makes NaN of it in {self.dtype}")
+        self.cache.save(view_key(view), {"z_0": z_0})
+        return 1
+
+    def load(self, view: View) -> Tensor:
+        """z_0 [c, h, w] in fp32."""
+        return self.cache.load(view_key(view))["z_0"]
+
+
+def _all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no floating-point tensor holds NaN or infinity."""
+    return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())
+
+
+def _pixels(view: View) -> Tensor:
+    """The cut [3, h, w] in -1..1.
+
+    Raises:
+        UnusablePicture: it cannot be read or decoded.
+    """
+    try:
+        data = view.picture.read_same()
+    except OSError as error:
+        raise UnusablePicture(f"cannot be read ({error.strerror or error})") from None
+    return torch.from_numpy(cut(decode(data), view.bucket, view.offset, view.flip))
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what a stage's models held."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def report_rejected(rejected: Sequence[Rejected], on_error: str) -> None:
+    """Name the pictures that are left out.
+
+    Raises:
+        UserError: ``data.on_error`` is ``stop`` and there are any.
+    """
+    if not rejected:
+        return
+    listed = [f"  {shown(each.name)}: {each.reason}" for each in rejected[:20]]
+    if len(rejected) > len(listed):
+        listed.append(f"  and {len(rejected) - len(listed)} more (simpletune data CONFIG lists all)")
+    kinds = ", ".join(
+        f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in Counter(each.kind for each in rejected).items()
+    )
+    head = f"{kinds} cannot be used"
+    if on_error == "stop":
+        remedy = "Mend or remove them, or set data.on_error=skip to go on without them"
+        raise UserError("\n".join([f"data.path: {head}:", *listed, remedy]))
+    say("\n".join([f"{head} and left out:", *listed]))
+
+
+@dataclass
+class Prepared:
+    """What the prepare stages leave.
+
+    Args:
+        plan: of the run.
+        text: prompt embeddings.
+        latents: of the pictures.
+        requests: the validation pictures to draw.
+        captions: where captions came from, in words.
+        left_out: what could not be used and was left out.
+    """
+
+    plan: Plan
+    text: TextCache
+    latents: LatentCache
+    requests: list[Request]
+    captions: str
+    left_out: list[Rejected] = field(default_factory=list)
+
+    def data(self) -> dict[str, Any]:
+        """What the run learns from, and what was left out, for the run's folder."""
+        left_out = [asdict(each) for each in self.left_out]
+        return {"captions": self.captions, "samples": self.plan.manifest(), "left_out": left_out}
+
+    def sizes(self) -> set[Size]:
+        """(width, height) in pixels of every picture that the transformer will see."""
+        return {*self.plan.buckets, *((request.width, request.height) for request in self.requests)}
+
+
+def prepare(
+    config: TrainConfig, accelerator: Accelerator, stages: Stages, planned: Callable[[Plan], None] = lambda plan: None
+) -> Prepared:
+    """Scan the data, plan the run, and fill the caches; the main process first, the others read what it made.
+
+    Args:
+        config: with folders resolved.
+        planned: is told of the plan before anything is encoded.
+
+    Raises:
+        UserError: pictures cannot be used and ``data.on_error`` is ``stop``, or none is left.
+    """
+    scan = config.data.scan(Path(config.data.path))
+    small = too_small(scan.pictures, config.data)
+    report_rejected([*scan.rejected, *small], config.data.on_error)
+    usable = without(scan.pictures, small)
+    plan = make_plan(config, usable, accelerator.num_processes)
+    planned(plan)
+    passed("data.scanned")
+    cache, dtype = Path(config.output.cache), config.precision.encoder_dtype()
+    text = TextCache(config.model, dtype, cache)
+    latents = LatentCache(config.model, dtype, cache, config.memory.vae_tile)
+    with accelerator.main_process_first():
+        requests = validation_requests(config, plan)
+        with stages.stage("text"):
+            text.fill(prompts_of(plan, requests), accelerator.device)
+        with stages.stage("latents"):
+            _, rejected = latents.fill(plan.views(), accelerator.device)
+    report_rejected(rejected, config.data.on_error)
+    if rejected:
+        plan = make_plan(config, without(usable, rejected), accelerator.num_processes)
+    return Prepared(plan, text, latents, requests, scan.captions, [*scan.rejected, *small, *rejected])
+
+
+def prompts_of(plan: Plan, requests: Sequence[Request]) -> list[str]:
+    """Every prompt that a run needs the embeddings of."""
+    return [*plan.captions(), *(r.prompt for r in requests), *(r.negative_prompt for r in requests)]
+
+
+def validation_requests(config: TrainConfig, plan: Plan) -> list[Request]:
+    """The fixed prompts and seeds of a run's validation pictures."""
+    option = config.validation
+    prompts = [plan.samples[0].picture.caption] if option.prompts is None else option.prompts
+    width, height = config.picture_size()
+    return [
+        Request(prompt, option.seed + number, option.negative_prompt, width, height, option.steps, option.guidance)
+        for number, prompt in enumerate(prompts)
+    ]

@@ -1,0 +1,292 @@
+"""Drawing pictures: Euler steps along the velocity, with classifier-free guidance. One path for previews and scripts.
+
+Shapes as in models/sd3.py: b pictures, c channels, h and w an eighth of the picture's, t tokens, e and p text widths;
+r rows of the transformer's batch: b, or with guidance 2b, the negative prompts first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
+from torch import Tensor, nn
+
+from simpletune.flow import interpolate
+from simpletune.models.sd3 import SD3, predict_velocity
+from simpletune.options import UserError
+from simpletune.pipeline.load import device_of
+from simpletune.pipeline.modulation_plan import Modulation
+from simpletune.quant.precision import WeightPrecision
+from simpletune.system.signals import poll
+
+Embeddings = tuple[Tensor, Tensor]
+"""(prompt_embeds [t, e], pooled [p])."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One picture to draw.
+
+    Args:
+        prompt: what to draw.
+        seed: of the starting noise, drawn on the CPU.
+        negative_prompt: what guidance leads away from.
+        width: in pixels, a multiple of 16.
+        height: in pixels, a multiple of 16.
+        steps: sampling steps.
+        guidance: classifier-free guidance; 1: none, and no pass for the negative prompt.
+        image: a picture to start from instead of noise alone; it is cut to the size.
+        strength: share of the steps that are taken from there, in (0, 1]; 1 forgets the picture.
+    """
+
+    prompt: str
+    seed: int
+    negative_prompt: str = ""
+    width: int = 1024
+    height: int = 1024
+    steps: int = 28
+    guidance: float = 4.5
+    image: Path | None = None
+    strength: float = 0.6
+
+    @property
+    def skipped(self) -> int:
+        """Steps that a starting picture saves: the first, noisiest ones (diffusers' rule, rounded as there)."""
+        return 0 if self.image is None else int(max(self.steps - self.steps * self.strength, 0))
+
+    @property
+    def together(self) -> tuple[Any, ...]:
+        """Requests of which this is equal can be drawn in one batch."""
+        return self.width, self.height, self.steps, self.guidance, self.skipped, self.image is None
+
+
+def noises(request: Request, model: SD3) -> tuple[Tensor, Tensor | None]:  # [1, c, h, w] each
+    """The noise of a request: on the CPU in fp32, so the same on every device and in every batch, and the same as
+    diffusers' with a CPU generator of that seed.
+
+    Returns:
+        The sampler's noise; and with a starting picture the autoencoder's, which is drawn first.
+    """
+    generator = torch.Generator("cpu").manual_seed(request.seed)
+    shape = (1, *model.latent_shape(request.width, request.height))
+    encoder = None if request.image is None else torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator), encoder
+
+
+def autocast_of(precision: WeightPrecision, device: torch.device) -> AbstractContextManager[Any]:
+    """bf16 products over fp32 weights where the precision asks for it."""
+    return torch.autocast(device.type, torch.bfloat16) if precision.autocast else nullcontext()
+
+
+def sample_latents(
+    transformer: nn.Module,
+    model: SD3,
+    precision: WeightPrecision,
+    request: Request,
+    positive: Embeddings,
+    negative: Embeddings,
+    modulation: Modulation | None = None,
+) -> Tensor:  # [1, c, h, w], fp32
+    """The latents of one picture: ``sample_batch`` of one."""
+    return sample_batch(transformer, model, precision, [request], [positive], [negative], modulation)
+
+
+@torch.no_grad()
+def sample_batch(
+    transformer: nn.Module,
+    model: SD3,
+    precision: WeightPrecision,
+    requests: Sequence[Request],
+    positive: Sequence[Embeddings],
+    negative: Sequence[Embeddings],
+    modulation: Modulation | None = None,
+    start: Tensor | None = None,  # [b, c, h, w]
+    reuse_guidance: int = 1,
+) -> Tensor:  # [b, c, h, w], fp32
+    """Integrate dz/dsigma = velocity from noise to pictures' latents: Euler's method (arXiv:2206.00364, alg. 1).
+
+    Noise levels are those of diffusers' scheduler; z stays in fp32. With guidance g the velocity is
+    v_negative + g (v_positive - v_negative) (arXiv:2207.12598), both halves in one batch.
+
+    Args:
+        requests: alike in size, steps, guidance and strength (``Request.together``).
+        positive: embeddings of each prompt.
+        negative: embeddings of each negative prompt.
+        modulation: of the transformer, where it was taken out.
+        start: z_0 of the starting pictures, where there are any.
+        reuse_guidance: the difference v_positive - v_negative is computed anew every so many steps, and kept between;
+            above 1 that saves passes and changes the pictures.
+    """
+    device = device_of(transformer)
+    dtype = precision.compute_dtype()
+    first = requests[0]
+    scheduler = model.scheduler()
+    scheduler.set_timesteps(first.steps)
+    sigmas = scheduler.sigmas.to(torch.float32)[first.skipped :]
+    guided, count = first.guidance > 1, len(requests)
+    rows = [*negative, *positive] if guided else list(positive)
+    prompt_embeds = torch.stack([embeds for embeds, _ in rows]).to(device)
+    pooled = torch.stack([vector for _, vector in rows]).to(device)
+    z = torch.cat([noises(request, model)[0] for request in requests])
+    z = (z if start is None else interpolate(start, z, sigmas[:1])).to(device)
+    conditions = conditions_of(pooled, sigmas[:-1], modulation)
+    away: Tensor | float = 0.0
+    with autocast_of(precision, device):
+        for step, (sigma, sigma_next, condition) in enumerate(zip(sigmas[:-1], sigmas[1:], conditions, strict=True)):
+            poll()
+            both = guided and step % reuse_guidance == 0
+            skip = count if guided and not both else 0
+            levels = sigma.expand(2 * count if both else count).to(device)
+            z_rows = torch.cat([z, z]) if both else z
+            velocity = predict_velocity(transformer, z_rows, levels, prompt_embeds[skip:], condition[skip:], dtype)
+            velocity = velocity.float()
+            if both:
+                away = velocity[count:] - velocity[:count]
+                velocity = velocity[:count] + first.guidance * away
+            elif guided:
+                velocity = velocity + (first.guidance - 1) * away
+            z = z + (sigma_next - sigma).to(device) * velocity
+    return z
+
+
+def conditions_of(
+    pooled: Tensor,  # [r, p]
+    sigmas: Tensor,  # [s], fp32
+    modulation: Modulation | None,
+) -> Iterator[Tensor]:  # s times [r, p] or [r, m]
+    """What the transformer takes beside the tokens at each noise level: the pooled prompts, or where its modulation was
+    taken out its modulations, as many levels at once as a window has steps."""
+    if modulation is None:
+        yield from (pooled for _ in sigmas)
+        return
+    for levels in sigmas.split(modulation.window):
+        rows = modulation(levels.repeat_interleave(len(pooled)), pooled.repeat(len(levels), 1))
+        yield from rows.view(len(levels), len(pooled), -1)
+
+
+def draw(
+    transformer: nn.Module,
+    vae: nn.Module,
+    model: SD3,
+    precision: WeightPrecision,
+    requests: Sequence[Request],
+    embeddings: Callable[[str], Embeddings],
+    modulation: Modulation | None = None,
+    batch_size: int = 1,
+    reuse_guidance: int = 1,
+) -> list[Image.Image]:
+    """Pictures for requests, in their order. ``draw_latents`` says what the last two arguments do."""
+    starts = encode_starts(vae, model, requests)
+    latents = draw_latents(
+        transformer, model, precision, requests, embeddings, modulation, starts, batch_size, reuse_guidance
+    )
+    return decode(vae, model, latents)
+
+
+@torch.no_grad()
+def encode_starts(vae: nn.Module, model: SD3, requests: Sequence[Request]) -> list[Tensor | None]:  # [1, c, h, w]
+    """z_0 of each request's starting picture, on the CPU; None where there is none."""
+    starts: list[Tensor | None] = []
+    for request in requests:
+        noise = noises(request, model)[1]
+        if request.image is None or noise is None:
+            starts.append(None)
+            continue
+        device = next(vae.parameters()).device
+        z_0 = model.encode_pictures(vae, starting_pixels(request).to(device), noise.to(device))
+        starts.append(z_0.cpu())
+    return starts
+
+
+def starting_pixels(request: Request) -> Tensor:  # [1, 3, h, w] in -1..1
+    """A request's starting picture, scaled until it covers the size, its middle cut out.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    assert request.image is not None
+    try:
+        image = ImageOps.exif_transpose(Image.open(request.image)).convert("RGB")
+    except (OSError, Image.DecompressionBombError) as error:
+        raise UserError(f"--image: {request.image} cannot be read ({error}). Give a PNG, JPEG or WebP file") from None
+    image = ImageOps.fit(image, (request.width, request.height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 127.5 - 1
+
+
+def draw_latents(
+    transformer: nn.Module,
+    model: SD3,
+    precision: WeightPrecision,
+    requests: Sequence[Request],
+    embeddings: Callable[[str], Embeddings],
+    modulation: Modulation | None = None,
+    starts: Sequence[Tensor | None] | None = None,
+    batch_size: int = 1,
+    reuse_guidance: int = 1,
+) -> list[Tensor]:  # [1, c, h, w] each, fp32, on the CPU
+    """Latents for requests, in their order.
+
+    Args:
+        starts: what ``encode_starts`` gave.
+        batch_size: how many pictures go through the transformer together. A picture's noise is its own, whatever the
+            batch; but products of other numbers of rows differ in the last bits.
+        reuse_guidance: as for ``sample_batch``.
+    """
+    latents: dict[int, Tensor] = {}
+    load = cache(embeddings)  # a prompt with many seeds is read once
+    for batch in batches(requests, batch_size):
+        some = [requests[number] for number in batch]
+        z_0 = [start for number in batch if starts is not None and (start := starts[number]) is not None]
+        z = sample_batch(
+            transformer, model, precision, some,
+            [load(request.prompt) for request in some], [load(request.negative_prompt) for request in some],
+            modulation, torch.cat(z_0) if z_0 else None, reuse_guidance,
+        )  # fmt: skip
+        latents |= dict(zip(batch, z.cpu().split(1), strict=True))
+    return [latents[number] for number in range(len(requests))]
+
+
+def batches(requests: Sequence[Request], batch_size: int) -> list[list[int]]:
+    """Numbers of requests that are drawn together: alike, and at most so many."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for number, request in enumerate(requests):
+        alike.setdefault(request.together, []).append(number)
+    return [group[i : i + batch_size] for group in alike.values() for i in range(0, len(group), batch_size)]
+
+
+@torch.no_grad()
+def decode(vae: nn.Module, model: SD3, latents: Sequence[Tensor]) -> list[Image.Image]:
+    """Pictures of latents [1, c, h, w], one at a time: with the memory of one, and independent of the others."""
+    device = next(vae.parameters()).device
+    return [to_image(model.decode_latents(vae, z.to(device))[0]) for z in latents]
+
+
+def to_image(pixels: Tensor) -> Image.Image:
+    """A picture [3, h, w] in 0..1 as an RGB image."""
+    array = (pixels * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+    return Image.fromarray(array)
+
+
+def save_png(image: Image.Image, file: Path | IO[bytes], request: Request, **more: str) -> None:
+    """Write a PNG whose text chunks say how it was made (``prompt``, ``seed``, ``parameters`` and more)."""
+    info = PngInfo()
+    info.add_itxt("prompt", request.prompt)
+    info.add_text("seed", str(request.seed))
+    how = {key: str(value) if isinstance(value, Path) else value for key, value in request.__dict__.items()}
+    if request.image is None:
+        how = {key: value for key, value in how.items() if key not in ("image", "strength")}
+    info.add_itxt("parameters", json.dumps({**how, **more}, ensure_ascii=False))
+    for key, value in more.items():
+        info.add_itxt(key, value)
+    if isinstance(file, Path):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    image.save(file, format="PNG", pnginfo=info)

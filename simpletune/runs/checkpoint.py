@@ -1,0 +1,311 @@
+"""Checkpoints: what trains, the optimizer, the step and the configuration; safetensors and JSON only.
+
+A checkpoint is written aside and renamed, so it is whole or it is not there. Its state.json holds the SHA-256 of its
+files, and is written last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from simpletune.config.schema import TrainConfig
+from simpletune.ema import Average, averaged
+from simpletune.models.weights import (
+    WeightReader,
+    flush_to_disk,
+    replace_folder,
+    set_aside,
+    sha256_of,
+    trained_parameters,
+    write_safetensors,
+)
+from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
+from simpletune.options import UserError
+from simpletune.system.atomic import remove
+from simpletune.system.console import say
+from simpletune.system.disk import room_for
+from simpletune.system.failpoints import passed
+from simpletune.system.redact import concealed
+
+TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
+AVERAGE = "ema.safetensors"
+NAME = re.compile(r"^step-(\d{6,})$")
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A checkpoint as found on disk."""
+
+    folder: Path
+    step: int
+    config: dict[str, Any]
+    manifest: list[dict[str, Any]]
+    optimizer: dict[str, Any]
+    processes: int | None = None
+    """How many trained together; None: not known, of older versions."""
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    """Where the checkpoint after ``step`` steps lies."""
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def metadata_of(config: TrainConfig, step: int) -> dict[str, str]:
+    """What goes into the header of every result: the configuration and the step."""
+    return {"simpletune_config": config.model_dump_json(by_alias=True), "simpletune_step": str(step)}
+
+
+def save(
+    run: Path,
+    step: int,
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    manifest: list[dict[str, Any]],
+    average: Average | None = None,
+    processes: int = 1,
+) -> Path:
+    """Write a checkpoint and remove the oldest beyond ``checkpoint.keep_last``.
+
+    Args:
+        run: the run's folder.
+        step: how many steps are done.
+        config: as the user gave it.
+        model: the transformer with its adapter, not wrapped.
+        optimizer: not wrapped.
+        manifest: what the order of samples depends on (``Plan.manifest``).
+        average: of the weights, if one is kept; it is what is exported.
+        processes: how many train together.
+    """
+    folder = checkpoint_folder(run, step)
+    aside = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    tensors, scalars = state_to_tensors(optimizer)
+    needed = size_of_state(trained_parameters(model), tensors, average)
+    undo = lambda: shutil.rmtree(aside, ignore_errors=True)  # noqa: E731
+    with room_for(f"saving the checkpoint of step {step}", aside.parent, needed, undo):
+        _write(aside, step, config, model, tensors, scalars, manifest, average, processes)
+    replace_folder(aside, folder)
+    flush_to_disk(folder.parent)
+    passed("checkpoint.after-rename")
+    remove_oldest(run, config.checkpoint.keep_last)
+    return folder
+
+
+def remove_oldest(run: Path, keep_last: int) -> None:
+    """Remove the oldest checkpoints of a run.
+
+    Args:
+        run: the run's folder.
+        keep_last: how many stay.
+    """
+    for _, old in list_checkpoints(run)[:-keep_last]:
+        gone = old.with_name(f".{old.name}.part")  # a kill while files are removed must not leave half a checkpoint
+        os.replace(old, gone)
+        passed("checkpoint.removing")
+        remove(gone)
+
+
+def size_of_state(
+    parameters: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor], average: Average | None
+) -> int:
+    """Bytes of a checkpoint's tensors, without the exported form."""
+    tensors = [*parameters.values(), *optimizer.values(), *(average.tensors().values() if average else ())]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _write(
+    aside: Path,
+    step: int,
+    config: TrainConfig,
+    model: nn.Module,
+    tensors: dict[str, torch.Tensor],
+    scalars: dict[str, Any],
+    manifest: list[dict[str, Any]],
+    average: Average | None,
+    processes: int,
+) -> None:
+    """The files of a checkpoint, state.json last."""
+    aside.mkdir(parents=True)
+    passed("checkpoint.begun")
+    metadata = metadata_of(config, step)
+    write_safetensors(trained_parameters(model), aside / TRAINABLE, metadata)
+    passed("checkpoint.weights")
+    write_safetensors(tensors, aside / OPTIMIZER, {})
+    passed("checkpoint.optimizer")
+    if average is not None:
+        write_safetensors(average.tensors(), aside / AVERAGE, {})
+    if config.adapter.exports_to_checkpoints:
+        with averaged(average):
+            config.adapter.export(model, aside, metadata)
+    state = {
+        "step": step,
+        "config": config.model_dump(mode="json", by_alias=True),
+        "manifest": manifest,
+        "optimizer": scalars,
+        "processes": processes,
+        "torch": torch.__version__,
+        "sha256": {file.name: sha256_of(file) for file in sorted(aside.iterdir())},
+    }
+    (aside / STATE).write_text(json.dumps(state))
+    flush_to_disk(aside / STATE)
+    passed("checkpoint.before-rename")
+
+
+def rewind(run: Path, step: int, keep_last: int) -> list[Path]:
+    """Make a run's checkpoints those of a run that is at ``step``: what a kill left half written is removed, what it
+    left too many too, and later checkpoints, which the run will write again, get another name.
+
+    Args:
+        run: the run's folder.
+        step: steps done.
+        keep_last: how many checkpoints stay.
+
+    Returns:
+        The later ones, as they are called now.
+    """
+    for entry in (run / "checkpoints").glob(".*.part"):
+        remove(entry)
+    later = []
+    for number, folder in list_checkpoints(run):
+        if number > step:
+            later.append(folder.with_name(f"{folder.name}.superseded"))
+            remove(later[-1])
+            os.replace(folder, later[-1])
+    remove_oldest(run, keep_last)
+    return later
+
+
+def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """The whole checkpoints of a run, oldest first."""
+    folder = run / "checkpoints"
+    found = []
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        match = NAME.match(entry.name)
+        if match and (entry / STATE).exists():
+            found.append((int(match[1]), entry))
+    return sorted(found)
+
+
+def find(resume: str, run: Path) -> SavedState | None:
+    """The checkpoint that ``--resume`` names.
+
+    Args:
+        resume: ``latest``; ``auto``: the same, where there is one; or a checkpoint's folder.
+        run: the run's folder.
+
+    Returns:
+        It; None if there is none and ``auto`` was asked for.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    if resume == "auto":
+        return find("latest", run) if list_checkpoints(run) else None
+    if resume == "latest":
+        found = list_checkpoints(run)
+        if not found:
+            raise UserError(f"--resume latest: {run} has no checkpoint. Start without --resume")
+        for _, folder in reversed(found):
+            try:
+                return read(folder)
+            except UserError as error:
+                if os.environ.get("RANK", "0") != "0":  # of several processes the first renames
+                    continue
+                place = set_aside(folder)
+                say(f"resume  {str(error).removeprefix('--resume: ').partition('. ')[0]}: set aside as {place}")
+        raise UserError(
+            f"--resume latest: all {len(found)} checkpoints of {run} are damaged, and set aside. Start without --resume"
+        )
+    return read(Path(resume))
+
+
+def read(folder: Path) -> SavedState:
+    """Read a checkpoint's state and compare its files with their checksums.
+
+    Raises:
+        UserError: it is no checkpoint, or a file is missing or damaged.
+    """
+    try:
+        state = json.loads((folder / STATE).read_text())
+        fields = {name: state[name] for name in ("step", "config", "manifest", "optimizer")}
+        saved = SavedState(folder, **fields, processes=state.get("processes"))
+        checksums = state["sha256"]
+        _require_kinds(saved, checksums)
+    except FileNotFoundError:
+        raise UserError(
+            f"--resume: {folder} is not a checkpoint: it has no {STATE}. Name a step-NNNNNN folder"
+        ) from None
+    except (ValueError, KeyError, TypeError, NotADirectoryError, RecursionError) as error:
+        raise UserError(
+            f"--resume: {folder / STATE} is damaged ({concealed(repr(error))[:200]}). Use an older checkpoint"
+        ) from None
+    for name, checksum in checksums.items():
+        file = folder / name
+        if not file.exists() or sha256_of(file) != checksum:
+            state_of = "damaged" if file.exists() else "missing"
+            raise UserError(f"--resume: {file} is {state_of}. Use an older checkpoint: --resume PATH")
+    return saved
+
+
+def _require_kinds(saved: SavedState, checksums: Any) -> None:
+    """The fields of a state.json are of the kinds that were written.
+
+    Raises:
+        TypeError: they are not.
+        ValueError: a checksum is missing, or of a file elsewhere.
+    """
+    if type(saved.step) is not int or not isinstance(saved.config, dict) or not isinstance(saved.manifest, list):
+        raise TypeError("step, config or manifest")
+    if not all(isinstance(row, dict) and {"file", "repeat"} <= set(row) for row in saved.manifest):
+        raise TypeError("manifest")
+    if not isinstance(saved.optimizer, dict) or not {"values", "shared"} <= set(saved.optimizer):
+        raise TypeError("optimizer")
+    if saved.processes is not None and type(saved.processes) is not int:
+        raise TypeError("processes")
+    if not {TRAINABLE, OPTIMIZER} <= set(checksums):
+        raise ValueError("sha256")
+    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in checksums):
+        raise ValueError("a file outside of the checkpoint")
+
+
+def restore(
+    saved: SavedState,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    option: OptimizerOption,
+    average: Average | None = None,
+) -> None:
+    """Put a checkpoint's weights, their average and optimizer state in place, bit for bit."""
+    reader = WeightReader([saved.folder / TRAINABLE])
+    parameters = trained_parameters(model)
+    if reader.names != set(parameters):
+        raise UserError(
+            f"--resume: {saved.folder / TRAINABLE} does not fit the model: {sorted(reader.names ^ set(parameters))[:8]}"
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(reader.get(name))
+    load_state(option, optimizer, WeightReader([saved.folder / OPTIMIZER]).get_all(), saved.optimizer)
+    if average is not None:
+        average.load(WeightReader([saved.folder / AVERAGE]).get_all(), saved.step)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write JSON aside, flush, and rename."""
+    aside = file.with_name(f".{file.name}.part")
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    with room_for(f"writing {file.name}", file.parent, len(text), lambda: aside.unlink(missing_ok=True)):
+        aside.write_text(text)
+        flush_to_disk(aside)
+        os.replace(aside, file)

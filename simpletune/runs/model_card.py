@@ -1,0 +1,260 @@
+"""The model card: README.md beside a result. What it is, of which base, how it was trained, and how it is used.
+
+Cards, and whatever else leaves the machine, name local files by their last name only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simpletune.config.schema import TrainConfig
+from simpletune.models.hub import is_hub_name
+from simpletune.models.sd3 import SD3_MEDIUM
+
+if TYPE_CHECKING:
+    from simpletune.pipeline.encode import Prepared
+    from simpletune.pipeline.sample import Request
+
+CARD, GRID = "README.md", "samples/grid.png"
+STABILITY_LICENCE = "stabilityai-ai-community"
+MEDIUM_LICENCE = "https://huggingface.co/stabilityai/stable-diffusion-3-medium/blob/main/LICENSE.md"
+MODEL_PATHS = ("pretrained", "transformer", "vae", "text_encoders")
+RESULT_LINE = re.compile(r'^RESULT = ".*$', re.MULTILINE)
+
+
+def write_card(folder: Path, config: TrainConfig, summary: dict[str, Any], prepared: Prepared) -> Path:
+    """Write a run's model card.
+
+    Args:
+        folder: the run's folder, with the result and the grid of pictures in it.
+        config: of the run, as the user gave it.
+        summary: of the run.
+        prepared: the pictures it learned from, and those it drew.
+
+    Returns:
+        The README.md.
+    """
+    example = example_of(config, prepared)
+    pictures = len({sample.picture.name for sample in prepared.plan.samples})
+    sections = [
+        front_matter(config),
+        f"# {config.name}",
+        _introduction(folder, config, example.prompt),
+        "## How it was trained",
+        "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in _rows(config, summary, pictures))]),
+        "`config.json` holds every setting.",
+        "## How it is used",
+        *_use(config, example),
+        "## Licence",
+        _licence_text(config),
+    ]
+    file = folder / CARD
+    file.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    return file
+
+
+def example_of(config: TrainConfig, prepared: Prepared) -> Request:
+    """The picture that the card's instructions draw: the run's first validation picture, if it drew any."""
+    from simpletune.pipeline.sample import Request
+
+    option, (width, height) = config.validation, config.picture_size()
+    prompt = config.data.prompt or prepared.plan.samples[0].picture.caption
+    fallback = Request(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
+    return next(iter(prepared.requests), fallback)
+
+
+def front_matter(config: TrainConfig) -> str:
+    """The YAML that the hub reads; a base that is not on the hub has no ``base_model``, which must be a hub name."""
+    from huggingface_hub import ModelCardData
+
+    base = _hub_base(config)
+    data = ModelCardData(
+        base_model=base,
+        base_model_relation=("finetune" if config.adapter.trains_base else "adapter") if base else None,
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        tags=["text-to-image", "diffusers", "stable-diffusion-3", config.adapter.method, "simpletune"],
+        instance_prompt=config.data.prompt,
+        ignore_metadata_errors=False,
+        **licence(config),
+    )
+    return f"---\n{data.to_yaml()}\n---"
+
+
+def licence(config: TrainConfig) -> dict[str, Any]:
+    """The licence fields of the front matter: the base's licence also binds what derives from it."""
+    base = _hub_base(config)
+    if base is None:
+        return {"license": "other"}
+    if base.startswith("stabilityai/stable-diffusion-3"):
+        link = f"https://huggingface.co/{base}/blob/main/LICENSE.md"
+        link = MEDIUM_LICENCE if base == SD3_MEDIUM else link
+        return {"license": "other", "license_name": STABILITY_LICENCE, "license_link": link}
+    return {"license": "other", "license_link": f"https://huggingface.co/{base}"}
+
+
+def shareable(config: TrainConfig) -> TrainConfig:
+    """The configuration without paths of this machine: folders by their last names, outputs at their defaults."""
+    model = {name: public_name(value) for name in MODEL_PATHS if (value := getattr(config.model, name)) is not None}
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=model),
+            "data": config.data.model_copy(update={"path": last_name(config.data.path)}),
+            "output": type(config.output)(),
+        }
+    )
+
+
+def for_repository(card: str, repository: str) -> str:
+    """The card as it stands in a repository on the hub: its instructions name it."""
+    return RESULT_LINE.sub(lambda line: f"RESULT = {json.dumps(repository)}", card)
+
+
+def last_name(path: str) -> str:
+    """A path's last name."""
+    return os.path.basename(os.path.abspath(path))
+
+
+def public_name(name: str) -> str:
+    """A model's name: a hub name or a demo's as it is, a path by its last name."""
+    return name if is_hub_name(name) else last_name(name)
+
+
+def _hub_base(config: TrainConfig) -> str | None:
+    """The base's hub name, or None."""
+    name = config.model.transformer or config.model.pretrained
+    return name if is_hub_name(name) and config.model.init == "pretrained" else None
+
+
+def _base_text(config: TrainConfig) -> str:
+    name = config.model.transformer or config.model.pretrained
+    if config.model.init == "random":
+        return f"random weights in the shape of {code(public_name(name))}"
+    if config.is_demo:
+        return f"{code(name)}, the tiny model that comes with simpletune and draws coloured shapes"
+    if is_hub_name(name):
+        return f"[{name}](https://huggingface.co/{name})"
+    return f"{code(public_name(name))}, a local copy (name it as `base_model` above if it is on the hub)"
+
+
+def _introduction(folder: Path, config: TrainConfig, prompt: str) -> str:
+    kind = "Fine-tuned transformer of" if config.adapter.trains_base else "LoRA for"
+    lines = [f"{kind} {_base_text(config)}, made with simpletune."]
+    if config.data.prompt:
+        lines.append(f"Trigger prompt: {code(config.data.prompt)}")
+    else:
+        lines.append(f"A prompt to begin with: {code(prompt)}")
+    if (folder / GRID).exists():
+        lines.append(f"![The base and the result, drawn from the same noise]({GRID})")
+    return "\n\n".join(lines)
+
+
+def _rows(config: TrainConfig, summary: dict[str, Any], pictures: int) -> Iterator[tuple[str, str]]:
+    """The settings that matter, and the figures."""
+    train, settings = config.train, config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method"})
+    listed = [f"{key} {', '.join(value) if isinstance(value, list) else value}" for key, value in settings.items()]
+    yield "method", cell(", ".join([config.adapter.method, *listed]))
+    trained, total = summary["trainable_parameters"], summary["total_parameters"]
+    yield "parameters", f"{trained:,} trained, {total:,} in the base"
+    batch = f"batch {train.batch_size}, gradient accumulation {train.gradient_accumulation}"
+    yield "steps", f"{summary['steps']:,} ({batch})"
+    schedule = f"{config.schedule.name}, {config.schedule.warmup_steps} warm-up steps"
+    yield "learning rate", f"{config.optimizer.lr:g} ({config.optimizer.name}; {schedule})"
+    yield "resolution", f"{config.data.resolution} px"
+    yield "pictures", f"{pictures} from {cell(code(last_name(config.data.path)))}"
+    yield "precision", f"{config.precision.weights} weights, {config.precision.compute} products"
+    yield "seed", str(train.seed)
+    before, after = summary["eval_loss_before"], summary["eval_loss_after"]
+    if before is not None and after is not None:
+        yield "evaluation loss", f"{before:.4f} before, {after:.4f} after"
+
+
+def _use(config: TrainConfig, example: Request) -> Iterator[str]:
+    """The sections on diffusers and on the inference scripts."""
+    yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
+    others = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}
+    replaced = [f"{name} {code(public_name(value))}" for name, value in others.items() if value]
+    if replaced:
+        yield f"The run took from elsewhere than the base: {', '.join(replaced)}. The lines above use the base's."
+    yield f"With simpletune:\n\n```sh\n{command(config, example)}\n```"
+
+
+def snippet(config: TrainConfig, example: Request) -> str:
+    """Python that draws the example with diffusers."""
+    model, dtype = config.model, f"dtype={config.precision.compute_dtype()}"
+    own = None if config.adapter.trains_base else model.transformer
+    extra = ["transformer=transformer"] if own or config.adapter.trains_base else []
+    extra += [] if model.t5 else ["text_encoder_3=None", "tokenizer_3=None"]
+    extra += [f"revision={model.revision!r}"] if model.revision and is_hub_name(model.pretrained) else []
+    classes = "SD3Transformer2DModel, StableDiffusion3Pipeline" if extra[:1] == ["transformer=transformer"] else ""
+    lines = ["import torch", f"from diffusers import {classes or 'StableDiffusion3Pipeline'}", ""]
+    lines += [f"BASE = {_source(model.pretrained)}", *([f"TRANSFORMER = {_source(own)}"] if own else [])]
+    lines += ['RESULT = "."  # the folder of this file, or the name of its repository on the hub', ""]
+    if config.adapter.trains_base:
+        folder = f'"{config.adapter.output_name}"'
+        lines += [f"transformer = SD3Transformer2DModel.from_pretrained(RESULT, subfolder={folder}, {dtype})"]
+    elif own:
+        inside = ', subfolder="transformer"' if is_hub_name(own) else ""
+        lines += [f"transformer = SD3Transformer2DModel.from_pretrained(TRANSFORMER{inside}, {dtype})"]
+    lines += [f"pipeline = StableDiffusion3Pipeline.from_pretrained({', '.join(['BASE', *extra, dtype])})"]
+    if not config.adapter.trains_base:
+        lines += [f'pipeline.load_lora_weights(RESULT, weight_name="{config.adapter.output_name}")']
+    arguments = {
+        "prompt": example.prompt,
+        "negative_prompt": example.negative_prompt,
+        "width": example.width,
+        "height": example.height,
+        "num_inference_steps": example.steps,
+        "guidance_scale": example.guidance,
+        "max_sequence_length": model.t5_length,
+    }
+    lines += ['pipeline.to("cuda" if torch.cuda.is_available() else "cpu")', "picture = pipeline("]
+    lines += [f"    {name}={value!r}," for name, value in arguments.items()]
+    lines += [f'    generator=torch.Generator("cpu").manual_seed({example.seed}),', ").images[0]"]
+    return "\n".join([*lines, 'picture.save("picture.png")'])
+
+
+def command(config: TrainConfig, example: Request) -> str:
+    """The shell command that draws the example with this project's script; made to run in the project's folder."""
+    import shlex
+
+    base = config.model.pretrained
+    base = base if is_hub_name(base) or config.is_demo else f"path/to/{public_name(base)}"
+    script = "full_model" if config.adapter.trains_base else "lora"
+    words = ["python", f"inference/{script}_inference.py", "--run", "path/to/this/folder", "--model", base]
+    return f"{shlex.join(words)} \\\n    {shlex.join(['--prompt', example.prompt, '--seed', str(example.seed)])}"
+
+
+def _source(name: str) -> str:
+    """A base as a line of Python, with what to put there if only its owner has it."""
+    if is_hub_name(name):
+        return json.dumps(name)
+    return f"{json.dumps(f'path/to/{public_name(name)}')}  # the base's folder in diffusers' layout"
+
+
+def _licence_text(config: TrainConfig) -> str:
+    fields = licence(config)
+    if "license_name" in fields:
+        return (
+            f"The base's licence ([{fields['license_name']}]({fields['license_link']})) binds what derives from it. "
+            "Read it before you use or share this."
+        )
+    return "The base's licence binds what derives from it. Name it in the front matter before you share this."
+
+
+def code(text: str) -> str:
+    """Text as inline code in Markdown, whatever is in it."""
+    flat = " ".join(text.split())
+    ticks = "`" * (1 + max((len(run) for run in re.findall("`+", flat)), default=0))
+    pad = " " if flat.startswith("`") or flat.endswith("`") else ""
+    return f"{ticks}{pad}{flat}{pad}{ticks}"
+
+
+def cell(text: str) -> str:
+    """Text in a table's cell."""
+    return text.replace("|", "\\|")

@@ -1,0 +1,84 @@
+"""Whether a run may continue from a checkpoint: what changed since, and what of it may."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import ValidationError
+
+from simpletune.config.schema import TrainConfig
+from simpletune.options import UserError
+from simpletune.runs.checkpoint import SavedState
+
+# What a resumed run must share with the one that was saved: its weights, and which samples each step sees.
+PINNED = (
+    "model", "adapter", "precision", "objective", "ema", "optimizer.name", "train.seed", "train.batch_size",
+    "train.gradient_accumulation",
+)  # fmt: skip
+
+
+def check_resumable(
+    saved: SavedState, config: TrainConfig, manifest: list[dict[str, Any]], processes: int | None = None
+) -> list[str]:
+    """Compare a configuration and a data set with those of a checkpoint.
+
+    Args:
+        saved: the checkpoint.
+        config: as the user gave it.
+        manifest: of the data, now.
+        processes: how many train together now; None: not compared.
+
+    Returns:
+        What has changed and may change, as ``path: old -> new``.
+
+    Raises:
+        UserError: something changed that fixes the weights' meaning or the order of samples.
+    """
+    changes = _differences(_with_defaults(saved.config), config.model_dump(mode="json", by_alias=True))
+    pinned = [c for c in changes if any(c.startswith((f"{p}:", f"{p}.")) for p in PINNED)]
+    if pinned:
+        remedy = "Use the same values, or start a new run under another name"
+        raise UserError(
+            "\n".join([f"--resume: {saved.folder} was made with other settings:", *_indent(pinned), remedy])
+        )
+    if None not in (processes, saved.processes) and processes != saved.processes:
+        raise UserError(
+            f"--resume: {saved.folder} was made by {saved.processes} processes, and now there are {processes}: a step "
+            "would see another number of pictures, in another order. Start as many, or a new run under another name"
+        )
+    if manifest != saved.manifest:
+        remedy = "Restore the data, or start a new run"
+        listed = _indent(_manifest_changes(saved.manifest, manifest))
+        raise UserError("\n".join(["--resume: the data has changed since the checkpoint:", *listed, remedy]))
+    return changes
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """A saved configuration with the defaults of fields that are newer than it: they leave a run as it was."""
+    try:
+        return TrainConfig.model_validate_json(json.dumps(config)).model_dump(mode="json", by_alias=True)
+    except ValidationError:  # a field that is gone since: it is named among the differences
+        return config
+
+
+def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """Leaves that differ between two JSON values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = [*old, *(key for key in new if key not in old)]
+        return [d for key in keys for d in _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)]
+    return [] if old == new else [f"{path}: {json.dumps(old)} -> {json.dumps(new)}"]
+
+
+def _manifest_changes(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
+    before, after = ({(row["file"], row["repeat"]): row for row in rows} for rows in (old, new))
+    changes = [f"{file}: removed" for file, repeat in before if (file, repeat) not in after and not repeat]
+    changes += [f"{file}: added" for file, repeat in after if (file, repeat) not in before and not repeat]
+    for key in [key for key in before if key in after and before[key] != after[key] and not key[1]]:
+        parts = [name for name in before[key] if before[key][name] != after[key][name]]
+        changes.append(f"{key[0]}: other {', '.join(parts)}")
+    return changes[:12] or ["the order or the number of repetitions"]
+
+
+def _indent(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]

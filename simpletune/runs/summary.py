@@ -1,0 +1,107 @@
+"""What a run was: the figures of summary.json, and what is said before and after."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from simpletune.config.schema import TrainConfig
+from simpletune.data.plan import Sample
+from simpletune.models.sizes import upscaling
+from simpletune.pipeline.encode import Prepared
+from simpletune.runs.folder import read_metrics
+from simpletune.system.console import duration, say
+from simpletune.system.stage_timer import Stages, rounded
+
+WARM_UP = 2  # steps that are left out of the median: allocators and caches fill
+
+
+def summarise(
+    config: TrainConfig,
+    folder: Path,
+    device: str,
+    stages: Stages,
+    seconds: list[float],
+    steps: int,
+    processes: int = 1,
+) -> dict[str, Any]:
+    """The measured figures of a run.
+
+    Args:
+        config: of the run.
+        folder: of the run; its metrics hold every step's loss, also those before a resume.
+        device: in words.
+        stages: time and memory by stage.
+        seconds: of each step done by this process.
+        steps: of the whole run.
+        processes: how many train together, each at this pace.
+    """
+    rows = read_metrics(folder)
+    losses = [row["loss"] for row in rows]
+    seconds = seconds or [row["seconds"] for row in rows]  # killed after the last step: there were none to do again
+    tenth = max(1, len(losses) // 10)
+    per_step = statistics.median(seconds[WARM_UP:] or seconds)
+    batch = config.train.batch_size * config.train.gradient_accumulation * processes
+    return {
+        "name": config.name,
+        "device": device,
+        "steps": steps,
+        "seconds_per_step": rounded(per_step),
+        "samples_per_second": rounded(batch / per_step),
+        "peak_allocated_gib": rounded(stages.peak("peak_allocated_gib")),
+        "peak_reserved_gib": rounded(stages.peak("peak_reserved_gib")),
+        "peak_rss_gib": rounded(stages.peak("peak_rss_gib")),
+        "stages": stages.as_json(),
+        "first_loss": statistics.fmean(losses[:tenth]),
+        "final_loss": statistics.fmean(losses[-tenth:]),
+    }
+
+
+def tell_data(prepared: Prepared) -> None:
+    """Say what the run learns from."""
+    plan = prepared.plan
+    pictures = {sample.picture.name for sample in plan.samples}
+    shapes = sorted(plan.buckets, key=lambda size: -len(plan.buckets[size]))
+    listed = ", ".join(f"{w}x{h} ({len(plan.buckets[w, h])})" for w, h in shapes[:6])
+    more = f" and {len(shapes) - 6} more" if len(shapes) > 6 else ""
+    say(
+        f"data    {len(pictures)} pictures, {len(plan.samples)} samples an epoch, {plan.steps_per_epoch} steps an epoch"
+    )
+    say(f"        captions from {prepared.captions}")
+    say(f"        {len(shapes)} bucket{'s' if len(shapes) != 1 else ''}: {listed}{more}")
+    small = sum(_scaled_up(sample) and sample.repeat == 0 for sample in plan.samples)
+    if small:
+        say(f"        {small} pictures are smaller than their bucket and are scaled up")
+    too_long = prepared.text.too_long(plan.captions())
+    if too_long:
+        say(f"        {len(too_long)} captions are longer than 77 tokens: the CLIP encoders see only their beginning")
+
+
+def _scaled_up(sample: Sample) -> bool:
+    return upscaling(sample.picture.size, sample.bucket) > 1
+
+
+def tell_results(
+    summary: dict[str, Any], folder: Path, profiles: Path, traces: list[Path], places: dict[str, str]
+) -> None:
+    """Say how the run went and where everything is; ``places`` are the trackers'."""
+    memory = f"peak memory of the process {summary['peak_rss_gib']:.2f} GiB"
+    if summary["peak_allocated_gib"] is not None:
+        memory = f"peak on the GPU {summary['peak_allocated_gib']:.2f} GiB of the whole job, {memory}"
+    first = summary["seconds_to_first_step"]
+    begun = "" if first is None else f", the first step after {first:.1f} s"
+    say(f"\ndone in {duration(summary['seconds_total'])}{begun}: {summary['seconds_per_step']:.3g} s a step, {memory}")
+    if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
+        say(f"  evaluation loss {summary['eval_loss_before']:.4f} before, {summary['eval_loss_after']:.4f} after")
+    rows = {
+        "result": summary["output"],
+        "model card": folder / "README.md",
+        "pictures": folder / "samples",
+        "figures": f"{folder}/summary.json, metrics.jsonl, config.json",
+        "checkpoints": folder / "checkpoints",
+        **({"traces": f"{len(traces)} under {profiles} (TensorBoard shows them)"} if traces else {}),
+        **places,
+    }
+    for name, where in rows.items():
+        say(f"  {name:<12} {where}")

@@ -1,0 +1,150 @@
+"""From a plan's draws to tensors on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simpletune.data.plan import Draw
+from simpletune.pipeline.encode import Prepared
+from simpletune.pipeline.modulation_plan import Modulation, ModulationPlan
+from simpletune.system.rng import stream
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch on the device, in fp32 but for the text."""
+
+    z_0: Tensor  # [b, c, h, w]
+    noise: Tensor  # [b, c, h, w]
+    sigma: Tensor  # [b]
+    prompt_embeds: Tensor  # [b, t, e]
+    pooled: Tensor  # [b, p]; with a modulation plan its rows, [b, m]
+    names: tuple[str, ...]
+    """The pictures' names, for messages."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """A batch of other tensors, each made from one of this one's."""
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **changed)
+
+
+class Feed:
+    """Loads micro-batches.
+
+    Args:
+        prepared: plan and caches of the run.
+        seed: ``train.seed``.
+        device: where to.
+        process: which process.
+        modulation: of the transformer, where it was taken out: batches then carry modulations, planned ahead.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        seed: int,
+        device: torch.device,
+        process: int = 0,
+        modulation: Modulation | None = None,
+    ):
+        self.plan, self.text, self.latents = prepared.plan, prepared.text, prepared.latents
+        self.seed, self.device, self.process = seed, device, process
+        self.modulations: ModulationPlan | None = None
+        if modulation is not None:
+            self.modulations = ModulationPlan(modulation, self.plan, self.text.pooled, process)
+
+    def step(self, step: int) -> list[Batch]:
+        """The micro-batches of one step."""
+        return self.place(step, self.fetch(step))
+
+    def fetch(self, step: int) -> list[Batch]:
+        """What can be done of them ahead, and beside the computation: on the host, pinned where that serves."""
+        micros = range(self.plan.accumulation)
+        return [self._fetched(self.plan.micro_batch(step, micro, self.process)) for micro in micros]
+
+    def place(self, step: int, fetched: list[Batch]) -> list[Batch]:
+        """Fetched micro-batches on the device, with their modulations; the host does not wait for the copies."""
+        batches = [self._placed(batch) for batch in fetched]
+        if self.modulations is None:
+            return batches
+        rows = self.modulations.of_step(step)  # [micro-batches, b, m]
+        return [replace(batch, pooled=own) for batch, own in zip(batches, rows, strict=True)]
+
+    def singly(self, draws: Sequence[Draw]) -> Iterator[Batch]:
+        """A batch of one for each draw."""
+        if self.modulations is None:
+            yield from (self.load([draw]) for draw in draws)
+            return
+        window = self.modulations.modulation.window
+        for start in range(0, len(draws), window):
+            portion = draws[start : start + window]
+            rows = self.modulations.of_draws(portion)  # [n, m]
+            yield from (replace(self.load([draw]), pooled=row[None]) for draw, row in zip(portion, rows, strict=True))
+
+    def load(self, draws: list[Draw]) -> Batch:
+        """The tensors of one micro-batch; noise is drawn in fp32 on the CPU from its key, the same on every device."""
+        return self._placed(self._fetched(draws))
+
+    def _fetched(self, draws: list[Draw]) -> Batch:
+        """A micro-batch in host memory."""
+        z_0 = torch.stack([self.latents.load(draw.view) for draw in draws])
+        embeddings = [self.text.load(draw.caption) for draw in draws]
+        batch = Batch(
+            z_0=z_0,
+            noise=torch.stack([self._noise(draw, z_0.shape[1:]) for draw in draws]),
+            sigma=torch.tensor([draw.sigma for draw in draws], dtype=torch.float32),
+            prompt_embeds=torch.stack([embeds for embeds, _ in embeddings]),
+            pooled=torch.stack([pooled for _, pooled in embeddings]),
+            names=tuple(draw.view.picture.name for draw in draws),
+        )
+        return batch.map(Tensor.pin_memory) if self.device.type == "cuda" else batch
+
+    def _placed(self, batch: Batch) -> Batch:
+        return batch.map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def _noise(self, draw: Draw, shape: torch.Size) -> Tensor:
+        return torch.from_numpy(stream(self.seed, *draw.noise_key).standard_normal(tuple(shape), dtype="float32"))
+
+
+class Ahead:
+    """Gives a feed's steps in order, each fetched by a thread while the one before is computed. A context: leaving it
+    ends the thread, on every way out.
+
+    What fetching raises is raised at the step that it belongs to. The batches are the feed's own, for they depend on
+    the step alone; on the device there is one at a time, as without.
+
+    Args:
+        feed: whose steps.
+        steps: how many the run has.
+        on: if not, the feed is asked when a step is due.
+    """
+
+    def __init__(self, feed: Feed, steps: int, on: bool = True):
+        self._feed, self._steps = feed, steps
+        self._thread = ThreadPoolExecutor(1, "feed") if on else None
+        self._coming: tuple[int, Future[list[Batch]]] | None = None
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def step(self, step: int) -> list[Batch]:
+        """The micro-batches of one step, on the device; the next one's are fetched from now on."""
+        if self._thread is None:
+            return self._feed.step(step)
+        known, self._coming = self._coming, None
+        fetched = known[1].result() if known is not None and known[0] == step else self._feed.fetch(step)
+        if step + 1 < self._steps:
+            self._coming = step + 1, self._thread.submit(self._feed.fetch, step + 1)
+        return self._feed.place(step, fetched)

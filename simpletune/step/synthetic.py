@@ -1,0 +1,115 @@
+"""What stands in for data and processes where a run takes its steps without either: in simulations and benchmarks."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simpletune.config.schema import TrainConfig
+from simpletune.data.plan import Draw, View
+from simpletune.data.source import Picture
+from simpletune.models.sizes import Size
+from simpletune.pipeline.modulation_plan import ModulationPlan
+from simpletune.step.batches import Batch
+from simpletune.step.core import StepCore
+
+CPU = torch.device("cpu")
+DRAW = Draw(View(Picture("", "", (64, 64), "", bytes), (64, 64), (0.5, 0.5), False), "", 0.5, ())
+
+
+class EmptyFeed:
+    """Micro-batches without values, in the shapes and types in which the feed gives them.
+
+    Args:
+        config: of the run.
+        core: assembled.
+        size: width and height in pixels; None: the square of ``data.resolution``.
+        device: where to.
+    """
+
+    def __init__(self, config: TrainConfig, core: StepCore, size: Size | None = None, device: torch.device = CPU):
+        self.core, self.config, self.device = core, config, device
+        self.size = size or (config.data.resolution, config.data.resolution)
+        self.shapes, self.text = config.model.known_config(), config.precision.encoder_dtype()
+        self.batch_size, self.accumulation = config.train.batch_size, config.train.gradient_accumulation
+        self.modulations: ModulationPlan | None = None
+        if core.modulation is not None:
+            self.modulations = ModulationPlan(core.modulation, self, lambda caption: self._pooled())  # type: ignore[arg-type]
+
+    def step(self, step: int) -> list[Batch]:
+        """The micro-batches of one step."""
+        batches = [self.batch() for _ in range(self.accumulation)]
+        if self.modulations is None:
+            return batches
+        rows = self.modulations.of_step(step)
+        return [replace(batch, pooled=own) for batch, own in zip(batches, rows, strict=True)]
+
+    def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
+        """As a plan's: what a modulation plan needs of it."""
+        return [DRAW] * self.batch_size
+
+    def _pooled(self) -> Tensor:
+        return torch.zeros(self.shapes["pooled_projection_dim"], dtype=self.text)
+
+    def singly(self) -> Batch:
+        """A batch of one, as an evaluation loads it."""
+        batch = self.batch(1)
+        return batch if self.modulations is None else replace(batch, pooled=self.modulations.of_draws([DRAW]))
+
+    def batch(self, size: int | None = None) -> Batch:
+        """One micro-batch.
+
+        Args:
+            size: samples; None: the run's.
+        """
+        b, (width, height) = size or self.batch_size, self.size
+        latents = b, self.shapes["in_channels"], height // 8, width // 8
+        text = b, self.config.model.text_tokens, self.shapes["joint_attention_dim"]
+        return Batch(
+            z_0=torch.zeros(latents, device=self.device),
+            noise=torch.zeros(latents, device=self.device),
+            sigma=torch.full((b,), 0.5, device=self.device),
+            prompt_embeds=torch.zeros(text, dtype=self.text, device=self.device),
+            pooled=self._pooled().expand(b, -1).clone().to(self.device),
+            names=tuple(str(number) for number in range(b)),
+        )
+
+
+def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
+    """The tensors of a micro-batch."""
+    return batch.z_0, batch.noise, batch.sigma, batch.prompt_embeds, batch.pooled
+
+
+class OneProcess:
+    """What a step core needs of accelerate's Accelerator, for one process.
+
+    accelerate's own fixes the device for the whole process, which is then lost for the training that follows.
+
+    Args:
+        device: of the step.
+    """
+
+    num_processes = 1
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def prepare_model(self, model: nn.Module, device_placement: bool = False) -> nn.Module:
+        """As it is."""
+        return model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Nothing is synchronised."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass."""
+        loss.backward()
+
+    def clip_grad_norm_(self, parameters: list[nn.Parameter], norm: float) -> Tensor:
+        """Gradients scaled down to a norm over all."""
+        return torch.nn.utils.clip_grad_norm_(parameters, norm)

@@ -1,0 +1,4 @@
+"""The machine: files and disks, locks, signals, devices, the console, random streams.
+
+Imports nothing else of the package but ``options``.
+"""

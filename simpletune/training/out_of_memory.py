@@ -1,0 +1,73 @@
+"""What to say when a run cannot go on because its device's memory is full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.levers import savings
+from simpletune.models.weights import plain_tensors, trained_parameters
+from simpletune.options import UserError
+
+MIB = 2**20
+SHOWN = 3
+
+
+def resident(transformer: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
+    """Bytes on the device by kind: weights, trained weights, gradients, optimizer; on CUDA also all the rest.
+
+    Args:
+        transformer: with its adapter.
+        optimizer: over what trains.
+        device: whose memory is full.
+    """
+    parameters = list(transformer.parameters())
+    trained = list(trained_parameters(transformer).values())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    kinds: dict[str, list[Any]] = {
+        "frozen weights": [p for p in parameters if not p.requires_grad] + list(transformer.buffers()),
+        "trained weights": trained,
+        "gradients": [parameter.grad for parameter in trained],
+        "optimizer state": states,
+    }
+    found = {kind: _bytes(tensors, device) for kind, tensors in kinds.items()}
+    if device.type == "cuda":
+        found["activations and the rest"] = max(0, torch.cuda.memory_allocated(device) - sum(found.values()))
+    return found
+
+
+def _bytes(tensors: list[Any], device: torch.device) -> int:
+    """Of storages on a device, each counted once."""
+    seen = {}
+    for tensor in tensors:
+        for plain in plain_tensors(tensor) if isinstance(tensor, torch.Tensor) else ():
+            if plain.device.type == device.type:
+                storage = plain.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())
+
+
+def out_of_memory(config: TrainConfig, kinds: dict[str, int], error: Exception) -> UserError:
+    """The error that ends a run whose device is full.
+
+    Args:
+        config: of the run, with demo names resolved.
+        kinds: bytes by kind.
+        error: what the device said.
+    """
+    lines = ["the device's memory is full: " + str(error).partition("\n")[0]]
+    lines += [f"  {kind:<26} {size / MIB:>8,.0f} MiB" for kind, size in kinds.items()]
+    found = savings(config)[:SHOWN]
+    if found:
+        lines.append("What would save most (predicted for the training step; costs in brackets):")
+        lines += [
+            f"  {' '.join(saving.lever.overrides):<60} -{saving.saved_bytes / MIB:,.0f} MiB ({saving.lever.costs})"
+            for saving in found
+        ]
+    lines.append(
+        "What is finished is kept; after the change, start again, or continue with --resume latest where it may"
+    )
+    return UserError("\n".join(lines), code=5)

@@ -1,0 +1,123 @@
+"""Where a run's figures and pictures go beside its folder: TensorBoard, wandb. A tracker that fails is switched off.
+
+A new one is one file here, a field in ``Tracking`` (config.py) and a line in ``open_trackers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from simpletune.config.schema import TrainConfig, profile_folder
+from simpletune.system.console import say
+from simpletune.system.redact import concealed
+from simpletune.training.trackers.tensor_board import TensorBoard
+from simpletune.training.trackers.tracker import Json, Tracker
+from simpletune.training.trackers.weights_and_biases import Wandb
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Warn = Callable[[str], None]
+
+
+class Trackers:
+    """All of a run's trackers as one. None of them can fail the run: what fails is said once and switched off.
+
+    Args:
+        makers: by name, what makes each tracker; it is given the function to say a warning with.
+        config: of the run, as JSON.
+    """
+
+    def __init__(self, makers: dict[str, Callable[[Warn], Tracker]], config: Json):
+        self.warnings: list[str] = []
+        self._open: dict[str, Tracker] = {}
+        for name, make in makers.items():
+            self._guarded(name, lambda name=name, make=make: self._start(name, make, config))  # type: ignore[misc]
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(failed=kind is not None)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Log numbers at a step."""
+        self._each(lambda tracker: tracker.scalars(step, values))
+
+    def picture(self, step: int, name: str, image: Image) -> None:
+        """Log a picture at a step."""
+        self._each(lambda tracker: tracker.picture(step, name, image))
+
+    def report(self, file: Path) -> None:
+        """Log the run's report, an HTML page of its own."""
+        self._each(lambda tracker: tracker.report(file))
+
+    def finish(self, summary: Json) -> dict[str, str]:
+        """Log what the run was, and close.
+
+        Returns:
+            By name, where to look.
+        """
+        self._each(lambda tracker: tracker.summary(summary))
+        places: dict[str, str] = {}
+        for name, tracker in list(self._open.items()):
+            self._guarded(name, lambda name=name, tracker=tracker: places.update({name: tracker.place}))  # type: ignore[misc]
+        self.close()
+        return places
+
+    def close(self, failed: bool = False) -> None:
+        """Flush and close them all; a second call does nothing.
+
+        Args:
+            failed: whether the run was stopped or went wrong.
+        """
+        self._each(lambda tracker: tracker.close(failed))
+        self._open.clear()
+
+    def _start(self, name: str, make: Callable[[Warn], Tracker], config: Json) -> None:
+        self._open[name] = make(self.warn)
+        self._open[name].config(config)
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._open.items()):
+            self._guarded(name, partial(call, tracker))
+
+    def _guarded(self, name: str, call: Callable[[], Any]) -> None:
+        """Call; after an error the tracker is off for the rest of the run."""
+        try:
+            call()
+        except Exception as error:  # whatever it is: figures on a screen are not worth a run
+            reason = " ".join(str(error).split())[:300] or "no reason given"
+            self._open.pop(name, None)
+            self.warn(f"{name} failed and is off for the rest of the run ({type(error).__name__}: {reason})")
+
+    def warn(self, text: str) -> None:
+        """Say a warning; it is kept for the run's summary."""
+        text = concealed(text)
+        self.warnings.append(text)
+        say(f"warning {text}")
+
+
+def open_trackers(config: TrainConfig, folder: Path, start: int, writes: bool = True) -> Trackers:
+    """The trackers that a configuration asks for.
+
+    Args:
+        config: as the user gave it.
+        folder: the run's folder.
+        start: the step a resumed run starts from.
+        writes: whether this process logs; of several only the first does.
+    """
+    option = config.tracking
+    makers: dict[str, Callable[[Warn], Tracker]] = {}
+    if writes and option.tensorboard:
+        makers["TensorBoard"] = lambda warn: TensorBoard(profile_folder(config), start)
+    if writes and option.wandb != "disabled":
+        online = option.wandb == "online"
+        makers["wandb"] = lambda warn: Wandb(folder, config.name, option.wandb_project, online, warn)
+    return Trackers(makers, config.model_dump(mode="json", by_alias=True))

@@ -1,0 +1,126 @@
+"""What a run has changed: pictures of the base and the tuned model from the same noise, and the evaluation loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import nn
+
+from simpletune.config.schema import TrainConfig
+from simpletune.models.weights import replace_folder
+from simpletune.pipeline.encode import TextCache, free_memory
+from simpletune.pipeline.load import device_of
+from simpletune.pipeline.modulation_plan import Modulation
+from simpletune.pipeline.sample import Request, draw, save_png
+from simpletune.sheets import grid
+from simpletune.step.batches import Batch, Feed
+from simpletune.system.atomic import remove
+from simpletune.system.failpoints import passed
+from simpletune.system.signals import poll
+
+BASE = "base"
+GRID = "grid.png"
+
+
+class Previews:
+    """Draws and keeps validation pictures under ``samples/``: ``base/`` and one folder a step.
+
+    Args:
+        config: with folders resolved.
+        requests: what to draw.
+        text: prompt embeddings.
+        folder: the run's ``samples`` folder.
+        modulation: of the transformer, where it was taken out.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        requests: list[Request],
+        text: TextCache,
+        folder: Path,
+        modulation: Modulation | None = None,
+    ):
+        self.config, self.requests, self.text, self.folder = config, requests, text, folder
+        self.modulation = modulation
+
+    def draw_base(self, transformer: nn.Module) -> None:
+        """Pictures of the base model. Full fine-tuning changes the base, so this comes before training."""
+        adapter = self.config.adapter
+        with nullcontext() if adapter.trains_base else adapter.disabled(transformer):
+            self._draw(transformer, BASE, self.folder / BASE)
+
+    def draw_tuned(self, transformer: nn.Module, step: int) -> None:
+        """Pictures of the model as it is after ``step`` steps."""
+        self._draw(transformer, f"step {step}", self._place(step))
+
+    def has_drawn(self, step: int) -> bool:
+        """Whether the pictures after ``step`` steps are there, if any are asked for."""
+        return not self.requests or self._place(step).is_dir()
+
+    def _place(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
+
+    def _draw(self, transformer: nn.Module, state: str, folder: Path) -> None:
+        if not self.requests:
+            return
+        device = device_of(transformer)
+        was_training = transformer.training
+        transformer.eval()
+        config, load = self.config, self.text.load
+        vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
+        try:
+            pictures = draw(transformer, vae, config.model, config.precision, self.requests, load, self.modulation)
+        finally:
+            del vae
+            free_memory(device)
+            transformer.train(was_training)
+        aside = folder.with_name(f".{folder.name}.part")  # the grid needs all pictures of a step or none
+        remove(aside)
+        for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
+            save_png(picture, aside / f"prompt-{number:02d}.png", request, run=self.config.name, weights=state)
+            passed("validation.picture")
+        replace_folder(aside, folder)
+        passed("validation.drawn")
+
+    def states(self) -> list[Path]:
+        """The folders drawn so far: the base first, then by step."""
+        return [self.folder / BASE, *sorted(self.folder.glob("step-*"))]
+
+    def write_grid(self) -> Path | None:
+        """One picture of all: a row per prompt, a column per state."""
+        if not self.requests:
+            return None
+        drawn = [f"prompt-{number:02d}.png" for number in range(len(self.requests))]
+        states = [state for state in self.states() if all((state / name).is_file() for name in drawn)]
+        rows: list[tuple[str, list[Image.Image]]] = []
+        for number, request in enumerate(self.requests):
+            images: list[Image.Image] = [Image.open(state / f"prompt-{number:02d}.png") for state in states]
+            rows.append((f"{request.prompt}  (seed {request.seed})", images))
+        file = self.folder / GRID
+        titles = [BASE if state.name == BASE else f"step {int(state.name[5:])}" for state in states]
+        grid(rows, titles).save(file)
+        return file
+
+
+@torch.no_grad()
+def evaluation_loss(
+    transformer: nn.Module, loss: Callable[[nn.Module, Batch], torch.Tensor], feed: Feed, count: int
+) -> float | None:
+    """The mean loss over a fixed set of (picture, noise level, noise); None if the set is empty."""
+    if count == 0:
+        return None
+    was_training = transformer.training
+    transformer.eval()
+    losses = []
+    try:
+        for batch in feed.singly(feed.plan.evaluation(count)):
+            poll()
+            losses.append(loss(transformer, batch))
+    finally:
+        transformer.train(was_training)
+    return torch.stack(losses).mean().item()
