@@ -28,7 +28,6 @@ from simpletune.models.flops import Flops, sd3_flops, trained_of
 from simpletune.models.parts import bundled_configs
 from simpletune.models.sd3 import SD3_MEDIUM
 from simpletune.models.sd3_transformer import EmptyTensors, crop_to, empty_transformer, load
-from simpletune.models.weights import trained_parameters
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.load import stays_on_host
 from simpletune.profiling.events import read_events
@@ -42,6 +41,7 @@ from simpletune.step.synthetic import EmptyFeed, OneProcess
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
 from simpletune.system.stage_timer import Stages
+from simpletune.tensors import trained_parameters
 
 WARM_UP, LEAST, MOST, SECONDS = 3, 5, 20, 20.0
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from simpletune.options import UserError
-from simpletune.runs.checkpoint import write_json
 from simpletune.runs.folder import read_json_or_none
+from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.environment import machine
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolved
 from simpletune.config.schema import TrainConfig
-from simpletune.models.weights import trained_parameters
 from simpletune.options import ConfigError, option_classes, union_of
 from simpletune.runs import checkpoint
 from simpletune.step.core import attach
+from simpletune.tensors import trained_parameters
 from simpletune.training.loop import train
 
 

@@ -65,7 +65,7 @@ def test_full_while_saving(tiny_config: dict, monkeypatch: pytest.MonkeyPatch, n
         honest(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr("simpletune.models.weights.flush_to_disk", flush)
+        patch.setattr("simpletune.system.atomic.flush_to_disk", flush)
         patch.setattr(checkpoint, "flush_to_disk", flush)
         with pytest.raises(UserError, match=r"the disk of .*were needed, .* were free.*--resume latest") as caught:
             run_with(tiny_config, checkpoint={"every": 2})
@@ -115,7 +115,7 @@ def test_full_while_caching(tiny_config: dict, tmp_path: Path, monkeypatch: pyte
         if len(calls) == 3:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("simpletune.models.weights.flush_to_disk", flush)
+    monkeypatch.setattr("simpletune.system.atomic.flush_to_disk", flush)
     cache = {"cache": str(tmp_path / "own")}
     with pytest.raises(UserError, match="is full while writing .*safetensors") as caught:
         run_with(tiny_config, output=cache)

@@ -19,10 +19,10 @@ from simpletune.memory import Memory
 from simpletune.models.flops import Flops, sd3_flops, trained_of
 from simpletune.models.sd3_shapes import sd3_medium_config
 from simpletune.models.sd3_transformer import RandomTensors, load
-from simpletune.models.weights import trained_parameters
 from simpletune.quant.int8 import Int8
 from simpletune.quant.plain import BF16
 from simpletune.step.core import StepCore, assemble
+from simpletune.tensors import trained_parameters
 
 TEXT = 77 + 8
 # torch's counter knows only products that make a new tensor.

@@ -36,7 +36,6 @@ from simpletune.memory.copy_stream import CudaCopies, host_bytes
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.models.sd3_shapes import is_conditioning
 from simpletune.models.sd3_transformer import RandomTensors, load
-from simpletune.models.weights import own_tensors
 from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.pipeline.modulation_plan import take_out
 from simpletune.quant.int8 import Int8
@@ -45,6 +44,7 @@ from simpletune.quant.plain import BF16
 from simpletune.quant.precision import WeightPrecision
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
+from simpletune.tensors import own_tensors
 from simpletune.training.loop import train
 
 pytestmark = [

@@ -19,8 +19,7 @@ from simpletune.cli import main as cli_main
 from simpletune.options import UserError
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import EVALUATIONS, read_metrics
-from simpletune.system import atomic as aside
-from simpletune.system import failpoints
+from simpletune.system import atomic, failpoints
 from simpletune.system import signals as stopping
 from simpletune.system.failpoints import InjectedError
 from simpletune.training.metrics_queue import Ledger
@@ -191,15 +190,15 @@ def test_an_older_run_and_its_traces_move_together_even_when_killed_between(tiny
 
 def test_left_over_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
     target = tmp_path / "x.safetensors"
-    mine = aside.own_place(target)
+    mine = atomic.temporary_path(target, shared=True)
     here, young, old = (
         mine.with_name(f".x.safetensors.{name}.part")
-        for name in (f"{aside.machine()}-{2**22 + 1}", "abcdef-1", "abcdef-2")
+        for name in (f"{atomic._machine()}-{2**22 + 1}", "abcdef-1", "abcdef-2")
     )
     for file in (mine, here, young, old):
         file.write_text("half")
-    os.utime(old, (0, time.time() - aside.STALE - 60))
-    aside.remove_left_over(tmp_path)
+    os.utime(old, (0, time.time() - atomic.STALE - 60))
+    atomic.remove_stale(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([mine, young])
 
 

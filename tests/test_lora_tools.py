@@ -29,13 +29,13 @@ from simpletune.lora.mix import METHODS, Recipe, mix
 from simpletune.lora.read import read_lora
 from simpletune.lora.updates import Update
 from simpletune.lora.write import write_lora
-from simpletune.models.safetensors_writer import SafetensorsWriter
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.options import UserError
 from simpletune.quant.int8 import Int8
 from simpletune.quant.nf4 import Nf4
 from simpletune.quant.plain import FP32
 from simpletune.quant.precision import WeightPrecision
+from simpletune.system.safetensors_file import SafetensorsWriter
 
 CPU = torch.device("cpu")
 

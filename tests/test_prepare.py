@@ -257,7 +257,7 @@ def test_killed_while_writing_leaves_no_file_that_counts(data: dict, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("simpletune.models.weights.flush_to_disk", die)
+        patch.setattr("simpletune.system.atomic.flush_to_disk", die)
         with pytest.raises(KeyboardInterrupt):
             run(data)
     assert files(data) == []

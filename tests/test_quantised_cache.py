@@ -29,6 +29,7 @@ from simpletune.quant.nf4 import Nf4
 from simpletune.quant.plain import BF16
 from simpletune.quant.precision import WeightPrecision
 from simpletune.runs.weights import BASE, load_weights
+from simpletune.system.atomic import STALE
 from simpletune.training.loop import train
 
 CPU = torch.device("cpu")
@@ -258,7 +259,7 @@ def test_a_killed_run_s_remains_are_removed_when_they_are_old(model: SD3, cache:
     old, young = (folder.with_name(f".{folder.name}.{pid}.part") for pid in (1, 2))
     for each in (old, young):
         each.mkdir()
-    os.utime(old, (0, time.time() - quantised_cache.STALE - 60))
+    os.utime(old, (0, time.time() - STALE - 60))
     model.load_transformer(Int8(), CPU, cache=cache)
     assert folder.is_dir() and young.is_dir() and not old.exists()
 

@@ -6,6 +6,7 @@ import copy
 import gzip
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from simpletune.config.load import validate
-from simpletune.models.weights import set_aside
 from simpletune.options import UserError
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import append_metrics, newest_run, open_again, read_metrics
 from simpletune.step.core import StepCore
 from simpletune.system import stage_timer as stages
+from simpletune.system.atomic import quarantine
 from simpletune.training.loop import train
 
 SUMMARY_FIELDS = {
@@ -123,7 +124,7 @@ def test_resume_is_exact_with_accumulation_dropout_and_schedule(tiny_config: dic
     portions = {"batch_size": 2, "gradient_accumulation": 2}
     whole = run_with(tiny_config, **changes, name="whole", train={"steps": 6, **portions}, checkpoint={"every": 3})
     stopped = run_with(tiny_config, **changes, name="again", train={"steps": 6, **portions}, checkpoint={"every": 3})
-    checkpoint.shutil.rmtree(stopped / "checkpoints" / "step-000006")
+    shutil.rmtree(stopped / "checkpoints" / "step-000006")
     run_with(tiny_config, "latest", **changes, name="again", train={"steps": 6, **portions}, checkpoint={"every": 3})
     losses = [[row["loss"] for row in read_metrics(run)] for run in (whole, stopped)]
     assert losses[0] == losses[1] and len(losses[0]) == 6
@@ -246,5 +247,5 @@ def test_an_older_copy_of_what_is_damaged_makes_room(tmp_path: Path) -> None:
     for text in ("first", "second"):
         (tmp_path / "base").mkdir()
         (tmp_path / "base" / "file").write_text(text)
-        aside = set_aside(tmp_path / "base")
+        aside = quarantine(tmp_path / "base")
     assert (aside / "file").read_text() == "second" and list(tmp_path.iterdir()) == [aside]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from simpletune.config.load import validate
+from simpletune.models.model_folder import weight_files
 from simpletune.models.parts import Part, load_autoencoder
-from simpletune.models.weights import weight_files
 from simpletune.options import ConfigError, UserError
 from simpletune.system.locks import only_one
 from simpletune.system.redact import concealed

@@ -15,11 +15,11 @@ from simpletune.demo import tiny_sd3
 from simpletune.estimate.simulate import Report, account, simulate
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import rounded
-from simpletune.models.weights import all_tensors
 from simpletune.options import ConfigError
 from simpletune.pipeline.load import load_base
 from simpletune.step.synthetic import CPU
 from simpletune.system.startup import without_collection
+from simpletune.tensors import all_tensors
 
 MIB = 2**20
 ALLOWED = [case for case in CASES if is_allowed(case)]

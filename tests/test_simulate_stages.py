@@ -24,10 +24,10 @@ from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import Moment, rounded
 from simpletune.models.parts import load_text_model
 from simpletune.models.t5_layers import LayeredT5
-from simpletune.models.weights import all_tensors
 from simpletune.pipeline.sample import Request
 from simpletune.step.synthetic import CPU
 from simpletune.system.startup import without_collection
+from simpletune.tensors import all_tensors
 
 SIZE = (192, 128)
 

@@ -37,12 +37,12 @@ from simpletune.config.load import validate
 from simpletune.memory import Memory
 from simpletune.memory import block_offload as streaming
 from simpletune.memory.block_offload import StreamedBlocks
-from simpletune.models.weights import plain_tensors
 from simpletune.options import ConfigError
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.plain import FP32
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
+from simpletune.tensors import plain_tensors
 from simpletune.training.loop import train
 
 RESIDENT = {"K=0": (0, 1, 2, 3), "K=1": (0, 1, 3), "K=2": (0, 2)}

@@ -118,7 +118,7 @@ class Lora(TrainingMethod):
         The file is in ``dtype``: of bf16, a scale that is no power of two costs lora_B one more rounding.
         """
         from simpletune.adapters.lora_layers import lora_state
-        from simpletune.models.weights import write_safetensors
+        from simpletune.system.safetensors_file import write_safetensors
 
         state = {}
         for name, tensor in lora_state(model).items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.data.plan import View
-from simpletune.models.weights import read_header, write_safetensors
 from simpletune.options import UserError
+from simpletune.system.atomic import quarantine
 from simpletune.system.console import say
 from simpletune.system.locks import in_turn, lock_of
+from simpletune.system.safetensors_file import read_header, write_safetensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ class Cache:
                 self._read(key) if whole else read_header(self.file(key))
             except _DAMAGE as error:
                 reason = str(error).partition(". ")[0]
-                say(f"cache   {reason}: set aside as {self.set_aside(key).name}, and made again")
+                say(f"cache   {reason}: set aside as {self.quarantine(key).name}, and made again")
         return [key for key in wanted if key not in self]
 
     @contextmanager
@@ -97,22 +97,19 @@ class Cache:
         try:
             return self._read(key)
         except UserError as error:
-            place = self.set_aside(key)
+            place = self.quarantine(key)
             raise UserError(
                 f"{error}: set aside as {place.name}. Start again, or --resume latest: it is made again"
             ) from None
 
-    def set_aside(self, key: str) -> Path:
+    def quarantine(self, key: str) -> Path:
         """Rename a file, so that it can be looked at and is made again.
 
         Returns:
             Its new name.
         """
-        file = self.file(key)
-        place = file.with_name(f"{file.name}.damaged")
-        os.replace(file, place)
         self._sound.discard(key)
-        return place
+        return quarantine(self.file(key))
 
     def _read(self, key: str) -> dict[str, Tensor]:
         """The tensors of a key.

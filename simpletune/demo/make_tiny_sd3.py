@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from simpletune.demo import networks, pictures, tiny_sd3, train_autoencoder, train_text_encoders
-from simpletune.demo.atomic import new_folder
+from simpletune.system.atomic import new_folder
 
 CONFIG = Path("configs/tiny_sd3_from_scratch.json")
 CARD = Path(__file__).with_name("tiny_sd3_card.md")

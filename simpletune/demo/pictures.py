@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from simpletune.demo.atomic import new_folder
 from simpletune.demo.shapes import DISTANCES, Field, circle
+from simpletune.system.atomic import new_folder
 
 VERSION = 2
 """Raise it whenever a picture or a caption changes: cached folders carry it in their names."""

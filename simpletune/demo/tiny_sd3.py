@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from simpletune.demo import networks, pictures, vocabulary
-from simpletune.demo.atomic import new_folder
 from simpletune.demo.networks import TORCH_DTYPES, Dtype
+from simpletune.system.atomic import new_folder
 
 VERSION = 1
 """Raise it whenever `build` writes other bytes for the same arguments: cached folders carry it in their names."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from simpletune.demo import networks, pictures
 from simpletune.demo.log import log_line
+from simpletune.system.atomic import atomic_file
 
 CHANNELS = (16, 32, 48, 64)
 POOL = 24_576
@@ -197,9 +197,8 @@ def _resume(path: Path, vae: Any, optimizer: torch.optim.Optimizer, steps: int) 
 
 def _save(path: Path, vae: Any, optimizer: torch.optim.Optimizer, step: int, steps: int) -> None:
     state = {"vae": vae.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "steps": steps}
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    os.replace(partial, path)
+    with atomic_file(path) as part:
+        torch.save(state, part)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from simpletune.drawing.session import Drawn
 from simpletune.options import UserError
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.sample import Request, save_png
-from simpletune.runs.checkpoint import write_json
 from simpletune.runs.weights import (
     BASE,
     LORA_FILE,
@@ -31,6 +30,7 @@ from simpletune.runs.weights import (
     split_scale,
 )
 from simpletune.sheets import grid
+from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 
 SCALES = (0.5, 1.0)

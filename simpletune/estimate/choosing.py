@@ -20,8 +20,8 @@ from simpletune.memory.checkpointing import fewest_checkpointed, fewest_that_fit
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.models.sizes import Size
 from simpletune.options import UserError
-from simpletune.runs.checkpoint import write_json
 from simpletune.runs.folder import read_json_or_none
+from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 
 ANY = (8, 9)  # a capability: libraries' workspaces are not in these peaks

@@ -22,8 +22,8 @@ from simpletune.estimate.simulate_stages import JobReport, simulate_stages
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.snapshot import Moment
 from simpletune.models.sizes import Size
-from simpletune.runs.checkpoint import write_json
 from simpletune.runs.folder import read_json_or_none
+from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
 
 MIB = 2**20

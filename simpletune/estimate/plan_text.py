@@ -15,7 +15,7 @@ from simpletune.estimate.cli_text import GIB, read_for_estimate, unfit
 from simpletune.estimate.job import MIB
 from simpletune.estimate.pace import Pace
 from simpletune.estimate.planning import Found, Search, batch_table, differing
-from simpletune.runs.checkpoint import write_json
+from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 
 SHOWN_CARDS = ("RTX3060-6GB", "RTX3070", "RTX3060-12GB", "T4", "L4", "RTX4090", "A100-40GB", "H100")

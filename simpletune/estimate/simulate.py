@@ -20,12 +20,12 @@ from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import HOST, Moment
 from simpletune.models.sd3_shapes import Shape
 from simpletune.models.sizes import Size
-from simpletune.models.weights import all_tensors, trained_parameters
 from simpletune.pipeline.load import empty_base
 from simpletune.step.attention import attention_by
 from simpletune.step.core import StepCore, assemble
 from simpletune.step.synthetic import CPU, EmptyFeed, OneProcess, batch_tensors
 from simpletune.system.startup import without_collection
+from simpletune.tensors import all_tensors, trained_parameters
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,13 @@ from simpletune.models.sd3_sources import provider
 from simpletune.models.sd3_text import BATCH, ENCODERS, clip_outputs
 from simpletune.models.sizes import Size
 from simpletune.models.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
-from simpletune.models.weights import all_tensors
 from simpletune.pipeline.load import empty_base
 from simpletune.pipeline.sample import Request, sample_latents
 from simpletune.profiling import phase
 from simpletune.step.synthetic import CPU, EmptyFeed
 from simpletune.system.console import silent
 from simpletune.system.startup import without_collection
+from simpletune.tensors import all_tensors
 
 DRAWN = 3  # sampling steps: the first two make what the later ones find
 

@@ -11,12 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from simpletune.models.model_folder import weight_files
 from simpletune.models.original_names import origin_of
 from simpletune.models.parts import Part
 from simpletune.models.sd3_shapes import parameter_shapes
 from simpletune.models.single_file import open_file
-from simpletune.models.weights import WeightReader, read_header, weight_files
 from simpletune.options import UserError
+from simpletune.system.safetensors_file import WeightReader, read_header
 
 TABLE = "pos_embed.pos_embed"
 KEPT = "made_from.json"  # beside a quantised base that was kept: see models/quantised_cache.py

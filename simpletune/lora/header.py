@@ -14,8 +14,8 @@ from typing import Any
 
 from simpletune.lora.families import family_of_lora, is_lora, kind_of_model, other_methods
 from simpletune.lora.names import ALPHA, DOWN, PEFT, TEXT_ENCODERS, UP, Layout, layers_of, layout_of, split_key
-from simpletune.models.weights import read_header
 from simpletune.options import UserError
+from simpletune.system.safetensors_file import TYPES, read_header
 
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 ADAPTER_METADATA = "lora_adapter_metadata"  # diffusers' name for PEFT's settings in the header
@@ -147,7 +147,8 @@ class LoraHeader:
     def _scalar(self, key: str) -> float | None:
         entry = self.entries[key]
         begin, end = entry["data_offsets"]
-        if math.prod(entry["shape"]) != 1 or entry["dtype"] not in _SCALARS:
+        of = TYPES.get(entry["dtype"])
+        if math.prod(entry["shape"]) != 1 or of is None or of.struct is None:
             self.odd_alphas.append(f"{key} should be one number, and is {entry['dtype']} {entry['shape']}")
             return None
         with open(self.file, "rb") as handle:
@@ -155,10 +156,7 @@ class LoraHeader:
             data = handle.read(end - begin)
         if entry["dtype"] == "BF16":
             data = b"\0\0" + data
-        return float(struct.unpack(_SCALARS[entry["dtype"]], data)[0])
-
-
-_SCALARS = {"F64": "<d", "F32": "<f", "BF16": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
+        return float(struct.unpack(of.struct, data)[0])
 
 
 def require_safetensors(file: Path) -> None:

@@ -5,7 +5,6 @@ One layer is in memory at a time; the file is written as it goes.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,12 @@ from torch import Tensor
 
 from simpletune.lora.bases import Base
 from simpletune.lora.updates import Updates
+from simpletune.models.model_folder import NAMES
 from simpletune.models.original_names import Origin, origin_of
-from simpletune.models.safetensors_writer import SafetensorsWriter
 from simpletune.models.single_file import open_file
-from simpletune.models.weights import NAMES, read_header, replace_folder
 from simpletune.options import UserError
+from simpletune.system.atomic import atomic_folder
+from simpletune.system.safetensors_file import SafetensorsWriter, read_header
 
 KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -107,19 +107,13 @@ def merge_to_folder(merger: Merger, folder: Path, metadata: Mapping[str, str], d
         metadata: strings for the header.
         done: called after each tensor.
     """
-    aside = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    merger.base.save_config(aside)
     entries = {name: (merger.kind(name), shape) for name, shape in merger.base.shapes.items()}
-    try:
-        with SafetensorsWriter(aside / f"{NAMES[0]}.safetensors", entries, {"format": "pt", **metadata}) as writer:
+    with atomic_folder(folder) as part:
+        merger.base.save_config(part)
+        with SafetensorsWriter(part / f"{NAMES[0]}.safetensors", entries, {"format": "pt", **metadata}) as writer:
             for name in entries:
                 writer.write(name, merger.get(name))
                 done()
-        replace_folder(aside, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return Merged(folder, len(merger.changed), merger.lost)
 
 

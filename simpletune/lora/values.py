@@ -7,16 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from simpletune.system.safetensors_file import TYPES
+
 CHUNK = 2**22
-# Type: NumPy's unsigned integer, the bits of the exponent, the bits without the sign.
-FLOATS = {
-    "F64": ("<u8", 0x7FF0_0000_0000_0000, 0x7FFF_FFFF_FFFF_FFFF),
-    "F32": ("<u4", 0x7F80_0000, 0x7FFF_FFFF),
-    "F16": ("<u2", 0x7C00, 0x7FFF),
-    "BF16": ("<u2", 0x7F80, 0x7FFF),
-    "F8_E5M2": ("<u1", 0x7C, 0x7F),
-    "F8_E4M3": ("<u1", 0x7F, 0x7F),  # NaN alone; it has no infinity
-}
 
 
 @dataclass(frozen=True)
@@ -47,16 +40,16 @@ def look_at(file: Path, entries: Mapping[str, Any]) -> dict[str, Values]:
     with open(file, "rb") as handle:
         start = 8 + int.from_bytes(handle.read(8), "little")
         for name, entry in entries.items():
-            if entry["dtype"] not in FLOATS:
+            of = TYPES.get(entry["dtype"])
+            if of is None or not of.exponent:
                 continue
-            kind, exponent, magnitude = FLOATS[entry["dtype"]]
             begin, end = entry["data_offsets"]
             handle.seek(start + begin)
             not_finite, zero = 0, True
             while begin < end:
-                chunk = np.frombuffer(handle.read(min(CHUNK, end - begin)), dtype=kind)
+                chunk = np.frombuffer(handle.read(min(CHUNK, end - begin)), dtype=f"<u{of.bytes}")
                 begin += chunk.nbytes
-                not_finite += int(((chunk & exponent) == exponent).sum())
-                zero = zero and not (chunk & magnitude).any()
+                not_finite += int(((chunk & of.exponent) == of.exponent).sum())
+                zero = zero and not (chunk & of.magnitude).any()
             found[name] = Values(not_finite, zero)
     return found

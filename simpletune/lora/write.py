@@ -13,8 +13,8 @@ from torch import Tensor
 from simpletune.lora.header import ADAPTER_METADATA, natural
 from simpletune.lora.names import ALPHA, DIFFUSERS, DOWN, UP, WRITTEN, Layout, halves_swapped, original_module
 from simpletune.lora.updates import Update, Updates, fuse, swap_halves
-from simpletune.models.weights import write_safetensors
 from simpletune.options import UserError
+from simpletune.system.safetensors_file import write_safetensors
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

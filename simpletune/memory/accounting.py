@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from simpletune.memory.snapshot import HOST, Moment, require_known, rounded
-from simpletune.models.weights import plain_tensors
+from simpletune.tensors import plain_tensors
 
 MARKS = "## ", " ##"  # around the names of a step's phases (profiling.phase)
 ACTIVATION_PHASES = ("noise", "forward", "loss", "backward")

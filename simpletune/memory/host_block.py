@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.memory.copy_stream import host_bytes
-from simpletune.models.weights import all_tensors, plain_tensors
+from simpletune.tensors import all_tensors, plain_tensors
 
 ALIGNMENT = 512  # bytes; kernels read vectors of 16, and the device's own allocator gives out no less
 

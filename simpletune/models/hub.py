@@ -10,7 +10,7 @@ from pathlib import Path
 
 from simpletune.models.hub_download import HubFile, Repository, fetch_file
 from simpletune.models.hub_errors import Unreachable, clear_errors
-from simpletune.models.weights import NAMES, weight_files
+from simpletune.models.model_folder import NAMES, weight_files
 from simpletune.options import UserError
 from simpletune.system.console import say
 from simpletune.system.disk import free_bytes

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.models.hub_errors import clear_errors
-from simpletune.models.weights import sha256_of
 from simpletune.options import UserError
+from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress, say
 
 RETRIES = 5  # tries in a row that bring not a byte

@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from simpletune.models.model_folder import fingerprint
 from simpletune.models.single_file import PREFIXES, open_file
-from simpletune.models.weights import fingerprint
 from simpletune.options import UserError
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -20,25 +19,19 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from simpletune.models.model_folder import weight_files
 from simpletune.models.parts import Part
 from simpletune.models.sd3_transformer import empty_transformer, put_module
-from simpletune.models.weights import (
-    WeightReader,
-    fingerprint_of_range,
-    flush_to_disk,
-    sha256_of,
-    to_device,
-    weight_files,
-    write_safetensors,
-)
 from simpletune.options import UserError
 from simpletune.quant.precision import WeightPrecision
-from simpletune.system.atomic import STALE as STALE
-from simpletune.system.atomic import own_place, remove_left_over
+from simpletune.system.atomic import flush_to_disk, quarantine, remove, remove_stale, temporary_path
+from simpletune.system.checksums import fingerprint_of_range, sha256_of
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, free_bytes
 from simpletune.system.failpoints import passed
 from simpletune.system.locks import in_turn, lock_of
+from simpletune.system.safetensors_file import WeightReader, write_safetensors
+from simpletune.tensors import to_device
 
 VERSION = 1  # raise when quantisation or the layout of a quantised layer changes
 FILE, ABOUT = "transformer.safetensors", "made_from.json"
@@ -115,9 +108,9 @@ class QuantisedBase:
         """
         if os.environ.get("RANK", "0") != "0":  # of several processes the first writes
             return model
-        aside = own_place(self.folder)
+        part = temporary_path(self.folder, shared=True)
         try:
-            size = self._write(model, aside)
+            size = self._write(model, part)
         except (OSError, SafetensorError, DiskFull) as error:
             _say_once(
                 f"{self._what} are not kept in {self.folder}: {error}. This run goes on without; the next start will "
@@ -126,31 +119,31 @@ class QuantisedBase:
         else:
             say(f"{self._what} kept in {self.folder} ({size / 2**30:.2f} GiB): the next start reads them")
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(part)
         return model
 
-    def _write(self, model: nn.Module, aside: Path) -> int:
+    def _write(self, model: nn.Module, part: Path) -> int:
         """Write aside, flush, rename; the file's size."""
         tensors = model.state_dict()
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_left_over(self.folder.parent)
+        remove_stale(self.folder.parent)
         free = free_bytes(self.folder.parent)
         if free < needed + ROOM:
             raise OSError(
                 f"they take {needed / 2**30:.2f} GiB, and of {free / 2**30:.2f} GiB that are free {ROOM / 2**30:g} "
                 "are left to the run"
             )
-        aside.mkdir()
+        part.mkdir()
         about = json.dumps(self.made_from | {"place": self._place}, sort_keys=True)
-        file = write_safetensors(tensors, aside / FILE, {"simpletune_quantised_from": about})
+        file = write_safetensors(tensors, part / FILE, {"simpletune_quantised_from": about})
         size = file.stat().st_size
         sums = {"place": self._place, "size": size, "sha256": sha256_of(file)}
-        (aside / ABOUT).write_text(json.dumps({**self.made_from, **sums}, indent=2) + "\n")
-        flush_to_disk(aside / ABOUT)
+        (part / ABOUT).write_text(json.dumps({**self.made_from, **sums}, indent=2) + "\n")
+        flush_to_disk(part / ABOUT)
         passed("quantised.before-rename")
         try:
-            os.replace(aside, self.folder)
+            os.replace(part, self.folder)
         except OSError:
             if not self.folder.is_dir():
                 raise
@@ -194,10 +187,8 @@ class QuantisedBase:
 
     def _set_aside(self, reason: str) -> None:
         """Rename a damaged folder, so that it can be looked at and is not read again."""
-        place = self.folder.with_name(f"{self.folder.name}.damaged")
         try:
-            shutil.rmtree(place, ignore_errors=True)
-            os.replace(self.folder, place)
+            place = quarantine(self.folder)
         except OSError as error:
             say(f"{self._what} in {self.folder} are damaged: {reason}. Remove them: they cannot be set aside ({error})")
         else:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from simpletune.models.original_names import origin_of
 from simpletune.models.sd3_shapes import parameter_shapes
-from simpletune.models.weights import fingerprint_of_range, read_header
 from simpletune.options import UserError
+from simpletune.system.checksums import fingerprint_of_range
+from simpletune.system.safetensors_file import read_header
 
 if TYPE_CHECKING:
     from torch import Tensor

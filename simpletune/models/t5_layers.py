@@ -19,10 +19,12 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from simpletune.memory import accounting
 from simpletune.memory.snapshot import HOST
+from simpletune.models.model_folder import weight_files
 from simpletune.models.parts import Part, require_fit
 from simpletune.models.single_file import PREFIXES, open_file
-from simpletune.models.weights import read_header, to_device, weight_files
 from simpletune.system.console import progress
+from simpletune.system.safetensors_file import read_header
+from simpletune.tensors import to_device
 
 CHUNK_BYTES = 2**30  # of hidden states in host memory; more prompts than that make the layers be loaded again
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # two names of one tensor; a file holds either or both

@@ -24,7 +24,7 @@ from simpletune.models.sd3_text import Encoder
 from simpletune.models.sizes import Size
 from simpletune.options import UserError
 from simpletune.pipeline.sample import Request
-from simpletune.system.atomic import remove_left_over
+from simpletune.system.atomic import remove_stale
 from simpletune.system.console import progress, say
 from simpletune.system.failpoints import passed
 from simpletune.system.signals import poll
@@ -70,7 +70,7 @@ class TextCache:
         Raises:
             UserError: what comes out is not finite.
         """
-        remove_left_over(self.caches[encoder.name].folder)
+        remove_stale(self.caches[encoder.name].folder)
         with progress(f"text  {encoder.name}", len(missing), "prompts") as advance:
             for prompt, parts in zip(missing, self.prompts.encode(encoder, missing, device), strict=True):
                 if not _all_finite(parts.values()):
@@ -126,7 +126,7 @@ class LatentCache:
 
     def _encode(self, missing: Sequence[View], device: torch.device) -> tuple[int, list[Rejected]]:
         """Encode cuts; what could not be decoded or comes out as NaN is rejected."""
-        remove_left_over(self.cache.folder)
+        remove_stale(self.cache.folder)
         encoded, rejected = 0, dict[str, Rejected]()
         vae = self.model.load_vae(device, self.dtype, self.tile)
         with progress("latents", len(missing), "pictures") as advance, torch.no_grad():

@@ -25,8 +25,8 @@ from simpletune.data.plan import Draw, Plan
 from simpletune.memory import accounting
 from simpletune.memory.snapshot import HOST
 from simpletune.models.sd3_shapes import is_modulation, timestep_of
-from simpletune.models.weights import own_tensors, set_tensor
 from simpletune.quant.precision import WeightPrecision
+from simpletune.tensors import own_tensors, set_tensor
 
 
 class HandOn(nn.Module):

@@ -12,7 +12,7 @@ from simpletune.cards import peak_tflops
 from simpletune.memory.snapshot import Moment
 from simpletune.profiling.aggregate import figures, peak_of_memory
 from simpletune.profiling.events import Recording
-from simpletune.system.atomic import write_whole
+from simpletune.system.atomic import write_text
 
 JSON, MARKDOWN = "summary.json", "summary.md"
 MIB = 2**20
@@ -138,7 +138,7 @@ def write(folder: Path, values: Json) -> Path:
         The JSON file.
     """
     for name, text in ((MARKDOWN, markdown(values)), (JSON, as_json(values) + "\n")):
-        write_whole(folder / name, text)
+        write_text(folder / name, text)
     return folder / JSON
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from simpletune.options import UserError
 from simpletune.report.content import Report, Section
-from simpletune.system.atomic import write_whole
+from simpletune.system.atomic import write_text
+from simpletune.system.disk import DiskFull
 
 REPORT = "report.html"
 
@@ -68,8 +69,8 @@ def write_report(report: Report, file: Path) -> list[Path]:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         for path, text in contents.items():
-            write_whole(path, text)
-    except OSError as error:
+            write_text(path, text)
+    except (OSError, DiskFull) as error:
         raise UserError(
             f"the report {file} cannot be written ({error}). Name another place: simpletune report RUN --out FILE"
         ) from None

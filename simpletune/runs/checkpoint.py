@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,22 +19,15 @@ from torch import nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.ema import Average, averaged
-from simpletune.models.weights import (
-    WeightReader,
-    flush_to_disk,
-    replace_folder,
-    set_aside,
-    sha256_of,
-    trained_parameters,
-    write_safetensors,
-)
 from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
 from simpletune.options import UserError
-from simpletune.system.atomic import remove
+from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, remove, temporary_path
+from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
-from simpletune.system.disk import room_for
 from simpletune.system.failpoints import passed
 from simpletune.system.redact import concealed
+from simpletune.system.safetensors_file import WeightReader, write_safetensors
+from simpletune.tensors import trained_parameters
 
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
 AVERAGE = "ema.safetensors"
@@ -88,14 +80,10 @@ def save(
         processes: how many train together.
     """
     folder = checkpoint_folder(run, step)
-    aside = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)
     tensors, scalars = state_to_tensors(optimizer)
     needed = size_of_state(trained_parameters(model), tensors, average)
-    undo = lambda: shutil.rmtree(aside, ignore_errors=True)  # noqa: E731
-    with room_for(f"saving the checkpoint of step {step}", aside.parent, needed, undo):
-        _write(aside, step, config, model, tensors, scalars, manifest, average, processes)
-    replace_folder(aside, folder)
+    with atomic_folder(folder, f"saving the checkpoint of step {step}", needed) as part:
+        _write(part, step, config, model, tensors, scalars, manifest, average, processes)
     flush_to_disk(folder.parent)
     passed("checkpoint.after-rename")
     remove_oldest(run, config.checkpoint.keep_last)
@@ -110,7 +98,7 @@ def remove_oldest(run: Path, keep_last: int) -> None:
         keep_last: how many stay.
     """
     for _, old in list_checkpoints(run)[:-keep_last]:
-        gone = old.with_name(f".{old.name}.part")  # a kill while files are removed must not leave half a checkpoint
+        gone = temporary_path(old)  # a kill while files are removed must not leave half a checkpoint
         os.replace(old, gone)
         passed("checkpoint.removing")
         remove(gone)
@@ -125,7 +113,7 @@ def size_of_state(
 
 
 def _write(
-    aside: Path,
+    part: Path,
     step: int,
     config: TrainConfig,
     model: nn.Module,
@@ -136,18 +124,17 @@ def _write(
     processes: int,
 ) -> None:
     """The files of a checkpoint, state.json last."""
-    aside.mkdir(parents=True)
     passed("checkpoint.begun")
     metadata = metadata_of(config, step)
-    write_safetensors(trained_parameters(model), aside / TRAINABLE, metadata)
+    write_safetensors(trained_parameters(model), part / TRAINABLE, metadata)
     passed("checkpoint.weights")
-    write_safetensors(tensors, aside / OPTIMIZER, {})
+    write_safetensors(tensors, part / OPTIMIZER, {})
     passed("checkpoint.optimizer")
     if average is not None:
-        write_safetensors(average.tensors(), aside / AVERAGE, {})
+        write_safetensors(average.tensors(), part / AVERAGE, {})
     if config.adapter.exports_to_checkpoints:
         with averaged(average):
-            config.adapter.export(model, aside, metadata)
+            config.adapter.export(model, part, metadata)
     state = {
         "step": step,
         "config": config.model_dump(mode="json", by_alias=True),
@@ -155,10 +142,10 @@ def _write(
         "optimizer": scalars,
         "processes": processes,
         "torch": torch.__version__,
-        "sha256": {file.name: sha256_of(file) for file in sorted(aside.iterdir())},
+        "sha256": {file.name: sha256_of(file) for file in sorted(part.iterdir())},
     }
-    (aside / STATE).write_text(json.dumps(state))
-    flush_to_disk(aside / STATE)
+    (part / STATE).write_text(json.dumps(state))
+    flush_to_disk(part / STATE)
     passed("checkpoint.before-rename")
 
 
@@ -222,7 +209,7 @@ def find(resume: str, run: Path) -> SavedState | None:
             except UserError as error:
                 if os.environ.get("RANK", "0") != "0":  # of several processes the first renames
                     continue
-                place = set_aside(folder)
+                place = quarantine(folder)
                 say(f"resume  {str(error).removeprefix('--resume: ').partition('. ')[0]}: set aside as {place}")
         raise UserError(
             f"--resume latest: all {len(found)} checkpoints of {run} are damaged, and set aside. Start without --resume"
@@ -299,13 +286,3 @@ def restore(
     load_state(option, optimizer, WeightReader([saved.folder / OPTIMIZER]).get_all(), saved.optimizer)
     if average is not None:
         average.load(WeightReader([saved.folder / AVERAGE]).get_all(), saved.step)
-
-
-def write_json(file: Path, value: Any) -> None:
-    """Write JSON aside, flush, and rename."""
-    aside = file.with_name(f".{file.name}.part")
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    with room_for(f"writing {file.name}", file.parent, len(text), lambda: aside.unlink(missing_ok=True)):
-        aside.write_text(text)
-        flush_to_disk(aside)
-        os.replace(aside, file)

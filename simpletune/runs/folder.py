@@ -11,7 +11,7 @@ from typing import Any
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.options import UserError
-from simpletune.system.atomic import remove, write_whole
+from simpletune.system.atomic import remove, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.failpoints import passed
@@ -93,10 +93,7 @@ def open_again(config: TrainConfig, step: int) -> Path:
         if not file.exists() and name == SKIPPED:
             continue
         kept = [row for row in read_rows(file) if row["step"] <= step]
-        aside = file.with_name(f".{name}.part")
-        with room_for(f"writing {name}", folder, undo=lambda aside=aside: aside.unlink(missing_ok=True)):  # type: ignore[misc]
-            aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-            os.replace(aside, file)
+        write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
         passed("run.opened-again")
     from simpletune.runs.checkpoint import rewind  # torch, as above
 
@@ -149,7 +146,7 @@ def _cut(file: Path, size: int) -> None:
 def put_evaluation(folder: Path, row: dict[str, Any]) -> None:
     """Keep an evaluation, in the place of one of the same step: a run that was killed after it does it again."""
     kept = [json.dumps(old) for old in read_rows(folder / EVALUATIONS) if old["step"] != row["step"]]
-    write_whole(folder / EVALUATIONS, "\n".join([*kept, json.dumps(row)]) + "\n")
+    write_text(folder / EVALUATIONS, "\n".join([*kept, json.dumps(row)]) + "\n")
 
 
 def was_evaluated(folder: Path, step: int) -> bool:
@@ -162,7 +159,7 @@ def put_chosen_blocks(config: TrainConfig, chosen: TrainConfig) -> None:
     if config.memory.checkpointing == "auto":
         blocks = config.model.blocks()
         found = {"checkpointed": chosen.memory.checkpointed(blocks), "blocks": blocks}
-        write_whole(run_folder(config) / CHOSEN, json.dumps(found) + "\n")
+        write_text(run_folder(config) / CHOSEN, json.dumps(found) + "\n")
 
 
 def chosen_blocks(config: TrainConfig) -> int | None:

@@ -211,7 +211,7 @@ def overwrite(transformer: nn.Module, file: Path) -> None:
     Raises:
         UserError: they are of another model.
     """
-    from simpletune.models.weights import WeightReader
+    from simpletune.system.safetensors_file import WeightReader
 
     reader, parameters = WeightReader([file]), dict(transformer.named_parameters())
     lost = sorted(reader.names - set(parameters))

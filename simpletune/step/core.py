@@ -17,7 +17,6 @@ from simpletune.config.schema import TrainConfig
 from simpletune.flow import flow_loss, interpolate, velocity_target
 from simpletune.models.compile import compile_training
 from simpletune.models.sd3 import predict_velocity
-from simpletune.models.weights import trained_parameters
 from simpletune.optim.in_backward import clip_each, step_in_backward
 from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.pipeline.load import device_of, take_out_modulation
@@ -26,6 +25,7 @@ from simpletune.pipeline.sample import autocast_of
 from simpletune.profiling import phase
 from simpletune.step.batches import Batch
 from simpletune.system.console import say
+from simpletune.tensors import trained_parameters
 
 
 class StepCore:

@@ -24,6 +24,7 @@ from simpletune.runs.summary import summarise, tell_data, tell_results
 from simpletune.step.attention import attention_by
 from simpletune.step.batches import Ahead
 from simpletune.step.core import set_learning_rate
+from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingLine, say
 from simpletune.system.disk import room_for
 from simpletune.system.failpoints import passed
@@ -90,7 +91,7 @@ def train(
 def look_train_finish(run: Run) -> None:
     """The first pictures, the loop, and what comes after it."""
     if run.main and run.start == 0:
-        checkpoint.write_json(run.folder / EVALUATION, {"eval_loss": run.optional(EVALUATING, run.evaluate, 0)})
+        write_json(run.folder / EVALUATION, {"eval_loss": run.optional(EVALUATING, run.evaluate, 0)})
         run.optional(DRAWING, run.validate, 0)
     elif run.main and run.start < run.steps and due(run.config.validation.every, run.start):
         if not run.has_looked(run.start):  # the run was stopped while it did
@@ -273,14 +274,14 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
         summary["predicted"] = beside_measured(run.predicted, summary["stages"])
     warnings = run.trackers.warnings
     # Written again below: a tracker may take minutes to close.
-    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
+    write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
     passed("finish.summary")
     run.optional("the model card", write_card, run.folder, run.config, summary, run.prepared)
     add_memory(run, traces)
     page, said = write_page(run), len(warnings)
     passed("finish.reported")
     places = {**page, **run.trackers.finish(summary)}
-    checkpoint.write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": True})
+    write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": True})
     if page and len(warnings) > said:
         write_page(run)
     tell_results(summary, run.folder, profile_folder(run.config), traces.written, places)

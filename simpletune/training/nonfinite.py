@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from simpletune.config.schema import TrainConfig
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.plan import Draw
-from simpletune.models.weights import trained_parameters
 from simpletune.options import UserError
 from simpletune.runs.checkpoint import list_checkpoints
 from simpletune.runs.folder import SKIPPED, append_metrics, read_rows
 from simpletune.step.batches import Batch, Feed
 from simpletune.step.core import StepCore
 from simpletune.system.signals import received
+from simpletune.tensors import trained_parameters
 from simpletune.training.pending_steps import Launched, Mark, send
 
 CODE = 4  # exit code
@@ -141,7 +141,7 @@ class Watch:
         names = [name for name, _ in rows] or suspects or self._samples(launched.step)
         parts = [f"step {launched.step + 1}: {what}. Samples: {', '.join(dict.fromkeys(names))}"]
         parts += [f"{name}: its {held} not finite" for name, held in dict(rows).items()]
-        parts += self._set_aside(launched.step) if mine else []
+        parts += self._quarantine(launched.step) if mine else []
         norms = dict(zip(launched.normed, launched.norms.tolist(), strict=True))
         named = trained_parameters(self.core.model).items()
         parameters = [name for name, parameter in named if not math.isfinite(norms.get(parameter, 0.0))]
@@ -163,14 +163,14 @@ class Watch:
         """What was found in all processes: each sees only its own samples."""
         return gather_object(found) if self.accelerator.num_processes > 1 else found
 
-    def _set_aside(self, step: int) -> Iterator[str]:
+    def _quarantine(self, step: int) -> Iterator[str]:
         """Rename cached latents and embeddings that are not finite, so that the next start makes them again."""
         draws = self._draws(step)
         places: list[tuple[Cache, str]] = [(self.feed.latents.cache, view_key(draw.view)) for draw in draws]
         places += [(cache, draw.caption) for draw in draws for cache in self.feed.text.caches.values()]
         for cache, key in dict.fromkeys(places):
             if not_finite([("", cache.load(key).values())]):
-                yield f"Set aside, to be made again: {cache.set_aside(key)}"
+                yield f"Set aside, to be made again: {cache.quarantine(key)}"
 
 
 _REMEDY = "Lower optimizer.lr, or look at these samples; then continue with --resume latest, or start again"

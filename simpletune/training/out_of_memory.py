@@ -9,8 +9,8 @@ from torch import nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.levers import savings
-from simpletune.models.weights import plain_tensors, trained_parameters
 from simpletune.options import UserError
+from simpletune.tensors import plain_tensors, trained_parameters
 
 MIB = 2**20
 SHOWN = 3

@@ -10,8 +10,8 @@ from simpletune.estimate.step_memory import moments_of_step
 from simpletune.memory.snapshot import Moment
 from simpletune.models.flops import sd3_flops, trained_of
 from simpletune.models.sizes import Size
-from simpletune.models.weights import trained_parameters
 from simpletune.profiling import EpochTraces, Facts
+from simpletune.tensors import trained_parameters
 
 if TYPE_CHECKING:
     from simpletune.training.setup import Run

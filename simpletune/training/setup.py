@@ -18,7 +18,6 @@ from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import Plan
 from simpletune.ema import Average, averaged
 from simpletune.estimate.disk_needs import require_room
-from simpletune.models.weights import trained_parameters
 from simpletune.options import UserError
 from simpletune.pipeline.encode import Prepared, free_memory, prepare
 from simpletune.pipeline.load import load_base
@@ -41,12 +40,14 @@ from simpletune.runs.summary import tell_data
 from simpletune.step.attention import settle_attention
 from simpletune.step.batches import Feed
 from simpletune.step.core import StepCore, assemble
+from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
 from simpletune.system.environment import machine
 from simpletune.system.failpoints import passed
 from simpletune.system.signals import stop_if_asked
 from simpletune.system.stage_timer import Stages
+from simpletune.tensors import trained_parameters
 from simpletune.training.nonfinite import Watch, require_finite
 from simpletune.training.trackers import Trackers, open_trackers
 from simpletune.training.validation import Previews, evaluation_loss
@@ -284,9 +285,9 @@ def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.Saved
     if anew and not saved:
         clear_unsaved(config)
     folder = open_again(config, saved.step) if saved else open_fresh(config)
-    checkpoint.write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
-    checkpoint.write_json(folder / ENVIRONMENT, machine())
-    checkpoint.write_json(folder / DATA, prepared.data())
+    write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
+    write_json(folder / ENVIRONMENT, machine())
+    write_json(folder / DATA, prepared.data())
 
 
 def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:

@@ -11,14 +11,13 @@ from PIL import Image
 from torch import nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.models.weights import replace_folder
 from simpletune.pipeline.encode import TextCache, free_memory
 from simpletune.pipeline.load import device_of
 from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.pipeline.sample import Request, draw, save_png
 from simpletune.sheets import grid
 from simpletune.step.batches import Batch, Feed
-from simpletune.system.atomic import remove
+from simpletune.system.atomic import atomic_folder
 from simpletune.system.failpoints import passed
 from simpletune.system.signals import poll
 
@@ -79,12 +78,10 @@ class Previews:
             del vae
             free_memory(device)
             transformer.train(was_training)
-        aside = folder.with_name(f".{folder.name}.part")  # the grid needs all pictures of a step or none
-        remove(aside)
-        for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
-            save_png(picture, aside / f"prompt-{number:02d}.png", request, run=self.config.name, weights=state)
-            passed("validation.picture")
-        replace_folder(aside, folder)
+        with atomic_folder(folder) as part:  # the grid needs all pictures of a step or none
+            for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
+                save_png(picture, part / f"prompt-{number:02d}.png", request, run=self.config.name, weights=state)
+                passed("validation.picture")
         passed("validation.drawn")
 
     def states(self) -> list[Path]:

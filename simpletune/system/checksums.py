@@ -1,0 +1,37 @@
+"""Checksums of whole files, and short names for large ones from samples of their bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+SAMPLED_CHUNKS, CHUNK = 64, 65536
+
+
+def sha256_of(file: Path) -> str:
+    """The checksum of a whole file, in hexadecimal."""
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def fingerprint_of_range(file: Path, about: str, start: int, end: int) -> str:
+    """A short name for the bytes from ``start`` to ``end`` of a file, from samples of them: 64 chunks of 64 KiB,
+    so that 10 GB take no longer than 10 MB.
+
+    Args:
+        about: what else counts: names, types, shapes.
+    """
+    digest = hashlib.sha256(f"{about}:{end - start}".encode())
+    hash_samples(digest, file, start, end)
+    return digest.hexdigest()[:16]
+
+
+def hash_samples(digest: hashlib._Hash, file: Path, start: int, end: int) -> None:
+    """Add chunks from all over a part of a file to a digest."""
+    size = end - start
+    with open(file, "rb") as handle:
+        for number in range(SAMPLED_CHUNKS):
+            handle.seek(start + number * max(size - CHUNK, 0) // (SAMPLED_CHUNKS - 1))
+            digest.update(handle.read(min(CHUNK, size)))
+            if size <= CHUNK:
+                break
