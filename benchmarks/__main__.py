@@ -11,7 +11,7 @@ from typing import Any
 from simpletune.cli.drawing_arguments import positive, size
 from simpletune.options import UserError
 from simpletune.system.devices import prepare_environment
-from simpletune.system.redact import concealed
+from simpletune.system.redact import redact
 
 Grid = Callable[[argparse.Namespace], object]
 
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(args.run(args))
     except UserError as error:
-        print(f"error: {concealed(str(error))}", file=sys.stderr)
+        print(f"error: {redact(str(error))}", file=sys.stderr)
         return error.code
     return 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import memory
-from benchmarks.table import Results, machine
+from benchmarks.table import Results, describe_machine
 from simpletune.system.console import say
 
 # The student study on an L4 (its plot's data): SD3 Medium, 1024 px, batch 1, quanto's int8 for LoRA, checkpointing,
@@ -84,7 +84,7 @@ def study(folder: Path, minutes: float, only: str = "") -> Path:
     for row in results.rows.values() if first else ():
         row["to_first_gb"] = round(row["predicted_gb"] - first["predicted_gb"], 3)
         row["published_to_first_gb"] = round(row["published_gb"] - first["published_gb"], 2)
-    return results.write_table("The student study's peaks, predicted", ABOUT, machine())
+    return results.write_table("The student study's peaks, predicted", ABOUT, describe_machine())
 
 
 def study_row(published: float, overrides: tuple[str, ...]) -> dict[str, Any]:

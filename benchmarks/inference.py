@@ -22,13 +22,13 @@ from torch import Tensor
 
 from benchmarks.diffusers_pipeline import Plain
 from benchmarks.inference_rows import ABOUT, BASELINE, BASELINE_LORA, COLUMNS, PICTURES, ROWS, Way
-from benchmarks.table import Results, machine, table
+from benchmarks.table import Results, describe_machine, table
 from simpletune.adapters.lora import Lora
 from simpletune.config.resolve import resolved
 from simpletune.config.schema import TrainConfig
 from simpletune.data.folder import Folder
 from simpletune.drawing.metrics import latent_distance
-from simpletune.drawing.shared_base import Turns
+from simpletune.drawing.shared_base import SharedBase
 from simpletune.memory import Memory
 from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
@@ -38,7 +38,7 @@ from simpletune.quant import Precision
 from simpletune.runs.weights import BASE, Weights, precision_of
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
-from simpletune.system.stage_timer import Stages
+from simpletune.system.stage_timer import StageTimer
 
 SEEDS = range(PICTURES)
 DEMO = "demo:tiny-sd3"
@@ -143,7 +143,7 @@ def write_page(results: Results, job: Job, model: str, prices: Mapping[str, floa
         model=model, size=f"{first.width} x {first.height}", steps=first.steps, guidance=first.guidance,
         pictures=PICTURES, rounds=job.rounds, compute=job.config.precision.compute, peak=peak_words(job.device),
     )  # fmt: skip
-    page = results.write_table("Inference", about, machine())
+    page = results.write_table("Inference", about, describe_machine())
     if prices:
         columns = {"what": "", **{name: f"{name}, at {price:g} an hour" for name, price in prices.items()}}
         costs = table(columns, {name: row["cost"] for name, row in results.rows.items()})
@@ -231,7 +231,7 @@ class Beside:
 def measure(job: Job, way: Way, beside: Beside) -> tuple[dict[str, Any], Round]:
     """One row: what it takes, and its fastest round."""
     gc.collect()
-    stages = Stages(cuda=job.device.type == "cuda")
+    stages = StageTimer(cuda=job.device.type == "cuda")
     clock = time.perf_counter()
     with stages.stage("row"):
         one_round = (diffusers_round if way.diffusers else own_round)(job, way)
@@ -281,9 +281,9 @@ def own_round(job: Job, way: Way) -> Callable[[], Round]:
     memory = Memory(cache_quantised=False).model_copy(update=dict(way.memory))
     config = base.model_copy(update={"precision": held, "memory": memory})
     first = job.requests[0]
-    turns = Turns(config, job.device, {(first.width, first.height)}, way.compiled)
+    shared = SharedBase(config, job.device, {(first.width, first.height)}, way.compiled)
     weights = BASE if not way.lora else Weights("LoRA", lora=next(job.lora.iterdir()), merged=way.lora == "fused")
-    transformer, modulation = turns.take(weights)
+    transformer, modulation = shared.use(weights)
     vae = config.model.load_vae(job.device, config.precision.encoder_dtype())
     requests = job.requests if way.guided else unguided(job.requests)
 

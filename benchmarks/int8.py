@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.table import Results, machine
+from benchmarks.table import Results, describe_machine
 from simpletune.config.load import read_config
 from simpletune.quant import int8_products
 from simpletune.quant.int8_linear import Int8Linear
@@ -170,4 +170,4 @@ def run(folder: Path, minutes: float, only: str, overrides: list[str]) -> Path:
         results.add(name, {**results.rows[name], "apart": f"{apart:.5f}"})
     if base:
         draw(results.rows, results.stem.with_suffix(".png"))
-    return results.write_table("int8 products: losses and errors", ABOUT, machine(), {ONE: ERRORS})
+    return results.write_table("int8 products: losses and errors", ABOUT, describe_machine(), {ONE: ERRORS})

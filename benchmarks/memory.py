@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.table import Results, machine
+from benchmarks.table import Results, describe_machine
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
 from simpletune.system.console import say
@@ -26,7 +26,7 @@ FULL = (
     "train.clip=per_parameter", "train.gradient_accumulation=1",
 )  # fmt: skip
 STREAMED = ("memory.resident_blocks=0",)
-HOST = ("memory.boundaries=host",)
+HOST = ("memory.offload_checkpoint_inputs=true",)
 SMALL = ("adapter.dtype=bf16", "optimizer.name=adamw8bit")
 TILES = ("memory.vae_tile=512",)
 PX512 = ("data.resolution=512",)
@@ -64,16 +64,16 @@ ROWS: dict[str, Row] = {
     "LoRA r16 int8, whole position table": Row((*PLAN, "memory.crop_positions=false")),
     "LoRA r16 int8, plan, no checkpointing": Row((*PLAN, "memory.checkpointing=none")),
     "LoRA r16 int8, plan, 12 blocks checkpointed": Row((*PLAN, "memory.checkpointing=12")),
-    "LoRA r16 int8, plan, boundaries on the host": Row((*PLAN, *HOST)),
+    "LoRA r16 int8, plan, checkpoint inputs on the host": Row((*PLAN, *HOST)),
     "LoRA r16 int8, plan, 12 blocks resident": Row((*PLAN, "memory.resident_blocks=12")),
-    "LoRA r16 int8, plan, streamed, boundaries on the host": Row((*PLAN, *STREAMED, *HOST)),
+    "LoRA r16 int8, plan, streamed, checkpoint inputs on the host": Row((*PLAN, *STREAMED, *HOST)),
     "LoRA r16 int8, plan, bf16 adapter": Row((*PLAN, "adapter.dtype=bf16")),
     "LoRA r16 int8, plan, adamw8bit": Row((*PLAN, "optimizer.name=adamw8bit")),
     "LoRA r64 int8, plan": Row((*PLAN, "adapter.rank=64")),
     "LoRA r16 bf16, plan": Row((*PLAN, *BF16)),
     "LoRA r16 int8-quanto, plan": Row((*PLAN, "precision.weights=int8-quanto")),
     "LoRA r16 nf4 without double quantisation, plan": Row((*PLAN, *NF4, "precision.double_quantisation=false")),
-    "LoRA r16 nf4, plan, streamed, boundaries on the host": Row((*PLAN, *NF4, *STREAMED, *HOST)),
+    "LoRA r16 nf4, plan, streamed, checkpoint inputs on the host": Row((*PLAN, *NF4, *STREAMED, *HOST)),
     "LoRA r16 int8, plan, batch 4": Row((*PLAN, *BATCH4)),
     "LoRA r16 int8, plan, 512 px": Row((*PLAN, *PX512)),
     "LoRA r16 int8, plan, 512 px, batch 4": Row((*PLAN, *PX512, *BATCH4)),
@@ -89,7 +89,7 @@ ROWS: dict[str, Row] = {
     "full bf16, adamw8bit in backward, 512 px": Row((*FULL, *PX512)),
     "full bf16, adamw8bit in backward, batch 4": Row((*FULL, *BATCH4)),
     "full bf16, adamw8bit in backward, streamed, 512 px": Row((*FULL, *STREAMED, *PX512)),
-    "full bf16, adamw8bit in backward, streamed, boundaries on the host": Row(
+    "full bf16, adamw8bit in backward, streamed, checkpoint inputs on the host": Row(
         (*FULL, *STREAMED, *HOST),
     ),
     "whole job: LoRA r16 int8, plan, small states": Row((*PLAN, *SMALL), 3072, whole=True),
@@ -109,7 +109,7 @@ STAGES = {
 ABOUT = """\
 SD3 Medium's transformer at its real size, with weights that have no values; 1024 px, batch 1, 333 text tokens, LoRA on
 attention, gradient checkpointing of all blocks, unless a row says otherwise. *Small states*: LoRA weights in bf16 with
-8-bit AdamW; the targeted streamed LoRA row also keeps the checkpoints' boundaries on the host. *Predicted*: peak bytes
+8-bit AdamW; the targeted streamed LoRA row also keeps the checkpoints' inputs on the host. *Predicted*: peak bytes
 of the training step on fake tensors, with the workspaces of an sm_89 card (L4), without the CUDA context. *Measured* is
 `torch.cuda.max_memory_allocated` of four steps; empty: not yet measured. The first five rows have targets. The second
 table has the other stages too, predicted, without the workspaces that cuDNN takes for convolutions."""
@@ -131,7 +131,7 @@ def predict(overrides: tuple[str, ...]) -> dict[str, Any]:
         "predicted_mib": round(report.peak.bytes / 2**20),
         "by_kind_mib": {kind: round(size / 2**20, 1) for kind, size in report.peak.by_kind.items()},
         "host_mib": round(report.host_bytes / 2**20),
-        "at": f"{report.peak.phase} {report.peak.place}".strip(),
+        "at": f"{report.peak.phase} {report.peak.module}".strip(),
         "seconds_of_prediction": round(report.seconds, 1),
     }
 
@@ -147,7 +147,7 @@ def predict_job(overrides: tuple[str, ...]) -> dict[str, Any]:
         **{name: round(moment.bytes / 2**20) for name, moment in moments.items()},
         "predicted_mib": round(peak.bytes / 2**20),
         "by_kind_mib": {kind: round(size / 2**20, 1) for kind, size in peak.by_kind.items()},
-        "at": f"{stage}: {peak.phase} {peak.place}".strip(),
+        "at": f"{stage}: {peak.phase} {peak.module}".strip(),
     }
 
 
@@ -168,7 +168,7 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
         results.add(name, {**found, "target_mib": row.target_mib})
         measured = f", measured {found['measured_mib']}" if "measured_mib" in found else ""
         say(f"bench   {name}: predicted {found['predicted_mib']:,} MiB{measured}")
-    return results.write_table("Memory of SD3 Medium's training step", ABOUT, machine(), {WHOLE_JOB: STAGES})
+    return results.write_table("Memory of SD3 Medium's training step", ABOUT, describe_machine(), {WHOLE_JOB: STAGES})
 
 
 def _in_process(row: Row) -> dict[str, Any]:

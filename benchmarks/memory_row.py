@@ -27,15 +27,15 @@ def measure(overrides: tuple[str, ...]) -> dict[str, Any]:
     from benchmarks.memory import config_of
     from simpletune.pipeline.load import empty_base
     from simpletune.step.core import assemble
-    from simpletune.step.synthetic import EmptyFeed, OneProcess
+    from simpletune.step.synthetic import SingleProcess, SyntheticBatches
     from simpletune.system.stage_timer import peak_rss_gib
 
     config = config_of(overrides)
     device = torch.device("cuda")
     sizes = [(config.data.resolution, config.data.resolution)]
     transformer = empty_base(config.model, config.memory, config.precision, device, sizes)
-    core = assemble(config, transformer, OneProcess(device))
-    feed = EmptyFeed(config, core, device=device)
+    core = assemble(config, transformer, SingleProcess(device))
+    feed = SyntheticBatches(config, core, device=device)
     transformer.train()
     torch.cuda.reset_peak_memory_stats()
     seconds = []

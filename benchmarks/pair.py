@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.table import Results, machine, table
+from benchmarks.table import Results, describe_machine, table
 from simpletune.runs.folder import METRICS, SUMMARY
 from simpletune.system.console import say
 from simpletune.system.devices import usable_cores
@@ -150,7 +150,7 @@ def write_page(results: Results, job: Job) -> Path:
         layers=job.layers, size=job.size, steps=job.steps, pictures=PICTURES, threads=threads(), goal=GOAL,
         warm_up=WARM_UP, verdict="\n".join(table({"what": "ours to diffusers'", **VERDICT}, verdict(rows))),
     )  # fmt: skip
-    return results.write_table("Beside diffusers, on the CPU", about, machine(), {WHOLE: COLUMNS})
+    return results.write_table("Beside diffusers, on the CPU", about, describe_machine(), {WHOLE: COLUMNS})
 
 
 VERDICT = {"median": "median", "least": "least", "most": "most"}

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.table import Results, machine
+from benchmarks.table import Results, describe_machine
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolved
 from simpletune.config.schema import TrainConfig
@@ -277,4 +277,4 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
         say(f"bench   {name}: prompt {row['prompt']:.2f}, style {row['style']:.2f}")
         quality.results.add(name, row)
     quality.write_grid()
-    return quality.results.write_table("Quality on the tiny SD3", ABOUT, machine())
+    return quality.results.write_table("Quality on the tiny SD3", ABOUT, describe_machine())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.roofline import finish, least_seconds, rates
 from benchmarks.speed_rows import ABOUT, COLUMNS, CONFIG, ENOUGH, RATES, ROOFLINE, Row, demo_grid, grid
-from benchmarks.table import Results, machine
+from benchmarks.table import Results, describe_machine
 from simpletune.cards import peak_tflops
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolved
@@ -37,10 +37,10 @@ from simpletune.profiling.window import Window
 from simpletune.profiling.windows import Place
 from simpletune.step.attention import settle_attention
 from simpletune.step.core import assemble
-from simpletune.step.synthetic import EmptyFeed, OneProcess
+from simpletune.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
-from simpletune.system.stage_timer import Stages
+from simpletune.system.stage_timer import StageTimer
 from simpletune.tensors import trained_parameters
 
 WARM_UP, LEAST, MOST, SECONDS = 3, 5, 20, 20.0
@@ -107,7 +107,9 @@ def run(folder: Path, minutes: float, only: str = "", model: str | None = None, 
     words = ("The tiny model", "256 px, batch 1, no checkpointing, 154 text tokens")
     if not small:
         words = ("SD3 Medium at its real size", "all blocks checkpointed, 333 text tokens, batch 1")
-    return results.write_table("Speed", ABOUT.format(model=words[0], setting=words[1]), machine(), {ROOFLINE: RATES})
+    return results.write_table(
+        "Speed", ABOUT.format(model=words[0], setting=words[1]), describe_machine(), {ROOFLINE: RATES}
+    )
 
 
 def compare(results: Results, rows: Mapping[str, Row]) -> None:
@@ -127,7 +129,7 @@ def config_of(overrides: tuple[str, ...]) -> TrainConfig:
 def measure(name: str, row: Row, device: torch.device, rates: Mapping[str, Any]) -> dict[str, Any]:
     """One row; what does not fit on the device is a row that says so."""
     free_memory(device)  # of the row before
-    config, stages = config_of(row.overrides), Stages(cuda=device.type == "cuda")
+    config, stages = config_of(row.overrides), StageTimer(cuda=device.type == "cuda")
     try:
         with theirs(config, device) if name == row.beside else ours(config, device) as steps, stages.stage("train"):
             seconds = timed(steps.step, device)
@@ -225,9 +227,9 @@ def ours(config: TrainConfig, device: torch.device) -> Any:
     model = load(shapes, Drawn(shapes, device), config.precision, device, on_host)
     if config.memory.crop_positions:
         crop_to(model, [(side, side)], lambda: Drawn(shapes, device), config.precision.base_dtype())
-    core = assemble(config, model, OneProcess(device))
+    core = assemble(config, model, SingleProcess(device))
     settle_attention(config, model, (side, side), device)
-    feed, count = EmptyFeed(config, core, device=device), iter(range(10**9))
+    feed, count = SyntheticBatches(config, core, device=device), iter(range(10**9))
     model.train()
 
     def step() -> Tensor:

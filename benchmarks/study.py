@@ -17,7 +17,7 @@ from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.report import make_report, write_report
 from simpletune.report.content import Section, Table
-from simpletune.report.recorded import Recorded, read_run
+from simpletune.report.recorded import RunRecord, read_run
 from simpletune.runs.folder import SUMMARY
 from simpletune.system.console import say
 
@@ -118,7 +118,7 @@ def run(folder: Path, minutes: float, only: str, model: str | None, overrides: l
     return write_report(report, folder / "study.html")[0]
 
 
-def row_of(run: Recorded) -> dict[str, Any]:
+def row_of(run: RunRecord) -> dict[str, Any]:
     """The figures of a finished run."""
     keys = (
         "device", "steps", "steps_per_epoch", "trainable_parameters", "total_parameters", "seconds_per_step",

@@ -11,7 +11,7 @@ from simpletune.options import UserError
 from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
-from simpletune.system.environment import machine
+from simpletune.system.environment import describe_machine
 
 Row = TypeVar("Row")
 
@@ -58,10 +58,14 @@ class Results:
         """Keep a row, on disk too."""
         self.rows[name] = row
         self.stem.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.stem.with_suffix(".json"), {"machine": machine(), "rows": self.rows})
+        write_json(self.stem.with_suffix(".json"), {"machine": describe_machine(), "rows": self.rows})
 
     def write_table(
-        self, title: str, about: str, machine: Mapping[str, str], more: Mapping[str, Mapping[str, str]] | None = None
+        self,
+        title: str,
+        about: str,
+        machine: Mapping[str, str],
+        more: Mapping[str, Mapping[str, str]] | None = None,
     ) -> Path:
         """Write the Markdown table.
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from simpletune.adapters.lora import Lora
 from simpletune.flow import flow_loss
-from simpletune.memory.block_offload import StreamedBlocks
+from simpletune.memory.block_offload import BlockOffload
 from simpletune.memory.checkpointing import set_passes
-from simpletune.memory.copy_stream import Ticket
-from simpletune.memory.offload_inputs import HostBoundaries
+from simpletune.memory.copy_stream import CopyEvent
+from simpletune.memory.offload_inputs import CheckpointInputOffload
 from simpletune.models.sd3 import predict_velocity
 from simpletune.models.sd3_transformer import RandomTensors, load
 from simpletune.pipeline.sample import autocast_of
@@ -77,17 +77,17 @@ class Setting:
     trained: bool = False
 
 
-def prepare(model: Any, setting: Setting, device: str = "cpu") -> StreamedBlocks | None:
+def prepare(model: Any, setting: Setting, device: str = "cpu") -> BlockOffload | None:
     """Give a model's blocks their passes."""
     queue = setting.queue or (lambda: None)
     where = torch.device(device)
     streaming = None
     if setting.streamed:
-        streaming = StreamedBlocks(
+        streaming = BlockOffload(
             model.transformer_blocks, setting.streamed, where, setting.trained, queue(), queue(), setting.poison
         )
-    boundaries = HostBoundaries(where, queue()) if setting.host else None
-    set_passes(model.transformer_blocks, setting.checkpointed, boundaries, streaming)
+    inputs = CheckpointInputOffload(where, queue()) if setting.host else None
+    set_passes(model.transformer_blocks, setting.checkpointed, inputs, streaming)
     return streaming
 
 
@@ -125,7 +125,7 @@ def assert_same_run(ours: tuple[list[float], list[dict]], theirs: tuple[list[flo
 class UpdateInBackward:
     """The least optimizer in the backward pass: a hook, and an optimizer for each parameter."""
 
-    def __init__(self, model: nn.Module, streamed: StreamedBlocks | None, kind: Any):
+    def __init__(self, model: nn.Module, streamed: BlockOffload | None, kind: Any):
         self.state: dict[nn.Parameter, dict] = {}
         self.kind, self.streamed = kind, streamed
         self.seen: set[tuple[str, ...]] = set()
@@ -156,17 +156,17 @@ class LateCopies:
     def __init__(self) -> None:
         self._queue: list[Late] = []
 
-    def mark(self) -> Ticket:
+    def mark(self) -> CopyEvent:
         """The computation is done already, on the CPU."""
         return None
 
-    def run(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
+    def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
         """Keep the work for later."""
         late = Late(self, work, list(after))
         self._queue.append(late)
         return late
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, ticket: CopyEvent) -> None:
         """Do what was handed out up to that work."""
         if ticket is not None:
             ticket.queue.flush(ticket)
@@ -190,7 +190,7 @@ class Late:
 
     queue: LateCopies
     work: Callable[[], object]
-    after: list[Ticket]
+    after: list[CopyEvent]
     done: bool = False
 
 

@@ -159,7 +159,7 @@ def test_autograd_functions_and_checkpoints() -> None:
     chain = _Chain()
     x = torch.ones(256, requires_grad=True)
     with Accounting() as count:
-        count.watch_places([("chain", chain)])
+        count.watch_modules([("chain", chain)])
         count.register([x], "weights")
         with phase("forward"):
             y = chain(x)
@@ -170,21 +170,21 @@ def test_autograd_functions_and_checkpoints() -> None:
         with phase("backward"):
             y.sum().backward()
     assert count.peaks["recompute"].by_kind["activations"] >= 4 * KIB  # the result and three of the four
-    assert {moment.place for moment in (count.peaks["recompute"], count.peaks["backward"])} == {"chain"}
+    assert {moment.module for moment in (count.peaks["recompute"], count.peaks["backward"])} == {"chain"}
 
 
 def test_the_peaks_place_and_moment() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4096), nn.Linear(4096, 1))
     with Accounting() as count:
-        hooks = count.watch_places(model.named_children())
+        hooks = count.watch_modules(model.named_children())
         with phase("forward"):
             y = model(torch.ones(8, 64))
-        assert (count.peak.phase, count.peak.place) == ("forward", "2")
+        assert (count.peak.phase, count.peak.module) == ("forward", "2")
         with phase("backward"):
             y.backward(torch.ones_like(y))
         for hook in hooks:
             hook.remove()
-    assert (count.peak.phase, count.peak.place) == ("backward", "1")  # two wide gradients, and that of its weight
+    assert (count.peak.phase, count.peak.module) == ("backward", "1")  # two wide gradients, and that of its weight
 
 
 def test_wrapper_subclasses_are_seen_inside() -> None:

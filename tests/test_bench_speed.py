@@ -18,7 +18,7 @@ from simpletune.profiling.events import Recording, Span
 from simpletune.profiling.kinds import KINDS, shares
 from simpletune.step.batches import Batch
 from simpletune.step.core import assemble
-from simpletune.step.synthetic import OneProcess
+from simpletune.step.synthetic import SingleProcess
 
 CPU = torch.device("cpu")
 SMALL = ("data.resolution=64", "model.t5_length=8")
@@ -120,7 +120,7 @@ def test_the_yardsticks_gradients_are_ours(pipeline: Path, tiny_config: dict) ->
     model = {**tiny_config["model"], "pretrained": str(pipeline)}
     config = validate({**tiny_config, "model": model, "adapter": {"method": "lora", "rank": 4}}, "speed")
     transformer = config.model.load_transformer(config.precision, CPU)
-    core = assemble(config, transformer, OneProcess(CPU))  # type: ignore[arg-type]
+    core = assemble(config, transformer, SingleProcess(CPU))  # type: ignore[arg-type]
     transformer.train()
     z_0, noise, text, pooled = (torch.randn(size) for size in ((1, 16, 8, 8), (1, 16, 8, 8), (1, 32, 96), (1, 80)))
     with speed.accelerator_on(CPU, "no") as accelerator:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from simpletune.adapters.lora import Lora
 from simpletune.memory.checkpointing import draws_random_numbers, fewest_checkpointed, set_passes
-from simpletune.memory.offload_inputs import HostBoundaries
+from simpletune.memory.offload_inputs import CheckpointInputOffload
 from simpletune.options import UserError
 from simpletune.quant.plain import FP32
 
@@ -125,24 +125,24 @@ def test_the_first_blocks_are_the_cheaper_ones_to_checkpoint() -> None:
         assert peak(first) <= peak(spread)
 
 
-def test_boundaries_take_their_arithmetic_in_host_memory_once() -> None:
+def test_offloaded_inputs_take_their_arithmetic_in_host_memory_once() -> None:
     model = transformer(FP32())
     Lora(rank=2).attach(model, 7)
-    boundaries = HostBoundaries(torch.device("cpu"))
-    set_passes(model.transformer_blocks, BLOCKS, boundaries)
+    inputs = CheckpointInputOffload(torch.device("cpu"))
+    set_passes(model.transformer_blocks, BLOCKS, inputs)
     for micro in range(3):
         loss_of(model, FP32(), micro).backward()
-        assert boundaries.host_bytes == BLOCKS * BOUNDARY_BYTES
+        assert inputs.host_bytes == BLOCKS * BOUNDARY_BYTES
 
 
-def test_boundaries_of_a_dropped_forward_pass_are_forgotten() -> None:
+def test_offloaded_inputs_of_a_dropped_forward_pass_are_forgotten() -> None:
     model = transformer(FP32())
     Lora(rank=2).attach(model, 7)
-    boundaries = HostBoundaries(torch.device("cpu"))
-    set_passes(model.transformer_blocks, BLOCKS, boundaries)
+    inputs = CheckpointInputOffload(torch.device("cpu"))
+    set_passes(model.transformer_blocks, BLOCKS, inputs)
     loss_of(model, FP32(), 0)
     loss_of(model, FP32(), 0).backward()
-    assert len(boundaries._before) == len(boundaries._block) == 0
+    assert len(inputs._before) == len(inputs._block) == 0
 
 
 def test_a_second_backward_pass_is_refused_where_host_memory_was_given_on() -> None:

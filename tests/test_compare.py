@@ -17,7 +17,7 @@ from simpletune.config.load import validate
 from simpletune.drawing.compare import compare, models_to_compare, named
 from simpletune.drawing.generate import default_prompt, generate, weights_of
 from simpletune.drawing.metrics import Dino
-from simpletune.drawing.session import open_studio
+from simpletune.drawing.session import open_session
 from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
 from simpletune.quant.plain import FP32
@@ -110,7 +110,7 @@ def test_a_lora_is_drawn_at_each_strength_unless_it_has_its_own(runs: Path) -> N
     args = parsed(
         add_compare_arguments, *words, "--lora", file, "--lora", f"{file}:0.2", "--scale", "0.4", "--scale", "2"
     )
-    assert [each.scale for each in models_to_compare(open_studio(args), args)[1:]] == [0.4, 2.0, 0.2]
+    assert [each.scale for each in models_to_compare(open_session(args), args)[1:]] == [0.4, 2.0, 0.2]
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_nothing_to_compare_is_said(words, message, runs: Path, tiny_pipeline: P
     shutil.copy(runs / "lora" / "config.json", tmp_path)
     args = parsed(add_compare_arguments, *(word.format(base=tiny_pipeline, empty=tmp_path) for word in words))
     with pytest.raises(UserError, match=message):
-        models_to_compare(open_studio(args), args)
+        models_to_compare(open_session(args), args)
 
 
 def test_the_full_model_of_a_run_is_its_own_or_the_base_with_its_lora(runs: Path, tiny_pipeline: Path) -> None:
     def asked(*words: object) -> tuple:
         args = parsed(add_arguments, *words)
-        return weights_of(open_studio(args), args)
+        return weights_of(open_session(args), args)
 
     name, full = asked("--run", runs / "full", "--full")
     assert (name, full.transformer, full.merged) == ("full", runs / "full" / TRANSFORMER, False)
@@ -148,12 +148,12 @@ def test_a_run_without_prompts_draws_what_it_saw(runs: Path, tiny_pictures: Path
     run, words = tmp_path / "run", ["--run", tmp_path / "run"]
     shutil.copytree(runs / "lora", run)
     first = min(tiny_pictures.glob("*.txt")).read_text().strip()
-    assert default_prompt(open_studio(parsed(add_arguments, *words))) == first
+    assert default_prompt(open_session(parsed(add_arguments, *words))) == first
     (run / "samples" / "base").mkdir(parents=True)
     start = ["--image", min(tiny_pictures.glob("*.png")), "--strength", "0.5", "--no-t5", "--prompt", "a green disc"]
     drawn = generate(parsed(add_arguments, *words, *start, "--output", run / "samples" / "base" / "prompt-00.png"))
     assert drawn.parent == run / "samples" / "base"
-    assert default_prompt(open_studio(parsed(add_arguments, *words))) == "a green disc"
+    assert default_prompt(open_session(parsed(add_arguments, *words))) == "a green disc"
 
 
 @pytest.fixture(scope="module")

@@ -104,18 +104,18 @@ def test_where_nothing_can_be_locked_it_is_said_once_and_work_goes_on(tmp_path: 
 
     (tmp_path / "file").touch()
     for _ in range(2):
-        with locks.in_turn(tmp_path / "file" / "x.lock", "waiting"):
+        with locks.wait_for_lock(tmp_path / "file" / "x.lock", "waiting"):
             pass
     assert capsys.readouterr().out.count("file cannot be locked (") == 1
     monkeypatch.setattr(fcntl, "flock", fail)
     number = errno.ENOLCK
-    with locks.only_one(tmp_path / "run"):
+    with locks.exclusive(tmp_path / "run"):
         pass
     assert "is on a file system without locks: let no two runs share it" in capsys.readouterr().out
     number = errno.EIO
-    with pytest.raises(OSError, match="Input/output error"), locks.only_one(tmp_path / "run"):
+    with pytest.raises(OSError, match="Input/output error"), locks.exclusive(tmp_path / "run"):
         pass
     monkeypatch.setitem(sys.modules, "fcntl", None)
-    with locks.only_one(tmp_path / "elsewhere" / "run"):
+    with locks.exclusive(tmp_path / "elsewhere" / "run"):
         pass
     assert "elsewhere is on a file system without locks" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from simpletune.cli.main import main
 from simpletune.config.load import validate
 from simpletune.data.source import UnusablePicture
 from simpletune.data_report import scan as look_at
-from simpletune.data_report.near_duplicates import BITS, alike, likeness
+from simpletune.data_report.near_duplicates import BITS, likeness, near_duplicates
 from simpletune.data_report.scan import TILE, spread
 from simpletune.training.loop import train
 
@@ -148,7 +148,7 @@ def test_likeness_survives_scaling_and_jpeg_and_tells_others_apart(tmp_path: Pat
     for number, image in enumerate(scenes):
         image.resize((70, 70)).save(tmp_path / f"{number}.jpg", quality=60)
         again.append(Image.open(tmp_path / f"{number}.jpg").convert("RGB"))
-    groups = alike([likeness(image) for image in [*scenes, *again]])
+    groups = near_duplicates([likeness(image) for image in [*scenes, *again]])
     found = sum(group == [number, number + 40] for number in range(40) for group in groups)
     assert found >= 36 and len(groups) == found
     grey = np.asarray(scenes[0].convert("L"))
@@ -156,7 +156,7 @@ def test_likeness_survives_scaling_and_jpeg_and_tells_others_apart(tmp_path: Pat
     tinted = [grey // 2 + 120, grey // 2, grey // 2]  # as bright as before in the same places: the same bits
     recoloured = Image.fromarray(np.stack(tinted, axis=-1))
     assert (likeness(scenes[0]).bits ^ likeness(recoloured).bits).bit_count() <= BITS
-    assert alike([likeness(scenes[0]), likeness(recoloured)]) == []
+    assert near_duplicates([likeness(scenes[0]), likeness(recoloured)]) == []
 
 
 def test_a_run_keeps_what_it_left_out(config: str, capsys: pytest.CaptureFixture[str]) -> None:

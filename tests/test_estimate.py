@@ -13,12 +13,12 @@ from simpletune.cli.main import main
 from simpletune.config.load import validate
 from simpletune.estimate import forecast as forecasting
 from simpletune.estimate import job as estimating
-from simpletune.estimate.forecast import beside_measured, cheapest_change, forecast, tell_beside_measured
+from simpletune.estimate.forecast import cheapest_change, compare_with_measured, forecast, print_comparison
 from simpletune.estimate.job import CONTEXT, FRAGMENTED, MIB, Estimate, estimate
 from simpletune.estimate.needs import Needs
 from simpletune.estimate.simulate_stages import simulate_stages
 from simpletune.estimate.text import bars
-from simpletune.memory.snapshot import Moment
+from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.options import UserError
 from simpletune.training.loop import train
 
@@ -76,7 +76,8 @@ def test_a_device_by_its_name(device: str, tflops: float | None) -> None:
 
 def an_estimate(**stages: int) -> Estimate:
     moments = {
-        name: Moment(size, {"weights": size}, "backward", "transformer_blocks.1") for name, size in stages.items()
+        name: MemorySnapshot(size, {"weights": size}, "backward", "transformer_blocks.1")
+        for name, size in stages.items()
     }
     return Estimate(moments, Needs({}, {}, {}, None), (64, 64))
 
@@ -92,8 +93,8 @@ def test_a_run_fits_to_the_byte() -> None:
 
 
 def test_bars_are_as_long_as_their_bytes_and_show_every_kind() -> None:
-    whole = Moment(400 * MIB, {"weights": 100 * MIB, "activations": 300 * MIB}, "forward", "")
-    half = Moment(200 * MIB, {"weights": 200 * MIB}, "encode", "")
+    whole = MemorySnapshot(400 * MIB, {"weights": 100 * MIB, "activations": 300 * MIB}, "forward", "")
+    half = MemorySnapshot(200 * MIB, {"weights": 200 * MIB}, "encode", "")
     first, second, legend = bars({"train": whole, "latents": half})
     assert first.count("█") == 10 and first.count("░") == 30 and second.count("█") == 20
     assert "weights" in legend and "activations" in legend and "gradients" not in legend
@@ -198,7 +199,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(
 
 def test_a_run_keeps_its_prediction_where_it_is_asked_for(tiny_config: dict, capsys: pytest.CaptureFixture) -> None:
     tiny_config["train"]["steps"] = 1
-    folder = train(validate(tiny_config, "test"), foresee=True)
+    folder = train(validate(tiny_config, "test"), estimate_first=True)
     predicted = json.loads((folder / "summary.json").read_text())["predicted"]
     assert (
         set(predicted["stages"]) >= {"text", "latents", "train"} and "memory  predicted peak" in capsys.readouterr().out
@@ -210,7 +211,7 @@ def test_a_run_keeps_its_prediction_where_it_is_asked_for(tiny_config: dict, cap
 
 def test_measured_stands_beside_predicted() -> None:
     found = an_estimate(train=1100 * MIB, validate=500 * MIB)
-    told = beside_measured(
+    told = compare_with_measured(
         found, {"train": {"peak_allocated_gib": 1000 / 1024}, "validate": {"peak_allocated_gib": None}}
     )
     assert told["stages"]["train"]["measured_mib"] == 1000 and told["stages"]["train"]["error"] == pytest.approx(0.1)
@@ -219,8 +220,8 @@ def test_measured_stands_beside_predicted() -> None:
 
 def test_predicted_is_told_beside_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = an_estimate(train=1000 * MIB, validate=600 * MIB)
-    tell_beside_measured(beside_measured(found, {"train": {}, "validate": {}}))
+    print_comparison(compare_with_measured(found, {"train": {}, "validate": {}}))
     assert capsys.readouterr().out == ""
-    tell_beside_measured(beside_measured(found, {"train": {"peak_allocated_gib": 800 / 1024}, "validate": {}}))
+    print_comparison(compare_with_measured(found, {"train": {"peak_allocated_gib": 800 / 1024}, "validate": {}}))
     title, line = capsys.readouterr().out.splitlines()
     assert "predicted, measured" in title and line.split() == ["train", "1,000", "800", "+25.0%"]

@@ -23,7 +23,7 @@ from simpletune.estimate import disk_needs as space
 from simpletune.options import ConfigError, UserError
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
-from simpletune.step.batches import Feed
+from simpletune.step.batches import Batches
 from simpletune.step.core import StepCore
 from simpletune.system import disk
 from simpletune.training.loop import train
@@ -271,9 +271,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str]]:
     real = module.reseed_global
     monkeypatch.setattr(seed, lambda *key: (now.append(key[2]), real(*key)))
 
-    fetched = Feed.fetch
+    fetched = Batches.fetch
 
-    def fetch(self: Feed, step: int) -> list:
+    def fetch(self: Batches, step: int) -> list:
         batches = fetched(self, step)
         if wanted.get(step) == "latents":
             batches[0].z_0[-1, 0, 0, 0] = math.nan
@@ -290,7 +290,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str]]:
             hook.remove()
 
     monkeypatch.setattr(StepCore, "step", step)
-    monkeypatch.setattr(Feed, "fetch", fetch)
+    monkeypatch.setattr(Batches, "fetch", fetch)
     yield wanted
 
 

@@ -28,7 +28,7 @@ def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LEVERS = {
     "resident": {},
     "plan": {"modulation": "plan", "modulation_window": 2},
-    "streamed": {"modulation": "plan", "modulation_window": 2, "resident_blocks": 0, "boundaries": "host"},
+    "streamed": {"modulation": "plan", "modulation_window": 2, "resident_blocks": 0, "offload_checkpoint_inputs": True},
 }
 
 

@@ -10,13 +10,13 @@ import torch
 from simpletune.adapters.lora import Lora
 from simpletune.config.schema import TrainConfig
 from simpletune.data.folder import Folder
-from simpletune.drawing.session import Speed, Studio
+from simpletune.drawing.session import DrawingSpeed, InferenceSession
 from simpletune.memory import Memory
 from simpletune.models.sd3 import SD3
 from simpletune.pipeline.sample import Request
 from simpletune.quant.plain import FP32
 from simpletune.runs.weights import BASE, Weights
-from simpletune.system.stage_timer import Stages
+from simpletune.system.stage_timer import StageTimer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +38,7 @@ def lora(tiny_pipeline: Path, tmp_path: Path) -> Path:
     return adapter.export(transformer, tmp_path, {})
 
 
-def studio_on(device: str, pipeline: Path, cache: Path, speed: Speed, **memory: object) -> Studio:
+def studio_on(device: str, pipeline: Path, cache: Path, speed: DrawingSpeed, **memory: object) -> InferenceSession:
     model = SD3(pretrained=str(pipeline), t5_length=8)
     config = TrainConfig(name="x", data=Folder(path="."), precision=FP32(), model=model)
     changes = {
@@ -46,7 +46,7 @@ def studio_on(device: str, pipeline: Path, cache: Path, speed: Speed, **memory: 
         "output": config.output.model_copy(update={"cache": str(cache)}),
     }
     config = config.model_copy(update=changes)
-    return Studio(config, None, torch.device(device), device, Stages(cuda=device == "cuda"), speed)
+    return InferenceSession(config, None, torch.device(device), device, StageTimer(cuda=device == "cuda"), speed)
 
 
 @pytest.mark.parametrize("memory", [{}, {"modulation": "plan"}, {"resident_blocks": 0}], ids=str)
@@ -55,7 +55,7 @@ def test_pictures_equal_those_of_the_cpu(memory, batch: int, lora: Path, tiny_pi
     torch.backends.cuda.matmul.allow_tf32 = False
     models = [BASE, Weights("a", lora=lora), Weights("half", lora=lora, scale=0.5)]
     drawn = [
-        studio_on(device, tiny_pipeline, tmp_path / device, Speed(batch), **options).draw_all(models, REQUESTS)
+        studio_on(device, tiny_pipeline, tmp_path / device, DrawingSpeed(batch), **options).draw_all(models, REQUESTS)
         for device, options in (("cpu", {}), ("cuda", memory))
     ]
     for ours, theirs in zip(*drawn, strict=True):
@@ -65,7 +65,7 @@ def test_pictures_equal_those_of_the_cpu(memory, batch: int, lora: Path, tiny_pi
 
 
 def test_nothing_is_left_on_the_device(lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
-    studio = studio_on("cuda", tiny_pipeline, tmp_path, Speed(2))
+    studio = studio_on("cuda", tiny_pipeline, tmp_path, DrawingSpeed(2))
     studio.draw(BASE, REQUESTS)
     before = torch.cuda.memory_allocated()
     studio.draw_all([BASE, Weights("a", lora=lora), Weights("fused", lora=lora, merged=True)], REQUESTS)
@@ -76,7 +76,7 @@ def test_nothing_is_left_on_the_device(lora: Path, tiny_pipeline: Path, tmp_path
 def test_compiled_blocks_draw_the_same(lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
     models = [BASE, Weights("a", lora=lora), Weights("half", lora=lora, scale=0.5)]
     plain, compiled = (
-        studio_on("cuda", tiny_pipeline, tmp_path, Speed(compiled=on)).draw_all(models, REQUESTS)
+        studio_on("cuda", tiny_pipeline, tmp_path, DrawingSpeed(compiled=on)).draw_all(models, REQUESTS)
         for on in (False, True)
     )
     for a, b in zip(plain, compiled, strict=True):

@@ -19,11 +19,12 @@ from simpletune.adapters.lora_layers import lora_layers
 from simpletune.cli.drawing_arguments import add_arguments, add_compare_arguments
 from simpletune.config.schema import TrainConfig
 from simpletune.data.folder import Folder
+from simpletune.drawing import shared_base
 from simpletune.drawing.compare import compare
 from simpletune.drawing.generate import generate
 from simpletune.drawing.metrics import latent_distance
-from simpletune.drawing.session import Speed, Studio
-from simpletune.drawing.shared_base import Turns
+from simpletune.drawing.session import DrawingSpeed, InferenceSession
+from simpletune.drawing.shared_base import SharedBase
 from simpletune.memory import Memory
 from simpletune.models.compile import compile_blocks
 from simpletune.models.sd3 import SD3
@@ -34,7 +35,7 @@ from simpletune.quant.int8 import Int8
 from simpletune.quant.nf4 import Nf4
 from simpletune.quant.plain import FP32
 from simpletune.runs.weights import BASE, Weights, load_weights, split_scale, together
-from simpletune.system.stage_timer import Stages
+from simpletune.system.stage_timer import StageTimer
 
 CPU = torch.device("cpu")
 PROMPTS = ("a red disc", "a blue star", "")
@@ -151,31 +152,32 @@ def test_one_guidance_difference_for_all_steps_saves_passes_and_changes_little(c
     ],
     ids=str,
 )
-def test_loras_take_turns_on_one_base(memory, precision, config, text, loras) -> None:
+def test_loras_share_one_base(memory, precision, config, text, loras, monkeypatch) -> None:
     config = with_memory(config.model_copy(update={"precision": precision}), cache_quantised=False, **memory)
     models = {
         "base": BASE, "a": Weights("a", lora=loras["a"]), "half": Weights("half", lora=loras["a"], scale=0.5),
         "b": Weights("b", lora=loras["b"]), "all": Weights("all", lora=loras["all"]),
     }  # fmt: skip
     models["both"] = together([models["half"], models["b"]])
-    turns = Turns(config, CPU, {SIZE})
+    shared, loads = SharedBase(config, CPU, {SIZE}), []
+    monkeypatch.setattr(shared_base, "load_weights", lambda *given: loads.append(given) or load_weights(*given))
     order = ["a", "base", "half", "both", "half", "b", "base", "all", "base"]
     expected = {name: latents_of(config, text, weights, count=1)[0] for name, weights in models.items()}
     for name in order:
-        transformer, modulation = turns.take(models[name])
+        transformer, modulation = shared.use(models[name])
         drawn = draw_latents(transformer, config.model, precision, requests(1), text.load, modulation)[0]
         torch.testing.assert_close(drawn, expected[name], rtol=0, atol=0 if name == "base" else 1e-6)
         assert name == "base" or latent_distance(drawn, expected["base"]) > 1e-3
         assert any(lora_layers(transformer)) == (name not in ("base",)) or modulation is not None
     assert min(latent_distance(expected["both"], expected[name]) for name in ("a", "half", "b")) > 1e-3
     planned = memory.get("modulation") == "plan"
-    assert turns.loads == (3 if planned else 1)  # a LoRA on what the plan took out is loaded with its base
+    assert len(loads) == (3 if planned else 1)  # a LoRA on what the plan took out is loaded with its base
 
 
 def test_models_on_one_base_are_drawn_one_after_another(config, loras) -> None:
     a, half = Weights("a", lora=loras["a"]), Weights("half", lora=loras["a"], scale=0.5)
     full, fused = Weights("full", transformer=Path("t")), Weights("fused", lora=loras["a"], merged=True)
-    assert Turns(config, CPU, {SIZE}).in_turn([BASE, full, a, fused, half]) == [BASE, a, half, full, fused]
+    assert SharedBase(config, CPU, {SIZE}).grouped_by_base([BASE, full, a, fused, half]) == [BASE, a, half, full, fused]
 
 
 def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, loras, monkeypatch, text) -> None:
@@ -183,9 +185,9 @@ def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, l
     import weakref
 
     alive: list[weakref.ref] = []
-    takes, loads = Turns.take, SD3.load_vae
+    takes, loads = SharedBase.take, SD3.load_vae
 
-    def take(self: Turns, weights: Weights):
+    def take(self: SharedBase, weights: Weights):
         transformer, modulation = takes(self, weights)
         alive.append(weakref.ref(transformer))
         return transformer, modulation
@@ -195,9 +197,9 @@ def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, l
         assert alive and all(each() is None for each in alive)
         return loads(self, *args)
 
-    monkeypatch.setattr(Turns, "take", take)
+    monkeypatch.setattr(SharedBase, "take", take)
     monkeypatch.setattr(SD3, "load_vae", load_vae)
-    studio = Studio(config, None, CPU, "cpu", Stages(cuda=False), Speed(batch_size=2))
+    studio = InferenceSession(config, None, CPU, "cpu", StageTimer(cuda=False), DrawingSpeed(batch_size=2))
     models = [BASE, Weights("a", lora=loras["a"]), Weights("fused", lora=loras["a"], merged=True)]
     base, live, fused = studio.draw_all(models, requests())
     assert [len(drawn.pictures) for drawn in (base, live, fused)] == [3, 3, 3]

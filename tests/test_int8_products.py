@@ -351,7 +351,9 @@ def test_check_says_which_products_are_used(tiny_config: dict) -> None:
 
 def test_a_kept_base_serves_either_product() -> None:
     assert (
-        Int8(products="int8", input_gradient="int8").held() == Int8().held() == {"weights": "int8", "compute": "bf16"}
+        Int8(products="int8", input_gradient="int8").cache_key()
+        == Int8().cache_key()
+        == {"weights": "int8", "compute": "bf16"}
     )
 
 

@@ -235,14 +235,14 @@ CPU = torch.device("cpu")
 
 
 def test_which_steps_take_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    def multiplies(yes: bool) -> None:
+    def describe_matmul(yes: bool) -> None:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": yes, "avx2": True})
 
     def own(model: Any) -> bool:
         return isinstance(model.transformer_blocks[0].attn.processor, JointAttention)
 
     bf16, fp32 = ["precision.compute=bf16"], ["precision.compute=fp32"]
-    multiplies(True)
+    describe_matmul(True)
     found, model = settled(bf16)
     assert found == "products" and own(model) and model.transformer_blocks[0].attn.processor.scratch is not None
     found, model = settled(bf16, size=1024)
@@ -250,7 +250,7 @@ def test_which_steps_take_products(monkeypatch: pytest.MonkeyPatch) -> None:
     for overrides in ([*bf16, "speed.compile=true"], fp32):
         found, model = settled(overrides)
         assert found == "flash" and not own(model), overrides
-    multiplies(False)
+    describe_matmul(False)
     found, model = settled(bf16)
     assert found == "flash" and own(model)
     found, model = settled([*fp32, "speed.attention=products"])

@@ -30,19 +30,19 @@ EXACT: dict[str, tuple[str, dict]] = {
     "lora-whole-table": ("lora", {"crop_positions": False}),
     "lora-no-checkpointing": ("lora", {"checkpointing": "none"}),
     "lora-one-block": ("lora", {"checkpointing": 1}),
-    "lora-host-boundaries": ("lora", {"boundaries": "host"}),
+    "lora-host-boundaries": ("lora", {"offload_checkpoint_inputs": True}),
     "lora-streamed": ("lora", {"resident_blocks": 0}),
-    "lora-one-resident-host": ("lora", {"resident_blocks": 1, "boundaries": "host"}),
+    "lora-one-resident-host": ("lora", {"resident_blocks": 1, "offload_checkpoint_inputs": True}),
     "lora-no-cache": ("lora", {"cache_quantised": False}),
-    "full-host-boundaries": ("full", {"boundaries": "host"}),
+    "full-host-boundaries": ("full", {"offload_checkpoint_inputs": True}),
     "full-in-backward": ("full", {"optimizer_in_backward": True}),
     "full-in-backward-streamed": ("full", {"optimizer_in_backward": True, "resident_blocks": 0}),
-    "full-all": ("full", {"optimizer_in_backward": True, "resident_blocks": 1, "boundaries": "host"}),
+    "full-all": ("full", {"optimizer_in_backward": True, "resident_blocks": 1, "offload_checkpoint_inputs": True}),
 }
 PLANNED: dict[str, dict] = {
     "plan": {"modulation": "plan", "modulation_window": 4},
     "plan-streamed": {"modulation": "plan", "modulation_window": 4, "resident_blocks": 0},
-    "plan-streamed-host": {"modulation": "plan", "resident_blocks": 1, "boundaries": "host"},
+    "plan-streamed-host": {"modulation": "plan", "resident_blocks": 1, "offload_checkpoint_inputs": True},
 }
 
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from simpletune.adapters.lora import Lora
 from simpletune.cli.drawing_arguments import add_arguments
 from simpletune.config.load import validate
-from simpletune.config.resolve import require_fit
+from simpletune.config.resolve import require_model_rules
 from simpletune.demo import pictures, tiny_sd3
 from simpletune.drawing.generate import generate
 from simpletune.models.sd3 import SD3, predict_velocity
-from simpletune.models.sd3_shapes import is_conditioning, is_modulation, parameter_shapes, sd3_medium_config
+from simpletune.models.sd3_shapes import is_adaln, is_conditioning, parameter_shapes, sd3_medium_config
 from simpletune.options import ConfigError
-from simpletune.pipeline.modulation_plan import Modulation, ModulationPlan, take_out
+from simpletune.pipeline.modulation_plan import Modulation, ModulationPlan, detach_modulation
 from simpletune.pipeline.sample import Request, autocast_of, sample_latents
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_quanto import Int8Quanto
@@ -108,7 +108,7 @@ def velocity_and_gradients(
 def test_outputs_and_lora_gradients_are_those_of_the_resident_path_bit_for_bit(name, checkpointing, inputs) -> None:
     precision, adapter = PRECISIONS[name], Lora(rank=2)
     resident, planned = model_of(inputs[0], precision), model_of(inputs[0], precision)
-    modulation = take_out(planned, precision, CPU, 4)
+    modulation = detach_modulation(planned, precision, CPU, 4)
     for model in (resident, planned):
         adapter.attach(model, seed=1)
         for parameter_name, parameter in model.named_parameters():
@@ -135,7 +135,7 @@ def test_sd3_5_with_dual_attention() -> None:
     ).requires_grad_(False)  # fmt: skip
     given = arguments(model, rows=2)
     expected = predict_velocity(model, **given, dtype=torch.float32)
-    modulation = take_out(model, FP32(), CPU, 4)
+    modulation = detach_modulation(model, FP32(), CPU, 4)
     assert modulation.width == (9 + 6 + 6 + 6 + 9 + 2 + 2) * 16
     rows = modulation(given["sigma"], given["pooled"])
     assert torch.equal(predict_velocity(model, **given | {"pooled": rows}, dtype=torch.float32), expected)
@@ -224,7 +224,7 @@ def held_bytes(model: nn.Module) -> int:
 @pytest.mark.parametrize("name, size", [("fp32", 4), ("bf16", 2), ("int8-bf16", 1)])
 def test_what_stays_on_the_device_is_less_by_the_modulation(name: str, size: int, inputs: tuple[Path, Path]) -> None:
     resident, planned = (model_of(inputs[0], PRECISIONS[name]) for _ in range(2))
-    modulation = take_out(planned, PRECISIONS[name], CPU, 4)
+    modulation = detach_modulation(planned, PRECISIONS[name], CPU, 4)
     shapes = parameter_shapes(resident.config)
     plain = PRECISIONS[name].compute_dtype().itemsize
     expected = 0
@@ -241,8 +241,8 @@ def test_what_stays_on_the_device_is_less_by_the_modulation(name: str, size: int
 
 def test_the_share_of_sd3_medium() -> None:
     shapes = parameter_shapes(sd3_medium_config())
-    modulations = sum(math.prod(s) for name, s in shapes.items() if is_modulation(name.rpartition(".")[0]))
-    width = sum(s[0] for name, s in shapes.items() if is_modulation(name.removesuffix(".bias")))
+    modulations = sum(math.prod(s) for name, s in shapes.items() if is_adaln(name.rpartition(".")[0]))
+    width = sum(s[0] for name, s in shapes.items() if is_adaln(name.removesuffix(".bias")))
     assert width == 286 * 1536 and 2 * width == pytest.approx(0.88e6, rel=1e-2)
     assert modulations / sum(math.prod(s) for s in shapes.values()) == pytest.approx(1 / 3, abs=2e-3)
 
@@ -252,7 +252,7 @@ def test_one_layer_at_a_time_is_on_the_device_and_nothing_stays(name: str, input
     """Host and device are both RAM here, so the only way between them is watched, and makes copies."""
     model = model_of(inputs[0], PRECISIONS[name])
     given = arguments(model, rows=3)
-    modulation = take_out(model, PRECISIONS[name], CPU, 4)
+    modulation = detach_modulation(model, PRECISIONS[name], CPU, 4)
     expected = modulation(given["sigma"], given["pooled"])
     alive: dict[int, int] = {}
     peaks: list[int] = []
@@ -281,7 +281,7 @@ def test_pictures_are_those_of_the_resident_path(inputs: tuple[Path, Path]) -> N
     for guidance, steps in itertools.product((1.0, 4.5), (3, 9)):
         request = Request("", seed=1, width=32, height=48, steps=steps, guidance=guidance)
         resident, planned = model_of(inputs[0], precision), model_of(inputs[0], precision)
-        modulation = take_out(planned, precision, CPU, window=4)
+        modulation = detach_modulation(planned, precision, CPU, window=4)
         expected = sample_latents(resident, family, precision, request, *prompts)
         actual = sample_latents(planned, family, precision, request, *prompts, modulation)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
@@ -350,7 +350,7 @@ def test_refuses_the_same_for_the_demo_and_once_an_unknown_model_is_here(config_
         validate(demo, "test")
     config = validate(config_json, "test").model_copy(update={"adapter": Lora(targets="all_linear")})
     with pytest.raises(ConfigError, match="memory.modulation: plan .*norm1.linear and 3 more"):
-        require_fit(config)
+        require_model_rules(config)
     model = model_of(Path(config.model.pretrained), FP32()).requires_grad_(True)
     with pytest.raises(ValueError, match="only while they are frozen; time_text_embed trains"):
-        take_out(model, FP32(), CPU, 4)
+        detach_modulation(model, FP32(), CPU, 4)

@@ -26,7 +26,7 @@ from simpletune.models import sd3_text
 from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
 from simpletune.pipeline.encode import Prepared, TextCache, prepare
-from simpletune.system.stage_timer import Stages
+from simpletune.system.stage_timer import StageTimer
 
 CLIP = vocabulary.CLIP_LENGTH
 
@@ -100,7 +100,7 @@ def write_picture(file: Path, seed: int, size: tuple[int, int] = (32, 32)) -> No
 
 
 def run(data: dict) -> Prepared:
-    return prepare(resolved(validate(data, "test")), Accelerator(cpu=True), Stages(False))
+    return prepare(resolved(validate(data, "test")), Accelerator(cpu=True), StageTimer(False))
 
 
 def files(data: dict) -> list[Path]:

@@ -24,7 +24,7 @@ from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
 from simpletune.step.core import keep_to_itself
 from simpletune.training.loop import train
 
-LEVERS = {"resident_blocks": 1, "boundaries": "host"}
+LEVERS = {"resident_blocks": 1, "offload_checkpoint_inputs": True}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from simpletune.config.load import validate
-from simpletune.memory.snapshot import Moment
+from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.options import ConfigError
 from simpletune.profiling import summary, trace_file
 from simpletune.profiling.aggregate import figures, peak_of_memory
@@ -160,7 +160,8 @@ def test_the_summary_has_its_keys_and_says_what_is_reached(tmp_path: Path) -> No
     assert values["tflops"] == pytest.approx(2e6 / 100e-9 / 1e12) and values["peak_tflops"] == 121
     assert values["mfu"] == pytest.approx(values["tflops"] / 121)
     moments = [
-        Moment(n * 2**20, {"weights": n * 2**20}, "forward" if n < 900 else "recompute", "x") for n in range(1000)
+        MemorySnapshot(n * 2**20, {"weights": n * 2**20}, "forward" if n < 900 else "recompute", "x")
+        for n in range(1000)
     ]
     file = summary.write(tmp_path, values)
     summary.add_memory(file, moments)
@@ -178,7 +179,7 @@ def test_the_summary_has_its_keys_and_says_what_is_reached(tmp_path: Path) -> No
 
 
 def test_a_phase_that_comes_twice_has_its_time_in_two_parts() -> None:
-    moments = [Moment(1, {}, phase) for phase in ("forward", "backward", "forward", "recompute", "backward")]
+    moments = [MemorySnapshot(1, {}, phase) for phase in ("forward", "backward", "forward", "recompute", "backward")]
     timeline = summary.memory_over(moments, {"forward": 4.0, "backward": 8.0})["timeline"]
     assert [point["ms"] / 1000 for point in timeline] == [0, 2, 6, 8, 10]
     assert summary.memory_over([], {})["timeline"] == []

@@ -17,8 +17,8 @@ from simpletune.config.load import validate
 from simpletune.models.model_folder import weight_files
 from simpletune.models.parts import Part, load_autoencoder
 from simpletune.options import ConfigError, UserError
-from simpletune.system.locks import only_one
-from simpletune.system.redact import concealed
+from simpletune.system.locks import exclusive
+from simpletune.system.redact import redact
 from simpletune.training.loop import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,16 +166,16 @@ def test_a_token_in_a_configuration_is_refused_and_not_repeated(tiny_config: dic
     with pytest.raises(ConfigError, match=f"{path}: holds a token or a password") as caught:
         validate(data, "test")
     for secret in (SECRETS["HF_TOKEN"], "topsecret", "pa55word", "hf_" + "a" * 30):
-        assert secret not in concealed(str(caught.value))
+        assert secret not in redact(str(caught.value))
 
 
 def test_what_is_concealed_and_what_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MY_API_KEY", "sesame-open")
     monkeypatch.setenv("SHORT_TOKEN", "cat")
     monkeypatch.setenv("OTHER_CREDENTIALS", str(tmp_path))
-    assert concealed(f"x sesame-open y cat {tmp_path}") == f"x *** y cat {tmp_path}"
-    assert concealed("https://me:pw@h/p http://h:80/a@b") == "https://***@h/p http://h:80/a@b"
-    assert concealed("a picture of hf_ and 12:30@noon") == "a picture of hf_ and 12:30@noon"
+    assert redact(f"x sesame-open y cat {tmp_path}") == f"x *** y cat {tmp_path}"
+    assert redact("https://me:pw@h/p http://h:80/a@b") == "https://***@h/p http://h:80/a@b"
+    assert redact("a picture of hf_ and 12:30@noon") == "a picture of hf_ and 12:30@noon"
 
 
 HOLD = """
@@ -196,7 +196,7 @@ def test_two_runs_of_one_name_exclude_each_other_until_the_first_is_dead(tiny_co
         with pytest.raises(UserError, match=rf"tiny is in use by another run \(process {holder.pid}\).*another name"):
             train(validate(tiny_config, "test"))
         assert not folder.exists()
-        with only_one(folder.with_name("other")):
+        with exclusive(folder.with_name("other")):
             pass
     finally:
         holder.send_signal(signal.SIGKILL)
@@ -215,6 +215,6 @@ def test_a_file_system_without_locks_is_said_once(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     for _ in range(2):
-        with only_one(tmp_path / "run"):
+        with exclusive(tmp_path / "run"):
             pass
     assert capsys.readouterr().out.count("without locks") == 1

@@ -12,7 +12,7 @@ from test_cases import CASES, case_json, is_allowed, name_of
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import tiny_sd3
-from simpletune.estimate.simulate import Report, account, simulate
+from simpletune.estimate.simulate import StepReport, account, simulate
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import rounded
 from simpletune.options import ConfigError
@@ -26,7 +26,7 @@ ALLOWED = [case for case in CASES if is_allowed(case)]
 CHECKPOINTING = ("all", "none")
 LEVERS: dict[str, dict] = {
     "whole-table": {"memory": {"crop_positions": False}},
-    "boundaries": {"memory": {"boundaries": "host"}},
+    "boundaries": {"memory": {"offload_checkpoint_inputs": True}},
     "plan": {"memory": {"modulation": "plan", "modulation_window": 3}},
     "plan-streamed": {"memory": {"modulation": "plan", "resident_blocks": 1}},
     "streamed": {"memory": {"resident_blocks": 0}},
@@ -46,7 +46,7 @@ def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def real(config: TrainConfig) -> Report:
+def real(config: TrainConfig) -> StepReport:
     with without_collection():
         sizes = [(config.data.resolution, config.data.resolution)]
         return account(config, load_base(config.model, config.memory, config.precision, CPU, sizes))
@@ -147,7 +147,7 @@ def test_checkpointing_keeps_the_blocks_boundaries_only(tiny_config: dict, three
         peaks[checkpointing] = simulate(config)
     kept, whole = (peaks[name].phases["forward"].by_kind["activations"] for name in ("all", "none"))
     assert kept < whole / 2
-    assert peaks["all"].peak.place == "transformer_blocks.2"  # the first whose backward pass runs
+    assert peaks["all"].peak.module == "transformer_blocks.2"  # the first whose backward pass runs
     assert peaks["all"].steady == peaks["none"].steady
 
 

@@ -21,7 +21,7 @@ from simpletune.estimate.simulate_stages import (
     text_moments,
 )
 from simpletune.memory.fake import fake_tensors
-from simpletune.memory.snapshot import Moment, rounded
+from simpletune.memory.snapshot import MemorySnapshot, rounded
 from simpletune.models.parts import load_text_model
 from simpletune.models.t5_layers import LayeredT5
 from simpletune.pipeline.sample import Request
@@ -42,7 +42,7 @@ def load_vae(config: TrainConfig) -> torch.nn.Module:
     return config.model.load_vae(CPU, config.precision.encoder_dtype(), config.memory.vae_tile)
 
 
-def bytes_of(moment: Moment) -> dict[str, int]:
+def bytes_of(moment: MemorySnapshot) -> dict[str, int]:
     return {kind: size for kind, size in moment.by_kind.items() if size}
 
 

@@ -18,11 +18,11 @@ from simpletune.optim.adamw import AdamW
 from simpletune.options import UserError
 from simpletune.runs.folder import read_metrics
 from simpletune.step.attention import usable
-from simpletune.step.batches import Ahead, Feed
+from simpletune.step.batches import Batches, Prefetcher
 from simpletune.step.core import StepCore
 from simpletune.training import loop as train_module
-from simpletune.training.metrics_queue import Ledger
-from simpletune.training.pending_steps import Launched
+from simpletune.training.metrics_queue import MetricsQueue
+from simpletune.training.pending_steps import PendingStep
 
 CPU = torch.device("cpu")
 READS = {"item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero"}
@@ -62,18 +62,18 @@ def test_the_loop_reads_nothing_but_the_step_before(
     """In a step, and from its end until the ledger reads, no tensor's value is asked for."""
     found: list[str] = []
     order: list[tuple[str, int]] = []
-    honest, read, launch = StepCore.step, Launched.read, train_module.Mark
+    honest, read, launch = StepCore.step, PendingStep.read, train_module.Mark
 
     def step(self: StepCore, *args: Any) -> Any:
         with _Calls(found), _Kernels(found):
             return honest(self, *args)
 
-    def watched(self: Launched) -> Any:
+    def watched(self: PendingStep) -> Any:
         order.append(("read", self.step))
         return read(self)
 
     monkeypatch.setattr(StepCore, "step", step)
-    monkeypatch.setattr(Launched, "read", watched)
+    monkeypatch.setattr(PendingStep, "read", watched)
     monkeypatch.setattr(train_module, "Mark", lambda device: order.append(("launch", len(order))) or launch(device))
     run_with(tiny_config, train={"steps": 4, "gradient_accumulation": accumulation}, checkpoint={"every": 3})
     assert found == []
@@ -96,38 +96,38 @@ def test_every_step_is_written_down_before_its_checkpoint(tiny_config: dict, mon
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Batches are fetched ahead on the CPU too."""
-    monkeypatch.setattr(train_module, "Ahead", lambda feed, steps, on: Ahead(feed, steps, True))
+    monkeypatch.setattr(train_module, "Ahead", lambda feed, steps, on: Prefetcher(feed, steps, True))
     yield
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
 
 
 @pytest.mark.usefixtures("ahead")
 def test_a_run_with_batches_fetched_ahead_is_the_same_run(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, honest = set(), Feed.fetch
+    threads, honest = set(), Batches.fetch
 
-    def fetch(self: Feed, step: int) -> Any:
+    def fetch(self: Batches, step: int) -> Any:
         threads.add(threading.current_thread().name)
         return honest(self, step)
 
-    monkeypatch.setattr(Feed, "fetch", fetch)
+    monkeypatch.setattr(Batches, "fetch", fetch)
     settings: dict = {"train": {"batch_size": 2}, "memory": {"modulation": "plan", "modulation_window": 3}}
     run = run_with(tiny_config, name="ahead", **settings)
     assert len(threads) == 2
-    monkeypatch.setattr(train_module, "Ahead", lambda feed, steps, on: Ahead(feed, steps, False))
+    monkeypatch.setattr(train_module, "Ahead", lambda feed, steps, on: Prefetcher(feed, steps, False))
     plain = run_with(tiny_config, name="plain", **settings)
     torch.testing.assert_close(saved_weights(run, 4), saved_weights(plain, 4), rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("ahead")
 def test_what_fetching_raises_is_raised_at_its_own_step(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, begun = Feed.fetch, []
+    honest, begun = Batches.fetch, []
 
-    def fetch(self: Feed, step: int) -> Any:
+    def fetch(self: Batches, step: int) -> Any:
         if step == 3:
             raise UserError("the file is gone")
         return honest(self, step)
 
-    monkeypatch.setattr(Feed, "fetch", fetch)
+    monkeypatch.setattr(Batches, "fetch", fetch)
     monkeypatch.setattr(train_module, "passed", begun.append)
     with pytest.raises(UserError, match="the file is gone"):
         run_with(tiny_config)
@@ -159,14 +159,14 @@ def test_the_kernel_of_attention_is_found_out_or_refused(tiny_config: dict) -> N
 
 
 def test_the_ledger_reads_at_once_what_the_gate_has_read(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    left, honest = [], Ledger.add
+    left, honest = [], MetricsQueue.add
 
-    def add(self: Ledger, *args: Any, **named: Any) -> Any:
+    def add(self: MetricsQueue, *args: Any, **named: Any) -> Any:
         signal = honest(self, *args, **named)
         left.append(len(self._open))
         return signal
 
-    monkeypatch.setattr(Ledger, "add", add)
+    monkeypatch.setattr(MetricsQueue, "add", add)
     run_with(tiny_config, name="stop")
     run_with(tiny_config, name="skip", train={"on_nonfinite": "skip"})
     assert left == [1, 1, 1, 0, 0, 0, 0, 0]

@@ -36,7 +36,7 @@ from simpletune.adapters.lora import Lora
 from simpletune.config.load import validate
 from simpletune.memory import Memory
 from simpletune.memory import block_offload as streaming
-from simpletune.memory.block_offload import StreamedBlocks
+from simpletune.memory.block_offload import BlockOffload
 from simpletune.options import ConfigError
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.plain import FP32
@@ -77,19 +77,19 @@ def break_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def break_the_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the weights up when the recomputation ends, not when the backward pass of the block does."""
-    hold = StreamedBlocks.recomputation
+    hold = BlockOffload.recomputation
 
-    def recomputation(self: StreamedBlocks, index: int) -> Iterator[None]:
+    def recomputation(self: BlockOffload, index: int) -> Iterator[None]:
         with hold(self, index):
             yield
         self._leave()
 
-    monkeypatch.setattr(StreamedBlocks, "recomputation", contextmanager(recomputation))
+    monkeypatch.setattr(BlockOffload, "recomputation", contextmanager(recomputation))
 
 
 def break_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill the slot that is in use."""
-    monkeypatch.setattr(StreamedBlocks, "_free_slots", lambda self, keep: self._slots[::-1])
+    monkeypatch.setattr(BlockOffload, "_free_slots", lambda self, keep: self._slots[::-1])
 
 
 @pytest.mark.parametrize(("fault", "queue"), [(break_the_wait, LateCopies), (break_the_order, None)])
@@ -103,7 +103,7 @@ def test_weights_given_up_too_early_show(monkeypatch: pytest.MonkeyPatch) -> Non
     """Early stopping leaves the recomputation by an exception; either way the hold must outlast it."""
     break_the_hold(monkeypatch)
     monkeypatch.setattr("torch.utils.checkpoint._enable_checkpoint_early_stop", False)
-    monkeypatch.setattr("simpletune.memory.host_block.BlockHome.point_home", lambda self: None)
+    monkeypatch.setattr("simpletune.memory.host_block.HostBlock.point_home", lambda self: None)
     losses, _ = lora_run(PRECISIONS["int8"], Setting(RESIDENT["K=0"], poison=True))
     assert losses[-1] != losses[-1]
 
@@ -143,7 +143,7 @@ def test_the_device_holds_two_blocks_and_the_host_the_rest() -> None:
     Lora(rank=2).attach(model, 0)
     streamed = prepare(model, Setting(RESIDENT["K=1"]))
     largest = max(streamed.homes[index].nbytes for index in streamed.homes)
-    assert streamed.slot_bytes == 2 * largest
+    assert sum(slot.flat.numel() for slot in streamed._slots) == 2 * largest
     for index, home in streamed.homes.items():
         assert sizes[index] <= home.nbytes < sizes[index] + 512 * count[index]
     assert streamed.host_bytes == sum(home.nbytes for home in streamed.homes.values())
@@ -206,9 +206,9 @@ def test_changed_weights_are_seen_by_the_next_pass() -> None:
 
 def test_the_turn_from_forward_to_backward_copies_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     filled: list[int] = []
-    fill = StreamedBlocks._fill
+    fill = BlockOffload._fill
     monkeypatch.setattr(
-        StreamedBlocks, "_fill", lambda self, slot, index: filled.append(index) or fill(self, slot, index)
+        BlockOffload, "_fill", lambda self, slot, index: filled.append(index) or fill(self, slot, index)
     )
     model = transformer(PRECISIONS["fp32"])
     Lora(rank=2).attach(model, 0)
@@ -307,14 +307,14 @@ def config(tiny_config: dict, pipeline: Path) -> dict:
     return data
 
 
-STREAMED = {"checkpointing": "all", "resident_blocks": 1, "boundaries": "host"}
+STREAMED = {"checkpointing": "all", "resident_blocks": 1, "offload_checkpoint_inputs": True}
 
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole runs with poisoned slots."""
-    build = StreamedBlocks.__init__
-    monkeypatch.setattr(StreamedBlocks, "__init__", lambda self, *a, **k: build(self, *a, **k | {"poison": True}))
+    build = BlockOffload.__init__
+    monkeypatch.setattr(BlockOffload, "__init__", lambda self, *a, **k: build(self, *a, **k | {"poison": True}))
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -348,7 +348,10 @@ def test_whole_runs_are_equal_and_resume(weights: str, config: dict) -> None:
         ({"memory": {"resident_blocks": 3}}, "resident_blocks: 3 leaves none of the model's 3 blocks"),
         ({"memory": {"checkpointing": 4}}, "memory.checkpointing: 4 is more than the model's 3 blocks"),
         ({"memory": {"checkpointing": 0}}, "memory.checkpointing"),
-        ({"memory": {"boundaries": "host", "checkpointing": "none"}}, "memory.boundaries: host is for what"),
+        (
+            {"memory": {"offload_checkpoint_inputs": True, "checkpointing": "none"}},
+            "memory.offload_checkpoint_inputs: true moves what",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(changes: dict, message: str, config: dict) -> None:

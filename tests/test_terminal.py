@@ -13,7 +13,7 @@ import pytest
 
 from simpletune.runs.folder import read_metrics
 from simpletune.system import console as terminal
-from simpletune.system.console import TrainingLine, progress, say
+from simpletune.system.console import TrainingProgress, progress, say
 
 CODE = """
 import sys
@@ -78,7 +78,7 @@ def test_the_line_is_ended_when_training_stops(tmp_path: Path) -> None:
 def test_elsewhere_lines_are_plain_and_few(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(float(second) for second in range(1, 1000))
     monkeypatch.setattr(terminal.time, "perf_counter", lambda: next(clock))
-    with TrainingLine(40, 0, 4, lambda: "1.00 GiB GPU", {"validate": None, "save": 10}) as line:
+    with TrainingProgress(40, 0, 4, lambda: "1.00 GiB GPU", {"validate": None, "save": 10}) as line:
         for step in range(1, 41):
             line.update(step, 0.5, 1.0)
         say("done")
@@ -90,7 +90,7 @@ def test_elsewhere_lines_are_plain_and_few(capsys: pytest.CaptureFixture[str], m
 
 
 def test_time_left_counts_what_interrupts_training() -> None:
-    line = TrainingLine(100, 0, every={"validate": 25, "save": 50}, took={"validate": 10.0, "save": 4.0})
+    line = TrainingProgress(100, 0, every={"validate": 25, "save": 50}, took={"validate": 10.0, "save": 4.0})
     # Pictures at 25, 50, 75 and at the end; saved at 50 and at the end.
     assert line.left(0, 1.0) == 100 + 4 * 10 + 2 * 4
     assert line.left(25, 1.0) == 75 + 3 * 10 + 2 * 4
@@ -98,7 +98,7 @@ def test_time_left_counts_what_interrupts_training() -> None:
 
 
 def test_the_pace_is_of_recent_steps_without_warm_up(capsys: pytest.CaptureFixture[str]) -> None:
-    line = TrainingLine(100, 0)
+    line = TrainingProgress(100, 0)
     for step in range(1, 31):
         line._last = 0.0
         line.update(step, 1.0, 50.0 if step <= 2 else 0.5 if step < 15 else 0.25)
@@ -115,7 +115,7 @@ def test_metrics_can_be_read_after_every_step(tiny_config: dict, monkeypatch: py
     config = validate(tiny_config, "test")
     folder = Path(config.output.runs) / config.name
 
-    class Watching(TrainingLine):
+    class Watching(TrainingProgress):
         def update(self, step: int, loss: float, seconds: float) -> None:
             seen.append(len(read_metrics(folder)))
 

@@ -19,7 +19,7 @@ from simpletune.models.parts import use_tiles
 from simpletune.models.sd3 import SD3
 from simpletune.options import ConfigError
 from simpletune.pipeline.encode import Prepared, prepare
-from simpletune.system.stage_timer import Stages
+from simpletune.system.stage_timer import StageTimer
 from simpletune.training.validation import Previews
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def data(tiny_config: dict, tmp_path: Path) -> dict:
 
 
 def prepared(data: dict) -> Prepared:
-    return prepare(resolved(validate(data, "test")), Accelerator(cpu=True), Stages(False))
+    return prepare(resolved(validate(data, "test")), Accelerator(cpu=True), StageTimer(False))
 
 
 def test_latents_in_tiles_never_stand_in_for_whole_ones(data: dict) -> None:

@@ -36,7 +36,7 @@ class TrainingMethod(Option):
         """What does not fit the base model's shapes."""
         yield from ()
 
-    def leaves_alone(self, module: str) -> bool:
+    def is_untouched(self, module: str) -> bool:
         """Whether the module of that name is the base's own throughout: it neither trains nor gets an update, and no
         result holds it. It may then be kept apart from the model."""
         return False

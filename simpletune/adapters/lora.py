@@ -60,7 +60,7 @@ class Lora(TrainingMethod):
         endings = NAMED_TARGETS[self.targets] if isinstance(self.targets, str) else self.targets
         return any(linear == e or linear.endswith("." + e) for e in endings)
 
-    def leaves_alone(self, module: str) -> bool:
+    def is_untouched(self, module: str) -> bool:
         """Every module without an update."""
         return not self._is_target(module)
 
@@ -107,9 +107,9 @@ class Lora(TrainingMethod):
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
         """Within this context the updates are off, exactly."""
-        from simpletune.adapters.lora_layers import updates_off
+        from simpletune.adapters.lora_layers import updates_disabled
 
-        return updates_off(model)
+        return updates_disabled(model)
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write pytorch_lora_weights.safetensors in diffusers' layout, the scale folded into lora_B.

@@ -42,7 +42,7 @@ def lora_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def updates_off(model: nn.Module) -> Iterator[None]:
+def updates_disabled(model: nn.Module) -> Iterator[None]:
     """The model without its updates, exactly: PEFT skips them."""
     layers = [layer for _, layer in lora_layers(model)]
     for layer in layers:
@@ -69,7 +69,7 @@ def rescale(model: nn.Module, scale: float) -> None:
         layer.scaling[ADAPTER] = scale
 
 
-def bring_to(model: nn.Module, device: torch.device) -> None:
+def move_updates(model: nn.Module, device: torch.device) -> None:
     """Move the updates, and nothing else, to a device: beside streamed weights they are made in host memory."""
     for _, layer in lora_layers(model):
         for pair in (layer.lora_A, layer.lora_B):

@@ -11,7 +11,7 @@ from simpletune import __version__
 from simpletune.cli import data, draw, estimate, lora, report, serve, share, train
 from simpletune.options import UserError
 from simpletune.system.devices import prepare_environment
-from simpletune.system.redact import concealed
+from simpletune.system.redact import redact
 from simpletune.system.signals import Stopped
 
 Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         VERBS[args.verb][0](args)
     except UserError as error:
-        print(f"error: {concealed(str(error))}", file=sys.stderr)
+        print(f"error: {redact(str(error))}", file=sys.stderr)
         return error.code
     except BrokenPipeError:  # the reader of a pipe, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

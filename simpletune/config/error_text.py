@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from simpletune.config.schema import TrainConfig
 from simpletune.options import Option, Problem, member_for, union_of
 
+RENAMED = {"boundaries": "offload_checkpoint_inputs"}  # options that were called otherwise before the first release
 NEEDS = {
     "bool_type": "true or false, without quotes",
     "int_type": "a whole number, without quotes",
@@ -85,13 +86,13 @@ def _message(path: str, items: list[Any], owner: type[Option], field: FieldInfo 
     kinds = {item["type"] for item in items}
     item, leaf = items[0], path.rsplit(".", 1)[-1]
     if "extra_forbidden" in kinds:
-        return f"unknown field.{_suggest(leaf, [f.alias or n for n, f in owner.model_fields.items()])}"
+        return f"unknown field.{did_you_mean(leaf, [f.alias or n for n, f in owner.model_fields.items()])}"
     if "missing" in kinds:
         described = f": {first_sentence(field)}" if field is not None else ""
         return f"is required{described}. Add it"
     if "union_tag_invalid" in kinds:
         tags = [tag.strip(" '") for tag in item["ctx"]["expected_tags"].split(",")]
-        return f"{_show(item['ctx']['tag'])} is not known.{_suggest(str(item['ctx']['tag']), tags)}"
+        return f"{_show(item['ctx']['tag'])} is not known.{did_you_mean(str(item['ctx']['tag']), tags)}"
     if "string_pattern_mismatch" in kinds:
         rule = "Use letters, digits, '.', '_' and '-', at most 100, no dot or dash first"
         return f"{_show(item['input'])} does not fit. {rule}"
@@ -132,7 +133,10 @@ def _remedy(value: Any, kinds: set[str], needs: list[str]) -> str:
     return ""
 
 
-def _suggest(word: str, known: list[str]) -> str:
+def did_you_mean(word: str, known: list[str]) -> str:
+    """`` Did you mean X?``, or what is known."""
+    if RENAMED.get(word) in known:
+        return f" Did you mean {RENAMED[word]}?"
     near = difflib.get_close_matches(word, known, n=1)
     return f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}"
 

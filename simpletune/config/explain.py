@@ -35,7 +35,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "parameters", f"{trained:,} trained, of {total:,} in the base ({100 * trained / total:.2f}%)"
     else:
         yield "trains", f"by {config.adapter.method}; the number of parameters is known once the model is here"
-    yield "weights", f"{config.precision.weights}, {config.precision.multiplies()}"
+    yield "weights", f"{config.precision.weights}, {config.precision.describe_matmul()}"
     yield "memory", ", ".join(_memory(config))
     ahead = "the next batch fetched ahead on a GPU" if config.speed.prefetch else "no batch fetched ahead"
     yield "speed", f"attention {config.speed.attention}, {ahead}{', blocks compiled' * config.speed.compile}"
@@ -66,7 +66,7 @@ def _memory(config: TrainConfig) -> Iterator[str]:
     yield kept.get(str(memory.checkpointing), auto if memory.checkpointing == "auto" else "") or (
         f"{memory.checkpointing} blocks checkpointed"
     )
-    if memory.boundaries == "host":
+    if memory.offload_checkpoint_inputs:
         yield "their inputs on the host"
     if memory.modulation == "plan":
         yield f"modulations planned {memory.modulation_window} steps ahead"

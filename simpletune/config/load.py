@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from simpletune.config.error_text import problems_of
+from simpletune.config.error_text import did_you_mean, problems_of
 from simpletune.config.schema import TrainConfig
 from simpletune.memory.profiles import with_profile
 from simpletune.options import ConfigError, Option, Problem, UserError, member_for, option_classes, union_of
@@ -151,12 +151,6 @@ def _field_at(parts: list[str], merged: Json) -> FieldInfo | None:
 
 def _known(option: type[Option] | None) -> list[str]:
     return [field.alias or name for name, field in option.model_fields.items()] if option else []
-
-
-def did_you_mean(word: str, known: list[str]) -> str:
-    """`` Did you mean X?``, or what is known."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}"
 
 
 def parse_value(field: FieldInfo | None, text: str) -> Any:

@@ -38,7 +38,7 @@ def file_problems(config: TrainConfig) -> list[Problem]:
     return found + (list(config.shape_rules(dict(shapes))) if shapes else [])
 
 
-def require_fit(config: TrainConfig) -> None:
+def require_model_rules(config: TrainConfig) -> None:
     """The rules that need the model's shapes, once it is here: ``check`` does not know those of every hub model.
 
     Args:

@@ -253,7 +253,7 @@ class TrainConfig(Option):
         """Rules that need the base model's parameters."""
         yield from self.adapter.problems(shapes)
         modules = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
-        trained = [name for name in modules if is_conditioning(name) and not self.adapter.leaves_alone(name)]
+        trained = [name for name in modules if is_conditioning(name) and not self.adapter.is_untouched(name)]
         if self.memory.modulation == "plan" and trained and not self.adapter.trains_base:
             more = f" and {len(trained) - 1} more" if len(trained) > 1 else ""
             yield Problem(

@@ -20,7 +20,7 @@ from simpletune.data.plan import View
 from simpletune.options import UserError
 from simpletune.system.atomic import quarantine
 from simpletune.system.console import say
-from simpletune.system.locks import in_turn, lock_of
+from simpletune.system.locks import lock_of, wait_for_lock
 from simpletune.system.safetensors_file import read_header, write_safetensors
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Cache:
     def filling(self) -> Iterator[None]:
         """Within this context no other process fills the folder; one that does is waited for. What processes that were
         killed left half written is removed."""
-        with in_turn(lock_of(self.folder), f"cache   waiting for another run that fills {self.folder}"):
+        with wait_for_lock(lock_of(self.folder), f"cache   waiting for another run that fills {self.folder}"):
             for part in self.folder.glob(".*.part"):
                 part.unlink(missing_ok=True)
             yield

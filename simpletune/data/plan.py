@@ -5,8 +5,6 @@ Keys and order are described in docs/reproducibility.md; tests/reference re-impl
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -243,8 +241,3 @@ class Plan:
             }
             for sample in self.samples
         ]
-
-
-def manifest_hash(manifest: list[dict]) -> str:
-    """SHA-256 of a manifest."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

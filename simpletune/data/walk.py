@@ -23,7 +23,7 @@ Links = Literal["inside", "anywhere"]
 
 
 @dataclass
-class Found:
+class FoundFiles:
     """What a walk through a data folder found.
 
     Args:
@@ -45,7 +45,7 @@ def leads_out(path: str | Path, root: str | Path) -> bool:
 OUTSIDE = "is a symbolic link that leads out of the data folder. Copy the file there, or set data.links=anywhere"
 
 
-def walk(root: Path, links: Links) -> Found:
+def walk(root: Path, links: Links) -> FoundFiles:
     """The picture files below a folder; hidden files and folders are left out.
 
     Linked folders are entered only with ``anywhere``, after all others and each real folder once: no cycle is endless.
@@ -54,7 +54,7 @@ def walk(root: Path, links: Links) -> Found:
         root: the data folder.
         links: which symbolic links may be followed.
     """
-    found, seen = Found(), set[str]()
+    found, seen = FoundFiles(), set[str]()
     waiting, linked = [os.fspath(root)], list[str]()
     while waiting or linked:
         folder = waiting.pop() if waiting else linked.pop(0)
@@ -75,7 +75,7 @@ def walk(root: Path, links: Links) -> Found:
     return found
 
 
-def _entries(folder: str, root: Path, found: Found) -> Iterator[os.DirEntry[str]]:
+def _entries(folder: str, root: Path, found: FoundFiles) -> Iterator[os.DirEntry[str]]:
     """What is in a folder and not hidden."""
     try:
         with os.scandir(folder) as entries:
@@ -92,7 +92,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _take_file(entry: os.DirEntry[str], root: Path, links: Links, found: Found) -> None:
+def _take_file(entry: os.DirEntry[str], root: Path, links: Links, found: FoundFiles) -> None:
     suffix = os.path.splitext(entry.name)[1].lower()
     if suffix in OTHER_PICTURES:
         found.left_alone[suffix] += 1

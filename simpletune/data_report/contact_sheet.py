@@ -7,20 +7,20 @@ from itertools import groupby
 from PIL import Image, ImageDraw, ImageFont
 
 from simpletune.data.walk import shown
-from simpletune.data_report.scan import TILE, Look, Seen
+from simpletune.data_report.scan import TILE, DatasetReport, ScannedImage
 from simpletune.sheets import shortened
 
 COLUMNS, GAP, LINE = 8, 10, 16
 
 
-def tiles(found: Look) -> list[tuple[tuple[int, int], list[Seen]]]:
+def tiles(found: DatasetReport) -> list[tuple[tuple[int, int], list[ScannedImage]]]:
     """The pictures that have a tile, by bucket, those with most pictures first."""
     order = {row.size: place for place, row in enumerate(found.buckets)}
     with_tile = sorted((seen for seen in found.usable if seen.tile), key=lambda s: (order[s.bucket], s.picture.name))
     return [(bucket, list(group)) for bucket, group in groupby(with_tile, key=lambda seen: seen.bucket)]
 
 
-def sheet(found: Look) -> Image.Image:
+def sheet(found: DatasetReport) -> Image.Image:
     """One picture of all tiles, each with its file's name, under its bucket's head."""
     groups = tiles(found)
     counts = {row.size: row for row in found.buckets}
@@ -45,5 +45,5 @@ def sheet(found: Look) -> Image.Image:
     return image
 
 
-def _row_height(group: list[Seen]) -> int:
+def _row_height(group: list[ScannedImage]) -> int:
     return max(seen.tile.height for seen in group if seen.tile) + LINE + GAP // 2

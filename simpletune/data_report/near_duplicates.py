@@ -40,7 +40,7 @@ def likeness(image: Image.Image) -> Likeness:
     return Likeness(int.from_bytes(np.packbits(rising).tobytes(), "big"), small.tobytes())
 
 
-def alike(likenesses: Sequence[Likeness]) -> list[list[int]]:
+def near_duplicates(likenesses: Sequence[Likeness]) -> list[list[int]]:
     """Groups of pictures that are nearly the same, by their places.
 
     Args:

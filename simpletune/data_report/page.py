@@ -11,14 +11,14 @@ from PIL import Image
 from simpletune import __version__
 from simpletune.data.walk import shown
 from simpletune.data_report.contact_sheet import tiles
-from simpletune.data_report.scan import Look
+from simpletune.data_report.scan import DatasetReport
 from simpletune.data_report.text import aspects, limit_in_words, outcome, plural, sizes
 from simpletune.report.templates import ASSETS, page_template
 
 LISTED = 200  # rows of a table
 
 
-def page(found: Look, title: str) -> str:
+def page(found: DatasetReport, title: str) -> str:
     """The page."""
     groups = [
         (bucket, [(seen, _embedded(seen.tile)) for seen in group if seen.tile is not None])
@@ -40,7 +40,7 @@ def page(found: Look, title: str) -> str:
     )
 
 
-def _charts(found: Look) -> list[tuple[str, list[tuple[str, int, float]]]]:
+def _charts(found: DatasetReport) -> list[tuple[str, list[tuple[str, int, float]]]]:
     return [
         ("Size, as the side of a square of equal area", _bars(sizes(found))),
         ("Width to height", _bars(aspects(found))),
@@ -53,7 +53,7 @@ def _bars(rows: list[tuple[str, int]]) -> list[tuple[str, int, float]]:
     return [(name, count, 100 * count / most) for name, count in rows]
 
 
-def _tables(found: Look) -> Any:
+def _tables(found: DatasetReport) -> Any:
     """(title, what it means, head, rows) of each table that has rows."""
     joined = [("\n".join(shown(name) for name in group),) for group in found.exact]
     near = [("\n".join(shown(name) for name in group),) for group in found.near]

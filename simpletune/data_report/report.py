@@ -9,7 +9,7 @@ from simpletune.config.resolve import data_resolved
 from simpletune.config.schema import TrainConfig
 from simpletune.data_report.contact_sheet import sheet
 from simpletune.data_report.page import page
-from simpletune.data_report.scan import Look, look
+from simpletune.data_report.scan import DatasetReport, scan_dataset
 from simpletune.data_report.text import as_json, text
 from simpletune.options import UserError
 from simpletune.system.console import say, silent
@@ -17,7 +17,7 @@ from simpletune.system.console import say, silent
 PAGE, SHEET, FIGURES = "data.html", "sheet.png", "data.json"
 
 
-def report(config: TrainConfig, out: Path | None, as_figures: bool = False, shown: int = 96) -> Look:
+def report(config: TrainConfig, out: Path | None, as_figures: bool = False, shown: int = 96) -> DatasetReport:
     """Look at a configuration's data, print what was found, and write page, sheet and figures.
 
     Args:
@@ -32,10 +32,10 @@ def report(config: TrainConfig, out: Path | None, as_figures: bool = False, show
     here = data_resolved(config)
     if as_figures:
         with silent():
-            found = look(here, shown, config.data.path)
+            found = scan_dataset(here, shown, config.data.path)
         print(json.dumps(as_json(found)))
     else:
-        found = look(here, shown, config.data.path)
+        found = scan_dataset(here, shown, config.data.path)
         say(text(found))
     if out is not None:
         try:
@@ -49,7 +49,7 @@ def report(config: TrainConfig, out: Path | None, as_figures: bool = False, show
     return found
 
 
-def _write(found: Look, title: str, out: Path) -> list[Path]:
+def _write(found: DatasetReport, title: str, out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     (out / PAGE).write_text(page(found, title), encoding="utf-8")
     (out / FIGURES).write_text(json.dumps(as_json(found), indent=1), encoding="utf-8")

@@ -16,7 +16,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.pictures import cut, decode
 from simpletune.data.plan import Plan, View, make_plan, too_small, without
 from simpletune.data.source import Picture, Rejected, UnusablePicture
-from simpletune.data_report.near_duplicates import Likeness, alike, likeness
+from simpletune.data_report.near_duplicates import Likeness, likeness, near_duplicates
 from simpletune.data_report.token_counts import LIMIT, token_counts
 from simpletune.models.sizes import Size, covering_size, upscaling
 from simpletune.system.console import progress
@@ -30,7 +30,7 @@ LONG = 300  # characters that stand for 77 tokens where no tokenizer is at hand
 
 
 @dataclass(frozen=True)
-class Seen:
+class ScannedImage:
     """A usable picture.
 
     Args:
@@ -70,7 +70,7 @@ class BucketRow:
 
 
 @dataclass
-class Look:
+class DatasetReport:
     """What was found.
 
     Args:
@@ -92,7 +92,7 @@ class Look:
 
     path: str
     captions: str
-    usable: list[Seen]
+    usable: list[ScannedImage]
     rejected: list[Rejected]
     left_alone: dict[str, int]
     exact: list[list[str]] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Look:
     on_error: str = "stop"
 
     @property
-    def small(self) -> list[Seen]:
+    def small(self) -> list[ScannedImage]:
         """Pictures that are scaled up, the smallest first."""
         return sorted((seen for seen in self.usable if seen.upscale > 1), key=lambda seen: -seen.upscale)
 
@@ -117,7 +117,7 @@ class Look:
         return [each for each in self.rejected if "caption" in each.reason or "text in" in each.reason]
 
 
-def look(config: TrainConfig, shown: int, name: str = "") -> Look:
+def scan_dataset(config: TrainConfig, shown: int, name: str = "") -> DatasetReport:
     """Look at a data set.
 
     Args:
@@ -131,7 +131,7 @@ def look(config: TrainConfig, shown: int, name: str = "") -> Look:
     scan = config.data.scan(Path(config.data.path))
     small = too_small(scan.pictures, config.data)
     pictures = without(scan.pictures, small)
-    found = Look(name or config.data.path, scan.captions, [], [*scan.rejected, *small], dict(scan.left_alone))
+    found = DatasetReport(name or config.data.path, scan.captions, [], [*scan.rejected, *small], dict(scan.left_alone))
     found.on_error, found.resolution = config.data.on_error, config.data.resolution
     if not pictures:
         return found
@@ -140,8 +140,8 @@ def look(config: TrainConfig, shown: int, name: str = "") -> Look:
     ordered = sorted(firsts.values(), key=lambda view: (view.bucket, view.picture.name))
     chosen = {ordered[place].picture.name for place in spread(len(ordered), shown)}
     with progress("look", len(firsts), "pictures") as advance, ThreadPoolExecutor(THREADS) as pool:
-        for result in pool.map(lambda view: _see(view, view.picture.name in chosen, advance), firsts.values()):
-            (found.usable if isinstance(result, Seen) else found.rejected).append(result)  # type: ignore[arg-type]
+        for result in pool.map(lambda view: _scan_picture(view, view.picture.name in chosen, advance), firsts.values()):
+            (found.usable if isinstance(result, ScannedImage) else found.rejected).append(result)  # type: ignore[arg-type]
     if found.usable:
         _compare(found)
         _read_captions(found, config)
@@ -154,7 +154,7 @@ def spread(count: int, room: int) -> list[int]:
     return sorted({place * count // min(room, count) for place in range(min(room, count))}) if room else []
 
 
-def _see(view: View, tile: bool, advance: Callable[[], None]) -> Seen | Rejected:
+def _scan_picture(view: View, tile: bool, advance: Callable[[], None]) -> ScannedImage | Rejected:
     """Decode one picture; a JPEG no larger than a tile needs."""
     try:
         image = decode(view.picture.read_same(), at_least=2 * TILE)
@@ -162,7 +162,7 @@ def _see(view: View, tile: bool, advance: Callable[[], None]) -> Seen | Rejected
         return Rejected(view.picture.name, str(reason))
     finally:
         advance()
-    return Seen(view.picture, view.bucket, likeness(image), _tile(image, view) if tile else None)
+    return ScannedImage(view.picture, view.bucket, likeness(image), _tile(image, view) if tile else None)
 
 
 def _tile(image: Image.Image, view: View) -> Image.Image:
@@ -173,17 +173,17 @@ def _tile(image: Image.Image, view: View) -> Image.Image:
     return Image.fromarray(((pixels.transpose(1, 2, 0) + 1) * 127.5).round().astype(np.uint8))
 
 
-def _compare(found: Look) -> None:
+def _compare(found: DatasetReport) -> None:
     by_digest = defaultdict(list)
     for seen in found.usable:
         by_digest[seen.picture.digest].append(seen)
     found.exact = [[seen.picture.name for seen in group] for group in by_digest.values() if len(group) > 1]
     firsts = [group[0] for group in by_digest.values()]
-    groups = alike([seen.likeness for seen in firsts])
+    groups = near_duplicates([seen.likeness for seen in firsts])
     found.near = [[firsts[place].picture.name for place in group] for group in groups]
 
 
-def _read_captions(found: Look, config: TrainConfig) -> None:
+def _read_captions(found: DatasetReport, config: TrainConfig) -> None:
     names = defaultdict(list)
     for seen in found.usable:
         names[seen.picture.caption].append(seen.picture.name)
@@ -200,7 +200,7 @@ def _read_captions(found: Look, config: TrainConfig) -> None:
     ]
 
 
-def _count(found: Look, plan: Plan, config: TrainConfig) -> None:
+def _count(found: DatasetReport, plan: Plan, config: TrainConfig) -> None:
     lost: dict[Size, list[float]] = defaultdict(list)
     for seen in found.usable:
         lost[seen.bucket].append(seen.lost)

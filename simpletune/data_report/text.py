@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from simpletune.data.walk import shown
-from simpletune.data_report.scan import LONG, Look
+from simpletune.data_report.scan import LONG, DatasetReport
 from simpletune.data_report.token_counts import LIMIT
 
 LISTED = 10  # names on a screen
@@ -20,7 +20,7 @@ def plural(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
-def sizes(found: Look) -> list[tuple[str, int]]:
+def sizes(found: DatasetReport) -> list[tuple[str, int]]:
     """How many pictures have which size: the side of the square of the same area, beside the training's resolution."""
     counts = [0] * len(SIZES)
     for seen in found.usable:
@@ -35,7 +35,7 @@ def sizes(found: Look) -> list[tuple[str, int]]:
     return list(zip(names, counts, strict=True))
 
 
-def aspects(found: Look) -> list[tuple[str, int]]:
+def aspects(found: DatasetReport) -> list[tuple[str, int]]:
     """How many pictures have which aspect ratio, width to height."""
     counts = dict.fromkeys(ASPECTS, 0)
     for seen in found.usable:
@@ -44,7 +44,7 @@ def aspects(found: Look) -> list[tuple[str, int]]:
     return list(counts.items())
 
 
-def outcome(found: Look) -> str:
+def outcome(found: DatasetReport) -> str:
     """What training would do about those that cannot be used."""
     if not found.rejected:
         return "nothing is left out"
@@ -53,17 +53,17 @@ def outcome(found: Look) -> str:
     return "training would stop (data.on_error=stop): mend them, or set data.on_error=skip"
 
 
-def limit_in_words(found: Look) -> str:
+def limit_in_words(found: DatasetReport) -> str:
     """What a caption is too long by."""
     return f"{LIMIT} CLIP tokens" if found.tokens else f"{LONG} characters, no tokenizer being at hand"
 
 
-def text(found: Look) -> str:
+def text(found: DatasetReport) -> str:
     """The whole look, as lines; lists are cut after a few."""
     return "\n".join(f"{title:<10} {line}" for title, line in _lines(found))
 
 
-def _lines(found: Look) -> Iterator[tuple[str, str]]:
+def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
     total = len(found.usable) + sum(each.kind == "picture" for each in found.rejected)
     yield "data", f"{shown(found.path)}: {plural(total, 'picture')}, {len(found.usable)} usable"
     yield "captions", shown(f"from {found.captions}")
@@ -93,7 +93,7 @@ def _lines(found: Look) -> Iterator[tuple[str, str]]:
         yield from _measures(found)
 
 
-def _measures(found: Look) -> Iterator[tuple[str, str]]:
+def _measures(found: DatasetReport) -> Iterator[tuple[str, str]]:
     yield "sizes", ", ".join(f"{name}: {count}" for name, count in sizes(found) if count)
     yield "aspects", ", ".join(f"{name}: {count}" for name, count in aspects(found) if count)
     yield "buckets", f"{len(found.buckets)}; pictures, batches, repeated to fill the last batch, cut away"
@@ -117,7 +117,7 @@ def _listed(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield "", f"  and {len(lines) - LISTED} more"
 
 
-def as_json(found: Look) -> dict[str, Any]:
+def as_json(found: DatasetReport) -> dict[str, Any]:
     """All of it, nothing cut short."""
     return {
         "path": found.path, "captions": found.captions, "on_error": found.on_error, "left_alone": found.left_alone,

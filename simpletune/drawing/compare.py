@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from simpletune.drawing.compare_page import write_page
-from simpletune.drawing.generate import Studio, open_studio, requests_of
+from simpletune.drawing.generate import InferenceSession, open_session, requests_of
 from simpletune.drawing.metrics import Clip, Dino, latent_distance, pixel_difference
-from simpletune.drawing.session import Drawn
+from simpletune.drawing.session import GeneratedImages
 from simpletune.options import UserError
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.sample import Request, save_png
@@ -37,7 +37,7 @@ SCALES = (0.5, 1.0)
 PAGE, SHEET, FIGURES = "compare.html", "grid.png", "compare.json"
 
 
-def models_to_compare(studio: Studio, args: argparse.Namespace) -> list[Weights]:
+def models_to_compare(studio: InferenceSession, args: argparse.Namespace) -> list[Weights]:
     """The base first, then what the arguments name, or the run's result; each once.
 
     Raises:
@@ -94,7 +94,7 @@ def compare(args: argparse.Namespace) -> Path:
     Returns:
         The grid.
     """
-    studio = open_studio(args)
+    studio = open_session(args)
     models = models_to_compare(studio, args)
     requests = requests_of(studio, args, studio.config.validation.prompts or (None,))
     folder = args.output or (studio.run / "compare" if studio.run else Path("inference-out") / "compare")
@@ -123,7 +123,7 @@ def compare(args: argparse.Namespace) -> Path:
     return sheet
 
 
-def figures_of(studio: Studio, column: Drawn, base: Drawn) -> dict[str, Any]:
+def figures_of(studio: InferenceSession, column: GeneratedImages, base: GeneratedImages) -> dict[str, Any]:
     """What one model took, and how far its pictures are from the base's."""
     return {
         "weights": column.weights.label,
@@ -137,9 +137,9 @@ def figures_of(studio: Studio, column: Drawn, base: Drawn) -> dict[str, Any]:
 
 
 def add_scores(
-    studio: Studio,
+    studio: InferenceSession,
     args: argparse.Namespace,
-    columns: Sequence[Drawn],
+    columns: Sequence[GeneratedImages],
     requests: Sequence[Request],
     figures: Sequence[dict[str, Any]],
 ) -> None:
@@ -165,7 +165,7 @@ def add_scores(
 
 
 def save_pictures(
-    folder: Path, column: Drawn, requests: Sequence[Request], figure: dict[str, Any], lossy: dict[str, str]
+    folder: Path, column: GeneratedImages, requests: Sequence[Request], figure: dict[str, Any], lossy: dict[str, str]
 ) -> None:
     """Single PNGs of one model, each with how it was made."""
     weights = column.weights

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from simpletune.drawing.session import Drawn
+from simpletune.drawing.session import GeneratedImages
 from simpletune.pipeline.sample import Request
 from simpletune.report.templates import page_template
 
@@ -27,7 +27,7 @@ MEASURES = {
 
 def write_page(
     file: Path,
-    columns: Sequence[Drawn],
+    columns: Sequence[GeneratedImages],
     requests: Sequence[Request],
     figures: Sequence[Mapping[str, Any]],
     about: Mapping[str, Any],

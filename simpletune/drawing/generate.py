@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from simpletune.drawing.session import Studio, given, open_studio
+from simpletune.drawing.session import InferenceSession, given, open_session
 from simpletune.options import UserError
 from simpletune.pipeline.sample import Request, save_png
 from simpletune.runs.weights import (
@@ -25,7 +25,7 @@ from simpletune.runs.weights import (
 from simpletune.system.console import say
 
 
-def request_of(studio: Studio, args: argparse.Namespace, prompt: str | None) -> Request:
+def request_of(studio: InferenceSession, args: argparse.Namespace, prompt: str | None) -> Request:
     """The picture that the run's first validation picture is, changed by the arguments."""
     option = studio.config.validation
     width, height = args.size or studio.config.picture_size()
@@ -37,7 +37,9 @@ def request_of(studio: Studio, args: argparse.Namespace, prompt: str | None) -> 
     return request
 
 
-def requests_of(studio: Studio, args: argparse.Namespace, default: Sequence[str | None] = (None,)) -> list[Request]:
+def requests_of(
+    studio: InferenceSession, args: argparse.Namespace, default: Sequence[str | None] = (None,)
+) -> list[Request]:
     """Every prompt with every seed.
 
     Args:
@@ -48,7 +50,7 @@ def requests_of(studio: Studio, args: argparse.Namespace, default: Sequence[str 
     return [replace(request, seed=request.seed + number) for request in first for number in range(args.seeds)]
 
 
-def default_prompt(studio: Studio) -> str:
+def default_prompt(studio: InferenceSession) -> str:
     """The run's first validation prompt; where it drew with the first caption, that one."""
     if studio.config.validation.prompts:
         return studio.config.validation.prompts[0]
@@ -59,7 +61,7 @@ def default_prompt(studio: Studio) -> str:
     return studio.config.data.scan(Path(studio.config.data.path)).pictures[0].caption
 
 
-def weights_of(studio: Studio, args: argparse.Namespace) -> tuple[str, Weights]:
+def weights_of(studio: InferenceSession, args: argparse.Namespace) -> tuple[str, Weights]:
     """The weights that arguments ask for, and the picture's name.
 
     Raises:
@@ -79,7 +81,7 @@ def weights_of(studio: Studio, args: argparse.Namespace) -> tuple[str, Weights]:
     return ("full" if weights.transformer else "lora"), _fused(studio, args, weights)
 
 
-def _fused(studio: Studio, args: argparse.Namespace, weights: Weights) -> Weights:
+def _fused(studio: InferenceSession, args: argparse.Namespace, weights: Weights) -> Weights:
     """With ``--fuse``: the LoRA added to the base's weights, W + scale B A, so that it costs no time.
 
     Raises:
@@ -105,7 +107,7 @@ def generate(args: argparse.Namespace) -> Path:
     Returns:
         The PNG; of several the first.
     """
-    studio = open_studio(args)
+    studio = open_session(args)
     name, weights = weights_of(studio, args)
     requests = requests_of(studio, args)
     (drawn,) = studio.draw_all([weights], requests)

@@ -17,20 +17,20 @@ from torch import Tensor
 from simpletune.config.resolve import resolved
 from simpletune.config.schema import TrainConfig
 from simpletune.data.folder import Folder
-from simpletune.drawing.shared_base import Turns
+from simpletune.drawing.shared_base import SharedBase
 from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache, free_memory
 from simpletune.pipeline.sample import Request, decode, draw_latents, encode_starts
 from simpletune.quant import Precision
 from simpletune.runs.weights import Weights, find_run, precision_of, run_config
 from simpletune.system.devices import choose_device
-from simpletune.system.stage_timer import Stages
+from simpletune.system.stage_timer import StageTimer
 
 MEMORY = ("modulation", "resident_blocks", "vae_tile")
 
 
 @dataclass(frozen=True)
-class Speed:
+class DrawingSpeed:
     """What may make drawing faster.
 
     Args:
@@ -51,7 +51,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class GeneratedImages:
     """What some weights have drawn.
 
     Args:
@@ -70,7 +70,7 @@ class Drawn:
 
 
 @dataclass
-class Studio:
+class InferenceSession:
     """Everything for drawing that does not depend on the weights: configuration, device, prompts, autoencoder.
 
     Args:
@@ -86,8 +86,8 @@ class Studio:
     run: Path | None
     device: torch.device
     reason: str
-    stages: Stages
-    speed: Speed = Speed()
+    stages: StageTimer
+    speed: DrawingSpeed = DrawingSpeed()
 
     def draw(self, weights: Weights, requests: Sequence[Request]) -> tuple[list[Image.Image], float]:
         """Draw pictures with some weights.
@@ -98,7 +98,7 @@ class Studio:
         (drawn,) = self.draw_all([weights], requests)
         return drawn.pictures, drawn.denoise + drawn.decode
 
-    def draw_all(self, models: Sequence[Weights], requests: Sequence[Request]) -> list[Drawn]:
+    def draw_all(self, models: Sequence[Weights], requests: Sequence[Request]) -> list[GeneratedImages]:
         """Draw the same requests with several weights, from the same noise.
 
         Text encoders, transformer and autoencoder are never in memory together: prompts are encoded first, all latents
@@ -112,11 +112,11 @@ class Studio:
         with self.stages.stage("text"):
             text.fill([prompt for r in requests for prompt in (r.prompt, r.negative_prompt)], self.device)
         starts = self._starts(requests)
-        turns = Turns(config, self.device, {(r.width, r.height) for r in requests}, speed.compiled)
+        shared = SharedBase(config, self.device, {(r.width, r.height) for r in requests}, speed.compiled)
         latents: dict[Weights, tuple[list[Tensor], float]] = {}
-        for weights in turns.in_turn(dict.fromkeys(models)):
+        for weights in shared.grouped_by_base(dict.fromkeys(models)):
             with self.stages.stage("load"):
-                transformer, modulation = turns.take(weights)
+                transformer, modulation = shared.use(weights)
             with self.stages.stage("denoise"):
                 clock = time.perf_counter()
                 precision = precision_of(config, weights)
@@ -126,7 +126,7 @@ class Studio:
                 )  # fmt: skip
                 latents[weights] = drawn, (time.perf_counter() - clock) / count
             del transformer, modulation
-        turns.free()
+        shared.free()
         return self._decoded(models, latents)
 
     def _starts(self, requests: Sequence[Request]) -> list[Tensor | None]:
@@ -139,15 +139,17 @@ class Studio:
             free_memory(self.device)
         return starts
 
-    def _decoded(self, models: Sequence[Weights], latents: dict[Weights, tuple[list[Tensor], float]]) -> list[Drawn]:
+    def _decoded(
+        self, models: Sequence[Weights], latents: dict[Weights, tuple[list[Tensor], float]]
+    ) -> list[GeneratedImages]:
         with self.stages.stage("load"):
             vae = self._vae()
-        done: dict[Weights, Drawn] = {}
+        done: dict[Weights, GeneratedImages] = {}
         for weights, (z, denoise) in latents.items():
             with self.stages.stage("decode"):
                 clock = time.perf_counter()
                 pictures = decode(vae, self.config.model, z)
-            done[weights] = Drawn(weights, pictures, z, denoise, (time.perf_counter() - clock) / len(z))
+            done[weights] = GeneratedImages(weights, pictures, z, denoise, (time.perf_counter() - clock) / len(z))
         del vae
         free_memory(self.device)
         return [done[weights] for weights in models]
@@ -163,7 +165,7 @@ class Studio:
         return f"{on_device}{self.stages.peak('peak_rss_gib'):.2f} GiB of the process"
 
 
-def open_studio(args: argparse.Namespace) -> Studio:
+def open_session(args: argparse.Namespace) -> InferenceSession:
     """The run that arguments name, or the newest, with their changes; ``--model`` alone needs no run.
 
     Raises:
@@ -176,7 +178,9 @@ def open_studio(args: argparse.Namespace) -> Studio:
         config = run_config(run)
     config = config.model_copy(update=_changes(config, args))
     device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
-    studio = Studio(resolved(config), run, device, reason, Stages(cuda=device.type == "cuda"), speed_of(args))
+    studio = InferenceSession(
+        resolved(config), run, device, reason, StageTimer(cuda=device.type == "cuda"), speed_of(args)
+    )
     _require_streamable(studio.config)
     return studio
 
@@ -205,7 +209,7 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
     return changes
 
 
-def speed_of(args: argparse.Namespace) -> Speed:
+def speed_of(args: argparse.Namespace) -> DrawingSpeed:
     """What arguments ask for to be faster."""
     asked = given(args, "batch_size", "reuse_guidance")
     if given(args, "compile") and args.compile and given(args, "resident_blocks"):
@@ -213,7 +217,7 @@ def speed_of(args: argparse.Namespace) -> Speed:
             "--compile: compiled blocks expect their weights in one place, and --resident-blocks moves them. "
             "Leave one of them out"
         )
-    return Speed(**asked, compiled=bool(vars(args).get("compile")))
+    return DrawingSpeed(**asked, compiled=bool(vars(args).get("compile")))
 
 
 def _require_streamable(config: TrainConfig) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from simpletune.adapters.lora_layers import bring_to, detach, rescale
+from simpletune.adapters.lora_layers import detach, move_updates, rescale
 from simpletune.config.schema import TrainConfig
 from simpletune.lora.attach import load_loras
 from simpletune.lora.header import open_lora
@@ -21,7 +21,7 @@ from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.runs.weights import BASE, Weights, load_weights
 
 
-class Turns:
+class SharedBase:
     """The transformer, with the weights of whoever's turn it is.
 
     Between LoRAs on one base only the LoRA is changed; at the base's turn none is attached, so that the base is what it
@@ -37,27 +37,25 @@ class Turns:
 
     def __init__(self, config: TrainConfig, device: torch.device, sizes: Collection[Size], compiled: bool = False):
         self.config, self.device, self.sizes, self.compiled = config, device, sizes, compiled
-        self.loads = 0
         self._transformer: nn.Module | None = None
         self._modulation: Modulation | None = None
         self._loaded: Weights | None = None
-        self._worn: Weights = BASE
+        self._active: Weights = BASE
 
-    def take(self, weights: Weights) -> tuple[nn.Module, Modulation | None]:
+    def use(self, weights: Weights) -> tuple[nn.Module, Modulation | None]:
         """The transformer with these weights, and its modulation if it was taken out. What an earlier call gave has
         these weights too from now on, or is freed."""
         base = self.base_of(weights)
         if self._transformer is None or base != self._loaded:
             self.free()
             self._transformer, self._modulation = load_weights(self.config, base, self.device, self.sizes)
-            self._loaded, self._worn = base, base
-            self.loads += 1
+            self._loaded, self._active = base, base
             if self.compiled:
                 compile_blocks(self._transformer, self.device)
-        self._wear(self._transformer, weights)
+        self._apply(self._transformer, weights)
         return self._transformer, self._modulation
 
-    def in_turn(self, models: Iterable[Weights]) -> list[Weights]:
+    def grouped_by_base(self, models: Iterable[Weights]) -> list[Weights]:
         """The same models, those on one base together, so that no base is loaded twice."""
         bases: dict[Weights, list[Weights]] = {}
         for weights in models:
@@ -81,14 +79,14 @@ class Turns:
             return False
         return any(is_conditioning(name) for file, _ in weights.loras for name in updates_of(open_lora(file)))
 
-    def _wear(self, transformer: nn.Module, weights: Weights) -> None:
+    def _apply(self, transformer: nn.Module, weights: Weights) -> None:
         if self.base_of(weights) != replace(BASE, label=""):
             return  # loaded with all that belongs to it
-        if weights.lora == self._worn.lora and not (weights.more or self._worn.more):
+        if weights.lora == self._active.lora and not (weights.more or self._active.more):
             rescale(transformer, weights.scale)
         else:
             detach(transformer)
             if weights.loras:
                 load_loras(transformer, weights.loras)
-                bring_to(transformer, self.device)
-        self._worn = weights
+                move_updates(transformer, self.device)
+        self._active = weights

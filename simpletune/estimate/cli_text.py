@@ -9,7 +9,7 @@ from pathlib import Path
 
 from simpletune.cards import Card, card_of
 from simpletune.config.load import read_config
-from simpletune.config.resolve import model_resolved, require_fit
+from simpletune.config.resolve import model_resolved, require_model_rules
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.chart import write_picture
 from simpletune.estimate.choosing import choose
@@ -34,7 +34,7 @@ def read_for_estimate(file: Path, overrides: Sequence[str]) -> TrainConfig:
     for notice in notices:
         print(notice)
     config = model_resolved(config)
-    require_fit(config)
+    require_model_rules(config)
     return config
 
 

@@ -9,7 +9,7 @@ import torch
 
 from simpletune.cards import Card, card_named_by_driver
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.job import CONTEXT, MIB, Estimate, estimate, moment_json
+from simpletune.estimate.job import CONTEXT, MIB, Estimate, estimate, snapshot_json
 from simpletune.estimate.levers import LEVERS, changed
 from simpletune.estimate.planning import Search, differing
 from simpletune.estimate.text import place
@@ -35,11 +35,11 @@ def forecast(config: TrainConfig, device: torch.device, size: Size, force: bool 
     """
     if device.type != "cuda":
         found = estimate(config, CPU_STANDS_FOR, size)
-        _tell(found, None)
+        _print(found, None)
         return found
     card, held = card_at_hand(device)
     found = estimate(config, card.capability, size)
-    _tell(found, card)
+    _print(found, card)
     if found.fits(card, held):
         return found
     lacking = (found.needed() + held - card.bytes) / MIB
@@ -62,7 +62,7 @@ def _own_context(device: torch.device) -> int:
     return CONTEXT if torch.cuda.is_initialized() else 0
 
 
-def _tell(found: Estimate, card: Card | None) -> None:
+def _print(found: Estimate, card: Card | None) -> None:
     on = "" if card is None else f", {found.needed() / MIB:,.0f} with allowances, of {card.bytes / MIB:,.0f} MiB"
     say(f"memory  predicted peak {found.peak.bytes / MIB:,.0f} MiB ({found.peak_stage}: {place(found.peak)}){on}")
 
@@ -106,14 +106,14 @@ def cheapest_change(
     return tuple(overrides), best.choice.about, best.estimate.needed()
 
 
-def beside_measured(found: Estimate, measured: Measured) -> dict[str, Any]:
+def compare_with_measured(found: Estimate, measured: Measured) -> dict[str, Any]:
     """The prediction as the run's summary keeps it, with what was measured.
 
     Args:
         found: the prediction.
         measured: by stage, ``peak_allocated_gib`` among the figures; None without CUDA.
     """
-    stages: dict[str, Any] = {name: moment_json(moment) for name, moment in found.stages.items()}
+    stages: dict[str, Any] = {name: snapshot_json(moment) for name, moment in found.stages.items()}
     for name, stage in stages.items():
         peak = measured.get(name, {}).get("peak_allocated_gib")
         if peak is not None:
@@ -122,7 +122,7 @@ def beside_measured(found: Estimate, measured: Measured) -> dict[str, Any]:
     return {"stages": stages, "peak_allocated_mib": round(found.peak.bytes / MIB, 1)}
 
 
-def tell_beside_measured(predicted: Mapping[str, Any]) -> None:
+def print_comparison(predicted: Mapping[str, Any]) -> None:
     """Say predicted beside measured, where there is something measured."""
     rows = [(name, stage) for name, stage in predicted["stages"].items() if "measured_mib" in stage]
     if rows:

@@ -17,10 +17,10 @@ from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.levers import within_budget
 from simpletune.estimate.needs import Needs, needs_of
-from simpletune.estimate.simulate import Report
+from simpletune.estimate.simulate import StepReport
 from simpletune.estimate.simulate_stages import JobReport, simulate_stages
 from simpletune.memory.device_terms import cublas_workspace
-from simpletune.memory.snapshot import Moment
+from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.models.sizes import Size
 from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
@@ -42,12 +42,12 @@ class Estimate:
         size: width and height of the training pictures in pixels that it is for.
     """
 
-    stages: Mapping[str, Moment]
+    stages: Mapping[str, MemorySnapshot]
     needs: Needs
     size: Size
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemorySnapshot:
         """The largest moment of the whole job."""
         return max(self.stages.values(), key=lambda moment: moment.bytes)
 
@@ -72,7 +72,7 @@ class Estimate:
     def as_json(self, card: Card | None = None, reserved: int = 0) -> dict[str, Any]:
         """What ``estimate --json`` prints; memory in MiB of 2^20 bytes, host, disk and download in GiB of 2^30."""
         found: dict[str, Any] = {
-            "stages": {name: moment_json(moment) for name, moment in self.stages.items()},
+            "stages": {name: snapshot_json(moment) for name, moment in self.stages.items()},
             "peak_allocated_mib": mib(self.peak.bytes),
             "peak_stage": self.peak_stage,
             "allowances_mib": {"cuda_context": mib(CONTEXT), "fragmentation": mib(int(FRAGMENTED * self.peak.bytes))},
@@ -103,10 +103,10 @@ def largest_peak(card: Card, reserved: int = 0) -> int:
     return int((card.bytes - reserved - needed(0)) / (1 + FRAGMENTED))
 
 
-def moment_json(moment: Moment) -> dict[str, Any]:
+def snapshot_json(moment: MemorySnapshot) -> dict[str, Any]:
     """A moment in MiB."""
     kinds = {kind: mib(size) for kind, size in sorted(moment.by_kind.items(), key=lambda item: -item[1]) if size}
-    return {"peak_allocated_mib": mib(moment.bytes), "by_kind": kinds, "at": f"{moment.phase} {moment.place}".strip()}
+    return {"peak_allocated_mib": mib(moment.bytes), "by_kind": kinds, "at": f"{moment.phase} {moment.module}".strip()}
 
 
 def mib(size: int) -> float:
@@ -146,14 +146,14 @@ def _restored(kept: dict[str, Any]) -> JobReport:
     """What ``asdict`` made of a report."""
     train = kept["train"]
     sizes = {name: train[name] for name in ("host_bytes", "trained_bytes", "state_bytes", "average_bytes", "seconds")}
-    report = Report(
-        peak=Moment(**train["peak"]),
-        phases={name: Moment(**moment) for name, moment in train["phases"].items()},
-        steady=Moment(**train["steady"]),
+    report = StepReport(
+        peak=MemorySnapshot(**train["peak"]),
+        phases={name: MemorySnapshot(**moment) for name, moment in train["phases"].items()},
+        steady=MemorySnapshot(**train["steady"]),
         trained={name: tuple(shape) for name, shape in train["trained"].items()},
         **sizes,
     )
-    return JobReport({name: Moment(**m) for name, m in kept["stages"].items()}, report, kept["part_bytes"])
+    return JobReport({name: MemorySnapshot(**m) for name, m in kept["stages"].items()}, report, kept["part_bytes"])
 
 
 def key_of_prediction(config: TrainConfig, capability: tuple[int, int], size: Size) -> str:

@@ -40,7 +40,7 @@ LEVERS = (
     Lever(("optimizer.name=adamw8bit",), "8-bit optimizer state"),
     Lever(("adapter.dtype=bf16",), "LoRA weights in bf16, rounded stochastically"),
     Lever(("memory.checkpointing=all",), "about a third more time; exact"),
-    Lever(("memory.boundaries=host",), "traffic to the host; exact"),
+    Lever(("memory.offload_checkpoint_inputs=true",), "traffic to the host; exact"),
     Lever(("memory.vae_tile=512",), "pictures are encoded and decoded in tiles"),
     Lever(("memory.optimizer_in_backward=true", "train.clip=per_parameter"), "clipping by parameter"),
     Lever(("precision.weights=int8",), "8-bit base weights"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.simulate import Report
+from simpletune.estimate.simulate import StepReport
 from simpletune.models.flops import sd3_flops, trained_of
 from simpletune.models.sizes import Size
 
@@ -40,7 +40,7 @@ class Pace:
         return self.products + self.recomputation + self.unpacking + self.transfer + self.update
 
 
-def pace(config: TrainConfig, report: Report, card: Card, size: Size | None = None) -> Pace:
+def pace(config: TrainConfig, report: StepReport, card: Card, size: Size | None = None) -> Pace:
     """What a step should take.
 
     Args:
@@ -59,7 +59,9 @@ def pace(config: TrainConfig, report: Report, card: Card, size: Size | None = No
         rate /= WITHOUT_BF16
     products, again = flops.model / rate, flops.recomputed / rate
     unpacking = (
-        _unpacked(config, config.precision.unpackings(1 + checkpointed / blocks)) / (card.bandwidth or BANDWIDTH) / 1e9
+        _unpacked(config, config.precision.dequantise_count(1 + checkpointed / blocks))
+        / (card.bandwidth or BANDWIDTH)
+        / 1e9
     )
     hidden = products + again + unpacking
     patch = 8 * config.model.known_config()["patch_size"]
@@ -79,9 +81,9 @@ def _unpacked(config: TrainConfig, passes: float) -> float:
     return work * config.model.parameter_count() * (each + COMPUTED) * passes
 
 
-def _moved(config: TrainConfig, report: Report, tokens: int) -> float:
+def _moved(config: TrainConfig, report: StepReport, tokens: int) -> float:
     """Bytes over the link to the host: streamed weights forward and backward, and home again with states if they train;
-    boundaries there and back."""
+    checkpoint inputs there and back."""
     blocks, shapes = config.model.blocks(), config.model.known_config()
     hidden = shapes["num_attention_heads"] * shapes["attention_head_dim"]
     share = len(config.memory.streamed(blocks)) / blocks
@@ -89,6 +91,6 @@ def _moved(config: TrainConfig, report: Report, tokens: int) -> float:
     moved = 2 * weights
     if config.adapter.trains_base:
         moved += weights + 2 * share * report.state_bytes
-    if config.memory.boundaries == "host":
+    if config.memory.offload_checkpoint_inputs:
         moved += 2 * config.memory.checkpointed(blocks) * tokens * hidden * COMPUTED
     return moved

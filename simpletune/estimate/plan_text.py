@@ -14,7 +14,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.estimate.cli_text import GIB, read_for_estimate, unfit
 from simpletune.estimate.job import MIB
 from simpletune.estimate.pace import Pace
-from simpletune.estimate.planning import Found, Search, batch_table, differing
+from simpletune.estimate.planning import PlanResult, Search, batch_table, differing
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 
@@ -58,7 +58,7 @@ def plan_config(file: Path, overrides: Sequence[str], device: str, reserve: floa
     return "\n".join(lines)
 
 
-def _described(number: int, found: Found, best: Found, config: TrainConfig) -> Iterator[str]:
+def _described(number: int, found: PlanResult, best: PlanResult, config: TrainConfig) -> Iterator[str]:
     """A choice in a few lines."""
     estimate, choice = found.estimate, found.choice
     yield f"{number}. {choice.about}"

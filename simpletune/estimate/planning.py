@@ -16,7 +16,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.estimate.job import Estimate, estimate, largest_peak, needed
 from simpletune.estimate.levers import with_changes
 from simpletune.estimate.pace import Pace, pace
-from simpletune.estimate.simulate import Report, simulate
+from simpletune.estimate.simulate import StepReport, simulate
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError
 
@@ -47,7 +47,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Found:
+class PlanResult:
     """Settings that fit.
 
     Args:
@@ -65,21 +65,21 @@ def rungs(blocks: int) -> list[tuple[str, tuple[str, ...]]]:
     """Which blocks are checkpointed, and what is on the host: each takes less memory than the one before."""
     half = max(1, blocks // 2)
 
-    def rung(about: str, checkpointing: str | int, resident: str | int, boundaries: str) -> tuple[str, tuple[str, ...]]:
+    def rung(about: str, checkpointing: str | int, resident: str | int, offload: str) -> tuple[str, tuple[str, ...]]:
         return about, (
             f"memory.checkpointing={checkpointing}",
             f"memory.resident_blocks={resident}",
-            f"memory.boundaries={boundaries}",
+            f"memory.offload_checkpoint_inputs={offload}",
         )
 
     return [
-        rung("all activations kept", "none", "null", "device"),
-        rung(f"{half} of {blocks} blocks checkpointed", half, "null", "device"),
-        rung("every block checkpointed", "all", "null", "device"),
-        rung("every block checkpointed, boundaries on the host", "all", "null", "host"),
-        rung(f"{blocks - half} of {blocks} blocks streamed", "all", half, "device"),
-        rung("every block streamed", "all", 0, "device"),
-        rung("every block streamed, boundaries on the host", "all", 0, "host"),
+        rung("all activations kept", "none", "null", "false"),
+        rung(f"{half} of {blocks} blocks checkpointed", half, "null", "false"),
+        rung("every block checkpointed", "all", "null", "false"),
+        rung("every block checkpointed, their inputs on the host", "all", "null", "true"),
+        rung(f"{blocks - half} of {blocks} blocks streamed", "all", half, "false"),
+        rung("every block streamed", "all", 0, "false"),
+        rung("every block streamed, checkpoint inputs on the host", "all", 0, "true"),
     ]
 
 
@@ -143,14 +143,9 @@ class Search:
 
     def __init__(self, config: TrainConfig, card: Card, reserved: int = 0):
         self.config, self.card, self.reserved = config, card, reserved
-        self._known: dict[str, Report] = {}
+        self._known: dict[str, StepReport] = {}
 
-    @property
-    def predictions(self) -> int:
-        """How many were made."""
-        return len(self._known)
-
-    def fastest(self) -> list[Found]:
+    def fastest(self) -> list[PlanResult]:
         """The settings that fit and should be fastest, and the second best.
 
         Raises:
@@ -173,7 +168,7 @@ class Search:
         ranked = sorted(chosen, key=self._cost)
         if len(ranked) < SHOWN:
             ranked += sorted(spare, key=self._cost)
-        found: list[Found] = []
+        found: list[PlanResult] = []
         for choice in ranked:
             found += self._whole_job(choice)
             if len(found) == SHOWN:
@@ -191,16 +186,16 @@ class Search:
         seconds = pace(choice.config, self.report(choice.config), self.card).seconds
         return seconds / train.batch_size / train.gradient_accumulation * WORTH**choice.lossy
 
-    def largest_batch(self) -> list[Found]:
+    def largest_batch(self) -> list[PlanResult]:
         """As ``fastest``, with the largest batch that fits in this precision with anything."""
         batch = self._largest(range(1, MOST + 1), "train.batch_size")
         return self._with(f"train.batch_size={batch}")
 
-    def highest_resolution(self) -> list[Found]:
+    def highest_resolution(self) -> list[PlanResult]:
         """As ``fastest``, with the highest resolution that fits in this precision with anything."""
         return self._with(f"data.resolution={self._largest(RESOLUTIONS, 'data.resolution')}")
 
-    def _with(self, override: str) -> list[Found]:
+    def _with(self, override: str) -> list[PlanResult]:
         config = with_changes(self.config, [override])
         assert config is not None
         found = Search(config, self.card, self.reserved).fastest()
@@ -245,7 +240,7 @@ class Search:
             low, high = (low, middle) if self.fits(chain[middle].config) else (middle + 1, high)
         return low
 
-    def _whole_job(self, choice: Choice) -> list[Found]:
+    def _whole_job(self, choice: Choice) -> list[PlanResult]:
         """Settings with the largest tiles, if any, with which the other stages fit too; nothing if they do not."""
         for tile in (None, *TILES):
             more = () if tile is None else (f"memory.vae_tile={tile}",)
@@ -255,7 +250,7 @@ class Search:
             if whole.fits(self.card, self.reserved):
                 words = choice.about + (f", tiles of {tile} px" if tile else "")
                 chosen = Choice((*choice.overrides, *more), config, words, choice.lossy, choice.last_resort)
-                return [Found(chosen, whole, pace(config, self.report(choice.config), self.card))]
+                return [PlanResult(chosen, whole, pace(config, self.report(choice.config), self.card))]
         return []
 
     def fits(self, config: TrainConfig) -> bool:
@@ -263,7 +258,7 @@ class Search:
         peak = self.report(config).peak.bytes + cublas_workspace(self.card.capability)
         return needed(peak) + self.reserved <= self.card.bytes
 
-    def report(self, config: TrainConfig) -> Report:
+    def report(self, config: TrainConfig) -> StepReport:
         """The training stage, predicted once."""
         key = config.model_dump_json()
         if key not in self._known:

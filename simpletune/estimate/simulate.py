@@ -17,26 +17,26 @@ from simpletune.ema import Average
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.device_terms import cublas_workspace, temporaries
 from simpletune.memory.fake import fake_tensors
-from simpletune.memory.snapshot import HOST, Moment
+from simpletune.memory.snapshot import HOST, MemorySnapshot
 from simpletune.models.sd3_shapes import Shape
 from simpletune.models.sizes import Size
 from simpletune.pipeline.load import empty_base
 from simpletune.step.attention import attention_by
 from simpletune.step.core import StepCore, assemble
-from simpletune.step.synthetic import CPU, EmptyFeed, OneProcess, batch_tensors
+from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors, trained_parameters
 
 
 @dataclass(frozen=True)
-class Report:
+class StepReport:
     """What training takes on the device, in bytes as ``torch.cuda.max_memory_allocated`` counts them."""
 
-    peak: Moment
+    peak: MemorySnapshot
     """The largest moment."""
-    phases: Mapping[str, Moment]
+    phases: Mapping[str, MemorySnapshot]
     """The largest moment of each phase."""
-    steady: Moment
+    steady: MemorySnapshot
     """What lives between two steps."""
     host_bytes: int
     """What levers keep in host memory."""
@@ -53,7 +53,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class SimulatedRun:
     """A run that has taken its steps on fake tensors.
 
     Args:
@@ -63,7 +63,7 @@ class Rehearsal:
     """
 
     core: StepCore
-    feed: EmptyFeed
+    feed: SyntheticBatches
     average: Average | None
 
 
@@ -71,7 +71,7 @@ def simulate(
     config: TrainConfig,
     size: tuple[int, int] | None = None,
     capability: tuple[int, int] | None = None,
-) -> Report:
+) -> StepReport:
     """Predict the training stage's peak memory; no weights, no data and no GPU are needed.
 
     Args:
@@ -88,7 +88,7 @@ def simulate(
         transformer = empty_base(config.model, config.memory, config.precision, CPU, sizes)
         report = account(config, transformer, size)
     extra = 0 if capability is None else cublas_workspace(capability)
-    return Report(
+    return StepReport(
         peak=with_workspace(report.peak, extra),
         phases={name: with_workspace(moment, extra) for name, moment in report.phases.items()},
         steady=with_workspace(report.steady, extra),
@@ -101,7 +101,7 @@ def simulate(
     )
 
 
-def account(config: TrainConfig, transformer: nn.Module, size: tuple[int, int] | None = None) -> Report:
+def account(config: TrainConfig, transformer: nn.Module, size: tuple[int, int] | None = None) -> StepReport:
     """Assemble the run around a loaded transformer, take a step, and count every byte, real or fake.
 
     Args:
@@ -116,7 +116,7 @@ def account(config: TrainConfig, transformer: nn.Module, size: tuple[int, int] |
 
 def take_steps(
     accounting: Accounting, config: TrainConfig, transformer: nn.Module, size: Size | None = None
-) -> tuple[Report, Rehearsal]:
+) -> tuple[StepReport, SimulatedRun]:
     """As ``account``, under an accounting that goes on.
 
     Returns:
@@ -127,7 +127,7 @@ def take_steps(
     base = all_tensors(transformer)
     accounting.register(base, "weights")
     with accounting.allocating("optimizer"):
-        core = assemble(config, transformer, OneProcess(CPU))
+        core = assemble(config, transformer, SingleProcess(CPU))
     take_cuda_paths(core.optimizer)
     register_trained(accounting, core, transformer, base)
     updates_stream = config.memory.resident_blocks is not None and config.adapter.trains_base
@@ -137,9 +137,9 @@ def take_steps(
     with accounting.allocating("optimizer"):
         average = config.ema.build(trained_parameters(transformer)) if config.ema else None
     accounting.forget_peak()
-    hooks = accounting.watch_gradients(core.parameters) + accounting.watch_places(places(transformer))
+    hooks = accounting.watch_gradients(core.parameters) + accounting.watch_modules(places(transformer))
     transformer.train()
-    feed = EmptyFeed(config, core, size)
+    feed = SyntheticBatches(config, core, size)
     for step in range(steps):
         accounting.forget_moments()
         batches = feed.step(step)
@@ -152,7 +152,7 @@ def take_steps(
             average.update()
     for hook in hooks:
         hook.remove()
-    report = Report(
+    report = StepReport(
         peak=accounting.peak,
         phases=accounting.peaks,
         steady=accounting.current,
@@ -163,7 +163,7 @@ def take_steps(
         average_bytes=sum(value.nbytes for value in average.tensors().values()) if average else 0,
         seconds=time.perf_counter() - started,
     )
-    return report, Rehearsal(core, feed, average)
+    return report, SimulatedRun(core, feed, average)
 
 
 def make_states(accounting: Accounting, core: StepCore) -> None:
@@ -219,9 +219,9 @@ def states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (value for value in values if isinstance(value, Tensor))
 
 
-def with_workspace(moment: Moment, extra: int) -> Moment:
+def with_workspace(moment: MemorySnapshot, extra: int) -> MemorySnapshot:
     """A moment with what libraries keep for good."""
     by_kind = dict(moment.by_kind)
     if extra:
         by_kind["workspace"] = by_kind.get("workspace", 0) + extra
-    return Moment(moment.bytes + extra, by_kind, moment.phase, moment.place)
+    return MemorySnapshot(moment.bytes + extra, by_kind, moment.phase, moment.module)

@@ -19,11 +19,11 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
 from simpletune.config.schema import TrainConfig
 from simpletune.ema import averaged
-from simpletune.estimate.simulate import Rehearsal, Report, take_steps, with_workspace
+from simpletune.estimate.simulate import SimulatedRun, StepReport, take_steps, with_workspace
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.device_terms import cublas_workspace, temporaries
 from simpletune.memory.fake import fake_tensors
-from simpletune.memory.snapshot import HOST, Moment
+from simpletune.memory.snapshot import HOST, MemorySnapshot
 from simpletune.models.parts import Part, use_tiles
 from simpletune.models.sd3 import SD3, SD3_MEDIUM
 from simpletune.models.sd3_sources import provider
@@ -33,7 +33,7 @@ from simpletune.models.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
 from simpletune.pipeline.load import empty_base
 from simpletune.pipeline.sample import Request, sample_latents
 from simpletune.profiling import phase
-from simpletune.step.synthetic import CPU, EmptyFeed
+from simpletune.step.synthetic import CPU, SyntheticBatches
 from simpletune.system.console import silent
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors
@@ -45,17 +45,17 @@ DRAWN = 3  # sampling steps: the first two make what the later ones find
 class JobReport:
     """What the whole job takes."""
 
-    stages: Mapping[str, Moment]
+    stages: Mapping[str, MemorySnapshot]
     """The largest moment of ``text``, ``latents``, ``train`` and, where something is drawn or evaluated, ``validate``.
     Text is the largest of its encoders, named as its place; validate's phase is ``sample``, ``decode`` or
     ``evaluate``."""
-    train: Report
+    train: StepReport
     """The training stage."""
     part_bytes: Mapping[str, int]
     """Parameters of the frozen parts in 2 bytes each, as the hub's files hold them, by the part's name."""
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemorySnapshot:
         """The largest moment of all."""
         return max(self.stages.values(), key=lambda moment: moment.bytes)
 
@@ -113,7 +113,7 @@ def counted(weights: Iterable[Tensor]) -> Iterator[Accounting]:
         yield accounting
 
 
-def text_moments(config: TrainConfig) -> Iterator[tuple[str, int, Moment]]:
+def text_moments(config: TrainConfig) -> Iterator[tuple[str, int, MemorySnapshot]]:
     """Each text encoder's part, its size in 2 bytes a parameter, and its largest moment over batches of prompts."""
     dtype = config.precision.encoder_dtype()
     for encoder in ENCODERS[: 3 if config.model.t5 else 2]:
@@ -125,10 +125,10 @@ def text_moments(config: TrainConfig) -> Iterator[tuple[str, int, Moment]]:
         else:
             clip = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(part.config())).eval().to(dtype)
             size, moment = half_bytes(clip), of_clip(clip)
-        yield encoder.model, size, replace(moment, phase="text", place=encoder.name)
+        yield encoder.model, size, replace(moment, phase="text", module=encoder.name)
 
 
-def of_clip(model: Any) -> Moment:
+def of_clip(model: Any) -> MemorySnapshot:
     """A loaded CLIP encoder over two batches of prompts: the first one's outputs live until the second's are there."""
     with counted(all_tensors(model)) as accounting:
         ids = torch.zeros((2 * BATCH, model.config.max_position_embeddings), dtype=torch.int64)
@@ -137,7 +137,7 @@ def of_clip(model: Any) -> Moment:
     return accounting.peak
 
 
-def of_t5(t5: LayeredT5, length: int) -> Moment:
+def of_t5(t5: LayeredT5, length: int) -> MemorySnapshot:
     """A T5 encoder, layer by layer, over two batches of prompts of so many tokens."""
     with counted(()) as accounting:
         ids = torch.zeros((2 * BATCH, length), dtype=torch.int64)
@@ -159,14 +159,14 @@ def empty_autoencoder(config: TrainConfig) -> nn.Module:
     return vae.eval().requires_grad_(False)
 
 
-def of_encoding(model: SD3, vae: nn.Module, size: Size) -> Moment:
+def of_encoding(model: SD3, vae: nn.Module, size: Size) -> MemorySnapshot:
     """A loaded autoencoder over one picture."""
     with counted(all_tensors(vae)) as accounting, torch.no_grad(), phase("encode"):
         model.encode_pictures(vae, torch.zeros(1, 3, size[1], size[0]))
     return accounting.peak
 
 
-def train_and_validate(config: TrainConfig, size: Size) -> tuple[Report, Moment | None]:
+def train_and_validate(config: TrainConfig, size: Size) -> tuple[StepReport, MemorySnapshot | None]:
     """The training stage, and what is drawn and evaluated while all that trains stays where it is."""
     transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
     vae = empty_autoencoder(config)
@@ -182,17 +182,17 @@ def train_and_validate(config: TrainConfig, size: Size) -> tuple[Report, Moment 
     return report, max(found, key=lambda moment: moment.bytes, default=None)
 
 
-def of_evaluating(accounting: Accounting, run: Rehearsal, transformer: nn.Module) -> Moment:
+def of_evaluating(accounting: Accounting, run: SimulatedRun, transformer: nn.Module) -> MemorySnapshot:
     """The evaluation loss: one sample after the other, forward only."""
     accounting.forget_peak()
     with accounting.allocating("activations"), torch.no_grad(), phase("evaluate"):
-        run.core.loss(transformer, run.feed.singly())
+        run.core.loss(transformer, run.feed.one_by_one())
     return accounting.peak
 
 
 def of_drawing(
-    accounting: Accounting, config: TrainConfig, feed: EmptyFeed, transformer: nn.Module, vae: nn.Module
-) -> Moment:
+    accounting: Accounting, config: TrainConfig, feed: SyntheticBatches, transformer: nn.Module, vae: nn.Module
+) -> MemorySnapshot:
     """As a validation draws each of its pictures: the autoencoder is loaded before sampling begins."""
     option = config.validation
     width, height = config.picture_size()
@@ -221,7 +221,7 @@ class DrawnModel:
         request: what is drawn.
     """
 
-    def __init__(self, feed: EmptyFeed, request: Request):
+    def __init__(self, feed: SyntheticBatches, request: Request):
         self.feed, self.modulation = feed, feed.core.modulation
         self.window = 1 if self.modulation is None else self.modulation.window
         whole, drawn = min(self.window, feed.config.validation.steps), min(self.window, request.steps)

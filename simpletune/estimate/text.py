@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from simpletune.cards import Card
 from simpletune.estimate.job import CONTEXT, FRAGMENTED, MIB, Estimate
-from simpletune.memory.snapshot import KINDS, Moment
+from simpletune.memory.snapshot import KINDS, MemorySnapshot
 
 WIDTH = 40  # characters of the longest bar
 SIGNS = dict(zip(KINDS, "█▓▚▒░▞·", strict=True))
@@ -30,7 +30,7 @@ def as_text(name: str, estimate: Estimate, card: Card | None, reserved: int = 0)
     return "\n".join(lines)
 
 
-def bars(moments: Mapping[str, Moment]) -> list[str]:
+def bars(moments: Mapping[str, MemorySnapshot]) -> list[str]:
     """A bar for each moment, its kinds by their signs, and the legend."""
     longest = max(moment.bytes for moment in moments.values())
     title = max(len(name) for name in moments)
@@ -43,13 +43,13 @@ def bars(moments: Mapping[str, Moment]) -> list[str]:
     return lines
 
 
-def place(moment: Moment) -> str:
+def place(moment: MemorySnapshot) -> str:
     """Where a moment is, in words: ``backward, block 23``."""
-    where = moment.place.replace("transformer_blocks.", "block ")
+    where = moment.module.replace("transformer_blocks.", "block ")
     return ", ".join(part for part in (moment.phase, where) if part)
 
 
-def _shares(moment: Moment, width: int) -> Iterator[tuple[str, int]]:
+def _shares(moment: MemorySnapshot, width: int) -> Iterator[tuple[str, int]]:
     """So many characters for each kind, adding up to a width; what rounds to nothing gets none."""
     done = drawn = 0
     for kind in KINDS:

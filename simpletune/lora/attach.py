@@ -42,7 +42,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
     for name, (file, scale) in zip(names, loras, strict=True):
         header = open_lora(file)
         updates = updates_of(header)
-        require_fit(f"{file} (for {header.family[0]})", updates, model)
+        require_layers(f"{file} (for {header.family[0]})", updates, model)
         _inject(model, name, updates, scale)
     for _, layer in lora_layers(model):
         layer.set_adapter([name for name in names if name in layer.lora_A])
@@ -71,7 +71,7 @@ def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
             layer.scaling.update({name: scale for (owner, name), scale in before.items() if owner == layer_name})
 
 
-def require_fit(place: str, updates: Updates, model: nn.Module) -> None:
+def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
     """Whether a model has every layer of a LoRA, in its shape.
 
     Args:

@@ -16,7 +16,7 @@ LISTED = 5
 
 
 @dataclass
-class Row:
+class LayerResult:
     """One layer of an extraction.
 
     Args:
@@ -49,7 +49,7 @@ class Extracted:
     """
 
     updates: dict[str, Update] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[LayerResult] = field(default_factory=list)
     left_out: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -98,7 +98,7 @@ def extract(
             u, s, vt = torch.linalg.svd(difference, full_matrices=False)
             kept = rank_for(s, rank, energy)
             found.updates[layer] = _on_host(truncated(u, s, vt, kept))
-            found.rows.append(Row(layer, kept, norm, float(s[kept:].double().square().sum().sqrt())))
+            found.rows.append(LayerResult(layer, kept, norm, float(s[kept:].double().square().sum().sqrt())))
         elif norm > 0:
             found.left_out[name] = norm
         done()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from simpletune.memory.block_offload import StreamedBlocks
+    from simpletune.memory.block_offload import BlockOffload
 
 BLOCKS = "transformer_blocks"
 
@@ -32,9 +32,9 @@ class Memory(Option):
     budget_gib: Annotated[float, Field(gt=0)] | None = None
     """What checkpointing auto may take on the device, in GiB, without the CUDA context. null: what is free on the card
     at the start, less allowances for the context and for fragmentation."""
-    boundaries: Literal["device", "host"] = "device"
-    """Where checkpointing keeps the inputs of its blocks. host: in pinned host memory, fetched one block ahead in the
-    backward pass; at 1024 px that frees 311 MiB of a batch of one. Exact."""
+    offload_checkpoint_inputs: bool = False
+    """Keep the inputs of checkpointed blocks in pinned host memory, fetched one block ahead in the backward pass: at
+    1024 px that frees 311 MiB of a batch of one. Exact."""
     resident_blocks: Annotated[int, Field(ge=0)] | None = None
     """How many blocks keep their weights on the device; the others' live in pinned host memory and are brought in, one
     ahead, for every forward and backward pass: the device holds two blocks at a time instead of all. null: all blocks
@@ -74,25 +74,25 @@ class Memory(Option):
         prefixes = tuple(f"{BLOCKS}.{index}." for index in self.streamed(blocks))
         return lambda name: f"{name}.".startswith(prefixes)
 
-    def attach(self, blocks: Sequence[nn.Module], device: torch.device, trained: bool = False) -> StreamedBlocks | None:
+    def attach(self, blocks: Sequence[nn.Module], device: torch.device, trained: bool = False) -> BlockOffload | None:
         """Give the blocks their passes: checkpointed, streamed, as asked. The adapter is on them already.
 
         Args:
             blocks: of the loaded transformer, in order; changed in place.
             device: where it runs.
-            trained: whether trained weights are streamed too (see ``StreamedBlocks``).
+            trained: whether trained weights are streamed too (see ``BlockOffload``).
 
         Returns:
             What streams; None if all blocks are resident.
         """
-        from simpletune.memory.block_offload import StreamedBlocks
+        from simpletune.memory.block_offload import BlockOffload
         from simpletune.memory.checkpointing import set_passes
-        from simpletune.memory.offload_inputs import HostBoundaries
+        from simpletune.memory.offload_inputs import CheckpointInputOffload
 
         streamed = self.streamed(len(blocks))
-        streaming = StreamedBlocks(blocks, streamed, device, trained) if streamed else None
-        boundaries = HostBoundaries(device) if self.boundaries == "host" else None
-        set_passes(blocks, self.checkpointed(len(blocks)), boundaries, streaming)
+        streaming = BlockOffload(blocks, streamed, device, trained) if streamed else None
+        inputs = CheckpointInputOffload(device) if self.offload_checkpoint_inputs else None
+        set_passes(blocks, self.checkpointed(len(blocks)), inputs, streaming)
         return streaming
 
     def checkpointed(self, blocks: int) -> int:
@@ -116,11 +116,11 @@ class Memory(Option):
                 f"{self.checkpointing} leaves blocks that keep activations, and with memory.resident_blocks their "
                 "weights are gone when the backward pass needs them. Use checkpointing all, or resident_blocks null",
             )
-        if self.boundaries == "host" and self.checkpointing == "none":
+        if self.offload_checkpoint_inputs and self.checkpointing == "none":
             yield Problem(
-                "memory.boundaries",
-                "host is for what checkpointing keeps, and memory.checkpointing is none. Use checkpointing all or a "
-                "number, or boundaries device",
+                "memory.offload_checkpoint_inputs",
+                "true moves what checkpointing keeps, and memory.checkpointing is none. Use checkpointing all or a "
+                "number, or offload_checkpoint_inputs false",
             )
 
     def shape_rules(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from simpletune.memory.snapshot import HOST, Moment, require_known, rounded
+from simpletune.memory.snapshot import HOST, MemorySnapshot, require_known, rounded
 from simpletune.tensors import plain_tensors
 
 MARKS = "## ", " ##"  # around the names of a step's phases (profiling.phase)
@@ -59,13 +59,13 @@ class Accounting(TorchDispatchMode):
         self._phases: list[tuple[str, int]] = []
         self._kinds: list[str] = []
         self._visit = 0
-        self._place = ""
+        self._module = ""
         self._inside = 0  # watched modules whose forward pass is running
-        self.peak = Moment()
+        self.peak = MemorySnapshot()
         """The largest moment so far; of equal ones the last, in which states exist and carry their kinds."""
-        self.peaks: dict[str, Moment] = {}
+        self.peaks: dict[str, MemorySnapshot] = {}
         """The largest moment of each phase."""
-        self.moments: list[Moment] | None = [] if keep else None
+        self.moments: list[MemorySnapshot] | None = [] if keep else None
         """All moments since the last ``forget_moments``, in order."""
 
     def __enter__(self) -> Accounting:
@@ -105,14 +105,14 @@ class Accounting(TorchDispatchMode):
         return output
 
     @property
-    def current(self) -> Moment:
+    def current(self) -> MemorySnapshot:
         """What lives now."""
         by_kind = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}
-        return Moment(self._total, by_kind, self._moment_name(), self._place)
+        return MemorySnapshot(self._total, by_kind, self._moment_name(), self._module)
 
     def forget_peak(self) -> None:
         """Begin a new peak: what came before belonged to another stage."""
-        self.peak, self.peaks = Moment(), {}
+        self.peak, self.peaks = MemorySnapshot(), {}
         self._look()
 
     def forget_moments(self) -> None:
@@ -169,7 +169,7 @@ class Accounting(TorchDispatchMode):
 
         return [parameter.register_post_accumulate_grad_hook(mark) for parameter in parameters]
 
-    def watch_places(self, modules: Iterable[tuple[str, nn.Module]]) -> list[Any]:
+    def watch_modules(self, modules: Iterable[tuple[str, nn.Module]]) -> list[Any]:
         """Name where the computation is: forward and recomputation by the module entered, backward by whose outputs'
         gradients are there.
 
@@ -180,15 +180,15 @@ class Accounting(TorchDispatchMode):
 
     def _watch(self, name: str, module: nn.Module) -> list[Any]:
         def begin_forward(*_: Any) -> None:
-            self._place = name
+            self._module = name
             self._inside += 1
 
         def begin_backward(_: Tensor) -> None:
-            self._place = name
+            self._module = name
 
         def end_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
             self._inside -= 1
-            self._place = name if self._phase() == "backward" else ""  # after a recomputation its backward pass begins
+            self._module = name if self._phase() == "backward" else ""  # after a recomputation its backward pass begins
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                     leaf.register_hook(begin_backward)
@@ -201,7 +201,7 @@ class Accounting(TorchDispatchMode):
         """Ranges of others, such as torch's ``Optimizer.step``, belong to the phase around them."""
         if mark.startswith(MARKS[0]) and mark.endswith(MARKS[1]):
             self._visit += 1
-            self._place = ""
+            self._module = ""
             self._phases.append((mark[len(MARKS[0]) : -len(MARKS[1])], self._visit))
         else:
             self._phases.append((self._phase(), 0))
@@ -210,7 +210,7 @@ class Accounting(TorchDispatchMode):
         """What was born in the optimizer's phase and outlives it is its state."""
         left, visit = self._phases.pop()
         if visit:
-            self._place = ""
+            self._module = ""
         if visit and left == "optimizer":
             for storage in self._storages.values():
                 if storage.visit >= visit and storage.kind == "workspace":
@@ -263,14 +263,14 @@ class Accounting(TorchDispatchMode):
         """Is this the largest moment so far, with what a kernel held meanwhile?"""
         temporary = rounded(temporary)
         total, name = self._total + temporary, self._moment_name()
-        larger = total >= self.peak.bytes or total >= self.peaks.get(name, Moment()).bytes
+        larger = total >= self.peak.bytes or total >= self.peaks.get(name, MemorySnapshot()).bytes
         if not larger and self.moments is None:
             return
         now = self.current
         by_kind = dict(now.by_kind)
         if temporary:
             by_kind["workspace"] = by_kind.get("workspace", 0) + temporary
-        moment = Moment(total, by_kind, now.phase, now.place)
+        moment = MemorySnapshot(total, by_kind, now.phase, now.module)
         if self.moments is not None:
             self.moments.append(moment)
         if larger:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.memory import accounting
-from simpletune.memory.copy_stream import Copies, Ticket, copies_for, host_like
-from simpletune.memory.host_block import BlockHome, own_plain_tensors
+from simpletune.memory.copy_stream import Copies, CopyEvent, copies_for, host_like
+from simpletune.memory.host_block import HostBlock, own_plain_tensors
 
 SLOTS = 2
 SMALL_STATE = 4096  # bytes; optimizer state below it stays where it is
@@ -35,11 +35,11 @@ class Slot:
     def __init__(self, nbytes: int, device: torch.device):
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.holds: int | None = None
-        self.filled: Ticket = None
+        self.filled: CopyEvent = None
         self.views: dict[int, list[Tensor]] = {}
 
 
-class StreamedBlocks:
+class BlockOffload:
     """Streams the weights of blocks. Every block's passes, streamed or resident, stand in ``forward`` and
     ``recomputation`` (see ``checkpointing.set_passes``).
 
@@ -60,16 +60,16 @@ class StreamedBlocks:
         streamed: Collection[int],
         device: torch.device,
         trained: bool = False,
-        inward: Copies | None = None,
-        outward: Copies | None = None,
+        host_to_device: Copies | None = None,
+        device_to_host: Copies | None = None,
         poison: bool = False,
     ):
         self.device, self._poison = device, poison
-        self._in = inward or copies_for(device)
-        self._out = outward or copies_for(device)
-        self.homes: dict[int, BlockHome] = {}
+        self._in = host_to_device or copies_for(device)
+        self._out = device_to_host or copies_for(device)
+        self.homes: dict[int, HostBlock] = {}
         for index in sorted(streamed):
-            self.homes[index] = BlockHome(own_plain_tensors(blocks[index], trained), device)
+            self.homes[index] = HostBlock(own_plain_tensors(blocks[index], trained), device)
             for parameter in blocks[index].parameters():
                 if parameter.requires_grad and not trained:
                     parameter.data = parameter.data.to(device)  # a LoRA's, made beside weights on the host
@@ -81,15 +81,10 @@ class StreamedBlocks:
         self._in_use: Slot | None = None
         self._last = -1
         self._in_backward = False
-        self._written: Ticket = None
+        self._written: CopyEvent = None
         self._state_homes: dict[tuple[int, str], Tensor] = {}
         for slot in self._slots:
             self._give_up(slot)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Device memory of all slots."""
-        return sum(slot.flat.numel() for slot in self._slots)
 
     @property
     def host_bytes(self) -> int:
@@ -174,7 +169,7 @@ class StreamedBlocks:
     def _leave(self) -> None:
         """The computation has been given all work with the current block: its weights point home."""
         if self._current is not None and self._in_use is not None:
-            self.homes[self._current].point_home()
+            self.homes[self._current].point_at_host()
             if self._poison:
                 self._give_up(self._in_use)
         self._current = self._in_use = None

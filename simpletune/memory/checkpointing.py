@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from simpletune.memory.offload_inputs import HostBoundaries
+from simpletune.memory.offload_inputs import CheckpointInputOffload
 from simpletune.options import UserError
 
 MIB = 2**20
@@ -33,7 +33,7 @@ class Passes(Protocol):
         """Around the forward pass that its backward pass starts with."""
 
 
-class NothingAround:
+class PlainPasses:
     """Weights are where they are needed."""
 
     def forward(self, index: int) -> Context:
@@ -48,7 +48,7 @@ class NothingAround:
 def set_passes(
     blocks: Sequence[nn.Module],
     checkpointed: int,
-    boundaries: HostBoundaries | None = None,
+    inputs: CheckpointInputOffload | None = None,
     around: Passes | None = None,
 ) -> None:
     """Replace the blocks' forward: the first ``checkpointed`` of them keep their inputs only, when gradients are due.
@@ -60,16 +60,16 @@ def set_passes(
     Args:
         blocks: in the order of the forward pass; changed in place.
         checkpointed: how many.
-        boundaries: keeps their inputs on the host.
+        inputs: keeps their inputs on the host.
         around: stands around every block's passes.
     """
     for index, block in enumerate(blocks):
-        around_it = NothingAround() if around is None else around
-        block.forward = _passes(block, index, index < checkpointed, boundaries, around_it)
+        around_it = PlainPasses() if around is None else around
+        block.forward = _passes(block, index, index < checkpointed, inputs, around_it)
 
 
 def _passes(
-    block: nn.Module, index: int, checkpointed: bool, boundaries: HostBoundaries | None, around: Passes
+    block: nn.Module, index: int, checkpointed: bool, inputs: CheckpointInputOffload | None, around: Passes
 ) -> Callable[..., Any]:
     """The forward pass of one block."""
     original = block.forward
@@ -80,8 +80,8 @@ def _passes(
         if not (checkpointed and torch.is_grad_enabled()):
             with around.forward(index):
                 return original(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)  # by position: only those inputs are seen by the hooks of boundaries
-        with nullcontext() if boundaries is None else boundaries.kept():
+        bound = signature.bind(*args, **kwargs)  # by position: only those inputs are seen by the offload's hooks
+        with nullcontext() if inputs is None else inputs.offloading():
             return checkpoint(
                 original,
                 *bound.args,

@@ -16,43 +16,43 @@ from torch import Tensor
 from simpletune.memory import accounting
 from simpletune.memory.snapshot import HOST
 
-Ticket = Any
+CopyEvent = Any
 """Stands for work handed out: a CUDA event, or None for work that is done."""
 
 
 class Copies(Protocol):
     """A queue of copies beside the computation. Work of one queue is done in order."""
 
-    def mark(self) -> Ticket:
+    def mark(self) -> CopyEvent:
         """Everything that the computation has been given so far."""
 
-    def run(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
+    def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
         """Queue copies that start once other work is done."""
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, ticket: CopyEvent) -> None:
         """What the computation is given from now on starts once that work is done."""
 
-    def join(self, ticket: Ticket) -> None:
+    def join(self, ticket: CopyEvent) -> None:
         """The host waits until that work is done."""
 
 
 class HostCopies:
     """On the CPU: work is done when it is handed out."""
 
-    def mark(self) -> Ticket:
+    def mark(self) -> CopyEvent:
         """The computation is done already."""
         return None
 
-    def run(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
+    def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
         """Do it now."""
         with torch.no_grad():
             work()
         return None
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, ticket: CopyEvent) -> None:
         """Nothing is left to wait for."""
 
-    def join(self, ticket: Ticket) -> None:
+    def join(self, ticket: CopyEvent) -> None:
         """Nothing is left to wait for."""
 
 
@@ -67,11 +67,11 @@ class CudaCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def mark(self) -> Ticket:
+    def mark(self) -> CopyEvent:
         """An event behind everything that the current stream holds."""
         return torch.cuda.current_stream(self._device).record_event()
 
-    def run(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
+    def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
         """Queue it on the side stream."""
         for ticket in after:
             if ticket is not None:
@@ -80,12 +80,12 @@ class CudaCopies:
             work()
             return self._stream.record_event()
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, ticket: CopyEvent) -> None:
         """The current stream waits; the host does not."""
         if ticket is not None:
             torch.cuda.current_stream(self._device).wait_event(ticket)
 
-    def join(self, ticket: Ticket) -> None:
+    def join(self, ticket: CopyEvent) -> None:
         """The host waits for the event."""
         if ticket is not None:
             ticket.synchronize()

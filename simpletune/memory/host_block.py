@@ -22,7 +22,7 @@ def own_plain_tensors(block: nn.Module, trained: bool) -> list[Tensor]:
     return list(found.values())
 
 
-class BlockHome:
+class HostBlock:
     """A block's tensors, moved into one flat host buffer.
 
     Args:
@@ -40,7 +40,7 @@ class BlockHome:
         self._number = {id(tensor): number for number, tensor in enumerate(tensors)}
         for tensor, view in zip(tensors, self._at_home, strict=True):
             view.copy_(tensor.detach())
-        self.point_home()
+        self.point_at_host()
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +63,7 @@ class BlockHome:
         for tensor, view in zip(self.tensors, views, strict=True):
             tensor.data = view
 
-    def point_home(self) -> None:
+    def point_at_host(self) -> None:
         """Let the tensors have their values in host memory."""
         self.point_at(self._at_home)
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from simpletune.memory.copy_stream import Copies, Ticket, copies_for, host_like
+from simpletune.memory.copy_stream import Copies, CopyEvent, copies_for, host_like
 
 
 @dataclass(eq=False)
-class Kept:
+class OffloadedInput:
     """A tensor that is away.
 
     Args:
@@ -32,14 +32,14 @@ class Kept:
     """
 
     host: Tensor
-    sent: Ticket
+    sent: CopyEvent
     device: torch.device
-    before: WeakSet[Kept]
-    back: tuple[Tensor, Ticket] | None = None
+    before: WeakSet[OffloadedInput]
+    back: tuple[Tensor, CopyEvent] | None = None
     spent: bool = False
 
 
-class HostBoundaries:
+class CheckpointInputOffload:
     """Sends the tensors that a checkpoint keeps to host memory, and fetches them in the opposite order.
 
     Host buffers are used again and again. The device holds, beside what is computed with, the inputs of one block on
@@ -55,14 +55,14 @@ class HostBoundaries:
         self._device = device
         self._copies = copies_for(device) if copies is None else copies
         self._spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._leaving: list[tuple[Tensor, Tensor, Ticket]] = []
-        self._block: WeakSet[Kept] = WeakSet()
-        self._before: WeakSet[Kept] = WeakSet()
+        self._leaving: list[tuple[Tensor, Tensor, CopyEvent]] = []
+        self._block: WeakSet[OffloadedInput] = WeakSet()
+        self._before: WeakSet[OffloadedInput] = WeakSet()
         self.host_bytes = 0
         """Host memory taken so far."""
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def offloading(self) -> Iterator[None]:
         """What one block's checkpoint saves for the backward pass within this context goes to the host."""
         self._let_go()
         self._before, self._block = self._block, WeakSet()
@@ -75,22 +75,22 @@ class HostBoundaries:
             self._copies.wait(sent)
         self._leaving.clear()
 
-    def _pack(self, tensor: Tensor) -> Tensor | Kept:
+    def _pack(self, tensor: Tensor) -> Tensor | OffloadedInput:
         if tensor.dim() < 3 or tensor.device.type != self._device.type:
             return tensor
         source = tensor.detach()
         host = self._take(source)
         sent = self._copies.run(lambda: host.copy_(source, non_blocking=True), [self._copies.mark()])
         self._leaving.append((source, host, sent))  # memory in a copy's hands must not be given out again
-        kept = Kept(host, sent, source.device, self._before)
+        kept = OffloadedInput(host, sent, source.device, self._before)
         self._block.add(kept)
         return kept
 
-    def _unpack(self, kept: Tensor | Kept) -> Tensor:
+    def _unpack(self, kept: Tensor | OffloadedInput) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         if kept.spent:
-            raise RuntimeError("a second backward pass through a graph whose boundaries were on the host")
+            raise RuntimeError("a second backward pass through a graph whose checkpoint inputs were on the host")
         self._let_go()
         tensor, arrived = self._fetch(kept)
         self._copies.wait(arrived)
@@ -100,7 +100,7 @@ class HostBoundaries:
             self._fetch(earlier)
         return tensor
 
-    def _fetch(self, kept: Kept) -> tuple[Tensor, Ticket]:
+    def _fetch(self, kept: OffloadedInput) -> tuple[Tensor, CopyEvent]:
         """A tensor on its way back; started if it is not yet."""
         if kept.back is None:
             # Taken from the computation's own pool: the copy waits until what used this memory before is done with it.

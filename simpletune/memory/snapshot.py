@@ -14,7 +14,7 @@ BLOCK = 512  # bytes: the caching allocator's smallest block
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemorySnapshot:
     """What lived at one moment."""
 
     bytes: int = 0
@@ -23,7 +23,7 @@ class Moment:
     """The same by kind."""
     phase: str = ""
     """forward, backward, recompute (a checkpoint's second forward pass), clip, optimizer; empty: outside of a step."""
-    place: str = ""
+    module: str = ""
     """The named module whose forward or backward pass was running; empty: none."""
 
 

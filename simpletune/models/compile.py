@@ -1,7 +1,7 @@
 """``torch.compile``, block by block, where the machine can do it; where it cannot, that is said.
 
 Blocks of equal structure share what is compiled. In training it is a block's own forward pass that is compiled: what
-stands around it (checkpointing, streamed weights, boundaries on the host) stays as it is.
+stands around it (checkpointing, streamed weights, checkpoint inputs on the host) stays as it is.
 """
 
 from __future__ import annotations

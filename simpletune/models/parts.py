@@ -93,7 +93,7 @@ def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
     with init_empty_weights():
         vae = diffusers.AutoencoderKL.from_config(config)
     tensors = {key: tensor.to(dtype, copy=True) for key, tensor in convert_ldm_vae_checkpoint(original, config).items()}
-    require_fit(part, _shapes(vae.state_dict()), _shapes(tensors))
+    require_tensor_shapes(part, _shapes(vae.state_dict()), _shapes(tensors))
     vae.load_state_dict(tensors, assign=True)
     return vae
 
@@ -137,7 +137,7 @@ def load_text_model(part: Part, dtype: torch.dtype) -> Any:
     tensors = _clip_tensors(part)
     with init_empty_weights():
         expected = _shapes(kind(config).state_dict())
-    require_fit(part, expected, _shapes(tensors))
+    require_tensor_shapes(part, expected, _shapes(tensors))
     return _copied(kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype))
 
 
@@ -169,7 +169,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def require_fit(part: Part, expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> None:
+def require_tensor_shapes(part: Part, expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> None:
     """Names and shapes in the file against those in the configuration.
 
     Raises:

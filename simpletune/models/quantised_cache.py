@@ -28,8 +28,8 @@ from simpletune.system.atomic import flush_to_disk, quarantine, remove, remove_s
 from simpletune.system.checksums import fingerprint_of_range, sha256_of
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, free_bytes
-from simpletune.system.failpoints import passed
-from simpletune.system.locks import in_turn, lock_of
+from simpletune.system.failpoints import failpoint
+from simpletune.system.locks import lock_of, wait_for_lock
 from simpletune.system.safetensors_file import WeightReader, write_safetensors
 from simpletune.tensors import to_device
 
@@ -39,7 +39,7 @@ ROOM = 2**30  # bytes left free on the disk: the run itself has checkpoints to w
 LISTED = 4
 
 
-class _Damaged(Exception):
+class _DamagedBase(Exception):
     """What is wrong with a kept base, in words."""
 
 
@@ -63,7 +63,7 @@ class QuantisedBase:
             "weights": _weights_of(part),
             "files": list(_stamps(part)),
             "config": dict(config),
-            "precision": precision.held(),
+            "precision": precision.cache_key(),
             "device": device.type,
         }
         key = hashlib.sha256(json.dumps(self.made_from, sort_keys=True).encode()).hexdigest()[:16]
@@ -82,7 +82,7 @@ class QuantisedBase:
         try:
             self._check_bytes()
             model = self._read(on_host)
-        except (_Damaged, UserError, OSError, SafetensorError) as error:
+        except (_DamagedBase, UserError, OSError, SafetensorError) as error:
             self._set_aside(str(error))
             return None
         say(f"{self._what} read from {self.folder}, quantised before")
@@ -97,7 +97,7 @@ class QuantisedBase:
         """
         if os.environ.get("RANK", "0") != "0":  # of several processes the first writes
             return fresh()
-        with in_turn(lock_of(self.folder), f"{self._what}: waiting for another run that quantises the same"):
+        with wait_for_lock(lock_of(self.folder), f"{self._what}: waiting for another run that quantises the same"):
             return self.load(on_host) or self.keep(fresh())
 
     def keep(self, model: nn.Module) -> nn.Module:
@@ -141,7 +141,7 @@ class QuantisedBase:
         sums = {"place": self._place, "size": size, "sha256": sha256_of(file)}
         (part / ABOUT).write_text(json.dumps({**self.made_from, **sums}, indent=2) + "\n")
         flush_to_disk(part / ABOUT)
-        passed("quantised.before-rename")
+        failpoint("quantised.before-rename")
         try:
             os.replace(part, self.folder)
         except OSError:
@@ -157,12 +157,12 @@ class QuantisedBase:
             about = json.loads((self.folder / ABOUT).read_text())
             size, checksum = about["size"], about["sha256"]
         except (ValueError, KeyError, TypeError) as error:
-            raise _Damaged(f"{ABOUT} cannot be read ({error!r})") from None
+            raise _DamagedBase(f"{ABOUT} cannot be read ({error!r})") from None
         file = self.folder / FILE
         if file.stat().st_size != size:
-            raise _Damaged(f"{FILE} has {file.stat().st_size:,} of {size:,} bytes")
+            raise _DamagedBase(f"{FILE} has {file.stat().st_size:,} of {size:,} bytes")
         if sha256_of(file) != checksum:
-            raise _Damaged(f"{FILE} does not have its SHA-256")
+            raise _DamagedBase(f"{FILE} does not have its SHA-256")
 
     def _read(self, on_host: Callable[[str], bool]) -> nn.Module:
         """The model on the meta device with quantised layers in place, then each tensor from the memory-mapped file."""
@@ -175,13 +175,13 @@ class QuantisedBase:
         reader = WeightReader([self.folder / FILE])
         expected = model.state_dict()
         if odd := sorted(reader.names ^ set(expected)):
-            raise _Damaged(f"{FILE} does not fit the model: {', '.join(odd[:LISTED])}")
+            raise _DamagedBase(f"{FILE} does not fit the model: {', '.join(odd[:LISTED])}")
         host, owners = torch.device("cpu"), set(names)
         tensors = {}
         for name, shaped in expected.items():
             tensors[name] = to_device(reader.get(name), host if on_host(_owner(name, owners)) else self._device)
             if tensors[name].shape != shaped.shape:
-                raise _Damaged(f"{FILE}: {name} has shape {list(tensors[name].shape)}, not {list(shaped.shape)}")
+                raise _DamagedBase(f"{FILE}: {name} has shape {list(tensors[name].shape)}, not {list(shaped.shape)}")
         model.load_state_dict(tensors, assign=True)
         return model
 

@@ -18,7 +18,7 @@ def sd3_medium_config() -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "sd3_medium_transformer.json").read_text())
 
 
-def is_modulation(module: str) -> bool:
+def is_adaln(module: str) -> bool:
     """Whether the module of that name is an adaLN layer: timestep and pooled prompt to scales, shifts and gates."""
     in_block = module.startswith("transformer_blocks.") and module.endswith((".norm1.linear", ".norm1_context.linear"))
     return in_block or module == "norm_out.linear"
@@ -26,7 +26,7 @@ def is_modulation(module: str) -> bool:
 
 def is_conditioning(module: str) -> bool:
     """Whether the module of that name serves only to compute modulations."""
-    return is_modulation(module) or module.startswith("time_text_embed.")
+    return is_adaln(module) or module.startswith("time_text_embed.")
 
 
 def timestep_of(sigma: Any) -> Any:

@@ -20,7 +20,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from simpletune.memory import accounting
 from simpletune.memory.snapshot import HOST
 from simpletune.models.model_folder import weight_files
-from simpletune.models.parts import Part, require_fit
+from simpletune.models.parts import Part, require_tensor_shapes
 from simpletune.models.single_file import PREFIXES, open_file
 from simpletune.system.console import progress
 from simpletune.system.safetensors_file import read_header
@@ -117,7 +117,7 @@ class LayeredT5:
         self.embedding = next((name for name in EMBEDDINGS if name in found), EMBEDDINGS[0])
         unused = set(EMBEDDINGS) - {self.embedding}
         expected = {name: tensor.shape for name, tensor in self.model.state_dict().items() if name not in unused}
-        require_fit(part, expected, {name: shape for name, shape in found.items() if name not in unused})
+        require_tensor_shapes(part, expected, {name: shape for name, shape in found.items() if name not in unused})
 
     @torch.no_grad()
     def encode(self, ids: Tensor, batch_size: int) -> Iterator[Tensor]:

@@ -26,9 +26,9 @@ from simpletune.options import UserError
 from simpletune.pipeline.sample import Request
 from simpletune.system.atomic import remove_stale
 from simpletune.system.console import progress, say
-from simpletune.system.failpoints import passed
+from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import poll
-from simpletune.system.stage_timer import Stages
+from simpletune.system.stage_timer import StageTimer
 
 
 class TextCache:
@@ -81,7 +81,7 @@ class TextCache:
                     )
                 self.caches[encoder.name].save(prompt, parts)
                 advance()
-                passed("text.encoded")
+                failpoint("text.encoded")
                 poll()
 
     def load(self, prompt: str) -> tuple[Tensor, Tensor]:
@@ -136,7 +136,7 @@ class LatentCache:
                 except UnusablePicture as reason:
                     rejected[view.picture.name] = Rejected(view.picture.name, str(reason))
                 advance()
-                passed("latents.encoded")
+                failpoint("latents.encoded")
                 poll()
         del vae
         free_memory(device)
@@ -239,7 +239,10 @@ class Prepared:
 
 
 def prepare(
-    config: TrainConfig, accelerator: Accelerator, stages: Stages, planned: Callable[[Plan], None] = lambda plan: None
+    config: TrainConfig,
+    accelerator: Accelerator,
+    stages: StageTimer,
+    planned: Callable[[Plan], None] = lambda plan: None,
 ) -> Prepared:
     """Scan the data, plan the run, and fill the caches; the main process first, the others read what it made.
 
@@ -256,7 +259,7 @@ def prepare(
     usable = without(scan.pictures, small)
     plan = make_plan(config, usable, accelerator.num_processes)
     planned(plan)
-    passed("data.scanned")
+    failpoint("data.scanned")
     cache, dtype = Path(config.output.cache), config.precision.encoder_dtype()
     text = TextCache(config.model, dtype, cache)
     latents = LatentCache(config.model, dtype, cache, config.memory.vae_tile)

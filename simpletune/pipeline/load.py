@@ -13,7 +13,7 @@ from simpletune.memory import Memory
 from simpletune.models import Model
 from simpletune.models.sd3_shapes import is_conditioning
 from simpletune.models.sizes import Size
-from simpletune.pipeline.modulation_plan import Modulation, take_out
+from simpletune.pipeline.modulation_plan import Modulation, detach_modulation
 from simpletune.quant.precision import WeightPrecision
 
 
@@ -63,13 +63,13 @@ def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
     return lambda name: streamed(name) or (planned and is_conditioning(name))
 
 
-def take_out_modulation(
+def modulation_of(
     transformer: nn.Module, memory: Memory, precision: WeightPrecision, device: torch.device
 ) -> Modulation | None:
     """With the modulation plan: the modulation of a transformer, taken out of it; else None."""
     if memory.modulation != "plan":
         return None
-    return take_out(transformer, precision, device, memory.modulation_window)
+    return detach_modulation(transformer, precision, device, memory.modulation_window)
 
 
 def device_of(transformer: Any) -> torch.device:

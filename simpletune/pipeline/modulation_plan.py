@@ -24,12 +24,12 @@ from torch.func import functional_call
 from simpletune.data.plan import Draw, Plan
 from simpletune.memory import accounting
 from simpletune.memory.snapshot import HOST
-from simpletune.models.sd3_shapes import is_modulation, timestep_of
+from simpletune.models.sd3_shapes import is_adaln, timestep_of
 from simpletune.quant.precision import WeightPrecision
 from simpletune.tensors import own_tensors, set_tensor
 
 
-class HandOn(nn.Module):
+class PassThrough(nn.Module):
     """Stands for ``time_text_embed``: what came in the place of the pooled prompt goes to the blocks as it is."""
 
     def forward(self, timestep: Tensor, modulations: Tensor) -> Tensor:  # [n, m] -> [n, m]
@@ -37,7 +37,7 @@ class HandOn(nn.Module):
         return modulations
 
 
-class Columns(nn.Module):
+class ModulationSlice(nn.Module):
     """Stands for one modulation layer: its columns of the plan's rows.
 
     Args:
@@ -56,7 +56,7 @@ class Columns(nn.Module):
 
 
 class Modulation:
-    """The modulation weights of a transformer, taken out of it and kept in host memory. Use ``take_out``.
+    """The modulation weights of a transformer, taken out of it and kept in host memory. Use ``detach_modulation``.
 
     Args:
         embed: the transformer's ``time_text_embed``.
@@ -151,7 +151,9 @@ class ModulationPlan:
         return self.modulation(sigma, torch.stack([self.pooled(draw.caption) for draw in draws]))
 
 
-def take_out(transformer: nn.Module, precision: WeightPrecision, device: torch.device, window: int) -> Modulation:
+def detach_modulation(
+    transformer: nn.Module, precision: WeightPrecision, device: torch.device, window: int
+) -> Modulation:
     """Take the modulation weights out of a transformer, in place; from then on its pooled input is modulations.
 
     Args:
@@ -163,7 +165,7 @@ def take_out(transformer: nn.Module, precision: WeightPrecision, device: torch.d
     Raises:
         ValueError: one of these weights trains.
     """
-    names = [name for name, _ in transformer.named_modules() if is_modulation(name)]
+    names = [name for name, _ in transformer.named_modules() if is_adaln(name)]
     taken = {name: transformer.get_submodule(name) for name in ["time_text_embed", *names]}
     training = [name for name, module in taken.items() if any(p.requires_grad for p in module.parameters())]
     if training:
@@ -172,9 +174,9 @@ def take_out(transformer: nn.Module, precision: WeightPrecision, device: torch.d
     for name in names:
         norm = transformer.get_submodule(name.removesuffix(".linear"))
         stop = start + _outputs(taken[name])
-        norm.linear, norm.silu = Columns(start, stop, precision.product_dtype()), nn.Identity()
+        norm.linear, norm.silu = ModulationSlice(start, stop, precision.product_dtype()), nn.Identity()
         start = stop
-    transformer.time_text_embed = HandOn()
+    transformer.time_text_embed = PassThrough()
     return Modulation(taken["time_text_embed"], [taken[name] for name in names], precision, device, window)
 
 

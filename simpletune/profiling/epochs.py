@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from simpletune.memory.snapshot import Moment
+from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.profiling.option import Profile
 from simpletune.profiling.windows import Place, place_window, spread
 from simpletune.system.console import say
@@ -118,7 +118,7 @@ class EpochTraces:
             if window.full:
                 self._guard(self._leave, window)
 
-    def add_memory(self, predicted: Callable[[], Sequence[Moment]]) -> None:
+    def add_memory(self, predicted: Callable[[], Sequence[MemorySnapshot]]) -> None:
         """Put a predicted step's memory into the summaries, if there are any.
 
         Args:

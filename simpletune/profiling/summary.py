@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletune.cards import peak_tflops
-from simpletune.memory.snapshot import Moment
+from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.profiling.aggregate import figures, peak_of_memory
 from simpletune.profiling.events import Recording
 from simpletune.system.atomic import write_text
@@ -64,7 +64,7 @@ def summarise(
     }
 
 
-def add_memory(file: Path, moments: Sequence[Moment]) -> None:
+def add_memory(file: Path, moments: Sequence[MemorySnapshot]) -> None:
     """Put a predicted step's memory into a summary.
 
     Args:
@@ -77,7 +77,7 @@ def add_memory(file: Path, moments: Sequence[Moment]) -> None:
     write(file.parent, values)
 
 
-def memory_over(moments: Sequence[Moment], phases: dict[str, float]) -> Json:
+def memory_over(moments: Sequence[MemorySnapshot], phases: dict[str, float]) -> Json:
     """The memory of a step over its time: the moments of a phase are spread evenly over the seconds that it took.
 
     Args:
@@ -97,7 +97,7 @@ def memory_over(moments: Sequence[Moment], phases: dict[str, float]) -> Json:
         }
         for second, moment in thin(timed, POINTS)
     ]
-    return {"peak_mib": mib(peak.bytes), "at": f"{peak.phase} {peak.place}".strip(), "timeline": points}
+    return {"peak_mib": mib(peak.bytes), "at": f"{peak.phase} {peak.module}".strip(), "timeline": points}
 
 
 def mib(size: int) -> float:
@@ -105,7 +105,7 @@ def mib(size: int) -> float:
     return round(size / MIB, 3)
 
 
-def _timed(moments: Sequence[Moment], phases: dict[str, float]) -> Iterator[tuple[float, Moment]]:
+def _timed(moments: Sequence[MemorySnapshot], phases: dict[str, float]) -> Iterator[tuple[float, MemorySnapshot]]:
     """Each moment with its second. A phase that comes several times in a step has its time in equal parts."""
     runs = [(name, list(run)) for name, run in groupby(moments, key=_measured_phase)]
     visits = [name for name, _ in runs]
@@ -117,12 +117,12 @@ def _timed(moments: Sequence[Moment], phases: dict[str, float]) -> Iterator[tupl
         second += taken
 
 
-def _measured_phase(moment: Moment) -> str:
+def _measured_phase(moment: MemorySnapshot) -> str:
     """Recomputation is part of the backward pass; what is in no phase takes the time of none."""
     return "backward" if moment.phase == "recompute" else moment.phase
 
 
-def thin(timed: Sequence[tuple[float, Moment]], points: int) -> list[tuple[float, Moment]]:
+def thin(timed: Sequence[tuple[float, MemorySnapshot]], points: int) -> list[tuple[float, MemorySnapshot]]:
     """At most so many moments: of each stretch of equal length the largest, so that the peak stays."""
     if len(timed) <= points:
         return list(timed)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from simpletune.options import Problem
-from simpletune.quant.precision import QuantisedPrecision, is_modulation
+from simpletune.quant.precision import QuantisedPrecision, is_block_modulation
 
 
 class Int8(QuantisedPrecision):
@@ -39,7 +39,7 @@ class Int8(QuantisedPrecision):
         from simpletune.quant.int8_linear import Int8Linear
 
         twin = Int8Linear.from_linear(linear, self.compute_dtype())
-        twin.int8_products = self.products == "int8" and not is_modulation(name)
+        twin.int8_products = self.products == "int8" and not is_block_modulation(name)
         twin.int8_gradient = self.input_gradient == "int8"
         return twin
 
@@ -52,11 +52,11 @@ class Int8(QuantisedPrecision):
                 "input_gradient dequantised",
             )
 
-    def unpackings(self, forward: float) -> float:
+    def dequantise_count(self, forward: float) -> float:
         """Products in int8 take the weights as they are."""
         return (self.products == "dequantised") * forward + (self.input_gradient == "dequantised")
 
-    def multiplies(self) -> str:
+    def describe_matmul(self) -> str:
         """Which products are used, and where."""
         if self.products != "int8":
             return f"products in {self.compute}, with dequantised weights"

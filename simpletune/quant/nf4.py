@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from simpletune.quant.precision import QuantisedPrecision, is_modulation
+from simpletune.quant.precision import QuantisedPrecision, is_block_modulation
 
 
 class Nf4(QuantisedPrecision):
@@ -32,6 +32,6 @@ class Nf4(QuantisedPrecision):
         from simpletune.quant.int8_linear import Int8Linear
         from simpletune.quant.nf4_linear import Nf4Linear
 
-        if self.modulation == "int8" and is_modulation(name):
+        if self.modulation == "int8" and is_block_modulation(name):
             return Int8Linear.from_linear(linear, self.compute_dtype())
         return Nf4Linear.from_linear(linear, self.compute_dtype(), self.double_quantisation)

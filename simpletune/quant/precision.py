@@ -58,7 +58,7 @@ class WeightPrecision(Option):
         """Combinations of this precision's own fields that cannot work."""
         yield from ()
 
-    def unpackings(self, forward: float) -> float:
+    def dequantise_count(self, forward: float) -> float:
         """How often a step brings every weight to the type of the products.
 
         Args:
@@ -66,11 +66,11 @@ class WeightPrecision(Option):
         """
         return forward + 1
 
-    def multiplies(self) -> str:
+    def describe_matmul(self) -> str:
         """How products are made, in words."""
         return f"products in {getattr(self, 'compute')}"  # noqa: B009 members own it
 
-    def held(self) -> dict[str, Any]:
+    def cache_key(self) -> dict[str, Any]:
         """What the weights' bytes follow from, as JSON: equal for two precisions that hold them alike."""
         return self.model_dump(mode="json", exclude=set(self.arithmetic))
 
@@ -108,6 +108,6 @@ class QuantisedPrecision(WeightPrecision):
         return name.startswith("transformer_blocks.")
 
 
-def is_modulation(name: str) -> bool:
+def is_block_modulation(name: str) -> bool:
     """Whether a layer computes a block's adaLN modulation (shifts, scales and gates; arXiv:2212.09748, section 3.2)."""
     return name.startswith("transformer_blocks.") and name.endswith((".norm1.linear", ".norm1_context.linear"))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from simpletune.report import charts
 from simpletune.report.content import Section, Table
-from simpletune.report.recorded import Json, Recorded
+from simpletune.report.recorded import Json, RunRecord
 
 ROOM = 20_000  # steps of a run that a page holds
 BLOCKS = "▁▂▃▄▅▆▇█"
 ROWS = 10
 
 
-def loss_data(run: Recorded) -> Json:
+def loss_data(run: RunRecord) -> Json:
     """Columns for the page's script: step, loss and what a tooltip says beside them."""
     rows = averaged(run.metrics, ROOM)
     fields = [field for field in ("lr", "grad_norm", "seconds") if any(field in row for row in rows)]
@@ -36,7 +36,7 @@ def _short(value: object) -> float | int | None:
     return number if number - number == 0 else None  # infinities and NaN are no JSON
 
 
-def loss_section(runs: list[Recorded]) -> Section:
+def loss_section(runs: list[RunRecord]) -> Section:
     """The curve, and what stands for it where nothing is drawn."""
     section = Section("loss", "Loss", block="loss")
     drawn = [run for run in runs if run.metrics]
@@ -61,7 +61,7 @@ def loss_section(runs: list[Recorded]) -> Section:
     return section
 
 
-def _table(run: Recorded) -> Table:
+def _table(run: RunRecord) -> Table:
     """Mean losses of equal parts of the run."""
     many = -(-len(run.metrics) // ROWS)
     groups = [run.metrics[start : start + many] for start in range(0, len(run.metrics), many)]

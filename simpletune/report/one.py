@@ -12,14 +12,14 @@ from simpletune.report.content import Fact, Report, Section, Table, gib, seconds
 from simpletune.report.losses import loss_data, loss_section
 from simpletune.report.peaks import memory_section
 from simpletune.report.profile import profile_sections
-from simpletune.report.recorded import Json, Recorded
+from simpletune.report.recorded import Json, RunRecord
 from simpletune.report.settings import Setting, plain_settings, settings_of
 from simpletune.system.console import duration
 
 STEPS_SHOWN = 12  # steps whose pictures a page holds at most
 
 
-def report_of(run: Recorded, price: float | None) -> Report:
+def report_of(run: RunRecord, price: float | None) -> Report:
     """Everything about one run.
 
     Args:
@@ -28,7 +28,7 @@ def report_of(run: Recorded, price: float | None) -> Report:
     """
     settings = settings_of(run.config) if run.config else plain_settings(run.settings)
     settings = [row for row in settings if row.path != "about"]  # stands under the title
-    found = list(pictures.drawn(run.folder))
+    found = list(pictures.validation_pictures(run.folder))
     warned = warnings_section(run)
     sections = [
         *([warned] if run.summary.get("warnings") else []),  # first, where there are any
@@ -56,7 +56,7 @@ def report_of(run: Recorded, price: float | None) -> Report:
     )
 
 
-def lead(run: Recorded) -> str:
+def lead(run: RunRecord) -> str:
     """What the run was, in a sentence."""
     config = run.config
     if config is None:
@@ -72,7 +72,7 @@ def lead(run: Recorded) -> str:
     )
 
 
-def headline(run: Recorded) -> list[Fact]:
+def headline(run: RunRecord) -> list[Fact]:
     """The figures that are asked for first."""
     unknown = "not known"
     peak = f"{run.peak_words}, in stage {run.peak_stage}" if run.peak else "written at a run's end"
@@ -94,7 +94,7 @@ def headline(run: Recorded) -> list[Fact]:
     return facts
 
 
-def _losses(run: Recorded) -> Iterator[Fact]:
+def _losses(run: RunRecord) -> Iterator[Fact]:
     if len(run.evaluations) > 1:
         (_, before), (step, after) = run.evaluations[0], run.evaluations[-1]
         yield Fact(
@@ -106,7 +106,7 @@ def _losses(run: Recorded) -> Iterator[Fact]:
         yield Fact("Loss", f"{mean:.4f}", f"mean of the last {len(tenth)} steps")
 
 
-def priced(run: Recorded) -> list[tuple[str, float]]:
+def priced(run: RunRecord) -> list[tuple[str, float]]:
     """What costs money: (what, seconds)."""
     found = []
     if run.seconds_per_step:
@@ -116,7 +116,7 @@ def priced(run: Recorded) -> list[tuple[str, float]]:
     return found
 
 
-def step_section(run: Recorded) -> Section:
+def step_section(run: RunRecord) -> Section:
     """Learning rate, gradient norm, seconds a step."""
     section = Section("steps", "Over the steps")
     wanted = {
@@ -148,7 +148,7 @@ def thinned(rows: list[Json], room: int) -> list[Json]:
     return rows[:: max(1, -(-len(rows) // room))]
 
 
-def picture_data(found: list[pictures.Drawn]) -> list[Json]:
+def picture_data(found: list[pictures.ValidationPicture]) -> list[Json]:
     """Pictures by prompt, as data URIs: the base's, and those of at most ``STEPS_SHOWN`` steps."""
     steps = sorted({picture.step for picture in found})
     shown = {0, *pictures.spread_steps([step for step in steps if step], STEPS_SHOWN)} & set(steps)
@@ -161,7 +161,7 @@ def picture_data(found: list[pictures.Drawn]) -> list[Json]:
     return [row for row in prompts.values() if any(row["steps"])]
 
 
-def picture_section(run: Recorded, found: list[pictures.Drawn]) -> Section:
+def picture_section(run: RunRecord, found: list[pictures.ValidationPicture]) -> Section:
     """Base against tuned, over the steps."""
     section = Section("pictures", "Base against tuned", block="pictures")
     if not found:
@@ -206,7 +206,7 @@ def settings_section(settings: list[Setting], known: bool) -> Section:
     return section
 
 
-def environment_section(run: Recorded) -> Section:
+def environment_section(run: RunRecord) -> Section:
     """Machine and versions."""
     section = Section("environment", "Environment")
     rows = [("run on", str(run.summary["device"]))] if run.summary.get("device") else []
@@ -222,7 +222,7 @@ def environment_section(run: Recorded) -> Section:
     return section
 
 
-def warnings_section(run: Recorded) -> Section:
+def warnings_section(run: RunRecord) -> Section:
     """What the run warned of."""
     section = Section("warnings", "Warnings")
     warnings = [str(text) for text in run.summary.get("warnings", [])]
@@ -230,7 +230,7 @@ def warnings_section(run: Recorded) -> Section:
     return section
 
 
-def files_section(run: Recorded) -> Section:
+def files_section(run: RunRecord) -> Section:
     """What the run left, with sizes."""
     section = Section("files", "Files")
     rows = []

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from simpletune.report import charts
 from simpletune.report.content import Chart, Section, Table, gib, seconds
-from simpletune.report.recorded import Json, Recorded
+from simpletune.report.recorded import Json, RunRecord
 
 
-def memory_section(run: Recorded) -> Section:
+def memory_section(run: RunRecord) -> Section:
     """Peaks by stage, predicted and measured."""
     section = Section("memory", "Memory by stage")
     predicted = run.summary.get("predicted") or {}
@@ -36,7 +36,7 @@ def memory_section(run: Recorded) -> Section:
     return section
 
 
-def _stage_table(run: Recorded, stages: Json, on_gpu: bool) -> Table:
+def _stage_table(run: RunRecord, stages: Json, on_gpu: bool) -> Table:
     head = ["stage", "time", *(["GPU allocated", "GPU reserved"] if on_gpu else []), "process's resident peak"]
     head += ["predicted", "predicted / measured"] if stages else []
     rows = []
@@ -52,7 +52,7 @@ def _stage_table(run: Recorded, stages: Json, on_gpu: bool) -> Table:
     return Table("Stages", tuple(head), rows)
 
 
-def _prediction_note(run: Recorded, predicted: Json, on_gpu: bool) -> str:
+def _prediction_note(run: RunRecord, predicted: Json, on_gpu: bool) -> str:
     if not predicted:
         return "No prediction is recorded with this run, so none stands beside what was measured."
     peak = predicted.get("peak_allocated_mib")

@@ -16,7 +16,7 @@ ROOM = 3 * 2**20  # bytes of all pictures of a page
 
 
 @dataclass(frozen=True)
-class Drawn:
+class ValidationPicture:
     """A validation picture.
 
     Args:
@@ -32,7 +32,7 @@ class Drawn:
     file: Path
 
 
-def drawn(folder: Path) -> list[Drawn]:
+def validation_pictures(folder: Path) -> list[ValidationPicture]:
     """The validation pictures of a run's folder, by prompt, then by step.
 
     Args:
@@ -46,7 +46,9 @@ def drawn(folder: Path) -> list[Drawn]:
         for file in sorted(state.glob("prompt-*.png")):
             with Image.open(file) as image:
                 text = getattr(image, "text", {})
-                found.append((file.name, Drawn(str(text.get("prompt", "")), str(text.get("seed", "")), step, file)))
+                found.append(
+                    (file.name, ValidationPicture(str(text.get("prompt", "")), str(text.get("seed", "")), step, file))
+                )
     return [picture for _, picture in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
 
 

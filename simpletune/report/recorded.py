@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 @dataclass
-class Recorded:
+class RunRecord:
     """A run as its files tell it.
 
     Args:
@@ -130,7 +130,7 @@ class Recorded:
         return trained / total if trained and total else None
 
 
-def read_run(folder: Path) -> Recorded:
+def read_run(folder: Path) -> RunRecord:
     """Read a run's folder.
 
     Args:
@@ -148,7 +148,7 @@ def read_run(folder: Path) -> Recorded:
     notes: list[str] = []
     settings = _read_object(folder / CONFIG, notes)
     metrics = _read_rows(folder / METRICS, ("step", "loss"), notes)
-    found = Recorded(
+    found = RunRecord(
         folder=folder,
         name=folder.resolve().name,
         settings=settings,
@@ -169,7 +169,7 @@ def read_run(folder: Path) -> Recorded:
     return found
 
 
-def read_runs(folders: list[Path]) -> list[Recorded]:
+def read_runs(folders: list[Path]) -> list[RunRecord]:
     """Read several runs; names that would be the same are told apart by their folders.
 
     Raises:
@@ -184,7 +184,7 @@ def read_runs(folders: list[Path]) -> list[Recorded]:
     return runs
 
 
-def _unfinished(run: Recorded) -> str:
+def _unfinished(run: RunRecord) -> str:
     of = f" of {run.steps_asked:,}" if run.steps_asked else ""
     return (
         f"This run has no {SUMMARY}: it is still going, or it was stopped. {run.steps_done:,}{of} steps are recorded; "
@@ -235,7 +235,7 @@ def _config(settings: Json, notes: list[str]) -> TrainConfig | None:
         return None
 
 
-def _evaluations(folder: Path, run: Recorded, notes: list[str]) -> list[tuple[int, float]]:
+def _evaluations(folder: Path, run: RunRecord, notes: list[str]) -> list[tuple[int, float]]:
     """Evaluation losses by step: as recorded, and those of the summary; a step that was repeated counts once."""
     found: dict[int, float] = {}
     before = _read_object(folder / EVALUATION, notes, expected=False).get("eval_loss")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from simpletune.report import charts, pictures
 from simpletune.report.content import Fact, Report, Section, Table, dollars, gib, seconds
 from simpletune.report.losses import loss_data, loss_section
-from simpletune.report.recorded import Json, Recorded
+from simpletune.report.recorded import Json, RunRecord
 from simpletune.report.settings import plain_settings, settings_of
 
 NAMES = ("name", "about", "output.runs", "output.profiles", "output.cache", "output.report")
@@ -15,7 +15,7 @@ WEIGHTY = (
 PICTURES = 12  # prompts
 
 
-def report_of(runs: list[Recorded], price: float | None, title: str = "", lead: str = "") -> Report:
+def report_of(runs: list[RunRecord], price: float | None, title: str = "", lead: str = "") -> Report:
     """Several runs, compared with the first.
 
     Args:
@@ -25,7 +25,7 @@ def report_of(runs: list[Recorded], price: float | None, title: str = "", lead: 
         lead: under it.
     """
     differences = differing(runs)
-    found = {run.name: list(pictures.drawn(run.folder)) for run in runs}
+    found = {run.name: list(pictures.validation_pictures(run.folder)) for run in runs}
     status = [f"{run.name}: {note}" for run in runs for note in run.notes]
     status += comparability(runs, differences)
     sections = [
@@ -42,7 +42,7 @@ def report_of(runs: list[Recorded], price: float | None, title: str = "", lead: 
     return Report(title or f"{len(runs)} runs", lead, "", status, headline(runs), sections, price, [], data)
 
 
-def headline(runs: list[Recorded]) -> list[Fact]:
+def headline(runs: list[RunRecord]) -> list[Fact]:
     """Who needs least, and how much less than the first."""
     facts = []
     peaks = [run for run in runs if run.peak]
@@ -62,7 +62,7 @@ def _against(value: float | None, first: float | None) -> str:
     return f"{value / first:.0%} of the first" if value and first else "the first has no such figure"
 
 
-def runtime_section(runs: list[Recorded]) -> Section:
+def runtime_section(runs: list[RunRecord]) -> Section:
     """The study's first figure; seconds a step stand in where no run knows its epoch."""
     epochs = all(run.seconds_per_epoch for run in runs)
     section = Section("runtime", "Runtime per epoch" if epochs else "Runtime per step")
@@ -84,7 +84,7 @@ def runtime_section(runs: list[Recorded]) -> Section:
     return section
 
 
-def peak_section(runs: list[Recorded]) -> Section:
+def peak_section(runs: list[RunRecord]) -> Section:
     """The study's second figure."""
     section = Section("peak", "Peak memory usage")
     kinds = {run.peak_words for run in runs if run.peak}
@@ -104,7 +104,7 @@ def peak_section(runs: list[Recorded]) -> Section:
     return section
 
 
-def table_section(runs: list[Recorded], price: float | None) -> Section:
+def table_section(runs: list[RunRecord], price: float | None) -> Section:
     """All figures with percentages of the first run's."""
     head = [
         "run",
@@ -146,7 +146,7 @@ def _percent(value: float | None, first: float | None) -> str:
     return f"{value / first:.1%}" if value and first else ""
 
 
-def differing(runs: list[Recorded]) -> dict[str, list[str]]:
+def differing(runs: list[RunRecord]) -> dict[str, list[str]]:
     """Settings in which the runs differ: path, and each run's value."""
     tables = [
         {row.path: row for row in (settings_of(run.config) if run.config else plain_settings(run.settings))}
@@ -164,7 +164,7 @@ def differing(runs: list[Recorded]) -> dict[str, list[str]]:
     return found
 
 
-def comparability(runs: list[Recorded], differences: dict[str, list[str]]) -> list[str]:
+def comparability(runs: list[RunRecord], differences: dict[str, list[str]]) -> list[str]:
     """What should be known before times and peaks of these runs are compared."""
     notes = []
     weighty = [path for path in WEIGHTY if path in differences]
@@ -179,7 +179,7 @@ def comparability(runs: list[Recorded], differences: dict[str, list[str]]) -> li
     return notes
 
 
-def difference_section(runs: list[Recorded], differences: dict[str, list[str]]) -> Section:
+def difference_section(runs: list[RunRecord], differences: dict[str, list[str]]) -> Section:
     """The settings that are not the same in all runs."""
     section = Section("differences", "What differs")
     if not differences:
@@ -191,7 +191,7 @@ def difference_section(runs: list[Recorded], differences: dict[str, list[str]]) 
     return section
 
 
-def environment_section(runs: list[Recorded]) -> Section:
+def environment_section(runs: list[RunRecord]) -> Section:
     """Machine and versions, once for all runs that share them."""
     section = Section("environment", "Environment")
     found: dict[tuple[tuple[str, str], ...], list[str]] = {}
@@ -206,7 +206,7 @@ def environment_section(runs: list[Recorded]) -> Section:
     return section
 
 
-def picture_section(found: dict[str, list[pictures.Drawn]]) -> Section:
+def picture_section(found: dict[str, list[pictures.ValidationPicture]]) -> Section:
     """The same prompts by every run."""
     section = Section("pictures", "The same prompt by every run", block="grid")
     if not any(found.values()):
@@ -218,7 +218,7 @@ def picture_section(found: dict[str, list[pictures.Drawn]]) -> Section:
     return section
 
 
-def picture_grid(found: dict[str, list[pictures.Drawn]]) -> list[Json]:
+def picture_grid(found: dict[str, list[pictures.ValidationPicture]]) -> list[Json]:
     """For each prompt the base's picture and each run's last one, as data URIs."""
     prompts: dict[tuple[str, str], Json] = {}
     for name, drawn in found.items():

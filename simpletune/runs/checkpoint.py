@@ -24,8 +24,8 @@ from simpletune.options import UserError
 from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, remove, temporary_path
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
-from simpletune.system.failpoints import passed
-from simpletune.system.redact import concealed
+from simpletune.system.failpoints import failpoint
+from simpletune.system.redact import redact
 from simpletune.system.safetensors_file import WeightReader, write_safetensors
 from simpletune.tensors import trained_parameters
 
@@ -85,7 +85,7 @@ def save(
     with atomic_folder(folder, f"saving the checkpoint of step {step}", needed) as part:
         _write(part, step, config, model, tensors, scalars, manifest, average, processes)
     flush_to_disk(folder.parent)
-    passed("checkpoint.after-rename")
+    failpoint("checkpoint.after-rename")
     remove_oldest(run, config.checkpoint.keep_last)
     return folder
 
@@ -100,7 +100,7 @@ def remove_oldest(run: Path, keep_last: int) -> None:
     for _, old in list_checkpoints(run)[:-keep_last]:
         gone = temporary_path(old)  # a kill while files are removed must not leave half a checkpoint
         os.replace(old, gone)
-        passed("checkpoint.removing")
+        failpoint("checkpoint.removing")
         remove(gone)
 
 
@@ -124,12 +124,12 @@ def _write(
     processes: int,
 ) -> None:
     """The files of a checkpoint, state.json last."""
-    passed("checkpoint.begun")
+    failpoint("checkpoint.begun")
     metadata = metadata_of(config, step)
     write_safetensors(trained_parameters(model), part / TRAINABLE, metadata)
-    passed("checkpoint.weights")
+    failpoint("checkpoint.weights")
     write_safetensors(tensors, part / OPTIMIZER, {})
-    passed("checkpoint.optimizer")
+    failpoint("checkpoint.optimizer")
     if average is not None:
         write_safetensors(average.tensors(), part / AVERAGE, {})
     if config.adapter.exports_to_checkpoints:
@@ -146,7 +146,7 @@ def _write(
     }
     (part / STATE).write_text(json.dumps(state))
     flush_to_disk(part / STATE)
-    passed("checkpoint.before-rename")
+    failpoint("checkpoint.before-rename")
 
 
 def rewind(run: Path, step: int, keep_last: int) -> list[Path]:
@@ -235,7 +235,7 @@ def read(folder: Path) -> SavedState:
         ) from None
     except (ValueError, KeyError, TypeError, NotADirectoryError, RecursionError) as error:
         raise UserError(
-            f"--resume: {folder / STATE} is damaged ({concealed(repr(error))[:200]}). Use an older checkpoint"
+            f"--resume: {folder / STATE} is damaged ({redact(repr(error))[:200]}). Use an older checkpoint"
         ) from None
     for name, checksum in checksums.items():
         file = folder / name

@@ -14,7 +14,7 @@ from simpletune.options import UserError
 from simpletune.system.atomic import remove, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
-from simpletune.system.failpoints import passed
+from simpletune.system.failpoints import failpoint
 
 METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.json", "eval_before.json"
 EVALUATIONS, ENVIRONMENT, DATA, SKIPPED = "evaluations.jsonl", "environment.json", "data.json", "skipped.jsonl"
@@ -33,7 +33,7 @@ def open_fresh(config: TrainConfig) -> Path:
         aside = folder.with_name(f"{folder.name}.{number}")
         if traces.exists():
             os.replace(traces, traces.with_name(f"{traces.name}.{number}"))
-            passed("run.moved-traces")
+            failpoint("run.moved-traces")
         os.replace(folder, aside)
         say(f"{folder} held an older run: moved to {aside}")
         from simpletune.runs.checkpoint import list_checkpoints  # torch; a report only reads, and starts without it
@@ -64,7 +64,7 @@ def clear_unsaved(config: TrainConfig) -> None:
         return
     for entry in [traces, *(entry for entry in folder.iterdir() if not entry.name.endswith("lock"))]:
         remove(entry)
-        passed("run.cleared")
+        failpoint("run.cleared")
 
 
 def _is_worth_keeping(entry: Path) -> bool:
@@ -94,7 +94,7 @@ def open_again(config: TrainConfig, step: int) -> Path:
             continue
         kept = [row for row in read_rows(file) if row["step"] <= step]
         write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
-        passed("run.opened-again")
+        failpoint("run.opened-again")
     from simpletune.runs.checkpoint import rewind  # torch, as above
 
     for later in rewind(folder, step, config.checkpoint.keep_last):
@@ -134,7 +134,7 @@ def append_metrics(folder: Path, row: dict[str, Any], name: str = METRICS) -> No
     with room_for(f"writing {name}", folder, undo=lambda: _cut(file, size)):
         with open(file, "a", encoding="utf-8") as handle:
             handle.write(json.dumps(row) + "\n")
-    passed("metrics.appended")
+    failpoint("metrics.appended")
 
 
 def _cut(file: Path, size: int) -> None:

@@ -12,7 +12,7 @@ from simpletune.models.sizes import upscaling
 from simpletune.pipeline.encode import Prepared
 from simpletune.runs.folder import read_metrics
 from simpletune.system.console import duration, say
-from simpletune.system.stage_timer import Stages, rounded
+from simpletune.system.stage_timer import StageTimer, rounded
 
 WARM_UP = 2  # steps that are left out of the median: allocators and caches fill
 
@@ -21,7 +21,7 @@ def summarise(
     config: TrainConfig,
     folder: Path,
     device: str,
-    stages: Stages,
+    stages: StageTimer,
     seconds: list[float],
     steps: int,
     processes: int = 1,
@@ -58,7 +58,7 @@ def summarise(
     }
 
 
-def tell_data(prepared: Prepared) -> None:
+def print_data(prepared: Prepared) -> None:
     """Say what the run learns from."""
     plan = prepared.plan
     pictures = {sample.picture.name for sample in plan.samples}
@@ -82,7 +82,7 @@ def _scaled_up(sample: Sample) -> bool:
     return upscaling(sample.picture.size, sample.bucket) > 1
 
 
-def tell_results(
+def print_results(
     summary: dict[str, Any], folder: Path, profiles: Path, traces: list[Path], places: dict[str, str]
 ) -> None:
     """Say how the run went and where everything is; ``places`` are the trackers'."""

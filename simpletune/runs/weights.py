@@ -186,7 +186,7 @@ def load_weights(
         The transformer, and its modulation if it was taken out.
     """
     from simpletune.lora.attach import fold_lora, load_loras
-    from simpletune.pipeline.load import device_of, load_base, take_out_modulation
+    from simpletune.pipeline.load import device_of, load_base, modulation_of
 
     model, cache = config.model, cache_of_bases(config)
     if weights.transformer is not None:
@@ -200,7 +200,7 @@ def load_weights(
         load_loras(transformer, weights.loras)
     if weights.merged:
         fold_lora(transformer)
-    modulation = take_out_modulation(transformer, config.memory, precision, device)
+    modulation = modulation_of(transformer, config.memory, precision, device)
     config.memory.attach(transformer.transformer_blocks, device_of(transformer))  # type: ignore[arg-type]
     return transformer, modulation
 

@@ -16,7 +16,7 @@ from types import FrameType
 
 import uvicorn
 
-from simpletune.drawing.generate import Studio, open_studio
+from simpletune.drawing.generate import InferenceSession, open_session
 from simpletune.options import UserError
 from simpletune.pipeline.sample import Request
 from simpletune.runs.weights import BASE as BASE_WEIGHTS
@@ -128,7 +128,7 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     """
     host, port = _place(args, environment)
     routes = {name: _route(environment, f"AIP_{name.upper()}_ROUTE", f"/{name}") for name in ("predict", "health")}
-    studio = open_studio(args)
+    studio = open_session(args)
     base, loras = _weights(studio, args.lora)
     side = _side(studio, args.max_side)
     limits = Limits(side, args.max_steps, args.max_instances, args.max_prompt, args.max_body, args.queue, args.timeout)
@@ -182,7 +182,7 @@ def _route(environment: Mapping[str, str], name: str, own: str) -> tuple[str, ..
     return tuple(dict.fromkeys((own, path)))
 
 
-def _weights(studio: Studio, given: list[str]) -> tuple[Weights, dict[str, Path]]:
+def _weights(studio: InferenceSession, given: list[str]) -> tuple[Weights, dict[str, Path]]:
     """The base, and LoRA files by name: the run's own result, and those that were given.
 
     Raises:
@@ -210,7 +210,7 @@ def _weights(studio: Studio, given: list[str]) -> tuple[Weights, dict[str, Path]
     return base, loras
 
 
-def _side(studio: Studio, given: int | None) -> int:
+def _side(studio: InferenceSession, given: int | None) -> int:
     """Width and height of the largest picture: as given, or 1024; the model's positions set the bound."""
     config = studio.config.model.known_config()
     most = int(config["pos_embed_max_size"]) * int(config["patch_size"]) * 8
@@ -220,7 +220,7 @@ def _side(studio: Studio, given: int | None) -> int:
     return side
 
 
-def _standard(studio: Studio, limits: Limits) -> Request:
+def _standard(studio: InferenceSession, limits: Limits) -> Request:
     """What holds where a request says nothing: the run's validation pictures, within the limits."""
     option = studio.config.validation
     width, height = (min(side, limits.side) for side in studio.config.picture_size())

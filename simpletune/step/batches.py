@@ -36,7 +36,7 @@ class Batch:
         return replace(self, **changed)
 
 
-class Feed:
+class Batches:
     """Loads micro-batches.
 
     Args:
@@ -78,7 +78,7 @@ class Feed:
         rows = self.modulations.of_step(step)  # [micro-batches, b, m]
         return [replace(batch, pooled=own) for batch, own in zip(batches, rows, strict=True)]
 
-    def singly(self, draws: Sequence[Draw]) -> Iterator[Batch]:
+    def one_by_one(self, draws: Sequence[Draw]) -> Iterator[Batch]:
         """A batch of one for each draw."""
         if self.modulations is None:
             yield from (self.load([draw]) for draw in draws)
@@ -114,7 +114,7 @@ class Feed:
         return torch.from_numpy(stream(self.seed, *draw.noise_key).standard_normal(tuple(shape), dtype="float32"))
 
 
-class Ahead:
+class Prefetcher:
     """Gives a feed's steps in order, each fetched by a thread while the one before is computed. A context: leaving it
     ends the thread, on every way out.
 
@@ -127,12 +127,12 @@ class Ahead:
         on: if not, the feed is asked when a step is due.
     """
 
-    def __init__(self, feed: Feed, steps: int, on: bool = True):
+    def __init__(self, feed: Batches, steps: int, on: bool = True):
         self._feed, self._steps = feed, steps
         self._thread = ThreadPoolExecutor(1, "feed") if on else None
         self._coming: tuple[int, Future[list[Batch]]] | None = None
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> Prefetcher:
         return self
 
     def __exit__(self, *_: object) -> None:

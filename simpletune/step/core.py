@@ -19,7 +19,7 @@ from simpletune.models.compile import compile_training
 from simpletune.models.sd3 import predict_velocity
 from simpletune.optim.in_backward import clip_each, step_in_backward
 from simpletune.optim.rounding import RoundedOptimizer
-from simpletune.pipeline.load import device_of, take_out_modulation
+from simpletune.pipeline.load import device_of, modulation_of
 from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.pipeline.sample import autocast_of
 from simpletune.profiling import phase
@@ -132,7 +132,7 @@ def assemble(config: TrainConfig, transformer: Any, accelerator: Accelerator, si
         accelerator: knows the processes.
         sizes: how many shapes of picture the run has.
     """
-    modulation = take_out_modulation(transformer, config.memory, config.precision, accelerator.device)
+    modulation = modulation_of(transformer, config.memory, config.precision, accelerator.device)
     optimizer = attach(config, transformer, sizes)
     if accelerator.num_processes > 1:
         keep_to_itself(transformer)

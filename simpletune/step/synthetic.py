@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 DRAW = Draw(View(Picture("", "", (64, 64), "", bytes), (64, 64), (0.5, 0.5), False), "", 0.5, ())
 
 
-class EmptyFeed:
+class SyntheticBatches:
     """Micro-batches without values, in the shapes and types in which the feed gives them.
 
     Args:
@@ -55,7 +55,7 @@ class EmptyFeed:
     def _pooled(self) -> Tensor:
         return torch.zeros(self.shapes["pooled_projection_dim"], dtype=self.text)
 
-    def singly(self) -> Batch:
+    def one_by_one(self) -> Batch:
         """A batch of one, as an evaluation loads it."""
         batch = self.batch(1)
         return batch if self.modulations is None else replace(batch, pooled=self.modulations.of_draws([DRAW]))
@@ -84,7 +84,7 @@ def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
     return batch.z_0, batch.noise, batch.sigma, batch.prompt_embeds, batch.pooled
 
 
-class OneProcess:
+class SingleProcess:
     """What a step core needs of accelerate's Accelerator, for one process.
 
     accelerate's own fixes the device for the whole process, which is then lost for the training that follows.

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from simpletune.system.redact import concealed
+from simpletune.system.redact import redact
 
 PLAIN_EVERY = 10.0  # seconds between progress lines when the output is no terminal
 WINDOW = 20  # steps that the seconds a step are a mean of
@@ -28,7 +28,7 @@ class _Screen:
 def say(text: str) -> None:
     """A line on standard output, at once; of several processes only the first speaks."""
     if os.environ.get("RANK", "0") == "0" and not _SILENT:
-        print(f"{CLEAR if _Screen.line_open else ''}{concealed(text)}", flush=True)
+        print(f"{CLEAR if _Screen.line_open else ''}{redact(text)}", flush=True)
         _Screen.line_open = False
 
 
@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-class TrainingLine:
+class TrainingProgress:
     """The line that tells how training goes; as a context it ends the line on every way out.
 
     Args:
@@ -113,7 +113,7 @@ class TrainingLine:
         self._last = 0.0
         self._width = len(f"{steps:,}")
 
-    def __enter__(self) -> TrainingLine:
+    def __enter__(self) -> TrainingProgress:
         return self
 
     def __exit__(self, *_: object) -> None:

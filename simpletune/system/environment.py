@@ -9,7 +9,7 @@ from pathlib import Path
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "optimum-quanto")
 
 
-def machine() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     """Hardware and versions, in words."""
     import torch
 

@@ -72,7 +72,7 @@ _watcher: Callable[[str], None] | None = None
 _active = False  # anything armed or watched
 
 
-def passed(name: str) -> None:
+def failpoint(name: str) -> None:
     """A run passes a named moment."""
     if not _active:
         return

@@ -16,7 +16,7 @@ UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
-def only_one(folder: Path) -> Iterator[None]:
+def exclusive(folder: Path) -> Iterator[None]:
     """Within this context no other process may hold the same folder so. The lock lies beside it: ``.NAME.lock``.
 
     Args:
@@ -39,7 +39,7 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def in_turn(file: Path, waiting: str) -> Iterator[None]:
+def wait_for_lock(file: Path, waiting: str) -> Iterator[None]:
     """Within this context no other process is in the same one; it is waited for.
 
     Args:

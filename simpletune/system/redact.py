@@ -18,22 +18,22 @@ SHAPES = re.compile(
 )
 
 
-def secrets_at_hand() -> list[str]:
+def secrets_in_environment() -> list[str]:
     """Values of environment variables whose names say that they are secret; the longest first."""
     found = {value for name, value in os.environ.items() if NAMED.search(name) and len(value) >= SHORTEST}
     return sorted((value for value in found if not os.path.exists(value)), key=len, reverse=True)
 
 
-def concealed(text: str) -> str:
+def redact(text: str) -> str:
     """A text without tokens and passwords."""
-    for secret in secrets_at_hand():
+    for secret in secrets_in_environment():
         text = text.replace(secret, HIDDEN)
     return SHAPES.sub(HIDDEN, text)
 
 
-def holds_secret(text: str) -> bool:
+def contains_secret(text: str) -> bool:
     """Whether a text holds a token or a password."""
-    return concealed(text) != text
+    return redact(text) != text
 
 
 def secret_paths(value: Any, path: str = "") -> Iterator[str]:
@@ -44,5 +44,5 @@ def secret_paths(value: Any, path: str = "") -> Iterator[str]:
     elif isinstance(value, list):
         for number, child in enumerate(value):
             yield from secret_paths(child, f"{path}.{number}")
-    elif isinstance(value, str) and holds_secret(value):
+    elif isinstance(value, str) and contains_secret(value):
         yield path

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpletune.options import UserError
 from simpletune.system.atomic import atomic_file, flush_to_disk, temporary_path
-from simpletune.system.failpoints import passed
+from simpletune.system.failpoints import failpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,8 +142,8 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[
     size = sum(tensor.numel() * tensor.element_size() for tensor in host.values())
     with atomic_file(file, size, shared=True) as part:
         save_file(host, part, {"format": "pt", **metadata})
-        passed("file.before-rename")
-    passed("file.after-rename")
+        failpoint("file.before-rename")
+    failpoint("file.after-rename")
     return file
 
 

@@ -61,7 +61,7 @@ def listening() -> Iterator[None]:
 
 
 @contextmanager
-def held(processes: int) -> Iterator[None]:
+def deferred_signals(processes: int) -> Iterator[None]:
     """Within this context signals wait until the loop asks for them.
 
     Args:
@@ -101,6 +101,6 @@ def is_listening() -> bool:
     return _Signals.listening
 
 
-def received() -> int | None:
+def received_signal() -> int | None:
     """The signal that this process has received."""
     return _Signals.received

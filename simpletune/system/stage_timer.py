@@ -31,7 +31,7 @@ class Stage:
 
 
 @dataclass
-class Stages:
+class StageTimer:
     """The stages of a run, by name."""
 
     cuda: bool

@@ -20,21 +20,21 @@ from simpletune.runs import checkpoint
 from simpletune.runs.folder import EVALUATION, SKIPPED, SUMMARY, finished_steps, read_json_or_none, read_rows
 from simpletune.runs.model_card import shareable, write_card
 from simpletune.runs.resume import check_resumable
-from simpletune.runs.summary import summarise, tell_data, tell_results
+from simpletune.runs.summary import print_data, print_results, summarise
 from simpletune.step.attention import attention_by
-from simpletune.step.batches import Ahead
+from simpletune.step.batches import Prefetcher
 from simpletune.step.core import set_learning_rate
 from simpletune.system.atomic import write_json
-from simpletune.system.console import TrainingLine, say
+from simpletune.system.console import TrainingProgress, say
 from simpletune.system.disk import room_for
-from simpletune.system.failpoints import passed
-from simpletune.system.locks import only_one
+from simpletune.system.failpoints import failpoint
+from simpletune.system.locks import exclusive
 from simpletune.system.rng import reseed_global
-from simpletune.system.signals import SIGNALS, Stopped, held, is_listening, received, stop_if_asked
-from simpletune.system.stage_timer import Stages
-from simpletune.training.metrics_queue import Ledger
+from simpletune.system.signals import SIGNALS, Stopped, deferred_signals, is_listening, received_signal, stop_if_asked
+from simpletune.system.stage_timer import StageTimer
+from simpletune.training.metrics_queue import MetricsQueue
 from simpletune.training.out_of_memory import out_of_memory, resident
-from simpletune.training.pending_steps import Mark
+from simpletune.training.pending_steps import DeviceEvent
 from simpletune.training.run_profiler import add_memory, traces_of
 from simpletune.training.setup import DRAWING, EVALUATING, Run, make_accelerator, set_up
 
@@ -44,7 +44,7 @@ def train(
     resume: str | None = None,
     started: float | None = None,
     force: bool = False,
-    foresee: bool = False,
+    estimate_first: bool = False,
 ) -> Path:
     """Run the whole job: prepare, train, validate, export.
 
@@ -65,13 +65,13 @@ def train(
     """
     writes = os.environ.get("RANK", "0") == "0"  # of several processes the first
     folder = run_folder(config)
-    with only_one(folder) if writes else nullcontext(), room_for("writing what this run leaves", folder):
+    with exclusive(folder) if writes else nullcontext(), room_for("writing what this run leaves", folder):
         if resume == "auto" and is_finished(config):
             return folder
-        run = set_up(config, resume, time.perf_counter() if started is None else started, force, foresee)
+        run = set_up(config, resume, time.perf_counter() if started is None else started, force, estimate_first)
         with run.trackers, attention_by(config.speed.attention):
             try:
-                look_train_finish(run)
+                validate_train_finish(run)
             except torch.OutOfMemoryError as error:
                 kinds = resident(run.transformer, run.core.optimizer, run.accelerator.device)
                 raise out_of_memory(run.core.config, kinds, error) from None
@@ -81,14 +81,14 @@ def train(
                     raise
                 raise failed from error
             except Stopped:
-                tell_stopped(run)
+                announce_stopped(run)
                 raise
         run.accelerator.wait_for_everyone()
         run.accelerator.end_training()  # takes leave of the other processes
         return run.folder
 
 
-def look_train_finish(run: Run) -> None:
+def validate_train_finish(run: Run) -> None:
     """The first pictures, the loop, and what comes after it."""
     if run.main and run.start == 0:
         write_json(run.folder / EVALUATION, {"eval_loss": run.optional(EVALUATING, run.evaluate, 0)})
@@ -97,9 +97,9 @@ def look_train_finish(run: Run) -> None:
         if not run.has_looked(run.start):  # the run was stopped while it did
             run.look(run.start)
     seconds_setup = time.perf_counter() - run.started
-    tell_stops(run)
+    announce_stops(run)
     stop_if_asked()
-    with held(run.accelerator.num_processes):
+    with deferred_signals(run.accelerator.num_processes):
         traces = loop(run)
         if run.main and run.start < run.steps:
             run.save(run.steps)
@@ -126,7 +126,7 @@ def is_finished(config: TrainConfig) -> bool:
     return True
 
 
-def tell_stops(run: Run) -> None:
+def announce_stops(run: Run) -> None:
     """Say what a signal will do."""
     if run.main and run.start < run.steps and is_listening():
         steps = "one step" if run.accelerator.num_processes == 1 else "two steps"  # the others learn it a step later
@@ -141,12 +141,12 @@ def stop_together(run: Run) -> None:
     """
     if run.accelerator.num_processes == 1:
         return
-    asked = torch.tensor(received() is not None, dtype=torch.float32, device=run.accelerator.device)
+    asked = torch.tensor(received_signal() is not None, dtype=torch.float32, device=run.accelerator.device)
     if run.accelerator.reduce(asked, "sum").item() > 0:  # after the save
-        raise Stopped(received() or SIGNALS[0])
+        raise Stopped(received_signal() or SIGNALS[0])
 
 
-def tell_stopped(run: Run) -> None:
+def announce_stopped(run: Run) -> None:
     """Say what a run that was asked to stop has kept."""
     if not run.main:
         return
@@ -162,14 +162,14 @@ def loop(run: Run) -> EpochTraces:
         The profiler's windows.
     """
     config, process, device = run.config, run.accelerator.process_index, run.accelerator.device
-    line = training_line(run)
-    ledger = Ledger(run, line)
-    feed = Ahead(run.feed, run.steps, on=config.speed.prefetch and run.stages.cuda)
+    line = progress_of(run)
+    ledger = MetricsQueue(run, line)
+    feed = Prefetcher(run.feed, run.steps, on=config.speed.prefetch and run.stages.cuda)
     run.transformer.train()
     with traces_of(run, lambda step: is_interrupted(config, step)) as traces, line, feed, run.stages.stage("train"):
         for step in range(run.start, run.steps):
-            began = Mark(device)
-            passed("step.begun")
+            began = DeviceEvent(device)
+            failpoint("step.begun")
             traces.before_step(step)
             with phase("data"):
                 batches = feed.step(step)
@@ -181,7 +181,7 @@ def loop(run: Run) -> EpochTraces:
             if run.average is not None and not run.watch.skipping:
                 run.average.update()
             launched = run.watch.launched(step, lr, began, loss, norm)
-            passed("step.updated")
+            failpoint("step.updated")
             traces.after_step()  # writes a trace now and then: not part of the step's time
 
             last = step + 1 == run.steps
@@ -189,14 +189,14 @@ def loop(run: Run) -> EpochTraces:
             if last:
                 break  # what follows the last step is not the loop's
             if run.main:
-                between(run, step + 1, line, stops=signal is not None)
+                save_and_validate(run, step + 1, line, stops=signal is not None)
             if signal is not None:
                 run.accelerator.wait_for_everyone()  # a launcher ends all when one has ended: not while one saves
                 raise Stopped(signal)
     return traces
 
 
-def between(run: Run, done: int, line: TrainingLine, stops: bool) -> None:
+def save_and_validate(run: Run, done: int, line: TrainingProgress, stops: bool) -> None:
     """What comes between two steps, where it is due: save, evaluate, draw.
 
     Args:
@@ -229,13 +229,13 @@ def is_interrupted(config: TrainConfig, step: int) -> bool:
     return due(config.checkpoint.every, step + 1) or due(config.validation.every, step + 1)
 
 
-def training_line(run: Run) -> TrainingLine:
+def progress_of(run: Run) -> TrainingProgress:
     """What a person sees of the loop."""
     train, first = run.config.train, run.stages.by_name.get("validate")
     samples = train.batch_size * train.gradient_accumulation * run.accelerator.num_processes
     every = {"save": run.config.checkpoint.every, "validate": run.config.validation.every}
     took = {"validate": first.seconds} if first else {}
-    return TrainingLine(run.steps, run.start, samples, run.stages.memory_now, every, took)
+    return TrainingProgress(run.steps, run.start, samples, run.stages.memory_now, every, took)
 
 
 def due(every: int | None, step: int) -> bool:
@@ -245,11 +245,11 @@ def due(every: int | None, step: int) -> bool:
 
 def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     """Export, then look: what is trained is saved, and safe, before the last pictures are drawn."""
-    passed("finish.saved")
+    failpoint("finish.saved")
     with run.stages.stage("save"), averaged(run.average):
         metadata = checkpoint.metadata_of(shareable(run.config), run.steps)
         output = run.config.adapter.export(run.transformer, run.folder, metadata)
-    passed("finish.exported")
+    failpoint("finish.exported")
     eval_after = run.optional(EVALUATING, run.evaluate, run.steps)
     run.optional(DRAWING, run.validate, run.steps)
     processes = run.accelerator.num_processes
@@ -269,26 +269,26 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     if skipped := len(list(read_rows(run.folder / SKIPPED))):
         summary["skipped_steps"] = skipped
     if run.predicted is not None:
-        from simpletune.estimate.forecast import beside_measured
+        from simpletune.estimate.forecast import compare_with_measured
 
-        summary["predicted"] = beside_measured(run.predicted, summary["stages"])
+        summary["predicted"] = compare_with_measured(run.predicted, summary["stages"])
     warnings = run.trackers.warnings
     # Written again below: a tracker may take minutes to close.
     write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
-    passed("finish.summary")
+    failpoint("finish.summary")
     run.optional("the model card", write_card, run.folder, run.config, summary, run.prepared)
     add_memory(run, traces)
     page, said = write_page(run), len(warnings)
-    passed("finish.reported")
+    failpoint("finish.reported")
     places = {**page, **run.trackers.finish(summary)}
     write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": True})
     if page and len(warnings) > said:
         write_page(run)
-    tell_results(summary, run.folder, profile_folder(run.config), traces.written, places)
+    print_results(summary, run.folder, profile_folder(run.config), traces.written, places)
     if run.predicted is not None:
-        from simpletune.estimate.forecast import tell_beside_measured
+        from simpletune.estimate.forecast import print_comparison
 
-        tell_beside_measured(summary["predicted"])
+        print_comparison(summary["predicted"])
 
 
 def write_page(run: Run) -> dict[str, str]:
@@ -310,8 +310,8 @@ def prepare_only(config: TrainConfig) -> None:
     """Fill the cache and stop: the later run starts at its first step, on a smaller machine perhaps."""
     accelerator, reason = make_accelerator(config)
     say(f"simpletune {config.name}: prepare on {reason}")
-    stages = Stages(cuda=accelerator.device.type == "cuda")
+    stages = StageTimer(cuda=accelerator.device.type == "cuda")
     prepared = prepare(resolved(config), accelerator, stages)
-    tell_data(prepared)
+    print_data(prepared)
     for name, figures in stages.as_json().items():
         say(f"{name:<8}{figures['seconds']:.1f} s")

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from simpletune.runs.folder import append_metrics
 from simpletune.system import signals as stopping
-from simpletune.system.console import TrainingLine
-from simpletune.training.pending_steps import Launched
+from simpletune.system.console import TrainingProgress
+from simpletune.training.pending_steps import PendingStep
 
 if TYPE_CHECKING:
     from simpletune.training.setup import Run
 
 
-class Ledger:
+class MetricsQueue:
     """Keeps launched steps, and writes them into metrics, trackers and the progress line, in their order.
 
     Args:
@@ -22,13 +22,13 @@ class Ledger:
         line: the progress.
     """
 
-    def __init__(self, run: Run, line: TrainingLine):
+    def __init__(self, run: Run, line: TrainingProgress):
         self._run, self._line = run, line
         self._ahead = 0 if run.watch.gate is not None else 1  # what the gate has read need not wait
-        self._open: deque[Launched] = deque()
+        self._open: deque[PendingStep] = deque()
         self._asked = False
 
-    def add(self, launched: Launched, whole: bool) -> int | None:
+    def add(self, launched: PendingStep, whole: bool) -> int | None:
         """Take a step, and write down the one before.
 
         Args:
@@ -50,8 +50,8 @@ class Ledger:
     def signal(self) -> int | None:
         """The signal that ends the run. Of several processes all stop when the first that was asked is read."""
         if self._run.accelerator.num_processes == 1:
-            return stopping.received()
-        return (stopping.received() or stopping.SIGNALS[0]) if self._asked else None
+            return stopping.received_signal()
+        return (stopping.received_signal() or stopping.SIGNALS[0]) if self._asked else None
 
     def _settle(self, left: int) -> None:
         """Read and write down all steps but the last few.
@@ -62,7 +62,7 @@ class Ledger:
         while len(self._open) > left:
             self._write(self._open.popleft())
 
-    def _write(self, launched: Launched) -> None:
+    def _write(self, launched: PendingStep) -> None:
         run = self._run
         loss, norm, asked = launched.read()
         self._asked = self._asked or asked > 0

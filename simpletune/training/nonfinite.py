@@ -18,18 +18,18 @@ from simpletune.data.plan import Draw
 from simpletune.options import UserError
 from simpletune.runs.checkpoint import list_checkpoints
 from simpletune.runs.folder import SKIPPED, append_metrics, read_rows
-from simpletune.step.batches import Batch, Feed
+from simpletune.step.batches import Batch, Batches
 from simpletune.step.core import StepCore
-from simpletune.system.signals import received
+from simpletune.system.signals import received_signal
 from simpletune.tensors import trained_parameters
-from simpletune.training.pending_steps import Launched, Mark, send
+from simpletune.training.pending_steps import DeviceEvent, PendingStep, copy_to_host_async
 
 CODE = 4  # exit code
 IN_A_ROW = 5  # skipped steps that end a run
 LISTED = 4
 
 
-class Watch:
+class NonFiniteGuard:
     """Looks at the loss and the gradients' norm of every step. Both are read from the device anyway.
 
     With ``stop`` they are read as the log needs them, when the next step is launched: the weights are thrown away, and
@@ -50,7 +50,7 @@ class Watch:
         config: TrainConfig,
         folder: Path,
         core: StepCore,
-        feed: Feed,
+        feed: Batches,
         accelerator: Accelerator,
         start: int,
         warn: Callable[[str], None],
@@ -63,7 +63,7 @@ class Watch:
         before = {row["step"] for row in read_rows(folder / SKIPPED)}
         self._in_a_row = next(n for n in range(len(before) + 1) if start - n not in before)
 
-    def launched(self, step: int, lr: float, began: Mark, loss: Tensor, norm: Tensor) -> Launched:
+    def launched(self, step: int, lr: float, began: DeviceEvent, loss: Tensor, norm: Tensor) -> PendingStep:
         """Send a step's figures to the host; nothing waits.
 
         Args:
@@ -73,10 +73,10 @@ class Watch:
             loss: its mean loss in this process, on the device.
             norm: of all its gradients.
         """
-        figures = send(self._of_all(loss, norm)) if self._figures is None else self._figures
+        figures = copy_to_host_async(self._of_all(loss, norm)) if self._figures is None else self._figures
         core = self.core
-        return Launched(
-            step, lr, began, Mark(self.accelerator.device), figures, core.losses, core.normed, core.norms
+        return PendingStep(
+            step, lr, began, DeviceEvent(self.accelerator.device), figures, core.losses, core.normed, core.norms
         )  # fmt: skip
 
     def _gate(self, loss: Tensor, norm: Tensor) -> bool:
@@ -89,11 +89,11 @@ class Watch:
         """Mean loss, gradients' norm, and the share of the processes that were asked to stop."""
         if self.accelerator.num_processes == 1:
             return torch.stack([loss.float(), norm.float(), torch.zeros_like(loss)])
-        asked = torch.full_like(loss, float(received() is not None))
+        asked = torch.full_like(loss, float(received_signal() is not None))
         mean, share = self.accelerator.reduce(torch.stack([loss, asked]), "mean")
         return torch.stack([mean, norm.float(), share])
 
-    def passes(self, launched: Launched, loss: float, norm: float) -> bool:
+    def passes(self, launched: PendingStep, loss: float, norm: float) -> bool:
         """Whether a step was one; if it was skipped, that is said and kept.
 
         Args:
@@ -110,7 +110,7 @@ class Watch:
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradients' norm is {norm}"
         about = self._about(launched, what)
         if self.gate is None:
-            raise UserError(f"{about}. {kept(self.folder)}. {_REMEDY}", CODE)
+            raise UserError(f"{about}. {last_checkpoint_note(self.folder)}. {_REMEDY}", CODE)
         self._in_a_row += 1
         names = self._samples(launched.step)
         if self.accelerator.is_main_process:
@@ -119,13 +119,13 @@ class Watch:
         if self._in_a_row >= IN_A_ROW:
             raise UserError(
                 f"{about}. It is the {self._in_a_row}th in a row that train.on_nonfinite=skip would leave out: the run "
-                f"ends. {kept(self.folder)}. {_REMEDY}",
+                f"ends. {last_checkpoint_note(self.folder)}. {_REMEDY}",
                 CODE,
             )
         self.warn(f"{about}. Left out: the weights are as before (train.on_nonfinite=skip)")
         return False
 
-    def _about(self, launched: Launched, what: str) -> str:
+    def _about(self, launched: PendingStep, what: str) -> str:
         """What is not finite, in which samples, in which parameters. Its batches are loaded again: they are a function
         of the step, and keeping them would take the device memory."""
         losses = torch.stack(list(launched.losses)).tolist()
@@ -135,7 +135,7 @@ class Watch:
             (batch.names[row], held)
             for batch in bad or batches
             for row in range(len(batch.names))
-            if (held := _odd(batch, row))
+            if (held := _nonfinite_inputs(batch, row))
         ]
         rows, suspects = self._gathered(mine), self._gathered([name for batch in bad for name in batch.names])
         names = [name for name, _ in rows] or suspects or self._samples(launched.step)
@@ -169,27 +169,27 @@ class Watch:
         places: list[tuple[Cache, str]] = [(self.feed.latents.cache, view_key(draw.view)) for draw in draws]
         places += [(cache, draw.caption) for draw in draws for cache in self.feed.text.caches.values()]
         for cache, key in dict.fromkeys(places):
-            if not_finite([("", cache.load(key).values())]):
+            if nonfinite_names([("", cache.load(key).values())]):
                 yield f"Set aside, to be made again: {cache.quarantine(key)}"
 
 
 _REMEDY = "Lower optimizer.lr, or look at these samples; then continue with --resume latest, or start again"
 
 
-def kept(folder: Path) -> str:
+def last_checkpoint_note(folder: Path) -> str:
     """Which checkpoint there is to go back to."""
     found = list_checkpoints(folder)
     return f"The last checkpoint is kept: {found[-1][1]}" if found else "There is no checkpoint yet"
 
 
-def _odd(batch: Batch, row: int) -> str:
+def _nonfinite_inputs(batch: Batch, row: int) -> str:
     """Which inputs of a sample are not finite, in words; empty: none."""
     inputs = {"cached latents": batch.z_0, "prompt's embedding": batch.prompt_embeds, "pooled": batch.pooled}
-    found = [what for what, tensor in inputs.items() if not_finite([("", (tensor[row],))])]
+    found = [what for what, tensor in inputs.items() if nonfinite_names([("", (tensor[row],))])]
     return f"{' and '.join(found)} {'are' if len(found) > 1 or found[0].endswith('s') else 'is'}" if found else ""
 
 
-def not_finite(named: Iterable[tuple[str, Iterable[Any]]]) -> list[str]:
+def nonfinite_names(named: Iterable[tuple[str, Iterable[Any]]]) -> list[str]:
     """The names of which a tensor holds NaN or infinity; without temporary copies of the tensors.
 
     Args:
@@ -216,9 +216,9 @@ def require_finite(parameters: Mapping[str, nn.Parameter], folder: Path, step: i
         devices = {peak.device for peak in peaks}
         if all(torch.stack([p for p in peaks if p.device == device]).isfinite().all().item() for device in devices):
             return
-    bad = not_finite((name, (parameter,)) for name, parameter in parameters.items())
+    bad = nonfinite_names((name, (parameter,)) for name, parameter in parameters.items())
     raise UserError(
         f"step {step}: {len(bad)} trained parameters are not finite ({', '.join(bad[:LISTED])}): no checkpoint is made "
-        f"of them. {kept(folder)}. {_REMEDY}",
+        f"of them. {last_checkpoint_note(folder)}. {_REMEDY}",
         CODE,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Mark:
+class DeviceEvent:
     """A moment in the device's own order of work: it passes when all that the device was given before is done.
 
     On CUDA an event on the current stream; on the CPU, where work is done when it is given, the clock.
@@ -35,21 +35,21 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
-    def since(self, earlier: Mark) -> float:
+    def since(self, earlier: DeviceEvent) -> float:
         """Seconds on the device from an earlier mark to this one; both have passed."""
         if self._event is None or earlier._event is None:
             return self.clock - earlier.clock
         return earlier._event.elapsed_time(self._event) / 1000
 
 
-def send(values: Tensor) -> Tensor:
+def copy_to_host_async(values: Tensor) -> Tensor:
     """A copy of a tensor in host memory, on its way: whole once a later mark has passed. The host does not wait."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
     return host.copy_(values, non_blocking=True)
 
 
 @dataclass(frozen=True)
-class Launched:
+class PendingStep:
     """A step that is launched.
 
     Args:
@@ -66,8 +66,8 @@ class Launched:
 
     step: int
     lr: float
-    began: Mark
-    ended: Mark
+    began: DeviceEvent
+    ended: DeviceEvent
     figures: Tensor
     losses: Sequence[Tensor]
     normed: Sequence[nn.Parameter]

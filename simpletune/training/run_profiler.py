@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpletune.config.schema import Profile, profile_folder
 from simpletune.estimate.step_memory import moments_of_step
-from simpletune.memory.snapshot import Moment
+from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.models.flops import sd3_flops, trained_of
 from simpletune.models.sizes import Size
 from simpletune.profiling import EpochTraces, Facts
@@ -62,7 +62,7 @@ def flops_of_steps(run: Run) -> Callable[[int], float]:
 def add_memory(run: Run, traces: EpochTraces) -> None:
     """Put the predicted memory of a step into the summaries, if there are any. It takes a second or a few."""
 
-    def predicted() -> list[Moment]:
+    def predicted() -> list[MemorySnapshot]:
         return moments_of_step(run.core.config, run.prepared.plan.largest())
 
     traces.add_memory(predicted)

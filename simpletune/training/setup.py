@@ -13,7 +13,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from PIL import Image
 from torch import nn
 
-from simpletune.config.resolve import require_fit, resolved
+from simpletune.config.resolve import require_model_rules, resolved
 from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import Plan
 from simpletune.ema import Average, averaged
@@ -36,19 +36,19 @@ from simpletune.runs.folder import (
     was_evaluated,
 )
 from simpletune.runs.resume import check_resumable
-from simpletune.runs.summary import tell_data
+from simpletune.runs.summary import print_data
 from simpletune.step.attention import settle_attention
-from simpletune.step.batches import Feed
+from simpletune.step.batches import Batches
 from simpletune.step.core import StepCore, assemble
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
-from simpletune.system.environment import machine
-from simpletune.system.failpoints import passed
+from simpletune.system.environment import describe_machine
+from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import stop_if_asked
-from simpletune.system.stage_timer import Stages
+from simpletune.system.stage_timer import StageTimer
 from simpletune.tensors import trained_parameters
-from simpletune.training.nonfinite import Watch, require_finite
+from simpletune.training.nonfinite import NonFiniteGuard, require_finite
 from simpletune.training.trackers import Trackers, open_trackers
 from simpletune.training.validation import Previews, evaluation_loss
 
@@ -91,11 +91,11 @@ class Run:
     folder: Path
     accelerator: Accelerator
     device: str
-    stages: Stages
+    stages: StageTimer
     prepared: Prepared
     transformer: nn.Module
     core: StepCore
-    feed: Feed
+    feed: Batches
     average: Average | None
     previews: Previews
     trackers: Trackers
@@ -104,7 +104,7 @@ class Run:
     total: int
     attention: str
     started: float
-    watch: Watch
+    watch: NonFiniteGuard
     predicted: Estimate | None = None
     seconds: list[float] = field(default_factory=list)
     to_first_step: float | None = None
@@ -163,7 +163,7 @@ class Run:
             loss = evaluation_loss(self.transformer, self.core.loss, self.feed, self.config.validation.eval_samples)
         if loss is not None:
             put_evaluation(self.folder, {"step": step, "eval_loss": loss})
-            passed("validation.evaluated")
+            failpoint("validation.evaluated")
             self.trackers.scalars(step, {"eval_loss": loss})
         return loss
 
@@ -178,7 +178,9 @@ class Run:
         return evaluated and self.previews.has_drawn(step)
 
 
-def set_up(config: TrainConfig, resume: str | None, started: float, force: bool = False, foresee: bool = False) -> Run:
+def set_up(
+    config: TrainConfig, resume: str | None, started: float, force: bool = False, estimate_first: bool = False
+) -> Run:
     """Everything before the first step: device, data, caches, folder, model.
 
     Args:
@@ -193,13 +195,13 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
     """
     accelerator, reason = make_accelerator(config)
     device = accelerator.device
-    stages = Stages(cuda=device.type == "cuda")
+    stages = StageTimer(cuda=device.type == "cuda")
     with accelerator.main_process_first():  # it sets aside what is damaged
         saved = checkpoint.find(resume, run_folder(config)) if resume else None
     precision = config.precision
-    say(f"simpletune {config.name} on {reason}: {precision.weights} weights, {precision.multiplies()}")
+    say(f"simpletune {config.name} on {reason}: {precision.weights} weights, {precision.describe_matmul()}")
     here = resolved(config)
-    require_fit(here)
+    require_model_rules(here)
     predicted: list[Estimate] = []
     fitted: list[TrainConfig] = []  # with the number of checkpointed blocks; the run's config keeps auto
 
@@ -211,17 +213,17 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
             from simpletune.estimate.choosing import choose_on
 
             fitted[0] = choose_on(here, device, plan.largest(), chosen_blocks(config) if saved else None)
-        if accelerator.is_main_process and (device.type == "cuda" or foresee):
+        if accelerator.is_main_process and (device.type == "cuda" or estimate_first):
             from simpletune.estimate.forecast import forecast
 
             predicted.append(forecast(fitted[0], device, plan.largest(), force))
 
     prepared = prepare(here, accelerator, stages, planned)
-    tell_data(prepared)
+    print_data(prepared)
     steps = config.steps(prepared.plan.steps_per_epoch)
     chosen = fitted[0]
     if saved:
-        tell_resume(saved, config, prepared, steps, accelerator.num_processes)
+        announce_resume(saved, config, prepared, steps, accelerator.num_processes)
     folder = run_folder(config)
     if accelerator.is_main_process:
         open_folder(config, prepared, saved, anew=resume == "auto")
@@ -237,17 +239,17 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
             config.train.seed,
             cache_of_bases(here),
         )
-        passed("model.loaded")
+        failpoint("model.loaded")
         total = here.model.parameter_count()
         core = assemble(chosen, transformer, accelerator, len(prepared.plan.buckets))
         average = config.ema.build(trained_parameters(transformer)) if config.ema else None
         if saved:
             checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)
-            passed("run.restored")
+            failpoint("run.restored")
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
     attention = settle_attention(here, transformer, prepared.plan.largest(), device)
-    feed = Feed(prepared, config.train.seed, device, accelerator.process_index, core.modulation)
+    feed = Batches(prepared, config.train.seed, device, accelerator.process_index, core.modulation)
     start = saved.step if saved else 0
     trackers = open_trackers(config, folder, start, accelerator.is_main_process)
     return Run(
@@ -268,7 +270,7 @@ def set_up(config: TrainConfig, resume: str | None, started: float, force: bool 
         total=total,
         attention=attention,
         started=started,
-        watch=Watch(config, folder, core, feed, accelerator, start, trackers.warn),
+        watch=NonFiniteGuard(config, folder, core, feed, accelerator, start, trackers.warn),
         predicted=predicted[0] if predicted else None,
     )
 
@@ -286,7 +288,7 @@ def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.Saved
         clear_unsaved(config)
     folder = open_again(config, saved.step) if saved else open_fresh(config)
     write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
-    write_json(folder / ENVIRONMENT, machine())
+    write_json(folder / ENVIRONMENT, describe_machine())
     write_json(folder / DATA, prepared.data())
 
 
@@ -304,7 +306,7 @@ def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
     return accelerator, reason
 
 
-def tell_resume(
+def announce_resume(
     saved: checkpoint.SavedState, config: TrainConfig, prepared: Prepared, steps: int, processes: int
 ) -> None:
     """Say what a resumed run continues from and what has changed.

@@ -16,9 +16,9 @@ from simpletune.pipeline.load import device_of
 from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.pipeline.sample import Request, draw, save_png
 from simpletune.sheets import grid
-from simpletune.step.batches import Batch, Feed
+from simpletune.step.batches import Batch, Batches
 from simpletune.system.atomic import atomic_folder
-from simpletune.system.failpoints import passed
+from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import poll
 
 BASE = "base"
@@ -81,8 +81,8 @@ class Previews:
         with atomic_folder(folder) as part:  # the grid needs all pictures of a step or none
             for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
                 save_png(picture, part / f"prompt-{number:02d}.png", request, run=self.config.name, weights=state)
-                passed("validation.picture")
-        passed("validation.drawn")
+                failpoint("validation.picture")
+        failpoint("validation.drawn")
 
     def states(self) -> list[Path]:
         """The folders drawn so far: the base first, then by step."""
@@ -106,7 +106,7 @@ class Previews:
 
 @torch.no_grad()
 def evaluation_loss(
-    transformer: nn.Module, loss: Callable[[nn.Module, Batch], torch.Tensor], feed: Feed, count: int
+    transformer: nn.Module, loss: Callable[[nn.Module, Batch], torch.Tensor], feed: Batches, count: int
 ) -> float | None:
     """The mean loss over a fixed set of (picture, noise level, noise); None if the set is empty."""
     if count == 0:
@@ -115,7 +115,7 @@ def evaluation_loss(
     transformer.eval()
     losses = []
     try:
-        for batch in feed.singly(feed.plan.evaluation(count)):
+        for batch in feed.one_by_one(feed.plan.evaluation(count)):
             poll()
             losses.append(loss(transformer, batch))
     finally:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpletune.config.schema import TrainConfig, profile_folder
 from simpletune.system.console import say
-from simpletune.system.redact import concealed
+from simpletune.system.redact import redact
 from simpletune.training.trackers.tensor_board import TensorBoard
 from simpletune.training.trackers.tracker import Json, Tracker
 from simpletune.training.trackers.weights_and_biases import Wandb
@@ -99,7 +99,7 @@ class Trackers:
 
     def warn(self, text: str) -> None:
         """Say a warning; it is kept for the run's summary."""
-        text = concealed(text)
+        text = redact(text)
         self.warnings.append(text)
         say(f"warning {text}")
 
