@@ -33,7 +33,7 @@ from simpletune.memory import Memory
 from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache, free_memory
-from simpletune.pipeline.sample import Request, decode, draw_latents
+from simpletune.pipeline.sample import Request, Sampler, decode
 from simpletune.quant import Precision
 from simpletune.runs.weights import BASE, Weights, precision_of
 from simpletune.system.console import say
@@ -295,10 +295,8 @@ def own_round(job: Job, way: Way) -> Callable[[], Round]:
                 text.fill([first.prompt, first.negative_prompt], job.device)
             embeddings = {prompt: text.load(prompt) for prompt in (first.prompt, first.negative_prompt)}
         encoded = time.perf_counter()
-        z = draw_latents(
-            transformer, config.model, precision_of(config, weights), requests, embeddings.__getitem__, modulation,
-            None, way.batch, way.reuse,
-        )  # fmt: skip
+        sampler = Sampler(transformer, config.model, precision_of(config, weights), modulation, way.batch, way.reuse)
+        z = sampler.latents(requests, embeddings.__getitem__)
         denoised = time.perf_counter()
         decode(vae, config.model, z)
         return Round(encoded - clock, denoised - encoded, time.perf_counter() - denoised, z)

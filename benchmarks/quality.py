@@ -25,7 +25,7 @@ from simpletune.config.resolve import resolved
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import checker, pictures
 from simpletune.pipeline.encode import TextCache
-from simpletune.pipeline.sample import Request, draw
+from simpletune.pipeline.sample import Request, Sampler
 from simpletune.runs.folder import SUMMARY, read_json_or_none
 from simpletune.runs.weights import BASE, Weights, load_weights, result_of
 from simpletune.sheets import grid
@@ -131,8 +131,8 @@ class Easel:
         """One picture a prompt."""
         self.text.fill([prompt.text for prompt in prompts] + [""], self.device)
         requests = [Request(p.text, p.seed, "", 64, 64, STEPS, GUIDANCE) for p in prompts]
-        model, precision = self.config.model, self.config.precision
-        return draw(self.transformer, self.vae, model, precision, requests, self.text.load, self.modulation)
+        sampler = Sampler(self.transformer, self.config.model, self.config.precision, self.modulation)
+        return sampler.pictures(self.vae, requests, self.text.load)
 
 
 def accuracies(images: list[Image.Image], prompts: list[Prompt]) -> dict[str, float]:

@@ -30,7 +30,7 @@ from simpletune.models.compile import compile_blocks
 from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache
-from simpletune.pipeline.sample import Request, batches, draw_latents, encode_starts, sample_batch
+from simpletune.pipeline.sample import Request, Sampler, batches, encode_starts
 from simpletune.quant.int8 import Int8
 from simpletune.quant.nf4 import Nf4
 from simpletune.quant.plain import FP32
@@ -87,7 +87,8 @@ def requests(count: int = 3, **changes: object) -> list[Request]:
 def latents_of(config: TrainConfig, text: TextCache, weights: Weights, **changes: object) -> list[torch.Tensor]:
     """Latents of freshly loaded weights."""
     transformer, modulation = load_weights(config, weights, CPU, {SIZE})
-    return draw_latents(transformer, config.model, config.precision, requests(**changes), text.load, modulation)
+    sampler = Sampler(transformer, config.model, config.precision, modulation)
+    return sampler.latents(requests(**changes), text.load)
 
 
 def with_memory(config: TrainConfig, **options: object) -> TrainConfig:
@@ -101,7 +102,7 @@ def test_a_picture_does_not_depend_on_its_batch(guidance: float, config, text) -
     some[2] = replace(some[2], width=64)  # another size: it goes alone
     assert batches(some, 3) == [[0, 1, 3], [4], [2]]
     alone, together = (
-        draw_latents(transformer, config.model, FP32(), some, text.load, batch_size=size) for size in (1, 3)
+        Sampler(transformer, config.model, FP32(), batch_size=size).latents(some, text.load) for size in (1, 3)
     )
     assert together[2].shape == (1, 16, 4, 8)
     for a, b in zip(alone, together, strict=True):
@@ -120,9 +121,8 @@ def test_a_starting_picture_gives_what_diffusers_gives(config, text, tiny_pipeli
     for strength in (0.3, 0.75, 1.0):
         request = Request(PROMPTS[0], 5, "blurry", 48, 32, 6, 3.0, tmp_path / "start.png", strength)
         start = encode_starts(pipeline.vae, config.model, [request])[0]
-        ours = sample_batch(
-            transformer, config.model, FP32(), [request], [text.load(PROMPTS[0])], [text.load("blurry")], start=start
-        )
+        sampler = Sampler(transformer, config.model, FP32())
+        ours = sampler.denoise([request], [text.load(PROMPTS[0])], [text.load("blurry")], start)
         theirs = pipeline(
             prompt=PROMPTS[0], negative_prompt="blurry", image=Image.open(tmp_path / "start.png"), strength=strength,
             width=48, height=32, num_inference_steps=6, guidance_scale=3.0, max_sequence_length=8,
@@ -136,7 +136,7 @@ def test_one_guidance_difference_for_all_steps_saves_passes_and_changes_little(c
     rows: list[int] = []
     transformer.register_forward_pre_hook(lambda _, a, k: rows.append(len(k["hidden_states"])), with_kwargs=True)
     exact, lossy = (
-        draw_latents(transformer, config.model, FP32(), requests(1), text.load, reuse_guidance=n)[0] for n in (1, 2)
+        Sampler(transformer, config.model, FP32(), reuse_guidance=n).latents(requests(1), text.load)[0] for n in (1, 2)
     )
     assert rows == [2, 2, 2, 2, 2, 1, 2, 1]
     assert 0 < latent_distance(exact, lossy) < 0.3 * float(exact.std())
@@ -165,7 +165,7 @@ def test_loras_share_one_base(memory, precision, config, text, loras, monkeypatc
     expected = {name: latents_of(config, text, weights, count=1)[0] for name, weights in models.items()}
     for name in order:
         transformer, modulation = shared.use(models[name])
-        drawn = draw_latents(transformer, config.model, precision, requests(1), text.load, modulation)[0]
+        drawn = Sampler(transformer, config.model, precision, modulation).latents(requests(1), text.load)[0]
         torch.testing.assert_close(drawn, expected[name], rtol=0, atol=0 if name == "base" else 1e-6)
         assert name == "base" or latent_distance(drawn, expected["base"]) > 1e-3
         assert any(lora_layers(transformer)) == (name not in ("base",)) or modulation is not None
@@ -185,10 +185,10 @@ def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, l
     import weakref
 
     alive: list[weakref.ref] = []
-    takes, loads = SharedBase.take, SD3.load_vae
+    uses, loads = SharedBase.use, SD3.load_vae
 
-    def take(self: SharedBase, weights: Weights):
-        transformer, modulation = takes(self, weights)
+    def use(self: SharedBase, weights: Weights):
+        transformer, modulation = uses(self, weights)
         alive.append(weakref.ref(transformer))
         return transformer, modulation
 
@@ -197,7 +197,7 @@ def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, l
         assert alive and all(each() is None for each in alive)
         return loads(self, *args)
 
-    monkeypatch.setattr(SharedBase, "take", take)
+    monkeypatch.setattr(SharedBase, "use", use)
     monkeypatch.setattr(SD3, "load_vae", load_vae)
     studio = InferenceSession(config, None, CPU, "cpu", StageTimer(cuda=False), DrawingSpeed(batch_size=2))
     models = [BASE, Weights("a", lora=loras["a"]), Weights("fused", lora=loras["a"], merged=True)]
@@ -209,7 +209,7 @@ def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, l
 
 def test_compiled_blocks_draw_the_same(config, text, capsys, monkeypatch) -> None:
     transformer, _ = load_weights(config, BASE, CPU, {SIZE})
-    expected = draw_latents(transformer, config.model, FP32(), requests(1), text.load)[0]
+    expected = Sampler(transformer, config.model, FP32()).latents(requests(1), text.load)[0]
 
     def broken(*args: object, **kwargs: object):
         raise RuntimeError("no C compiler\nmore")
@@ -222,7 +222,7 @@ def test_compiled_blocks_draw_the_same(config, text, capsys, monkeypatch) -> Non
     monkeypatch.setattr(torch, "compile", eager)
     assert compile_blocks(transformer, CPU)
     assert all(block._compiled_call_impl is not None for block in transformer.transformer_blocks)
-    drawn = draw_latents(transformer, config.model, FP32(), requests(1), text.load)[0]
+    drawn = Sampler(transformer, config.model, FP32()).latents(requests(1), text.load)[0]
     torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-6)
 
 

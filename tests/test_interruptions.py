@@ -22,7 +22,7 @@ from simpletune.runs.folder import EVALUATIONS, read_metrics
 from simpletune.system import atomic, failpoints
 from simpletune.system import signals as stopping
 from simpletune.system.failpoints import InjectedError
-from simpletune.training.metrics_queue import MetricsQueue
+from simpletune.training import loop
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -215,8 +215,8 @@ def test_several_processes_stop_at_the_same_step(
         sent.append(mine)
         return mine + torch.tensor([0.0, others if len(sent) == 2 else 0.0])
 
-    honest = MetricsQueue.add
-    monkeypatch.setattr(MetricsQueue, "add", lambda *args, **named: seen.append(honest(*args, **named)) or seen[-1])
+    honest = loop.log_steps
+    monkeypatch.setattr(loop, "log_steps", lambda *args, **named: seen.append(honest(*args, **named)) or seen[-1])
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     monkeypatch.setattr(Accelerator, "reduce", reduce)
     with nullcontext() if expected[-1] is None else pytest.raises(stopping.Stopped):
@@ -228,7 +228,7 @@ def test_several_processes_stop_at_the_same_step(
 
 def test_every_failpoint_is_in_the_code_once() -> None:
     text = "".join(file.read_text() for file in (ROOT / "simpletune").rglob("*.py"))
-    assert Counter({name: text.count(f'passed("{name}")') for name in failpoints.NAMES}) == dict.fromkeys(
+    assert Counter({name: text.count(f'failpoint("{name}")') for name in failpoints.NAMES}) == dict.fromkeys(
         failpoints.NAMES, 1
     )
 

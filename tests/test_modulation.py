@@ -27,7 +27,7 @@ from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.models.sd3_shapes import is_adaln, is_conditioning, parameter_shapes, sd3_medium_config
 from simpletune.options import ConfigError
 from simpletune.pipeline.modulation_plan import Modulation, ModulationPlan, detach_modulation
-from simpletune.pipeline.sample import Request, autocast_of, sample_latents
+from simpletune.pipeline.sample import Request, Sampler, autocast_of
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_quanto import Int8Quanto
 from simpletune.quant.plain import BF16, FP32
@@ -35,7 +35,7 @@ from simpletune.quant.precision import WeightPrecision
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.training.loop import train
-from simpletune.training.setup import set_up
+from simpletune.training.setup import StartOptions, set_up
 
 CPU = torch.device("cpu")
 PRECISIONS = {
@@ -183,10 +183,10 @@ def test_resuming_amid_a_window_is_bit_for_bit(done: int, name: str, config_json
 
 
 def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict) -> None:
-    run = set_up(validate(config_json, "test"), None, 0.0)
+    run = set_up(validate(config_json, "test"), StartOptions(0.0))
     run.trackers.__exit__(None, None, None)
     asked: list[int] = []
-    planned = run.feed.modulations
+    planned = run.batches.modulations
     assert planned is not None
 
     class Counting(Modulation):
@@ -212,7 +212,7 @@ def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict
     captions = [d.caption for step, micro in itertools.product(range(6), range(2))
                 for d in run.prepared.plan.micro_batch(step, micro)]  # fmt: skip
     assert "" in captions, "caption dropout is part of what is compared"
-    assert len({batch.z_0.shape for step in range(6) for batch in run.feed.step(step)}) > 1, "and so are buckets"
+    assert len({batch.z_0.shape for step in range(6) for batch in run.batches.step(step)}) > 1, "and so are buckets"
 
 
 def held_bytes(model: nn.Module) -> int:
@@ -282,8 +282,9 @@ def test_pictures_are_those_of_the_resident_path(inputs: tuple[Path, Path]) -> N
         request = Request("", seed=1, width=32, height=48, steps=steps, guidance=guidance)
         resident, planned = model_of(inputs[0], precision), model_of(inputs[0], precision)
         modulation = detach_modulation(planned, precision, CPU, window=4)
-        expected = sample_latents(resident, family, precision, request, *prompts)
-        actual = sample_latents(planned, family, precision, request, *prompts, modulation)
+        rows = [request], [prompts[0]], [prompts[1]]
+        expected = Sampler(resident, family, precision).denoise(*rows)
+        actual = Sampler(planned, family, precision, modulation).denoise(*rows)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         assert (expected - expected.mean()).abs().max() > 0.1
 

@@ -22,7 +22,7 @@ from simpletune.lora.attach import load_lora
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache
-from simpletune.pipeline.sample import Request, sample_latents
+from simpletune.pipeline.sample import Request, Sampler
 from simpletune.quant.plain import FP32
 from simpletune.runs import checkpoint
 from simpletune.step.core import attach
@@ -108,7 +108,8 @@ def test_latents_equal_those_of_diffusers(guidance: float, size: tuple[int, int]
     request = Request("a red disc", 7, "blurry", *size, steps=6, guidance=guidance)
     text.fill([request.prompt, request.negative_prompt], torch.device("cpu"))
     transformer = model.load_transformer(FP32(), torch.device("cpu"))
-    ours = sample_latents(transformer, model, FP32(), request, text.load(request.prompt), text.load("blurry"))
+    sampler = Sampler(transformer, model, FP32())
+    ours = sampler.denoise([request], [text.load(request.prompt)], [text.load("blurry")])
     pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_pipeline, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     theirs = pipeline(

@@ -216,16 +216,16 @@ def test_a_full_device_names_what_was_resident_and_what_would_save_most(
 
 
 def test_resident_counts_each_kind(config_of) -> None:
-    from simpletune.estimate.simulate import EmptyFeed, OneProcess
     from simpletune.pipeline.load import load_base
     from simpletune.step.core import assemble
+    from simpletune.step.synthetic import SingleProcess, SyntheticBatches
 
     cpu = torch.device("cpu")
     config = config_of(adapter={"method": "lora", "rank": 2})
-    transformer = load_base(config.model, config.memory, config.precision, cpu, [(256, 256)])
+    transformer = load_base(config, cpu, [(256, 256)])
     frozen = sum(t.nbytes for t in (*transformer.parameters(), *transformer.buffers()))
-    core = assemble(config, transformer, OneProcess(cpu))
-    core.step(EmptyFeed(config, core).step(0))
+    core = assemble(config, transformer, SingleProcess(cpu))
+    core.step(SyntheticBatches(config, core).step(0))
     kinds = resident(transformer, core.optimizer, cpu)
     trained = sum(parameter.nbytes for parameter in core.parameters)
     assert kinds["frozen weights"] == frozen and kinds["trained weights"] == trained and kinds["gradients"] == 0

@@ -49,7 +49,7 @@ def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def real(config: TrainConfig) -> StepReport:
     with without_collection():
         sizes = [(config.data.resolution, config.data.resolution)]
-        return account(config, load_base(config.model, config.memory, config.precision, CPU, sizes))
+        return account(config, load_base(config, CPU, sizes))
 
 
 def assert_same_bytes(config: TrainConfig) -> None:
@@ -116,7 +116,7 @@ def with_blocks(tiny_config: dict, three_blocks: Path, **changes: object) -> Tra
 
 def test_weights_gradients_and_states_are_their_arithmetic(tiny_config: dict, three_blocks: Path) -> None:
     config = with_blocks(tiny_config, three_blocks, adapter={"method": "full"})
-    model = load_base(config.model, config.memory, config.precision, CPU, [(32, 32)])
+    model = load_base(config, CPU, [(32, 32)])
     weights = sum(rounded(4 * tensor.numel()) for tensor in all_tensors(model))
     trained = sum(rounded(4 * parameter.numel()) for parameter in model.parameters())
     report = simulate(config)

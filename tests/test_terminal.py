@@ -119,7 +119,7 @@ def test_metrics_can_be_read_after_every_step(tiny_config: dict, monkeypatch: py
         def update(self, step: int, loss: float, seconds: float) -> None:
             seen.append(len(read_metrics(folder)))
 
-    monkeypatch.setattr("simpletune.training.loop.TrainingLine", Watching)
+    monkeypatch.setattr("simpletune.training.loop.TrainingProgress", Watching)
     train(config)
     assert seen == [1, 2, 3, 4]
 

@@ -20,7 +20,7 @@ from simpletune.data.folder import Folder
 from simpletune.drawing.shared_base import SharedBase
 from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache, free_memory
-from simpletune.pipeline.sample import Request, decode, draw_latents, encode_starts
+from simpletune.pipeline.sample import Request, Sampler, decode, encode_starts
 from simpletune.quant import Precision
 from simpletune.runs.weights import Weights, find_run, precision_of, run_config
 from simpletune.system.devices import choose_device
@@ -120,12 +120,11 @@ class InferenceSession:
             with self.stages.stage("denoise"):
                 clock = time.perf_counter()
                 precision = precision_of(config, weights)
-                drawn = draw_latents(
-                    transformer, config.model, precision, requests, text.load, modulation, starts, speed.batch_size,
-                    speed.reuse_guidance,
-                )  # fmt: skip
-                latents[weights] = drawn, (time.perf_counter() - clock) / count
-            del transformer, modulation
+                sampler = Sampler(
+                    transformer, config.model, precision, modulation, speed.batch_size, speed.reuse_guidance
+                )
+                latents[weights] = sampler.latents(requests, text.load, starts), (time.perf_counter() - clock) / count
+            del transformer, modulation, sampler
         shared.free()
         return self._decoded(models, latents)
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from simpletune.adapters.lora_layers import detach, move_updates, rescale
 from simpletune.config.schema import TrainConfig
@@ -16,6 +15,7 @@ from simpletune.lora.read import updates_of
 from simpletune.models.compile import compile_blocks
 from simpletune.models.sd3_shapes import is_conditioning
 from simpletune.models.sizes import Size
+from simpletune.models.transformer import Transformer
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.runs.weights import BASE, Weights, load_weights
@@ -37,12 +37,12 @@ class SharedBase:
 
     def __init__(self, config: TrainConfig, device: torch.device, sizes: Collection[Size], compiled: bool = False):
         self.config, self.device, self.sizes, self.compiled = config, device, sizes, compiled
-        self._transformer: nn.Module | None = None
+        self._transformer: Transformer | None = None
         self._modulation: Modulation | None = None
         self._loaded: Weights | None = None
         self._active: Weights = BASE
 
-    def use(self, weights: Weights) -> tuple[nn.Module, Modulation | None]:
+    def use(self, weights: Weights) -> tuple[Transformer, Modulation | None]:
         """The transformer with these weights, and its modulation if it was taken out. What an earlier call gave has
         these weights too from now on, or is freed."""
         base = self.base_of(weights)
@@ -79,7 +79,7 @@ class SharedBase:
             return False
         return any(is_conditioning(name) for file, _ in weights.loras for name in updates_of(open_lora(file)))
 
-    def _apply(self, transformer: nn.Module, weights: Weights) -> None:
+    def _apply(self, transformer: Transformer, weights: Weights) -> None:
         if self.base_of(weights) != replace(BASE, label=""):
             return  # loaded with all that belongs to it
         if weights.lora == self._active.lora and not (weights.more or self._active.more):

@@ -20,6 +20,7 @@ from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import HOST, MemorySnapshot
 from simpletune.models.sd3_shapes import Shape
 from simpletune.models.sizes import Size
+from simpletune.models.transformer import Transformer
 from simpletune.pipeline.load import empty_base
 from simpletune.step.attention import attention_by
 from simpletune.step.core import StepCore, assemble
@@ -101,7 +102,7 @@ def simulate(
     )
 
 
-def account(config: TrainConfig, transformer: nn.Module, size: tuple[int, int] | None = None) -> StepReport:
+def account(config: TrainConfig, transformer: Transformer, size: tuple[int, int] | None = None) -> StepReport:
     """Assemble the run around a loaded transformer, take a step, and count every byte, real or fake.
 
     Args:
@@ -115,7 +116,7 @@ def account(config: TrainConfig, transformer: nn.Module, size: tuple[int, int] |
 
 
 def take_steps(
-    accounting: Accounting, config: TrainConfig, transformer: nn.Module, size: Size | None = None
+    accounting: Accounting, config: TrainConfig, transformer: Transformer, size: Size | None = None
 ) -> tuple[StepReport, SimulatedRun]:
     """As ``account``, under an accounting that goes on.
 
@@ -179,7 +180,7 @@ def make_states(accounting: Accounting, core: StepCore) -> None:
     accounting.register(host_counters(core.optimizer), HOST)
 
 
-def register_trained(accounting: Accounting, core: StepCore, transformer: nn.Module, base: list[Tensor]) -> None:
+def register_trained(accounting: Accounting, core: StepCore, transformer: Transformer, base: list[Tensor]) -> None:
     """What the model has gained since it was loaded is the adapter."""
     known = {id(tensor) for tensor in base}
     gained = [tensor for tensor in all_tensors(transformer) if id(tensor) not in known]

@@ -30,8 +30,9 @@ from simpletune.models.sd3_sources import provider
 from simpletune.models.sd3_text import BATCH, ENCODERS, clip_outputs
 from simpletune.models.sizes import Size
 from simpletune.models.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
+from simpletune.models.transformer import Transformer
 from simpletune.pipeline.load import empty_base
-from simpletune.pipeline.sample import Request, sample_latents
+from simpletune.pipeline.sample import Request, Sampler
 from simpletune.profiling import phase
 from simpletune.step.synthetic import CPU, SyntheticBatches
 from simpletune.system.console import silent
@@ -182,7 +183,7 @@ def train_and_validate(config: TrainConfig, size: Size) -> tuple[StepReport, Mem
     return report, max(found, key=lambda moment: moment.bytes, default=None)
 
 
-def of_evaluating(accounting: Accounting, run: SimulatedRun, transformer: nn.Module) -> MemorySnapshot:
+def of_evaluating(accounting: Accounting, run: SimulatedRun, transformer: Transformer) -> MemorySnapshot:
     """The evaluation loss: one sample after the other, forward only."""
     accounting.forget_peak()
     with accounting.allocating("activations"), torch.no_grad(), phase("evaluate"):
@@ -191,7 +192,7 @@ def of_evaluating(accounting: Accounting, run: SimulatedRun, transformer: nn.Mod
 
 
 def of_drawing(
-    accounting: Accounting, config: TrainConfig, feed: SyntheticBatches, transformer: nn.Module, vae: nn.Module
+    accounting: Accounting, config: TrainConfig, feed: SyntheticBatches, transformer: Transformer, vae: nn.Module
 ) -> MemorySnapshot:
     """As a validation draws each of its pictures: the autoencoder is loaded before sampling begins."""
     option = config.validation
@@ -205,7 +206,7 @@ def of_drawing(
     window = drawn if feed.core.modulation is not None else None
     with accounting.allocating("activations"), torch.no_grad():
         with phase("sample"):
-            z = sample_latents(transformer, drawn, config.precision, request, text, text, window)
+            z = Sampler(transformer, drawn, config.precision, window).denoise([request], [text], [text])
         with phase("decode"):
             config.model.decode_latents(vae, z)
     return accounting.peak

@@ -22,6 +22,7 @@ from torch import nn
 from simpletune.models.model_folder import weight_files
 from simpletune.models.parts import Part
 from simpletune.models.sd3_transformer import empty_transformer, put_module
+from simpletune.models.transformer import Transformer
 from simpletune.options import UserError
 from simpletune.quant.precision import WeightPrecision
 from simpletune.system.atomic import flush_to_disk, quarantine, remove, remove_stale, temporary_path
@@ -71,7 +72,7 @@ class QuantisedBase:
         self._what = f"base    {self.made_from['precision']['weights']} weights"
         self._place = part.place
 
-    def load(self, on_host: Callable[[str], bool]) -> nn.Module | None:
+    def load(self, on_host: Callable[[str], bool]) -> Transformer | None:
         """The transformer, frozen, as it was when it was kept; None if it is not there, or damaged (which is said).
 
         Args:
@@ -86,9 +87,10 @@ class QuantisedBase:
             self._set_aside(str(error))
             return None
         say(f"{self._what} read from {self.folder}, quantised before")
-        return model.eval().requires_grad_(False)
+        model.eval().requires_grad_(False)
+        return model
 
-    def make(self, on_host: Callable[[str], bool], fresh: Callable[[], nn.Module]) -> nn.Module:
+    def make(self, on_host: Callable[[str], bool], fresh: Callable[[], Transformer]) -> Transformer:
         """The transformer, quantised and kept, by one process at a time: the others read what the first has kept.
 
         Args:
@@ -100,7 +102,7 @@ class QuantisedBase:
         with wait_for_lock(lock_of(self.folder), f"{self._what}: waiting for another run that quantises the same"):
             return self.load(on_host) or self.keep(fresh())
 
-    def keep(self, model: nn.Module) -> nn.Module:
+    def keep(self, model: Transformer) -> Transformer:
         """Write a freshly quantised transformer; where that fails it is said, and the run goes on without.
 
         Returns:
@@ -164,7 +166,7 @@ class QuantisedBase:
         if sha256_of(file) != checksum:
             raise _DamagedBase(f"{FILE} does not have its SHA-256")
 
-    def _read(self, on_host: Callable[[str], bool]) -> nn.Module:
+    def _read(self, on_host: Callable[[str], bool]) -> Transformer:
         """The model on the meta device with quantised layers in place, then each tensor from the memory-mapped file."""
         model = empty_transformer(self._config)
         names = [name for name, _ in model.named_modules()]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from simpletune.models.sd3_text import Prompts
     from simpletune.models.sd3_transformer import TensorSource
+    from simpletune.models.transformer import Transformer
     from simpletune.quant.precision import WeightPrecision
 
 SD3_MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
@@ -115,7 +116,7 @@ class SD3(Option):
         on_host: Callable[[str], bool] = lambda name: False,
         sizes: Collection[Size] | None = None,
         cache: Path | None = None,
-    ) -> nn.Module:
+    ) -> Transformer:
         """The transformer, frozen, quantised while loading: host memory holds one layer at a time.
 
         Args:
@@ -142,7 +143,7 @@ class SD3(Option):
             assert source is not None
             return open_tensors(source)
 
-        def fresh() -> nn.Module:
+        def fresh() -> Transformer:
             return load(config, tensors(), precision, device, on_host, part.place)
 
         if cache is None or self.init == "random" or not precision.cacheable:
@@ -164,7 +165,7 @@ class SD3(Option):
         device: torch.device,
         on_host: Callable[[str], bool] = lambda name: False,
         sizes: Collection[Size] | None = None,
-    ) -> nn.Module:
+    ) -> Transformer:
         """The transformer as ``load_transformer`` makes it, without values; only its config is needed.
 
         Under fake tensors it takes no memory; otherwise as much as the real one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -17,6 +17,7 @@ from simpletune.models.positions import TABLE, crop_positions
 from simpletune.models.sd3_shapes import parameter_shapes
 from simpletune.models.single_file import OriginalReader
 from simpletune.models.sizes import Size
+from simpletune.models.transformer import Transformer
 from simpletune.options import UserError
 from simpletune.quant.precision import WeightPrecision
 from simpletune.system.rng import key_of
@@ -102,7 +103,7 @@ def load(
     device: torch.device,
     on_host: Callable[[str], bool] = lambda name: False,
     place: str = "the model",
-) -> nn.Module:
+) -> Transformer:
     """Build the transformer on the meta device and fill it layer by layer.
 
     Args:
@@ -132,17 +133,18 @@ def load(
             put_module(model, name, module)
         if on_host(name):
             move_own_tensors(module, torch.device("cpu"))
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return model
 
 
-def empty_transformer(config: Mapping[str, Any]) -> nn.Module:
+def empty_transformer(config: Mapping[str, Any]) -> Transformer:
     """The transformer with all its tensors on the meta device.
 
     Args:
         config: its ``config.json``.
     """
     with init_empty_weights(include_buffers=True):
-        return SD3Transformer2DModel.from_config(config)
+        return cast(Transformer, SD3Transformer2DModel.from_config(config))
 
 
 def put_module(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,16 @@ from torch import Tensor, nn
 from simpletune.config.schema import TrainConfig
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.pictures import cut, decode
-from simpletune.data.plan import Plan, View, make_plan, too_small, without
+from simpletune.data.plan import Plan, View, make_plan, without
 from simpletune.data.source import Rejected, UnusablePicture
-from simpletune.data.walk import shown
 from simpletune.models import Model
 from simpletune.models.sd3_text import Encoder
 from simpletune.models.sizes import Size
 from simpletune.options import UserError
+from simpletune.pipeline.plan_data import PlannedData, plan_data, report_rejected
 from simpletune.pipeline.sample import Request
 from simpletune.system.atomic import remove_stale
-from simpletune.system.console import progress, say
+from simpletune.system.console import progress
 from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import poll
 from simpletune.system.stage_timer import StageTimer
@@ -187,27 +186,6 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def report_rejected(rejected: Sequence[Rejected], on_error: str) -> None:
-    """Name the pictures that are left out.
-
-    Raises:
-        UserError: ``data.on_error`` is ``stop`` and there are any.
-    """
-    if not rejected:
-        return
-    listed = [f"  {shown(each.name)}: {each.reason}" for each in rejected[:20]]
-    if len(rejected) > len(listed):
-        listed.append(f"  and {len(rejected) - len(listed)} more (simpletune data CONFIG lists all)")
-    kinds = ", ".join(
-        f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in Counter(each.kind for each in rejected).items()
-    )
-    head = f"{kinds} cannot be used"
-    if on_error == "stop":
-        remedy = "Mend or remove them, or set data.on_error=skip to go on without them"
-        raise UserError("\n".join([f"data.path: {head}:", *listed, remedy]))
-    say("\n".join([f"{head} and left out:", *listed]))
-
-
 @dataclass
 class Prepared:
     """What the prepare stages leave.
@@ -238,29 +216,19 @@ class Prepared:
         return {*self.plan.buckets, *((request.width, request.height) for request in self.requests)}
 
 
-def prepare(
-    config: TrainConfig,
-    accelerator: Accelerator,
-    stages: StageTimer,
-    planned: Callable[[Plan], None] = lambda plan: None,
-) -> Prepared:
-    """Scan the data, plan the run, and fill the caches; the main process first, the others read what it made.
+def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, stages: StageTimer) -> Prepared:
+    """Fill the caches; the main process first, the others read what it made.
 
     Args:
         config: with folders resolved.
-        planned: is told of the plan before anything is encoded.
+        data: scanned and planned.
+        accelerator: knows processes and device.
+        stages: time and memory so far.
 
     Raises:
-        UserError: pictures cannot be used and ``data.on_error`` is ``stop``, or none is left.
+        UserError: pictures cannot be decoded and ``data.on_error`` is ``stop``, or none is left.
     """
-    scan = config.data.scan(Path(config.data.path))
-    small = too_small(scan.pictures, config.data)
-    report_rejected([*scan.rejected, *small], config.data.on_error)
-    usable = without(scan.pictures, small)
-    plan = make_plan(config, usable, accelerator.num_processes)
-    planned(plan)
-    failpoint("data.scanned")
-    cache, dtype = Path(config.output.cache), config.precision.encoder_dtype()
+    cache, dtype, plan = Path(config.output.cache), config.precision.encoder_dtype(), data.plan
     text = TextCache(config.model, dtype, cache)
     latents = LatentCache(config.model, dtype, cache, config.memory.vae_tile)
     with accelerator.main_process_first():
@@ -271,8 +239,13 @@ def prepare(
             _, rejected = latents.fill(plan.views(), accelerator.device)
     report_rejected(rejected, config.data.on_error)
     if rejected:
-        plan = make_plan(config, without(usable, rejected), accelerator.num_processes)
-    return Prepared(plan, text, latents, requests, scan.captions, [*scan.rejected, *small, *rejected])
+        plan = make_plan(config, without(data.usable, rejected), accelerator.num_processes)
+    return Prepared(plan, text, latents, requests, data.captions, [*data.left_out, *rejected])
+
+
+def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> Prepared:
+    """``plan_data``, then ``encode``."""
+    return encode(config, plan_data(config, accelerator.num_processes), accelerator, stages)
 
 
 def prompts_of(plan: Plan, requests: Sequence[Request]) -> list[str]:

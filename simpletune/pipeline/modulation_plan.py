@@ -25,6 +25,7 @@ from simpletune.data.plan import Draw, Plan
 from simpletune.memory import accounting
 from simpletune.memory.snapshot import HOST
 from simpletune.models.sd3_shapes import is_adaln, timestep_of
+from simpletune.models.transformer import Transformer
 from simpletune.quant.precision import WeightPrecision
 from simpletune.tensors import own_tensors, set_tensor
 
@@ -152,7 +153,7 @@ class ModulationPlan:
 
 
 def detach_modulation(
-    transformer: nn.Module, precision: WeightPrecision, device: torch.device, window: int
+    transformer: Transformer, precision: WeightPrecision, device: torch.device, window: int
 ) -> Modulation:
     """Take the modulation weights out of a transformer, in place; from then on its pooled input is modulations.
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from simpletune.flow import interpolate
 from simpletune.models.sd3 import SD3, predict_velocity
+from simpletune.models.transformer import Transformer
 from simpletune.options import UserError
 from simpletune.pipeline.load import device_of
 from simpletune.pipeline.modulation_plan import Modulation
@@ -87,75 +88,113 @@ def autocast_of(precision: WeightPrecision, device: torch.device) -> AbstractCon
     return torch.autocast(device.type, torch.bfloat16) if precision.autocast else nullcontext()
 
 
-def sample_latents(
-    transformer: nn.Module,
-    model: SD3,
-    precision: WeightPrecision,
-    request: Request,
-    positive: Embeddings,
-    negative: Embeddings,
-    modulation: Modulation | None = None,
-) -> Tensor:  # [1, c, h, w], fp32
-    """The latents of one picture: ``sample_batch`` of one."""
-    return sample_batch(transformer, model, precision, [request], [positive], [negative], modulation)
-
-
-@torch.no_grad()
-def sample_batch(
-    transformer: nn.Module,
-    model: SD3,
-    precision: WeightPrecision,
-    requests: Sequence[Request],
-    positive: Sequence[Embeddings],
-    negative: Sequence[Embeddings],
-    modulation: Modulation | None = None,
-    start: Tensor | None = None,  # [b, c, h, w]
-    reuse_guidance: int = 1,
-) -> Tensor:  # [b, c, h, w], fp32
-    """Integrate dz/dsigma = velocity from noise to pictures' latents: Euler's method (arXiv:2206.00364, alg. 1).
-
-    Noise levels are those of diffusers' scheduler; z stays in fp32. With guidance g the velocity is
-    v_negative + g (v_positive - v_negative) (arXiv:2207.12598), both halves in one batch.
+@dataclass(frozen=True)
+class Sampler:
+    """A transformer, and what drawing with it takes.
 
     Args:
-        requests: alike in size, steps, guidance and strength (``Request.together``).
-        positive: embeddings of each prompt.
-        negative: embeddings of each negative prompt.
-        modulation: of the transformer, where it was taken out.
-        start: z_0 of the starting pictures, where there are any.
+        transformer: with or without an adapter.
+        model: its family.
+        precision: how its weights are held.
+        modulation: of the transformer, where it was detached.
+        batch_size: how many pictures go through the transformer together. A picture's noise is its own, whatever the
+            batch; but products of other numbers of rows differ in the last bits.
         reuse_guidance: the difference v_positive - v_negative is computed anew every so many steps, and kept between;
             above 1 that saves passes and changes the pictures.
     """
-    device = device_of(transformer)
-    dtype = precision.compute_dtype()
-    first = requests[0]
-    scheduler = model.scheduler()
-    scheduler.set_timesteps(first.steps)
-    sigmas = scheduler.sigmas.to(torch.float32)[first.skipped :]
-    guided, count = first.guidance > 1, len(requests)
-    rows = [*negative, *positive] if guided else list(positive)
-    prompt_embeds = torch.stack([embeds for embeds, _ in rows]).to(device)
-    pooled = torch.stack([vector for _, vector in rows]).to(device)
-    z = torch.cat([noises(request, model)[0] for request in requests])
-    z = (z if start is None else interpolate(start, z, sigmas[:1])).to(device)
-    conditions = conditions_of(pooled, sigmas[:-1], modulation)
-    away: Tensor | float = 0.0
-    with autocast_of(precision, device):
-        for step, (sigma, sigma_next, condition) in enumerate(zip(sigmas[:-1], sigmas[1:], conditions, strict=True)):
-            poll()
-            both = guided and step % reuse_guidance == 0
-            skip = count if guided and not both else 0
-            levels = sigma.expand(2 * count if both else count).to(device)
-            z_rows = torch.cat([z, z]) if both else z
-            velocity = predict_velocity(transformer, z_rows, levels, prompt_embeds[skip:], condition[skip:], dtype)
-            velocity = velocity.float()
-            if both:
-                away = velocity[count:] - velocity[:count]
-                velocity = velocity[:count] + first.guidance * away
-            elif guided:
-                velocity = velocity + (first.guidance - 1) * away
-            z = z + (sigma_next - sigma).to(device) * velocity
-    return z
+
+    transformer: Transformer
+    model: SD3
+    precision: WeightPrecision
+    modulation: Modulation | None = None
+    batch_size: int = 1
+    reuse_guidance: int = 1
+
+    @torch.no_grad()
+    def denoise(
+        self,
+        requests: Sequence[Request],
+        positive: Sequence[Embeddings],
+        negative: Sequence[Embeddings],
+        start: Tensor | None = None,  # [b, c, h, w]
+    ) -> Tensor:  # [b, c, h, w], fp32
+        """Integrate dz/dsigma = velocity from noise to pictures' latents: Euler's method (arXiv:2206.00364, alg. 1).
+
+        Noise levels are those of diffusers' scheduler; z stays in fp32. With guidance g the velocity is
+        v_negative + g (v_positive - v_negative) (arXiv:2207.12598), both halves in one batch.
+
+        Args:
+            requests: alike in size, steps, guidance and strength (``Request.together``).
+            positive: embeddings of each prompt.
+            negative: embeddings of each negative prompt.
+            start: z_0 of the starting pictures, where there are any.
+        """
+        device, dtype = device_of(self.transformer), self.precision.compute_dtype()
+        first = requests[0]
+        sigmas = self.sigmas(first)
+        guided, count = first.guidance > 1, len(requests)
+        rows = [*negative, *positive] if guided else list(positive)
+        prompt_embeds = torch.stack([embeds for embeds, _ in rows]).to(device)
+        pooled = torch.stack([vector for _, vector in rows]).to(device)
+        z = torch.cat([noises(request, self.model)[0] for request in requests])
+        z = (z if start is None else interpolate(start, z, sigmas[:1])).to(device)
+        conditions = conditions_of(pooled, sigmas[:-1], self.modulation)
+        away: Tensor | float = 0.0
+        with autocast_of(self.precision, device):
+            levels = zip(sigmas[:-1], sigmas[1:], conditions, strict=True)
+            for step, (sigma, sigma_next, condition) in enumerate(levels):
+                poll()
+                both = guided and step % self.reuse_guidance == 0
+                skip = count if guided and not both else 0
+                level = sigma.expand(2 * count if both else count).to(device)
+                z_rows = torch.cat([z, z]) if both else z
+                velocity = predict_velocity(
+                    self.transformer, z_rows, level, prompt_embeds[skip:], condition[skip:], dtype
+                ).float()
+                if both:
+                    away = velocity[count:] - velocity[:count]
+                    velocity = velocity[:count] + first.guidance * away
+                elif guided:
+                    velocity = velocity + (first.guidance - 1) * away
+                z = z + (sigma_next - sigma).to(device) * velocity
+        return z
+
+    def sigmas(self, request: Request) -> Tensor:  # [s + 1], fp32, on the CPU
+        """The noise levels of a request's steps, and the 0 that they end at."""
+        scheduler = self.model.scheduler()
+        scheduler.set_timesteps(request.steps)
+        return scheduler.sigmas.to(torch.float32)[request.skipped :]
+
+    def latents(
+        self,
+        requests: Sequence[Request],
+        embeddings: Callable[[str], Embeddings],
+        starts: Sequence[Tensor | None] | None = None,
+    ) -> list[Tensor]:  # [1, c, h, w] each, fp32, on the CPU
+        """Latents for requests, in their order.
+
+        Args:
+            requests: what to draw.
+            embeddings: of a prompt.
+            starts: what ``encode_starts`` gave.
+        """
+        latents: dict[int, Tensor] = {}
+        load = cache(embeddings)  # a prompt with many seeds is read once
+        for batch in batches(requests, self.batch_size):
+            some = [requests[number] for number in batch]
+            z_0 = [start for number in batch if starts is not None and (start := starts[number]) is not None]
+            positive = [load(request.prompt) for request in some]
+            negative = [load(request.negative_prompt) for request in some]
+            z = self.denoise(some, positive, negative, torch.cat(z_0) if z_0 else None)
+            latents |= dict(zip(batch, z.cpu().split(1), strict=True))
+        return [latents[number] for number in range(len(requests))]
+
+    def pictures(
+        self, vae: nn.Module, requests: Sequence[Request], embeddings: Callable[[str], Embeddings]
+    ) -> list[Image.Image]:
+        """Pictures for requests, in their order."""
+        starts = encode_starts(vae, self.model, requests)
+        return decode(vae, self.model, self.latents(requests, embeddings, starts))
 
 
 def conditions_of(
@@ -171,25 +210,6 @@ def conditions_of(
     for levels in sigmas.split(modulation.window):
         rows = modulation(levels.repeat_interleave(len(pooled)), pooled.repeat(len(levels), 1))
         yield from rows.view(len(levels), len(pooled), -1)
-
-
-def draw(
-    transformer: nn.Module,
-    vae: nn.Module,
-    model: SD3,
-    precision: WeightPrecision,
-    requests: Sequence[Request],
-    embeddings: Callable[[str], Embeddings],
-    modulation: Modulation | None = None,
-    batch_size: int = 1,
-    reuse_guidance: int = 1,
-) -> list[Image.Image]:
-    """Pictures for requests, in their order. ``draw_latents`` says what the last two arguments do."""
-    starts = encode_starts(vae, model, requests)
-    latents = draw_latents(
-        transformer, model, precision, requests, embeddings, modulation, starts, batch_size, reuse_guidance
-    )
-    return decode(vae, model, latents)
 
 
 @torch.no_grad()
@@ -220,39 +240,6 @@ def starting_pixels(request: Request) -> Tensor:  # [1, 3, h, w] in -1..1
         raise UserError(f"--image: {request.image} cannot be read ({error}). Give a PNG, JPEG or WebP file") from None
     image = ImageOps.fit(image, (request.width, request.height), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 127.5 - 1
-
-
-def draw_latents(
-    transformer: nn.Module,
-    model: SD3,
-    precision: WeightPrecision,
-    requests: Sequence[Request],
-    embeddings: Callable[[str], Embeddings],
-    modulation: Modulation | None = None,
-    starts: Sequence[Tensor | None] | None = None,
-    batch_size: int = 1,
-    reuse_guidance: int = 1,
-) -> list[Tensor]:  # [1, c, h, w] each, fp32, on the CPU
-    """Latents for requests, in their order.
-
-    Args:
-        starts: what ``encode_starts`` gave.
-        batch_size: how many pictures go through the transformer together. A picture's noise is its own, whatever the
-            batch; but products of other numbers of rows differ in the last bits.
-        reuse_guidance: as for ``sample_batch``.
-    """
-    latents: dict[int, Tensor] = {}
-    load = cache(embeddings)  # a prompt with many seeds is read once
-    for batch in batches(requests, batch_size):
-        some = [requests[number] for number in batch]
-        z_0 = [start for number in batch if starts is not None and (start := starts[number]) is not None]
-        z = sample_batch(
-            transformer, model, precision, some,
-            [load(request.prompt) for request in some], [load(request.negative_prompt) for request in some],
-            modulation, torch.cat(z_0) if z_0 else None, reuse_guidance,
-        )  # fmt: skip
-        latents |= dict(zip(batch, z.cpu().split(1), strict=True))
-    return [latents[number] for number in range(len(requests))]
 
 
 def batches(requests: Sequence[Request], batch_size: int) -> list[list[int]]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from simpletune.models.transformer import Transformer
     from simpletune.pipeline.modulation_plan import Modulation
 
 TRANSFORMER = "transformer"
@@ -170,7 +171,7 @@ def precision_of(config: TrainConfig, weights: Weights) -> WeightPrecision:
 
 def load_weights(
     config: TrainConfig, weights: Weights, device: torch.device, sizes: Collection[Size]
-) -> tuple[nn.Module, Modulation | None]:
+) -> tuple[Transformer, Modulation | None]:
     """The transformer with these weights.
 
     Nothing trains here, so with the modulation plan the modulation is taken out whatever the weights are, with the
@@ -188,12 +189,11 @@ def load_weights(
     from simpletune.lora.attach import fold_lora, load_loras
     from simpletune.pipeline.load import device_of, load_base, modulation_of
 
-    model, cache = config.model, cache_of_bases(config)
+    model, cache, precision = config.model, cache_of_bases(config), precision_of(config, weights)
     if weights.transformer is not None:
         model = model.model_copy(update={"transformer": str(weights.transformer), "init": "pretrained"})
         cache = None  # a result is drawn with a few times; a base, by every run
-    precision = precision_of(config, weights)
-    transformer = load_base(model, config.memory, precision, device, sizes, cache=cache)
+    transformer = load_base(config.model_copy(update={"model": model, "precision": precision}), device, sizes, cache)
     if weights.trained is not None:
         overwrite(transformer, weights.trained)
     if weights.loras:
@@ -201,7 +201,7 @@ def load_weights(
     if weights.merged:
         fold_lora(transformer)
     modulation = modulation_of(transformer, config.memory, precision, device)
-    config.memory.attach(transformer.transformer_blocks, device_of(transformer))  # type: ignore[arg-type]
+    config.memory.attach(transformer.transformer_blocks, device_of(transformer))
     return transformer, modulation
 
 

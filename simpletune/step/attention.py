@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletune.config.schema import TrainConfig
 from simpletune.models.sizes import Size
+from simpletune.models.transformer import Transformer
 from simpletune.options import UserError
 from simpletune.speed import Kernel
 from simpletune.system.console import say
@@ -82,7 +83,7 @@ def multiplies_bf16(device: torch.device, dtype: torch.dtype) -> bool:
     return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def settle_attention(config: TrainConfig, transformer: Any, size: Size, device: torch.device) -> str:
+def settle_attention(config: TrainConfig, transformer: Transformer, size: Size, device: torch.device) -> str:
     """Find out with a run's own shapes which kernel computes attention, and say it; set the blocks up for the CPU.
 
     Args:

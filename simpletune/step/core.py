@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +16,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.flow import flow_loss, interpolate, velocity_target
 from simpletune.models.compile import compile_training
 from simpletune.models.sd3 import predict_velocity
+from simpletune.models.transformer import Transformer
 from simpletune.optim.in_backward import clip_each, step_in_backward
 from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.pipeline.load import device_of, modulation_of
@@ -123,7 +123,7 @@ class StepCore:
             clip_each(self.parameters, option.clip_norm)
 
 
-def assemble(config: TrainConfig, transformer: Any, accelerator: Accelerator, sizes: int = 1) -> StepCore:
+def assemble(config: TrainConfig, transformer: Transformer, accelerator: Accelerator, sizes: int = 1) -> StepCore:
     """Everything between a loaded model and its first step: the trainer's and the memory simulation's one way.
 
     Args:
@@ -151,7 +151,7 @@ def keep_to_itself(transformer: nn.Module) -> None:
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
 
 
-def attach(config: TrainConfig, transformer: Any, sizes: int = 1) -> torch.optim.Optimizer:
+def attach(config: TrainConfig, transformer: Transformer, sizes: int = 1) -> torch.optim.Optimizer:
     """The adapter on the loaded model, the passes of its blocks, and the optimizer over what trains."""
     config.adapter.attach(transformer, config.train.seed)
     in_backward = config.memory.optimizer_in_backward

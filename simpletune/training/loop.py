@@ -10,17 +10,15 @@ from pathlib import Path
 import torch
 
 from simpletune.config.resolve import resolved
-from simpletune.config.schema import TrainConfig, profile_folder, run_folder
-from simpletune.ema import averaged
+from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.models.compile import failure as compiling_failed
 from simpletune.optim.rounding import key_draws
 from simpletune.pipeline.encode import prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.runs import checkpoint
-from simpletune.runs.folder import EVALUATION, SKIPPED, SUMMARY, finished_steps, read_json_or_none, read_rows
-from simpletune.runs.model_card import shareable, write_card
+from simpletune.runs.folder import EVALUATION, SUMMARY, append_metrics, finished_steps, read_json_or_none
 from simpletune.runs.resume import check_resumable
-from simpletune.runs.summary import print_data, print_results, summarise
+from simpletune.runs.summary import print_data
 from simpletune.step.attention import attention_by
 from simpletune.step.batches import Prefetcher
 from simpletune.step.core import set_learning_rate
@@ -32,11 +30,12 @@ from simpletune.system.locks import exclusive
 from simpletune.system.rng import reseed_global
 from simpletune.system.signals import SIGNALS, Stopped, deferred_signals, is_listening, received_signal, stop_if_asked
 from simpletune.system.stage_timer import StageTimer
-from simpletune.training.metrics_queue import MetricsQueue
+from simpletune.training.finish import finish
 from simpletune.training.out_of_memory import out_of_memory, resident
-from simpletune.training.pending_steps import DeviceEvent
-from simpletune.training.run_profiler import add_memory, traces_of
-from simpletune.training.setup import DRAWING, EVALUATING, Run, make_accelerator, set_up
+from simpletune.training.pending_steps import DeviceEvent, MetricsQueue, PendingStep, global_figures
+from simpletune.training.run import DRAWING, EVALUATING, Run
+from simpletune.training.run_profiler import traces_of
+from simpletune.training.setup import StartOptions, make_accelerator, set_up
 
 
 def train(
@@ -68,7 +67,8 @@ def train(
     with exclusive(folder) if writes else nullcontext(), room_for("writing what this run leaves", folder):
         if resume == "auto" and is_finished(config):
             return folder
-        run = set_up(config, resume, time.perf_counter() if started is None else started, force, estimate_first)
+        began = time.perf_counter() if started is None else started
+        run = set_up(config, StartOptions(began, resume, force, estimate_first))
         with run.trackers, attention_by(config.speed.attention):
             try:
                 validate_train_finish(run)
@@ -162,47 +162,96 @@ def loop(run: Run) -> EpochTraces:
         The profiler's windows.
     """
     config, process, device = run.config, run.accelerator.process_index, run.accelerator.device
-    line = progress_of(run)
-    ledger = MetricsQueue(run, line)
-    feed = Prefetcher(run.feed, run.steps, on=config.speed.prefetch and run.stages.cuda)
+    progress, pending = progress_of(run), MetricsQueue(ahead=0 if run.guard.skips else 1)
+    prefetcher = Prefetcher(run.batches, run.steps, on=config.speed.prefetch and run.stages.cuda)
     run.transformer.train()
-    with traces_of(run, lambda step: is_interrupted(config, step)) as traces, line, feed, run.stages.stage("train"):
+    traces = traces_of(run, lambda step: is_interrupted(config, step))
+    with traces, progress, prefetcher, run.stages.stage("train"):
         for step in range(run.start, run.steps):
             began = DeviceEvent(device)
             failpoint("step.begun")
             traces.before_step(step)
             with phase("data"):
-                batches = feed.step(step)
+                batches = prefetcher.step(step)
             reseed_global(config.train.seed, "step", step, process)
             lr = config.optimizer.lr * config.schedule.factor(step, run.steps)
             set_learning_rate(run.core.optimizer, lr)
             key_draws(run.core.optimizer, config.train.seed, step)
-            loss, norm = run.core.step(batches, run.watch.gate)
-            if run.average is not None and not run.watch.skipping:
+            loss, norm = run.core.step(batches, run.guard.allows_update)
+            if run.average is not None and not run.guard.skipping:
                 run.average.update()
-            launched = run.watch.launched(step, lr, began, loss, norm)
+            figures = global_figures(loss, norm, run.accelerator, received_signal() is not None)
+            pending.push(PendingStep.launched(step, lr, began, run.core, figures))
             failpoint("step.updated")
             traces.after_step()  # writes a trace now and then: not part of the step's time
 
             last = step + 1 == run.steps
-            signal = ledger.add(launched, whole=last or is_interrupted(config, step))  # reads the step before
+            signal = log_steps(run, pending, progress, everything=last or is_interrupted(config, step))
             if last:
                 break  # what follows the last step is not the loop's
             if run.main:
-                save_and_validate(run, step + 1, line, stops=signal is not None)
+                save_and_validate(run, step + 1, progress, stops=signal is not None)
             if signal is not None:
                 run.accelerator.wait_for_everyone()  # a launcher ends all when one has ended: not while one saves
                 raise Stopped(signal)
     return traces
 
 
-def save_and_validate(run: Run, done: int, line: TrainingProgress, stops: bool) -> None:
+def log_steps(run: Run, pending: MetricsQueue, progress: TrainingProgress, everything: bool) -> int | None:
+    """Log the steps that the device is done with.
+
+    Args:
+        run: of the loop.
+        pending: the launched steps.
+        progress: what a person sees.
+        everything: also the step that was launched last.
+
+    Returns:
+        The signal that ends the run after the last launched step, the same for all processes; every step is logged.
+
+    Raises:
+        UserError: a step was not finite, or the disk is full.
+    """
+    asked = [log_step(run, done, progress) for done in pending.pop(everything)]
+    signal = stop_signal(run, any(asked))
+    if signal is not None:
+        for done in pending.pop(everything=True):
+            log_step(run, done, progress)
+    return signal
+
+
+def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> bool:
+    """Log one step in metrics, trackers and the progress line.
+
+    Returns:
+        Whether a process was asked to stop when it was launched.
+    """
+    loss, norm, asked = done.read()
+    run.seconds.append(done.seconds)
+    run.to_first_step = run.to_first_step or done.finished - run.started
+    if run.guard.check(done, loss, norm) and run.main:
+        row = {"loss": loss, "lr": done.lr, "seconds": round(done.seconds, 6), "grad_norm": norm}
+        epoch = done.step // run.prepared.plan.steps_per_epoch
+        append_metrics(run.folder, {"step": done.step + 1, "epoch": epoch, **row})
+        run.trackers.scalars(done.step + 1, row)
+        progress.update(done.step + 1, loss, done.seconds)
+    return asked
+
+
+def stop_signal(run: Run, asked: bool) -> int | None:
+    """The signal that ends the run. Several processes all stop when the first that was asked is read."""
+    if run.accelerator.num_processes == 1:
+        return received_signal()
+    return (received_signal() or SIGNALS[0]) if asked else None
+
+
+def save_and_validate(run: Run, done: int, progress: TrainingProgress, stops: bool) -> None:
     """What comes between two steps, where it is due: save, evaluate, draw.
 
     Args:
         run: of the loop.
         done: how many steps are done.
-        line: the progress.
+        progress: what a person sees.
         stops: whether the run stops here: then it saves, and does not draw.
 
     Raises:
@@ -211,12 +260,12 @@ def save_and_validate(run: Run, done: int, line: TrainingProgress, stops: bool) 
     config = run.config
     saves = stops or due(config.checkpoint.every, done)
     if saves:
-        with line.interrupted("save"):
+        with progress.interrupted("save"):
             run.save(done)
     if stops or not due(config.validation.every, done):
         return
     try:
-        with line.interrupted("validate"):
+        with progress.interrupted("validate"):
             run.look(done)
     except Stopped:
         if not saves:
@@ -241,69 +290,6 @@ def progress_of(run: Run) -> TrainingProgress:
 def due(every: int | None, step: int) -> bool:
     """Whether something that happens every so many steps happens after this one."""
     return every is not None and step % every == 0
-
-
-def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
-    """Export, then look: what is trained is saved, and safe, before the last pictures are drawn."""
-    failpoint("finish.saved")
-    with run.stages.stage("save"), averaged(run.average):
-        metadata = checkpoint.metadata_of(shareable(run.config), run.steps)
-        output = run.config.adapter.export(run.transformer, run.folder, metadata)
-    failpoint("finish.exported")
-    eval_after = run.optional(EVALUATING, run.evaluate, run.steps)
-    run.optional(DRAWING, run.validate, run.steps)
-    processes = run.accelerator.num_processes
-    summary = summarise(run.config, run.folder, run.device, run.stages, run.seconds, run.steps, processes)
-    summary |= {
-        "seconds_total": round(time.perf_counter() - run.started, 2),
-        "seconds_setup": round(seconds_setup, 2),
-        "seconds_to_first_step": None if run.to_first_step is None else round(run.to_first_step, 2),
-        "attention": run.attention,
-        "trainable_parameters": sum(parameter.numel() for parameter in run.core.parameters),
-        "total_parameters": run.total,
-        "steps_per_epoch": run.prepared.plan.steps_per_epoch,
-        "eval_loss_before": (read_json_or_none(run.folder / EVALUATION) or {}).get("eval_loss"),
-        "eval_loss_after": eval_after,
-        "output": str(output),
-    }
-    if skipped := len(list(read_rows(run.folder / SKIPPED))):
-        summary["skipped_steps"] = skipped
-    if run.predicted is not None:
-        from simpletune.estimate.forecast import compare_with_measured
-
-        summary["predicted"] = compare_with_measured(run.predicted, summary["stages"])
-    warnings = run.trackers.warnings
-    # Written again below: a tracker may take minutes to close.
-    write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
-    failpoint("finish.summary")
-    run.optional("the model card", write_card, run.folder, run.config, summary, run.prepared)
-    add_memory(run, traces)
-    page, said = write_page(run), len(warnings)
-    failpoint("finish.reported")
-    places = {**page, **run.trackers.finish(summary)}
-    write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": True})
-    if page and len(warnings) > said:
-        write_page(run)
-    print_results(summary, run.folder, profile_folder(run.config), traces.written, places)
-    if run.predicted is not None:
-        from simpletune.estimate.forecast import print_comparison
-
-        print_comparison(summary["predicted"])
-
-
-def write_page(run: Run) -> dict[str, str]:
-    """The report of the run, into its folder: a failure is a warning and never the run's."""
-    if not run.config.output.report:
-        return {}
-    try:
-        from simpletune.report import report_at_end
-
-        page = report_at_end(run.folder)
-    except Exception as error:  # whatever it is: a page is not worth a run
-        run.trackers.warn(f"the report failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
-        return {}
-    run.trackers.report(page)
-    return {"report": str(page)}
 
 
 def prepare_only(config: TrainConfig) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
@@ -20,29 +19,29 @@ from simpletune.runs.checkpoint import list_checkpoints
 from simpletune.runs.folder import SKIPPED, append_metrics, read_rows
 from simpletune.step.batches import Batch, Batches
 from simpletune.step.core import StepCore
-from simpletune.system.signals import received_signal
 from simpletune.tensors import trained_parameters
-from simpletune.training.pending_steps import DeviceEvent, PendingStep, copy_to_host_async
+from simpletune.training.pending_steps import PendingStep, global_figures
 
 CODE = 4  # exit code
 IN_A_ROW = 5  # skipped steps that end a run
 LISTED = 4
+T = TypeVar("T")
 
 
 class NonFiniteGuard:
-    """Looks at the loss and the gradients' norm of every step. Both are read from the device anyway.
+    """Judges the loss and the gradients' norm of every step; both are read from the device anyway.
 
-    With ``stop`` they are read as the log needs them, when the next step is launched: the weights are thrown away, and
-    the norms of that step's gradients tell where it began. With ``skip`` they are read before the update.
+    With ``train.on_nonfinite`` ``stop`` they are judged when the log needs them, after the next step is done: the
+    run ends, its weights are thrown away, and the norms of that step's gradients tell where it began. With ``skip``
+    they are judged before the update.
 
     Args:
         config: of the run.
         folder: of the run; skipped steps are kept in ``skipped.jsonl``.
         core: the step core.
-        feed: where its batches come from.
-        accelerator: knows the processes.
+        batches: where its batches come from.
         start: steps done before.
-        warn: says a warning that the summary keeps.
+        warn: prints a warning that the summary keeps.
     """
 
     def __init__(
@@ -50,54 +49,30 @@ class NonFiniteGuard:
         config: TrainConfig,
         folder: Path,
         core: StepCore,
-        feed: Batches,
-        accelerator: Accelerator,
+        batches: Batches,
         start: int,
         warn: Callable[[str], None],
     ):
-        self.folder, self.core, self.feed, self.accelerator, self.warn = folder, core, feed, accelerator, warn
-        self.gate = self._gate if config.train.on_nonfinite == "skip" else None
+        self.folder, self.core, self.batches, self.warn = folder, core, batches, warn
+        self.accelerator = core.accelerator
+        self.skips = config.train.on_nonfinite == "skip"
         self.skipping = False
         """Whether the last step left the weights as they were."""
-        self._figures: Tensor | None = None  # of the last step, where the gate has read them
         before = {row["step"] for row in read_rows(folder / SKIPPED)}
         self._in_a_row = next(n for n in range(len(before) + 1) if start - n not in before)
 
-    def launched(self, step: int, lr: float, began: DeviceEvent, loss: Tensor, norm: Tensor) -> PendingStep:
-        """Send a step's figures to the host; nothing waits.
-
-        Args:
-            step: how many were done before it.
-            lr: its learning rate.
-            began: before its data.
-            loss: its mean loss in this process, on the device.
-            norm: of all its gradients.
-        """
-        figures = copy_to_host_async(self._of_all(loss, norm)) if self._figures is None else self._figures
-        core = self.core
-        return PendingStep(
-            step, lr, began, DeviceEvent(self.accelerator.device), figures, core.losses, core.normed, core.norms
-        )  # fmt: skip
-
-    def _gate(self, loss: Tensor, norm: Tensor) -> bool:
-        """Whether a step may update the weights: the host waits for the backward pass."""
-        self._figures = self._of_all(loss, norm).cpu()
-        self.skipping = not all(map(math.isfinite, self._figures.tolist()))
+    def allows_update(self, loss: Tensor, norm: Tensor) -> bool:
+        """Whether a step may update the weights. With ``skip`` the host waits for the backward pass."""
+        if self.skips:
+            figures = global_figures(loss, norm, self.accelerator, stop=False)
+            self.skipping = not all(map(math.isfinite, figures.tolist()))
         return not self.skipping
 
-    def _of_all(self, loss: Tensor, norm: Tensor) -> Tensor:  # fp32 [3], on the device
-        """Mean loss, gradients' norm, and the share of the processes that were asked to stop."""
-        if self.accelerator.num_processes == 1:
-            return torch.stack([loss.float(), norm.float(), torch.zeros_like(loss)])
-        asked = torch.full_like(loss, float(received_signal() is not None))
-        mean, share = self.accelerator.reduce(torch.stack([loss, asked]), "mean")
-        return torch.stack([mean, norm.float(), share])
-
-    def passes(self, launched: PendingStep, loss: float, norm: float) -> bool:
-        """Whether a step was one; if it was skipped, that is said and kept.
+    def check(self, done: PendingStep, loss: float, norm: float) -> bool:
+        """Whether a step's figures are finite; a skipped one is reported and kept.
 
         Args:
-            launched: the step, read.
+            done: the step, read.
             loss: its mean loss.
             norm: of its gradients.
 
@@ -108,13 +83,13 @@ class NonFiniteGuard:
             self._in_a_row = 0
             return True
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradients' norm is {norm}"
-        about = self._about(launched, what)
-        if self.gate is None:
+        about = self._about(done, what)
+        if not self.skips:
             raise UserError(f"{about}. {last_checkpoint_note(self.folder)}. {_REMEDY}", CODE)
         self._in_a_row += 1
-        names = self._samples(launched.step)
+        names = self._samples(done.step)
         if self.accelerator.is_main_process:
-            row = {"step": launched.step + 1, "loss": str(loss), "grad_norm": str(norm), "samples": names}
+            row = {"step": done.step + 1, "loss": str(loss), "grad_norm": str(norm), "samples": names}
             append_metrics(self.folder, row, SKIPPED)
         if self._in_a_row >= IN_A_ROW:
             raise UserError(
@@ -125,11 +100,11 @@ class NonFiniteGuard:
         self.warn(f"{about}. Left out: the weights are as before (train.on_nonfinite=skip)")
         return False
 
-    def _about(self, launched: PendingStep, what: str) -> str:
+    def _about(self, done: PendingStep, what: str) -> str:
         """What is not finite, in which samples, in which parameters. Its batches are loaded again: they are a function
         of the step, and keeping them would take the device memory."""
-        losses = torch.stack(list(launched.losses)).tolist()
-        batches = self.feed.step(launched.step)
+        losses = torch.stack(list(done.losses)).tolist()
+        batches = self.batches.step(done.step)
         bad = [batch for batch, loss in zip(batches, losses, strict=True) if not math.isfinite(loss)]
         mine = [
             (batch.names[row], held)
@@ -138,11 +113,11 @@ class NonFiniteGuard:
             if (held := _nonfinite_inputs(batch, row))
         ]
         rows, suspects = self._gathered(mine), self._gathered([name for batch in bad for name in batch.names])
-        names = [name for name, _ in rows] or suspects or self._samples(launched.step)
-        parts = [f"step {launched.step + 1}: {what}. Samples: {', '.join(dict.fromkeys(names))}"]
+        names = [name for name, _ in rows] or suspects or self._samples(done.step)
+        parts = [f"step {done.step + 1}: {what}. Samples: {', '.join(dict.fromkeys(names))}"]
         parts += [f"{name}: its {held} not finite" for name, held in dict(rows).items()]
-        parts += self._quarantine(launched.step) if mine else []
-        norms = dict(zip(launched.normed, launched.norms.tolist(), strict=True))
+        parts += self._quarantine(done.step) if mine else []
+        norms = dict(zip(done.normed, done.norms.tolist(), strict=True))
         named = trained_parameters(self.core.model).items()
         parameters = [name for name, parameter in named if not math.isfinite(norms.get(parameter, 0.0))]
         if parameters:
@@ -156,18 +131,18 @@ class NonFiniteGuard:
 
     def _draws(self, step: int) -> list[Draw]:
         """What a step's micro-batches are made of, in this process."""
-        plan, process = self.feed.plan, self.accelerator.process_index
+        plan, process = self.batches.plan, self.accelerator.process_index
         return [draw for micro in range(plan.accumulation) for draw in plan.micro_batch(step, micro, process)]
 
-    def _gathered(self, found: list[Any]) -> list[Any]:
+    def _gathered(self, found: list[T]) -> list[T]:
         """What was found in all processes: each sees only its own samples."""
         return gather_object(found) if self.accelerator.num_processes > 1 else found
 
     def _quarantine(self, step: int) -> Iterator[str]:
         """Rename cached latents and embeddings that are not finite, so that the next start makes them again."""
         draws = self._draws(step)
-        places: list[tuple[Cache, str]] = [(self.feed.latents.cache, view_key(draw.view)) for draw in draws]
-        places += [(cache, draw.caption) for draw in draws for cache in self.feed.text.caches.values()]
+        places: list[tuple[Cache, str]] = [(self.batches.latents.cache, view_key(draw.view)) for draw in draws]
+        places += [(cache, draw.caption) for draw in draws for cache in self.batches.text.caches.values()]
         for cache, key in dict.fromkeys(places):
             if nonfinite_names([("", cache.load(key).values())]):
                 yield f"Set aside, to be made again: {cache.quarantine(key)}"
@@ -189,7 +164,7 @@ def _nonfinite_inputs(batch: Batch, row: int) -> str:
     return f"{' and '.join(found)} {'are' if len(found) > 1 or found[0].endswith('s') else 'is'}" if found else ""
 
 
-def nonfinite_names(named: Iterable[tuple[str, Iterable[Any]]]) -> list[str]:
+def nonfinite_names(named: Iterable[tuple[str, Iterable[object]]]) -> list[str]:
     """The names of which a tensor holds NaN or infinity; without temporary copies of the tensors.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from simpletune.config.schema import Profile, profile_folder
 from simpletune.estimate.step_memory import moments_of_step
@@ -14,7 +14,7 @@ from simpletune.profiling import EpochTraces, Facts
 from simpletune.tensors import trained_parameters
 
 if TYPE_CHECKING:
-    from simpletune.training.setup import Run
+    from simpletune.training.run import Run
 
 
 def traces_of(run: Run, interrupted: Callable[[int], bool]) -> EpochTraces:
@@ -25,7 +25,7 @@ def traces_of(run: Run, interrupted: Callable[[int], bool]) -> EpochTraces:
         interrupted: whether validation or saving stands between a step and the next.
     """
     option = run.config.profile if run.main else Profile(max_traces=0)
-    blocks: Any = run.transformer.transformer_blocks
+    blocks = run.transformer.transformer_blocks
     cuda = run.stages.cuda
     facts = Facts(cuda, device_name() if cuda else "", flops_of_steps(run), blocks, interrupted)
     folder, per_epoch = profile_folder(run.config), run.prepared.plan.steps_per_epoch

@@ -11,10 +11,11 @@ from PIL import Image
 from torch import nn
 
 from simpletune.config.schema import TrainConfig
+from simpletune.models.transformer import Transformer
 from simpletune.pipeline.encode import TextCache, free_memory
 from simpletune.pipeline.load import device_of
 from simpletune.pipeline.modulation_plan import Modulation
-from simpletune.pipeline.sample import Request, draw, save_png
+from simpletune.pipeline.sample import Request, Sampler, save_png
 from simpletune.sheets import grid
 from simpletune.step.batches import Batch, Batches
 from simpletune.system.atomic import atomic_folder
@@ -47,13 +48,13 @@ class Previews:
         self.config, self.requests, self.text, self.folder = config, requests, text, folder
         self.modulation = modulation
 
-    def draw_base(self, transformer: nn.Module) -> None:
+    def draw_base(self, transformer: Transformer) -> None:
         """Pictures of the base model. Full fine-tuning changes the base, so this comes before training."""
         adapter = self.config.adapter
         with nullcontext() if adapter.trains_base else adapter.disabled(transformer):
             self._draw(transformer, BASE, self.folder / BASE)
 
-    def draw_tuned(self, transformer: nn.Module, step: int) -> None:
+    def draw_tuned(self, transformer: Transformer, step: int) -> None:
         """Pictures of the model as it is after ``step`` steps."""
         self._draw(transformer, f"step {step}", self._place(step))
 
@@ -64,16 +65,17 @@ class Previews:
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def _draw(self, transformer: nn.Module, state: str, folder: Path) -> None:
+    def _draw(self, transformer: Transformer, state: str, folder: Path) -> None:
         if not self.requests:
             return
         device = device_of(transformer)
         was_training = transformer.training
         transformer.eval()
-        config, load = self.config, self.text.load
+        config = self.config
+        sampler = Sampler(transformer, config.model, config.precision, self.modulation)
         vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
         try:
-            pictures = draw(transformer, vae, config.model, config.precision, self.requests, load, self.modulation)
+            pictures = sampler.pictures(vae, self.requests, self.text.load)
         finally:
             del vae
             free_memory(device)
@@ -106,7 +108,7 @@ class Previews:
 
 @torch.no_grad()
 def evaluation_loss(
-    transformer: nn.Module, loss: Callable[[nn.Module, Batch], torch.Tensor], feed: Batches, count: int
+    transformer: Transformer, loss: Callable[[nn.Module, Batch], torch.Tensor], feed: Batches, count: int
 ) -> float | None:
     """The mean loss over a fixed set of (picture, noise level, noise); None if the set is empty."""
     if count == 0:

@@ -1,0 +1,73 @@
+"""The first stage: scan the data, leave out what cannot be used, plan the run. Nothing is encoded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from simpletune.config.schema import TrainConfig
+from simpletune.data.plan import Plan, make_plan, too_small, without
+from simpletune.data.source import Picture, Rejected
+from simpletune.data.walk import shown
+from simpletune.options import UserError
+from simpletune.system.console import say
+from simpletune.system.failpoints import failpoint
+
+
+@dataclass(frozen=True)
+class PlannedData:
+    """A scanned data set and the plan of the run over it.
+
+    Args:
+        plan: which sample, noise level and noise each step sees.
+        usable: the pictures it is made of.
+        captions: where captions came from, in words.
+        left_out: what cannot be used.
+    """
+
+    plan: Plan
+    usable: Sequence[Picture]
+    captions: str
+    left_out: Sequence[Rejected]
+
+
+def plan_data(config: TrainConfig, processes: int) -> PlannedData:
+    """Scan the data and plan the run.
+
+    Args:
+        config: with folders resolved.
+        processes: how many train together.
+
+    Raises:
+        UserError: pictures cannot be used and ``data.on_error`` is ``stop``, or none is left.
+    """
+    scan = config.data.scan(Path(config.data.path))
+    small = too_small(scan.pictures, config.data)
+    report_rejected([*scan.rejected, *small], config.data.on_error)
+    usable = without(scan.pictures, small)
+    plan = make_plan(config, usable, processes)
+    failpoint("data.scanned")
+    return PlannedData(plan, usable, scan.captions, [*scan.rejected, *small])
+
+
+def report_rejected(rejected: Sequence[Rejected], on_error: str) -> None:
+    """Name the pictures that are left out.
+
+    Raises:
+        UserError: ``data.on_error`` is ``stop`` and there are any.
+    """
+    if not rejected:
+        return
+    listed = [f"  {shown(each.name)}: {each.reason}" for each in rejected[:20]]
+    if len(rejected) > len(listed):
+        listed.append(f"  and {len(rejected) - len(listed)} more (simpletune data CONFIG lists all)")
+    kinds = ", ".join(
+        f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in Counter(each.kind for each in rejected).items()
+    )
+    head = f"{kinds} cannot be used"
+    if on_error == "stop":
+        remedy = "Mend or remove them, or set data.on_error=skip to go on without them"
+        raise UserError("\n".join([f"data.path: {head}:", *listed, remedy]))
+    say("\n".join([f"{head} and left out:", *listed]))

@@ -1,0 +1,80 @@
+"""After the last step: the result, the last look at it, the summary, the model card and the report."""
+
+from __future__ import annotations
+
+import time
+
+from simpletune.config.schema import profile_folder
+from simpletune.ema import averaged
+from simpletune.profiling import EpochTraces
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import EVALUATION, SKIPPED, SUMMARY, read_json_or_none, read_rows
+from simpletune.runs.model_card import shareable, write_card
+from simpletune.runs.summary import print_results, summarise
+from simpletune.system.atomic import write_json
+from simpletune.system.failpoints import failpoint
+from simpletune.training.run import DRAWING, EVALUATING, Run
+from simpletune.training.run_profiler import add_memory
+
+
+def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
+    """Export, then look: what is trained is saved, and safe, before the last pictures are drawn."""
+    failpoint("finish.saved")
+    with run.stages.stage("save"), averaged(run.average):
+        metadata = checkpoint.metadata_of(shareable(run.config), run.steps)
+        output = run.config.adapter.export(run.transformer, run.folder, metadata)
+    failpoint("finish.exported")
+    eval_after = run.optional(EVALUATING, run.evaluate, run.steps)
+    run.optional(DRAWING, run.validate, run.steps)
+    processes = run.accelerator.num_processes
+    summary = summarise(run.config, run.folder, run.device, run.stages, run.seconds, run.steps, processes)
+    summary |= {
+        "seconds_total": round(time.perf_counter() - run.started, 2),
+        "seconds_setup": round(seconds_setup, 2),
+        "seconds_to_first_step": None if run.to_first_step is None else round(run.to_first_step, 2),
+        "attention": run.attention,
+        "trainable_parameters": sum(parameter.numel() for parameter in run.core.parameters),
+        "total_parameters": run.total,
+        "steps_per_epoch": run.prepared.plan.steps_per_epoch,
+        "eval_loss_before": (read_json_or_none(run.folder / EVALUATION) or {}).get("eval_loss"),
+        "eval_loss_after": eval_after,
+        "output": str(output),
+    }
+    if skipped := len(list(read_rows(run.folder / SKIPPED))):
+        summary["skipped_steps"] = skipped
+    if run.predicted is not None:
+        from simpletune.estimate.forecast import compare_with_measured
+
+        summary["predicted"] = compare_with_measured(run.predicted, summary["stages"])
+    warnings = run.trackers.warnings
+    # Written again below: a tracker may take minutes to close.
+    write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
+    failpoint("finish.summary")
+    run.optional("the model card", write_card, run.folder, run.config, summary, run.prepared)
+    add_memory(run, traces)
+    page, said = write_page(run), len(warnings)
+    failpoint("finish.reported")
+    places = {**page, **run.trackers.finish(summary)}
+    write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": True})
+    if page and len(warnings) > said:
+        write_page(run)
+    print_results(summary, run.folder, profile_folder(run.config), traces.written, places)
+    if run.predicted is not None:
+        from simpletune.estimate.forecast import print_comparison
+
+        print_comparison(summary["predicted"])
+
+
+def write_page(run: Run) -> dict[str, str]:
+    """The report of the run, into its folder: a failure is a warning and never the run's."""
+    if not run.config.output.report:
+        return {}
+    try:
+        from simpletune.report import report_at_end
+
+        page = report_at_end(run.folder)
+    except Exception as error:  # whatever it is: a page is not worth a run
+        run.trackers.warn(f"the report failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
+        return {}
+    run.trackers.report(page)
+    return {"report": str(page)}
