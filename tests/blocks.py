@@ -79,14 +79,15 @@ class Setting:
 
 def prepare(model: Any, setting: Setting, device: str = "cpu") -> BlockOffload | None:
     """Give a model's blocks their passes."""
-    queue = setting.queue or (lambda: None)
+    queue = setting.queue
+    queues = None if queue is None else (queue(), queue())
     where = torch.device(device)
     streaming = None
     if setting.streamed:
         streaming = BlockOffload(
-            model.transformer_blocks, setting.streamed, where, setting.trained, queue(), queue(), setting.poison
+            model.transformer_blocks, setting.streamed, where, setting.trained, queues, setting.poison
         )
-    inputs = CheckpointInputOffload(where, queue()) if setting.host else None
+    inputs = CheckpointInputOffload(where, queue() if queue else None) if setting.host else None
     set_passes(model.transformer_blocks, setting.checkpointed, inputs, streaming)
     return streaming
 

@@ -77,7 +77,7 @@ def test_products_are_a_float64_references_and_the_cpus(
     scale = torch.rand(n, generator=generator) if scaled else None
     bias = torch.randn(n, generator=generator).to(dtype) if biased else None
     given = (x, x_scale, weight, scale, bias)
-    ours = int8_kernel.product(*given, dtype, tile)
+    ours = int8_kernel.product((x, x_scale), weight, scale, bias, dtype, tile)
     wide = int8_products.int8_product(*given, torch.float32)
     torch.testing.assert_close(ours, truncated(wide) if dtype == torch.bfloat16 else wide.to(dtype), **EXACT)
 

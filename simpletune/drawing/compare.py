@@ -6,13 +6,12 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from simpletune.drawing.compare_page import write_page
 from simpletune.drawing.generate import InferenceSession, open_session, requests_of
-from simpletune.drawing.metrics import Clip, Dino, latent_distance, pixel_difference
+from simpletune.drawing.metrics import Clip, Dino, ModelFigures, latent_distance, pixel_difference
 from simpletune.drawing.session import GeneratedImages
 from simpletune.options import UserError
 from simpletune.pipeline.encode import free_memory
@@ -123,12 +122,12 @@ def compare(args: argparse.Namespace) -> Path:
     return sheet
 
 
-def figures_of(studio: InferenceSession, column: GeneratedImages, base: GeneratedImages) -> dict[str, Any]:
+def figures_of(studio: InferenceSession, column: GeneratedImages, base: GeneratedImages) -> ModelFigures:
     """What one model took, and how far its pictures are from the base's."""
     return {
         "weights": column.weights.label,
         "title": column.weights.title,
-        "precision": getattr(precision_of(studio.config, column.weights), "weights"),  # noqa: B009 members own it
+        "precision": precision_of(studio.config, column.weights).weights,
         "seconds_per_picture": column.denoise + column.decode,
         "seconds": {"denoise": column.denoise, "decode": column.decode},
         "difference_from_base": [pixel_difference(a, b) for a, b in zip(column.pictures, base.pictures, strict=True)],
@@ -141,7 +140,7 @@ def add_scores(
     args: argparse.Namespace,
     columns: Sequence[GeneratedImages],
     requests: Sequence[Request],
-    figures: Sequence[dict[str, Any]],
+    figures: Sequence[ModelFigures],
 ) -> None:
     """Cosines by the encoders that the user named, added to the figures, one encoder in memory at a time."""
     if args.clip:
@@ -165,7 +164,7 @@ def add_scores(
 
 
 def save_pictures(
-    folder: Path, column: GeneratedImages, requests: Sequence[Request], figure: dict[str, Any], lossy: dict[str, str]
+    folder: Path, column: GeneratedImages, requests: Sequence[Request], figure: ModelFigures, lossy: dict[str, str]
 ) -> None:
     """Single PNGs of one model, each with how it was made."""
     weights = column.weights
@@ -174,7 +173,7 @@ def save_pictures(
         save_png(picture, folder / file_name(weights.label) / f"{number:03d}.png", request, **more)
 
 
-def warn_of_precisions(figures: Sequence[dict[str, Any]]) -> None:
+def warn_of_precisions(figures: Sequence[ModelFigures]) -> None:
     """Say when models could not be held alike."""
     precisions = {figure["precision"] for figure in figures}
     if len(precisions) > 1:

@@ -6,17 +6,17 @@ import base64
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from simpletune.drawing.metrics import Measure, ModelFigures
 from simpletune.drawing.session import GeneratedImages
 from simpletune.pipeline.sample import Request
 from simpletune.report.templates import page_template
 
 LOSSLESS = 256  # pixels; larger pictures are embedded as WebP, the PNGs lie beside the page
-MEASURES = {
+MEASURES: dict[Measure, tuple[str, str]] = {
     "difference_from_base": ("pixels", "mean difference from the base's picture, 0 to 1"),
     "latent_distance_from_base": ("latents", "root mean square distance from the base's latents"),
     "clip_prompt": ("CLIP, prompt", "cosine of picture and prompt by CLIP"),
@@ -29,8 +29,8 @@ def write_page(
     file: Path,
     columns: Sequence[GeneratedImages],
     requests: Sequence[Request],
-    figures: Sequence[Mapping[str, Any]],
-    about: Mapping[str, Any],
+    figures: Sequence[ModelFigures],
+    about: Mapping[str, object],
 ) -> Path:
     """Write the page: a slider between any two models, a table of all pictures, and the measures.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -17,9 +17,30 @@ from torch import Tensor
 
 from simpletune.options import UserError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
 # What CLIP (arXiv:2103.00020) and models trained on ImageNet subtract and divide by, red, green, blue.
 CLIP_NORM = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 IMAGENET_NORM = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+Measure = Literal["difference_from_base", "latent_distance_from_base", "clip_prompt", "clip_base", "dino_base"]
+
+
+class ModelFigures(TypedDict):
+    """What one model took to draw, and how far its pictures are from the base's, as ``compare.json`` holds it."""
+
+    weights: str
+    title: str
+    precision: str
+    seconds_per_picture: float
+    seconds: dict[str, float]
+    difference_from_base: list[float]
+    latent_distance_from_base: list[float]
+    clip_prompt: NotRequired[list[float]]
+    clip_base: NotRequired[list[float]]
+    dino_base: NotRequired[list[float]]
 
 
 def pixel_difference(a: Image.Image, b: Image.Image) -> float:
@@ -96,7 +117,7 @@ class Dino:
         return _unit(self.model(pixel_values=pixels.to(self.device)).last_hidden_state[:, 0])
 
 
-def _load(kind: Any, option: str, name: str) -> Any:
+def _load(kind: type[PreTrainedModel], option: str, name: str) -> PreTrainedModel:
     """A model of transformers, in fp32, frozen."""
     from transformers.utils.logging import disable_progress_bar
 
@@ -111,7 +132,7 @@ def _load(kind: Any, option: str, name: str) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _unit(features: Any) -> Tensor:
+def _unit(features: Tensor | BaseModelOutputWithPooling) -> Tensor:
     """Embeddings of length 1, on the CPU; newer versions of transformers wrap them."""
     tensor = features if isinstance(features, Tensor) else features.pooler_output
     return F.normalize(tensor.float(), dim=-1).cpu()

@@ -17,6 +17,8 @@ from simpletune.models.parts import Part
 from simpletune.models.sd3_shapes import parameter_shapes
 from simpletune.models.single_file import open_file
 from simpletune.options import UserError
+from simpletune.quant.int8_linear import Int8Linear
+from simpletune.quant.nf4_linear import Nf4Linear
 from simpletune.system.safetensors_file import WeightReader, read_header
 
 TABLE = "pos_embed.pos_embed"
@@ -125,9 +127,13 @@ class KeptTensors:
         if not self._quantised(name):
             return self._reader.get(name)
         owner = name.removesuffix(".weight")
-        twin = self._precision.convert(owner, self._model.get_submodule(owner))
+        linear = self._model.get_submodule(owner)
+        assert isinstance(linear, nn.Linear)  # no other layer is quantised
+        twin = self._precision.convert(owner, linear)
         twin.load_state_dict({own: self._reader.get(f"{owner}.{own}") for own in twin.state_dict()}, assign=True)
-        return twin.dequantise() if hasattr(twin, "dequantise") else twin.weight.dequantize().float()
+        if isinstance(twin, Int8Linear | Nf4Linear):
+            return twin.dequantise()
+        return twin.get_parameter("weight").dequantize().float()  # quanto's
 
     def _quantised(self, name: str) -> bool:
         owner = name.removesuffix(".weight")

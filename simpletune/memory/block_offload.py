@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +48,7 @@ class BlockOffload:
         device: where the model runs.
         trained: whether trained weights are streamed too; they must be updated during the backward pass, within
             ``updating``. If not, they stay on the device.
-        inward: the queue to the device.
-        outward: the queue to the host.
+        queues: of copies to the device and to the host; None: of the device's own kind.
         poison: fill a slot with NaN as soon as its block is done: a use that comes too late or too early then shows.
     """
 
@@ -60,13 +58,11 @@ class BlockOffload:
         streamed: Collection[int],
         device: torch.device,
         trained: bool = False,
-        host_to_device: Copies | None = None,
-        device_to_host: Copies | None = None,
+        queues: tuple[Copies, Copies] | None = None,
         poison: bool = False,
     ):
         self.device, self._poison = device, poison
-        self._in = host_to_device or copies_for(device)
-        self._out = device_to_host or copies_for(device)
+        self._in, self._out = queues or (copies_for(device), copies_for(device))
         self.homes: dict[int, HostBlock] = {}
         for index in sorted(streamed):
             self.homes[index] = HostBlock(own_plain_tensors(blocks[index], trained), device)
@@ -117,7 +113,7 @@ class BlockOffload:
         yield
 
     @contextmanager
-    def updating(self, parameter: nn.Parameter, state: dict[str, Any]) -> Iterator[None]:
+    def updating(self, parameter: nn.Parameter, state: dict[str, object]) -> Iterator[None]:
         """Around the update of one parameter in the backward pass, when its gradient is ready.
 
         Its optimizer state is brought from host memory, and goes back; its new value goes home while the computation

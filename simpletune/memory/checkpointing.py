@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from simpletune.memory.offload_inputs import CheckpointInputOffload
 from simpletune.options import UserError
 
 MIB = 2**20
-Context = AbstractContextManager[Any]
+Context = AbstractContextManager[object]
 
 
 class Passes(Protocol):
@@ -70,13 +70,13 @@ def set_passes(
 
 def _passes(
     block: nn.Module, index: int, checkpointed: bool, inputs: CheckpointInputOffload | None, around: Passes
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """The forward pass of one block."""
     original = block.forward
     signature = inspect.signature(original)
     random = draws_random_numbers(block)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         if not (checkpointed and torch.is_grad_enabled()):
             with around.forward(index):
                 return original(*args, **kwargs)

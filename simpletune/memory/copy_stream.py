@@ -1,6 +1,6 @@
 """Copies between host and device that run beside the computation, and host memory that they can read at full speed.
 
-What waits for what is said with tickets: a ticket stands for work that was handed out, and is done when it is.
+An event stands for work that was queued; it is reached when that work is done.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from torch import Tensor
 from simpletune.memory import accounting
 from simpletune.memory.snapshot import HOST
 
-CopyEvent = Any
-"""Stands for work handed out: a CUDA event, or None for work that is done."""
+CopyEvent = torch.cuda.Event | None
+"""A CUDA event; None: the work is done already."""
 
 
 class Copies(Protocol):
@@ -29,10 +29,10 @@ class Copies(Protocol):
     def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
         """Queue copies that start once other work is done."""
 
-    def wait(self, ticket: CopyEvent) -> None:
+    def wait(self, event: CopyEvent) -> None:
         """What the computation is given from now on starts once that work is done."""
 
-    def join(self, ticket: CopyEvent) -> None:
+    def join(self, event: CopyEvent) -> None:
         """The host waits until that work is done."""
 
 
@@ -49,10 +49,10 @@ class HostCopies:
             work()
         return None
 
-    def wait(self, ticket: CopyEvent) -> None:
+    def wait(self, event: CopyEvent) -> None:
         """Nothing is left to wait for."""
 
-    def join(self, ticket: CopyEvent) -> None:
+    def join(self, event: CopyEvent) -> None:
         """Nothing is left to wait for."""
 
 
@@ -73,22 +73,22 @@ class CudaCopies:
 
     def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
         """Queue it on the side stream."""
-        for ticket in after:
-            if ticket is not None:
-                self._stream.wait_event(ticket)
+        for earlier in after:
+            if earlier is not None:
+                self._stream.wait_event(earlier)
         with torch.no_grad(), torch.cuda.stream(self._stream):
             work()
             return self._stream.record_event()
 
-    def wait(self, ticket: CopyEvent) -> None:
+    def wait(self, event: CopyEvent) -> None:
         """The current stream waits; the host does not."""
-        if ticket is not None:
-            torch.cuda.current_stream(self._device).wait_event(ticket)
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
-    def join(self, ticket: CopyEvent) -> None:
+    def join(self, event: CopyEvent) -> None:
         """The host waits for the event."""
-        if ticket is not None:
-            ticket.synchronize()
+        if event is not None:
+            event.synchronize()
 
 
 def copies_for(device: torch.device) -> Copies:

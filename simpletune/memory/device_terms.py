@@ -5,8 +5,6 @@ Each term names its source. They are predictions until a GPU has measured them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ ROWS = 128  # flash attention rounds the sequence up to this
 HEAD_STEP = 32  # and the head's width to this
 
 
-def flash_backward(grad_out: Tensor, query: Tensor, *_: Any, **__: Any) -> int:
+def flash_backward(grad_out: Tensor, query: Tensor, *_: object, **__: object) -> int:
     """Flash attention's backward pass sums grad q in fp32: [b, S, h, d] rounded up, and keeps one fp32 a row.
 
     Source: torch's third_party flash-attention, csrc/flash_attn/flash_api.cpp, mha_bwd: ``dq_accum`` and ``softmax_d``,

@@ -27,7 +27,7 @@ class OffloadedInput:
         sent: the copy to the host.
         device: where it came from.
         before: what is away of the block before: it is needed next.
-        back: its copy on the device and the ticket of that, once it is on its way.
+        back: its copy on the device and the event of that, once it is on its way.
         spent: it has been given back, and its host memory serves another.
     """
 

@@ -20,7 +20,7 @@ _IN_BACKWARD: Json = {
 }
 
 
-def _in_backward(**memory: Any) -> Json:
+def _in_backward(**memory: object) -> Json:
     return {**_IN_BACKWARD, "memory": {"optimizer_in_backward": True, **memory}}
 
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from simpletune.models.sd3_shapes import Shape, parameter_shapes
+from simpletune.models.sd3_shapes import ModelConfig, Shape, parameter_shapes
 
 LORA_A, LORA_B = ".lora_A.", ".lora_B."
 
@@ -50,7 +49,7 @@ def trained_of(parameters: Mapping[str, Shape]) -> Trained:
 
 
 def sd3_flops(
-    config: Mapping[str, Any], trained: Trained, size: tuple[int, int], batch: int, text: int, checkpointed: int = 0
+    config: ModelConfig, trained: Trained, size: tuple[int, int], batch: int, text: int, checkpointed: int = 0
 ) -> Flops:
     """What one micro-batch takes.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletune.models.model_folder import fingerprint
+from simpletune.models.sd3_shapes import ModelConfig
 from simpletune.models.single_file import PREFIXES, open_file
 from simpletune.options import UserError
 
@@ -21,7 +22,7 @@ LISTED = 8
 
 
 @lru_cache(maxsize=1)
-def bundled_configs() -> dict[str, dict[str, Any]]:
+def bundled_configs() -> Mapping[str, ModelConfig]:
     """SD3 Medium's configurations of what a single file holds without one: autoencoder, text encoders, scheduler."""
     return json.loads((Path(__file__).parent / "sd3_medium_parts.json").read_text())
 
@@ -45,7 +46,7 @@ class Part:
         """Where the weights are, for messages."""
         return f"{self.name} in {self.file}" if self.file else str(self.folder)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> ModelConfig:
         """The part's ``config.json`` (of the scheduler ``scheduler_config.json``), or SD3 Medium's own.
 
         Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 
 from simpletune.models.model_folder import weight_files
 from simpletune.models.parts import Part
+from simpletune.models.sd3_shapes import ModelConfig
 from simpletune.models.sd3_transformer import empty_transformer, put_module
 from simpletune.models.transformer import Transformer
 from simpletune.options import UserError
@@ -55,9 +56,7 @@ class QuantisedBase:
         device: where they are quantised.
     """
 
-    def __init__(
-        self, cache: Path, config: Mapping[str, Any], part: Part, precision: WeightPrecision, device: torch.device
-    ):
+    def __init__(self, cache: Path, config: ModelConfig, part: Part, precision: WeightPrecision, device: torch.device):
         self._config, self._precision, self._device = config, precision, device
         self.made_from: dict[str, Any] = {
             "version": VERSION,

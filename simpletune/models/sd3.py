@@ -16,7 +16,7 @@ from pydantic import Field
 from simpletune.models import sd3_sources
 from simpletune.models.hub import fetch, is_hub_name
 from simpletune.models.parts import Part, load_autoencoder, use_tiles
-from simpletune.models.sd3_shapes import Shape, parameter_shapes, sd3_medium_config, timestep_of
+from simpletune.models.sd3_shapes import ModelConfig, Shape, parameter_shapes, sd3_medium_config, timestep_of
 from simpletune.models.single_file import open_file
 from simpletune.models.sizes import Size
 from simpletune.options import Option, Problem
@@ -76,7 +76,7 @@ class SD3(Option):
         """
         fetch(sd3_sources.hub_parts(self))
 
-    def transformer_config(self, fetch: bool = True) -> dict[str, Any] | None:
+    def transformer_config(self, fetch: bool = True) -> ModelConfig | None:
         """The transformer's ``config.json``.
 
         Args:
@@ -88,7 +88,7 @@ class SD3(Option):
         part = self.part("transformer")
         return part.config() if part.file is None else open_file(part.file).transformer_config
 
-    def known_config(self) -> dict[str, Any]:
+    def known_config(self) -> ModelConfig:
         """The transformer's ``config.json``, fetched only where it is not known without."""
         config = self.transformer_config(fetch=False) or self.transformer_config()
         assert config is not None

@@ -8,20 +8,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from simpletune.quant.precision import is_block_modulation
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
+ModelConfig = Mapping[str, Any]
+"""A model's ``config.json``."""
 
 
-def sd3_medium_config() -> dict[str, Any]:
+def sd3_medium_config() -> ModelConfig:
     """The transformer configuration of SD3 Medium, which comes with the tool."""
     return json.loads((Path(__file__).parent / "sd3_medium_transformer.json").read_text())
 
 
 def is_adaln(module: str) -> bool:
     """Whether the module of that name is an adaLN layer: timestep and pooled prompt to scales, shifts and gates."""
-    in_block = module.startswith("transformer_blocks.") and module.endswith((".norm1.linear", ".norm1_context.linear"))
-    return in_block or module == "norm_out.linear"
+    return is_block_modulation(module) or module == "norm_out.linear"
 
 
 def is_conditioning(module: str) -> bool:
@@ -29,12 +35,12 @@ def is_conditioning(module: str) -> bool:
     return is_adaln(module) or module.startswith("time_text_embed.")
 
 
-def timestep_of(sigma: Any) -> Any:
+def timestep_of(sigma: Tensor) -> Tensor:
     """The timestep that the transformer is told: 1000 sigma."""
     return 1000.0 * sigma
 
 
-def parameter_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
+def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Every parameter of the transformer and its shape.
 
     Args:
@@ -65,7 +71,7 @@ def _linear(name: str, inputs: int, outputs: int) -> dict[str, Shape]:
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
 
-def _block(config: Mapping[str, Any], hidden: int, *, last: bool, dual: bool) -> Iterator[tuple[str, Shape]]:
+def _block(config: ModelConfig, hidden: int, *, last: bool, dual: bool) -> Iterator[tuple[str, Shape]]:
     """The parameters of one joint block; the last one needs no text output."""
     norm = config.get("qk_norm")
     parts = _linear("norm1.linear", hidden, (9 if dual else 6) * hidden)

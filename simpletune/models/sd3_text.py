@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simpletune.models.parts import Part, load_text_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BATCH = 1  # prompts that go through an encoder together: a prompt's last bits would depend on its neighbours
 
@@ -109,7 +112,7 @@ class Prompts:
         return torch.cat([parts["clip_l"]["pooled"], parts["clip_g"]["pooled"]], dim=-1)
 
 
-def _tokenizer(encoder: Encoder, folder: Path) -> Any:
+def _tokenizer(encoder: Encoder, folder: Path) -> PreTrainedTokenizerBase:
     from transformers import CLIPTokenizer, T5TokenizerFast
 
     return (T5TokenizerFast if encoder.is_t5 else CLIPTokenizer).from_pretrained(folder, local_files_only=True)
@@ -123,7 +126,7 @@ def _run_clip(
 
 
 @torch.no_grad()
-def clip_outputs(model: Any, ids: Tensor, device: torch.device, batch_size: int) -> Iterator[dict[str, Tensor]]:
+def clip_outputs(model: nn.Module, ids: Tensor, device: torch.device, batch_size: int) -> Iterator[dict[str, Tensor]]:
     """What SD3 takes of a CLIP encoder.
 
     Args:

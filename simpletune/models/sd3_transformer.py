@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from simpletune.models.model_folder import weight_files
 from simpletune.models.positions import TABLE, crop_positions
-from simpletune.models.sd3_shapes import parameter_shapes
+from simpletune.models.sd3_shapes import ModelConfig, parameter_shapes
 from simpletune.models.single_file import OriginalReader
 from simpletune.models.sizes import Size
 from simpletune.models.transformer import Transformer
@@ -51,7 +51,7 @@ class RandomTensors:
         beside: the folder of that config; without weights in it, the table is the one that the config implies.
     """
 
-    def __init__(self, config: Mapping[str, Any], seed: int, beside: Path | None = None):
+    def __init__(self, config: ModelConfig, seed: int, beside: Path | None = None):
         with init_empty_weights(include_buffers=True):
             model = SD3Transformer2DModel.from_config(config)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -81,7 +81,7 @@ class RandomTensors:
 class EmptyTensors:
     """Tensors that have shapes and no values, for fake tensors: nothing is read, nothing is drawn."""
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: ModelConfig):
         self._shapes = parameter_shapes(config)
         hidden = self._shapes["pos_embed.proj.bias"][0]
         self._shapes["pos_embed.pos_embed"] = (1, config["pos_embed_max_size"] ** 2, hidden)
@@ -97,7 +97,7 @@ class EmptyTensors:
 
 
 def load(
-    config: Mapping[str, Any],
+    config: ModelConfig,
     tensors: TensorSource,
     precision: WeightPrecision,
     device: torch.device,
@@ -137,7 +137,7 @@ def load(
     return model
 
 
-def empty_transformer(config: Mapping[str, Any]) -> Transformer:
+def empty_transformer(config: ModelConfig) -> Transformer:
     """The transformer with all its tensors on the meta device.
 
     Args:

@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from simpletune.models.original_names import origin_of
-from simpletune.models.sd3_shapes import parameter_shapes
+from simpletune.models.sd3_shapes import ModelConfig, parameter_shapes
 from simpletune.options import UserError
 from simpletune.system.checksums import fingerprint_of_range
 from simpletune.system.safetensors_file import read_header
@@ -82,7 +82,7 @@ class SingleFile:
             return self.prefix + FIRST_BLOCK in self.header
         return part in PREFIXES and any(name.startswith(PREFIXES[part]) for name in self.header)
 
-    def tensors_of(self, part: str) -> dict[str, Any]:
+    def tensors_of(self, part: str) -> ModelConfig:
         """Header entries of a part, by the name without its prefix.
 
         Raises:
@@ -104,7 +104,7 @@ class SingleFile:
         return found
 
     @cached_property
-    def transformer_config(self) -> dict[str, Any]:
+    def transformer_config(self) -> ModelConfig:
         """The transformer's configuration, from its tensors' shapes.
 
         Raises:
@@ -163,7 +163,7 @@ def _open(path: Path, _changed: int) -> SingleFile:
     return SingleFile(path)
 
 
-def _infer(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
+def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
     """The transformer's configuration from its tensors' shapes, by original names."""
     hidden, channels, patch, _ = shapes["x_embedder.proj.weight"]
     numbers = [int(name.split(".")[1]) for name in shapes if name.startswith("joint_blocks.")]

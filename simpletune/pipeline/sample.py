@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ class Request:
         return 0 if self.image is None else int(max(self.steps - self.steps * self.strength, 0))
 
     @property
-    def together(self) -> tuple[Any, ...]:
+    def together(self) -> tuple[object, ...]:
         """Requests of which this is equal can be drawn in one batch."""
         return self.width, self.height, self.steps, self.guidance, self.skipped, self.image is None
 
@@ -83,7 +83,7 @@ def noises(request: Request, model: SD3) -> tuple[Tensor, Tensor | None]:  # [1,
     return torch.randn(shape, generator=generator), encoder
 
 
-def autocast_of(precision: WeightPrecision, device: torch.device) -> AbstractContextManager[Any]:
+def autocast_of(precision: WeightPrecision, device: torch.device) -> AbstractContextManager[object]:
     """bf16 products over fp32 weights where the precision asks for it."""
     return torch.autocast(device.type, torch.bfloat16) if precision.autocast else nullcontext()
 
@@ -244,7 +244,7 @@ def starting_pixels(request: Request) -> Tensor:  # [1, 3, h, w] in -1..1
 
 def batches(requests: Sequence[Request], batch_size: int) -> list[list[int]]:
     """Numbers of requests that are drawn together: alike, and at most so many."""
-    alike: dict[tuple[Any, ...], list[int]] = {}
+    alike: dict[tuple[object, ...], list[int]] = {}
     for number, request in enumerate(requests):
         alike.setdefault(request.together, []).append(number)
     return [group[i : i + batch_size] for group in alike.values() for i in range(0, len(group), batch_size)]

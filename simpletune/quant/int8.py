@@ -8,10 +8,13 @@ dequantised again when the input's gradient is due.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.options import Problem
 from simpletune.quant.precision import QuantisedPrecision, is_block_modulation
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Int8(QuantisedPrecision):
@@ -31,7 +34,7 @@ class Int8(QuantisedPrecision):
     bytes_per_weight: ClassVar[float] = 1
     arithmetic: ClassVar[frozenset[str]] = frozenset({"products", "input_gradient"})
 
-    def convert(self, name: str, linear: Any) -> Any:
+    def convert(self, name: str, linear: nn.Linear) -> nn.Module:
         """The int8 twin of a linear layer.
 
         Modulation layers have a row a sample, whose error every token would share: theirs stays dequantised.

@@ -9,9 +9,8 @@ Contraction of products and sums (``enable_fp_fusion``) is off: the arithmetic i
 # mypy: allow-incomplete-defs
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -152,18 +151,19 @@ def rows(x: Tensor, columns: Tensor | None, least: float) -> tuple[Tensor, Tenso
 
 
 def product(
-    x: Tensor,  # int8 [m, k], contiguous
-    x_scale: Tensor,  # fp32 [m]
+    quantised: tuple[Tensor, Tensor],  # of ``rows``: int8 [m, k], contiguous, and fp32 [m]
     weight: Tensor,  # int8 [n, k], of any strides
     scale: Tensor | None,  # fp32 [n]
     bias: Tensor | None,  # [n]
     dtype: torch.dtype,
     tile: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:  # [m, n]
-    """y = (x weight^T) * x_scale * scale + bias; without ``tile`` by the device's fastest for m's bucket, timed once.
+    """y = (x weight^T) * x_scale * scale + bias, where x and x_scale are the quantised rows.
 
+    Without ``tile`` the device's fastest tile for m's bucket is found out once.
     Buckets are powers of two: pictures of many shapes share their tunings. Timings are kept in Triton's cache folder.
     """
+    x, x_scale = quantised
     (m, k), n = x.shape, len(weight)
     y = x.new_empty((m, n), dtype=dtype)
     if not m:
@@ -174,7 +174,7 @@ def product(
         multiprocessors(x.device),
     )  # fmt: skip
 
-    def grid(chosen: dict[str, Any]) -> tuple[int]:
+    def grid(chosen: Mapping[str, int]) -> tuple[int]:
         return (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]),)
 
     if tile is None:

@@ -128,7 +128,7 @@ def _product_on_cuda(
     from simpletune.quant import int8_kernel
 
     with torch.cuda.device_of(x):
-        return int8_kernel.product(x, x_scale, weight, scale, bias, dtype)
+        return int8_kernel.product((x, x_scale), weight, scale, bias, dtype)
 
 
 class _Quantised(NamedTuple):
@@ -274,4 +274,4 @@ def _plain_product(x: Tensor, x_scale: Tensor, weight: Tensor) -> Tensor:
     from simpletune.quant import int8_kernel
 
     with torch.cuda.device_of(x):
-        return int8_kernel.product(x, x_scale, weight, None, None, torch.float32, int8_kernel.SAFE_TILE)
+        return int8_kernel.product((x, x_scale), weight, None, None, torch.float32, int8_kernel.SAFE_TILE)

@@ -6,9 +6,12 @@ Order matters: quantise, freeze, then add the adapter.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.quant.precision import QuantisedPrecision
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Int8Quanto(QuantisedPrecision):
@@ -19,7 +22,7 @@ class Int8Quanto(QuantisedPrecision):
 
     bytes_per_weight: ClassVar[float] = 1
 
-    def convert(self, name: str, linear: Any) -> Any:
+    def convert(self, name: str, linear: nn.Linear) -> nn.Module:
         """quanto's twin of a linear layer, frozen: only the int8 weight and its scales are left."""
         from optimum.quanto import QLinear, qint8
 

@@ -8,9 +8,12 @@ by 23%, with the modulation in int8 by 17%; for int8 throughout it is 2%.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.quant.precision import QuantisedPrecision, is_block_modulation
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Nf4(QuantisedPrecision):
@@ -27,7 +30,7 @@ class Nf4(QuantisedPrecision):
 
     bytes_per_weight: ClassVar[float] = 0.5
 
-    def convert(self, name: str, linear: Any) -> Any:
+    def convert(self, name: str, linear: nn.Linear) -> nn.Module:
         """The nf4 twin of a linear layer, or the int8 twin of a modulation's."""
         from simpletune.quant.int8_linear import Int8Linear
         from simpletune.quant.nf4_linear import Nf4Linear

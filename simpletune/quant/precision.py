@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.options import Option, Problem
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 
 class WeightPrecision(Option):
@@ -16,6 +17,12 @@ class WeightPrecision(Option):
 
     Members define ``weights`` (the tag) and ``compute`` ("bf16" or "fp32").
     """
+
+    if (
+        TYPE_CHECKING
+    ):  # every member has them, with its own values; declared as fields here they would come first in JSON
+        weights: str
+        compute: str
 
     trainable: ClassVar[bool] = True
     """Whether base weights in this precision can be trained; quantised ones serve only as a frozen base."""
@@ -33,7 +40,7 @@ class WeightPrecision(Option):
         """The type of activations and of what is not quantised."""
         import torch
 
-        return {"bf16": torch.bfloat16, "fp32": torch.float32}[getattr(self, "compute")]  # noqa: B009 members own it
+        return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.compute]
 
     def base_dtype(self) -> torch.dtype:
         """The type in which weights are held that are not quantised."""
@@ -68,9 +75,9 @@ class WeightPrecision(Option):
 
     def describe_matmul(self) -> str:
         """How products are made, in words."""
-        return f"products in {getattr(self, 'compute')}"  # noqa: B009 members own it
+        return f"products in {self.compute}"
 
-    def cache_key(self) -> dict[str, Any]:
+    def cache_key(self) -> dict[str, object]:
         """What the weights' bytes follow from, as JSON: equal for two precisions that hold them alike."""
         return self.model_dump(mode="json", exclude=set(self.arithmetic))
 
@@ -78,7 +85,7 @@ class WeightPrecision(Option):
         """Whether the linear layer of that name is quantised."""
         return False
 
-    def convert(self, name: str, linear: Any) -> Any:
+    def convert(self, name: str, linear: nn.Linear) -> nn.Module:
         """The quantised twin of a linear layer, on the same device.
 
         On the meta device it gives the shapes of the twin's tensors, which a cached base then fills.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +29,9 @@ class Batch:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """A batch of other tensors, each made from one of this one's."""
-        changed: dict[str, Any] = {
-            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **changed)
+        tensors = (self.z_0, self.noise, self.sigma, self.prompt_embeds, self.pooled)
+        z_0, noise, sigma, prompt_embeds, pooled = map(change, tensors)
+        return Batch(z_0, noise, sigma, prompt_embeds, pooled, self.names)
 
 
 class Batches:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ def resident(transformer: nn.Module, optimizer: torch.optim.Optimizer, device: t
     parameters = list(transformer.parameters())
     trained = list(trained_parameters(transformer).values())
     states = [value for state in optimizer.state.values() for value in state.values()]
-    kinds: dict[str, list[Any]] = {
+    kinds: dict[str, Sequence[object]] = {
         "frozen weights": [p for p in parameters if not p.requires_grad] + list(transformer.buffers()),
         "trained weights": trained,
         "gradients": [parameter.grad for parameter in trained],
@@ -39,7 +39,7 @@ def resident(transformer: nn.Module, optimizer: torch.optim.Optimizer, device: t
     return found
 
 
-def _bytes(tensors: list[Any], device: torch.device) -> int:
+def _bytes(tensors: Sequence[object], device: torch.device) -> int:
     """Of storages on a device, each counted once."""
     seen = {}
     for tensor in tensors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from accelerate import Accelerator
 from PIL import Image
@@ -107,7 +107,7 @@ class Run:
                 self.accelerator.num_processes,
             )
 
-    def optional(self, what: str, call: Callable[..., T], *arguments: Any) -> T | None:
+    def optional(self, what: str, call: Callable[..., T], *arguments: object) -> T | None:
         """Do what a run can do without: a failure is a warning, once of each kind, and None; the next time it is tried
         again. What it held on the device is given back."""
         try:

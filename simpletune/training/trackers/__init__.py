@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig, profile_folder
 from simpletune.system.console import say
@@ -88,7 +88,7 @@ class Trackers:
         for name, tracker in list(self._open.items()):
             self._guarded(name, partial(call, tracker))
 
-    def _guarded(self, name: str, call: Callable[[], Any]) -> None:
+    def _guarded(self, name: str, call: Callable[[], object]) -> None:
         """Call; after an error the tracker is off for the rest of the run."""
         try:
             call()
