@@ -14,10 +14,11 @@ from test_run import run_with, saved_weights
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simpletune.config.load import read_config
 from simpletune.optim.adamw import AdamW
 from simpletune.options import UserError
 from simpletune.runs.folder import read_metrics
-from simpletune.step.attention import usable
+from simpletune.step.attention import settle_attention, usable
 from simpletune.step.batches import Batches, Prefetcher
 from simpletune.step.core import StepCore
 from simpletune.training import loop as train_module
@@ -62,7 +63,7 @@ def test_the_loop_reads_nothing_but_the_step_before(
     """In a step, and from its end until the ledger reads, no tensor's value is asked for."""
     found: list[str] = []
     order: list[tuple[str, int]] = []
-    honest, read, launch = StepCore.step, PendingStep.read, train_module.Mark
+    honest, read, launch = StepCore.step, PendingStep.read, train_module.DeviceEvent
 
     def step(self: StepCore, *args: Any) -> Any:
         with _Calls(found), _Kernels(found):
@@ -74,7 +75,9 @@ def test_the_loop_reads_nothing_but_the_step_before(
 
     monkeypatch.setattr(StepCore, "step", step)
     monkeypatch.setattr(PendingStep, "read", watched)
-    monkeypatch.setattr(train_module, "Mark", lambda device: order.append(("launch", len(order))) or launch(device))
+    monkeypatch.setattr(
+        train_module, "DeviceEvent", lambda device: order.append(("launch", len(order))) or launch(device)
+    )
     run_with(tiny_config, train={"steps": 4, "gradient_accumulation": accumulation}, checkpoint={"every": 3})
     assert found == []
     assert [what for what, _ in order] == ["launch", "launch", "read", "launch", "read", "read", "launch", "read"]
@@ -96,7 +99,7 @@ def test_every_step_is_written_down_before_its_checkpoint(tiny_config: dict, mon
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Batches are fetched ahead on the CPU too."""
-    monkeypatch.setattr(train_module, "Ahead", lambda feed, steps, on: Prefetcher(feed, steps, True))
+    monkeypatch.setattr(train_module, "Prefetcher", lambda feed, steps, on: Prefetcher(feed, steps, True))
     yield
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
 
@@ -113,7 +116,7 @@ def test_a_run_with_batches_fetched_ahead_is_the_same_run(tiny_config: dict, mon
     settings: dict = {"train": {"batch_size": 2}, "memory": {"modulation": "plan", "modulation_window": 3}}
     run = run_with(tiny_config, name="ahead", **settings)
     assert len(threads) == 2
-    monkeypatch.setattr(train_module, "Ahead", lambda feed, steps, on: Prefetcher(feed, steps, False))
+    monkeypatch.setattr(train_module, "Prefetcher", lambda feed, steps, on: Prefetcher(feed, steps, False))
     plain = run_with(tiny_config, name="plain", **settings)
     torch.testing.assert_close(saved_weights(run, 4), saved_weights(plain, 4), rtol=0, atol=0)
 
@@ -128,7 +131,7 @@ def test_what_fetching_raises_is_raised_at_its_own_step(tiny_config: dict, monke
         return honest(self, step)
 
     monkeypatch.setattr(Batches, "fetch", fetch)
-    monkeypatch.setattr(train_module, "passed", begun.append)
+    monkeypatch.setattr(train_module, "failpoint", begun.append)
     with pytest.raises(UserError, match="the file is gone"):
         run_with(tiny_config)
     assert begun.count("step.begun") == 4 and begun.count("step.updated") == 3
@@ -156,6 +159,13 @@ def test_the_kernel_of_attention_is_found_out_or_refused(tiny_config: dict) -> N
     assert usable("auto", 2, 20, 64, CPU, torch.bfloat16) == "flash"
     with pytest.raises(UserError, match="speed.attention: cudnn cannot compute 2 heads of 20 x 64 .*Use auto, or math"):
         usable("cudnn", 2, 20, 64, CPU, torch.float32)
+
+
+def test_the_kernel_that_pytorch_chooses_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), ["data.path=demo:pictures"])
+    assert config.precision.product_dtype() == torch.bfloat16
+    assert settle_attention(config, (256, 256), CPU) == "flash"
+    assert "by the flash kernel (speed.attention auto)" in capsys.readouterr().out
 
 
 def test_the_ledger_reads_at_once_what_the_gate_has_read(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:

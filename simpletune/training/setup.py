@@ -248,7 +248,7 @@ def set_up(
             failpoint("run.restored")
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
-    attention = settle_attention(here, transformer, prepared.plan.largest(), device)
+    attention = settle_attention(here, prepared.plan.largest(), device)
     feed = Batches(prepared, config.train.seed, device, accelerator.process_index, core.modulation)
     start = saved.step if saved else 0
     trackers = open_trackers(config, folder, start, accelerator.is_main_process)
