@@ -35,7 +35,6 @@ from simpletune.profiling.kinds import shares
 from simpletune.profiling.option import Profile
 from simpletune.profiling.window import Window
 from simpletune.profiling.windows import Place
-from simpletune.step.attention import settle_attention
 from simpletune.step.core import assemble
 from simpletune.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.system.console import say
@@ -228,7 +227,6 @@ def ours(config: TrainConfig, device: torch.device) -> Any:
     if config.memory.crop_positions:
         crop_to(model, [(side, side)], lambda: Drawn(shapes, device), config.precision.base_dtype())
     core = assemble(config, model, SingleProcess(device))
-    settle_attention(config, model, (side, side), device)
     feed, count = SyntheticBatches(config, core, device=device), iter(range(10**9))
     model.train()
 

@@ -60,10 +60,10 @@ Result = tuple[list[float], dict[str, torch.Tensor]]
 def run_with(tiny_config: dict, three_blocks: Path):
     """Ten steps of one base with some memory options: the losses, and the weights afterwards."""
 
-    def run(base: str, memory: dict, precision: dict | None = None, attention: str = "auto") -> Result:
+    def run(base: str, memory: dict, precision: dict | None = None) -> Result:
         data = copy.deepcopy(tiny_config) | {"train": {"steps": STEPS, "batch_size": 2}} | copy.deepcopy(BASES[base])
         data["model"]["pretrained"] = str(three_blocks)
-        data |= {"memory": memory, "precision": precision or data["precision"], "speed": {"attention": attention}}
+        data |= {"memory": memory, "precision": precision or data["precision"]}
         folder = train(validate(data, "lever"))
         weights = load_file(checkpoint.checkpoint_folder(folder, STEPS) / checkpoint.TRAINABLE)
         return [row["loss"] for row in read_metrics(folder)], weights
@@ -90,6 +90,7 @@ def test_the_plan_changes_the_last_bits_at_most(case: str, run_with) -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_losses_are_those_recorded(base: str, run_with) -> None:
-    losses, _ = run_with(base, {}, attention="flash")  # which every CPU has
+    """In bf16, where machines differ: within the tolerance of test_golden.py."""
+    losses, _ = run_with(base, {})
     print(f'GOLDEN "levers-{base}": {json.dumps(losses)}')
-    assert losses == pytest.approx(json.loads(GOLDEN.read_text())[f"levers-{base}"], rel=1e-4)
+    assert losses == pytest.approx(json.loads(GOLDEN.read_text())[f"levers-{base}"], rel=5e-3)

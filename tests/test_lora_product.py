@@ -25,14 +25,15 @@ def plainly(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return y + F.linear(F.linear(x, a), b) * scale
 
 
+@pytest.mark.parametrize("scale", [0.7, 1.0])
 @pytest.mark.parametrize("frozen", [(), ("x",), ("a", "b")], ids=["all", "input frozen", "update frozen"])
-def test_gradients_are_those_of_the_sum(frozen: tuple[str, ...]) -> None:
+def test_gradients_are_those_of_the_sum(frozen: tuple[str, ...], scale: float) -> None:
     x, w, a, b = factors()
     for name, tensor in {"x": x, "a": a, "b": b}.items():
         tensor.requires_grad_(name not in frozen)
-    torch.autograd.gradcheck(lambda *t: add_update(F.linear(t[0], w), *t, 0.7), (x, a, b))
+    torch.autograd.gradcheck(lambda *t: add_update(F.linear(t[0], w), *t, scale), (x, a, b))
     for fn in (add_update, plainly):
-        torch.testing.assert_close(fn(F.linear(x, w), x, a, b, 0.7), plainly(F.linear(x, w), x, a, b, 0.7))
+        torch.testing.assert_close(fn(F.linear(x, w), x, a, b, scale), plainly(F.linear(x, w), x, a, b, scale))
 
 
 def test_the_output_s_memory_is_used_again() -> None:

@@ -14,10 +14,11 @@ from test_run import run_with, saved_weights
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simpletune.config.load import read_config
 from simpletune.optim.adamw import AdamW
 from simpletune.options import UserError
 from simpletune.runs.folder import read_metrics
-from simpletune.step.attention import usable
+from simpletune.step.attention import settle_attention, usable
 from simpletune.step.batches import Batches, Prefetcher
 from simpletune.step.core import StepCore
 from simpletune.training import loop as train_module
@@ -157,6 +158,13 @@ def test_the_kernel_of_attention_is_found_out_or_refused(tiny_config: dict) -> N
     assert usable("auto", 2, 20, 64, CPU, torch.bfloat16) == "flash"
     with pytest.raises(UserError, match="speed.attention: cudnn cannot compute 2 heads of 20 x 64 .*Use auto, or math"):
         usable("cudnn", 2, 20, 64, CPU, torch.float32)
+
+
+def test_the_kernel_that_pytorch_chooses_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), ["data.path=demo:pictures"])
+    assert config.precision.product_dtype() == torch.bfloat16
+    assert settle_attention(config, (256, 256), CPU) == "flash"
+    assert "by the flash kernel (speed.attention auto)" in capsys.readouterr().out
 
 
 def test_the_queue_reads_at_once_what_the_guard_has_read(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:

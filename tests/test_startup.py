@@ -17,7 +17,7 @@ UNUSED = (
     "bitsandbytes", "torchao", "optimum", "wandb", "tensorboard", "torch.utils.tensorboard", "tensorflow", "xformers",
     "torch._inductor.compile_fx", "torchvision", "pandas", "scipy", "sklearn", "pyarrow", "datasets", "matplotlib",
     "diffusers.pipelines", "transformers.trainer", "transformers.pipelines",
-    "simpletune.estimate", "simpletune.estimate.simulate_stages", "simpletune.report",
+    "simpletune.estimate.job", "simpletune.estimate.simulate_stages", "simpletune.report",
 )  # fmt: skip
 TOLD_LAST = "import atexit, gc, json, sys; atexit.register(lambda: print(json.dumps(gc.get_freeze_count()))); "
 
@@ -49,18 +49,6 @@ def test_imports_are_not_collected_and_with_a_torch_for_gpus_thawed_at_the_end()
         "print(json.dumps([len(found), 'diffusers.models.autoencoders' in sys.modules]))"
     )
     assert told(TOLD_LAST + code) == [[0, False], 0]
-
-
-def test_the_models_of_transformers_are_looked_through_once() -> None:
-    code = (
-        "import os; seen, real = [], os.scandir; os.scandir = lambda path: (seen.append(str(path)), real(path))[1]; "
-        "from simpletune.system.startup import import_libraries; import_libraries(); "
-        "from transformers import CLIPTextModelWithProjection, T5EncoderModel; "
-        "from transformers.utils import import_utils; "
-        "print(json.dumps([sum(path.endswith('transformers/models') for path in seen), "
-        "import_utils.create_import_structure_from_path.__name__]))"
-    )
-    assert told(TOLD_LAST + code)[0] == [1, "create_import_structure_from_path"]
 
 
 def test_what_is_hidden_cannot_be_imported_and_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:

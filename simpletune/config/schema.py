@@ -191,7 +191,6 @@ class TrainConfig(Option):
         yield from self._streaming_rules()
         yield from self.memory.rules()
         yield from self.precision.rules()
-        yield from self.speed.rules()
         yield from self._in_backward_rules()
         if self.train.steps is not None and self.train.epochs is not None:
             yield Problem("train.epochs", "steps and epochs are both given. Keep one of them")

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 
 
 def usable_cores() -> int:
@@ -40,20 +39,6 @@ def prepare_environment() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it looks for hub kernels when it is imported
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep what a step on the CPU frees, up to 64 MiB, for the next step.
-
-    glibc returns it to the system at once, and each of its pages must then be found and cleared again: some 3,000 in a
-    step of the small models, 5% of it. Other C libraries are left as they are.
-    """
-    import ctypes  # not for those verbs that compute nothing
-
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt") and hasattr(library, "gnu_get_libc_version"):
-        for option, size in ((M_TRIM_THRESHOLD, 64 * 2**20), (M_MMAP_THRESHOLD, 32 * 2**20)):
-            library.mallopt(option, size)
 
 
 def driver_version() -> str | None:

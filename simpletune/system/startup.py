@@ -1,8 +1,8 @@
 """The heavy imports (torch, transformers, peft, diffusers), without what a run does not use and without collecting.
 
-Four things take seconds and give nothing. peft and diffusers import bitsandbytes where it is installed, and with it
-torch's compiler. transformers reads the files of all its models twice. Python collects garbage again and again while
-modules are made, where there is hardly any. And every later collection looks through all that was imported.
+Three things take seconds and give nothing. peft and diffusers import bitsandbytes where it is installed, and with it
+torch's compiler. Python collects garbage again and again while modules are made, where there is hardly any. And every
+later collection looks through all that was imported.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 HIDDEN = "bitsandbytes"
 
@@ -26,9 +24,7 @@ def import_libraries() -> None:
     """
     with without_collection(), _hidden(HIDDEN):
         import accelerate  # noqa: F401
-
-        with _read_once():
-            import peft  # noqa: F401
+        import peft  # noqa: F401
         from diffusers import SD3Transformer2DModel  # noqa: F401  # autoencoders: where pictures go through one
         from peft.import_utils import is_bnb_available
 
@@ -48,28 +44,6 @@ def freeze() -> None:
     if torch.version.cuda or torch.version.hip:
         atexit.unregister(gc.unfreeze)
         atexit.register(gc.unfreeze)
-
-
-@contextmanager
-def _read_once() -> Iterator[None]:
-    """transformers looks for its models' names in all their files when it is imported, and again when one is asked for,
-    because it names their folder in two ways and remembers few answers: here the second way becomes the first."""
-    from transformers.utils import import_utils
-
-    name = "create_import_structure_from_path"
-    known = vars(import_utils).get(name)
-    if known is None:  # another version
-        yield
-        return
-
-    def of_folder(path: str | Path) -> Any:
-        return known(Path(path).parent if Path(path).parts[-2:] == ("models", "__init__.py") else path)
-
-    setattr(import_utils, name, of_folder)
-    try:
-        yield
-    finally:
-        setattr(import_utils, name, known)
 
 
 @contextmanager

@@ -146,7 +146,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         trackers=trackers,
         start=start,
         steps=steps,
-        attention=settle_attention(resolved, model.transformer, prepared.plan.largest(), device),
+        attention=settle_attention(resolved, prepared.plan.largest(), device),
         started=options.started,
         guard=NonFiniteGuard(config, folder, model.core, batches, start, trackers.warn),
         predicted=predicted,
