@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -19,18 +21,22 @@ TOKEN = "hf_SecretOfTheTest"
 
 @dataclass
 class Failure:
-    """How the hub fails: a status with the hub's error code, or silence.
+    """How the hub fails: a status with the hub's error code, or no answer.
 
     Args:
-        status: of the answer; None: none comes.
+        status: of the answer, or ``close`` (the connection ends), ``reset`` (it breaks) or ``stall`` (nothing comes).
         code: the X-Error-Code header.
         on: ``api`` (listings), ``resolve`` (files) or ``weights`` (large files).
+        method: that fails; empty: all.
+        times: how often; None: always.
         message: the X-Error-Message header; it repeats the token, as a careless proxy might.
     """
 
-    status: int | None
+    status: int | str
     code: str | None = None
     on: str = "api"
+    method: str = ""
+    times: int | None = None
     message: str = f"no access for {TOKEN}"
 
 
@@ -44,6 +50,8 @@ class FakeHub:
         cut_at: GET of a large file breaks off after this many bytes of the answer; None: never.
         cuts: how many times.
         delay: seconds before an answer.
+        damage: large files hold zeros.
+        short: large files lack their last byte, and Content-Length says so.
         requests: (method, path, range, token seen) of every request so far.
         sent: bytes of each file sent so far.
     """
@@ -55,6 +63,7 @@ class FakeHub:
     cuts: int = 0
     delay: float = 0.0
     damage: bool = False
+    short: bool = False
     url: str = ""
     requests: list[tuple[str, str, str | None, bool]] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
@@ -99,23 +108,34 @@ class _Handler(BaseHTTPRequestHandler):
         hub.requests.append((self.command, path, self.headers.get("range"), seen))
         time.sleep(hub.delay)
         kind = "api" if path.startswith("/api/") else "resolve"
-        if hub.failure is not None and hub.failure.on in (kind, "weights" if is_large(path) else None):
-            return self.fail(hub.failure)
+        failure = hub.failure
+        if failure is not None and failure.on in (kind, "weights" if is_large(path) else None):
+            if failure.method in ("", self.command) and failure.times != 0:
+                failure.times = None if failure.times is None else failure.times - 1
+                return self.fail(failure)
         if kind == "api":
             return self.api(path)
         self.file(path, body)
 
     def fail(self, failure: Failure) -> None:
-        if failure.status is None:
-            self.close_connection = True
-            self.connection.close()
-            return
+        if isinstance(failure.status, str):
+            return self.hang_up(failure.status)
         self.send_response(failure.status)
         if failure.code:
             self.send_header("X-Error-Code", failure.code)
         self.send_header("X-Error-Message", failure.message)
         self.send_header("Content-Length", "0")
         self.end_headers()
+
+    def hang_up(self, how: str) -> None:
+        self.close_connection = True
+        if how == "stall":
+            time.sleep(0.4)
+        if how == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.rfile.close()
+            self.wfile.close()
+        self.connection.close()
 
     def api(self, path: str) -> None:
         if path.split("/", 3)[-1].split("/revision/")[0] != self.hub.name:
@@ -141,6 +161,8 @@ class _Handler(BaseHTTPRequestHandler):
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         data = (bytes(len(data)) if hub.damage and is_large(name) else data)[start:]
+        if hub.short and is_large(name) and body:
+            data = data[:-1]
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if body:

@@ -1,31 +1,37 @@
-"""Models from the hub: only what is needed, resumed after a cut, and every failure in plain words (exit code 2)."""
+"""Models from the hub: only what is needed, no damaged file in the cache, and every failure in plain words."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import io
 import json
+import logging
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_hub
-import httpx2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fake_hub import COMMIT, TOKEN, Failure, FakeHub
-from huggingface_hub import constants
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub import constants, file_download
+from huggingface_hub.utils import _http, close_session, validate_repo_id
+from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 
 from simpletune.cli.main import main
 from simpletune.models import hub as ours
 from simpletune.models import hub_download
-from simpletune.models.hub import HubPart, fetch, is_hub_name, needed, part_folder
+from simpletune.models.hub import HubPart, fetch, in_cache, is_hub_name, needed, part_folder
 from simpletune.models.hub_download import HubFile, Repository
-from simpletune.models.hub_errors import Unreachable, clear_errors
+from simpletune.models.hub_errors import clear_errors
 from simpletune.models.hub_files import data_set_folder
 from simpletune.options import UserError
 
@@ -54,7 +60,10 @@ def hub(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
         monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.5)
         monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
         monkeypatch.setattr(hub_download, "PAUSE", 0.0)
+        for module in (file_download, _http):
+            monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
         forget()
         yield hub
         forget()
@@ -132,38 +141,114 @@ def test_a_single_file_takes_only_tokenizers_from_the_hub(hub: FakeHub, run, tin
     assert parts == {"vae", "tokenizer", "tokenizer_2", "tokenizer_3", "text_encoder_3"}
 
 
-def test_resumes_after_a_cut_without_fetching_anything_twice(hub: FakeHub, run) -> None:
+def fetched_weights(hub: FakeHub, method: str = "GET") -> list[str | None]:
+    """The Range header of each request for the transformer's weights."""
+    return [asked for verb, path, asked, _ in hub.requests if verb == method and path.endswith(WEIGHTS)]
+
+
+def assert_no_weights_in_cache() -> None:
+    """Neither the file nor a part of it, and offline the part is not used."""
+    repository = Repository(NAME)
+    assert not list(repository.cache.rglob("*.incomplete"))
+    assert not list(repository.cache.glob(f"snapshots/*/{WEIGHTS}"))
+    assert in_cache(HubPart(repository, "transformer", weights=True)) is None
+
+
+def test_resumes_after_a_cut_without_fetching_anything_twice(hub: FakeHub, run, monkeypatch) -> None:
+    (handler,) = logging.getLogger("huggingface_hub").handlers
+    monkeypatch.setattr(handler, "stream", io.StringIO())
+    monkeypatch.setattr(hub_download, "MB", 1000)
     hub.cut_at, hub.cuts = 1000, 3
-    assert run()[0] == 0
-    assert hub.sent[WEIGHTS] == len(hub.files[WEIGHTS])
-    ranges = [asked for _, path, asked, _ in hub.requests if path.endswith(".safetensors") and asked]
-    assert ranges == ["bytes=1000-", "bytes=2000-", "bytes=3000-"]
+    code, said = run()
+    assert code == 0
+    size = len(hub.files[WEIGHTS])
+    assert hub.sent[WEIGHTS] == size
+    assert fetched_weights(hub) == [None, "bytes=1000-", "bytes=2000-", "bytes=3000-"]
+    assert f"fetch {WEIGHTS}: {size // 1000} MB in " in said
+    logged = handler.stream.getvalue()
+    assert logged.count("Trying to resume") == 3
+    assert "from the hub: " in logged and hub.url not in logged  # an address may be signed
 
 
-def test_a_cut_for_good_says_so_and_the_next_run_goes_on(hub: FakeHub, run, monkeypatch) -> None:
-    monkeypatch.setattr(hub_download, "RETRIES", -1)  # the first cut is the last
-    hub.cut_at, hub.cuts = 1000, 1
+def test_a_cut_for_good_says_so_and_the_next_run_begins_the_file_anew(hub: FakeHub, run) -> None:
+    hub.cut_at, hub.cuts = 0, 100
     code, said = run()
     assert code == 2
     size = len(hub.files[WEIGHTS])
-    expected = (
-        f"{NAME}: the connection was cut at 1,000 of {size:,} bytes of {WEIGHTS}. They stay: start again to fetch"
+    assert error(said) == (
+        f"{NAME}: the connection was cut while {WEIGHTS} ({size:,} bytes) was fetched. "
+        "Start again: this file begins anew, files that are whole stay"
     )
-    assert error(said).startswith(expected)
+    assert_no_weights_in_cache()
 
+    hub.cuts = 0
+    whole = [path for path in hub.fetched() if path != WEIGHTS]
+    hub.requests.clear()
+    assert run()[0] == 0
+    assert WEIGHTS in hub.fetched() and not hub.fetched() & set(whole)
+
+
+@pytest.mark.parametrize("status", [503, "reset"])
+def test_tries_again_where_huggingface_hub_does_not(status: int | str, hub: FakeHub, run) -> None:
+    hub.failure = Failure(status, on="weights", method="GET", times=2)
     code, said = run()
     assert code == 0
-    assert f"fetch {WEIGHTS}: 0 of" in said and "are here, the rest follows" in said
-    assert hub.sent[WEIGHTS] == size  # over both runs
+    assert f", try 3 of {hub_download.TRIES}" in said
+
+    shutil.rmtree(constants.HF_HUB_CACHE)
+    hub.requests.clear()
+    hub.failure = Failure(status, on="weights", method="GET")
+    assert run()[0] == 2
+    assert len(fetched_weights(hub)) == hub_download.TRIES
+    assert_no_weights_in_cache()
 
 
-def test_a_damaged_file_is_thrown_away(hub: FakeHub, run, tmp_path: Path) -> None:
+def test_a_file_that_stalls(hub: FakeHub, run, monkeypatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
+    hub.failure = Failure("stall", on="weights", method="GET")
+    code, said = run()
+    assert code == 2
+    assert f"nothing came for too long while {WEIGHTS}" in error(said) and "(HF_HUB_DOWNLOAD_TIMEOUT" in said
+    assert len(fetched_weights(hub)) == 6  # huggingface_hub's own tries, and no more
+    assert_no_weights_in_cache()
+
+
+def test_a_damaged_file_is_thrown_away(hub: FakeHub, run) -> None:
     hub.damage = True
     code, said = run()
     assert code == 2 and error(said) == (
         f"{NAME}: {WEIGHTS} arrived damaged (its sha256 differs) and was deleted. Start again"
     )
+    assert_no_weights_in_cache()
     hub.damage = False
+    assert run()[0] == 0
+
+
+def test_a_file_that_lacks_its_end_is_not_kept(hub: FakeHub, run) -> None:
+    hub.short = True
+    code, said = run()
+    assert code == 2
+    assert error(said) == f"{NAME} cannot be fetched (OSError). Try again, or give a local folder"
+    assert_no_weights_in_cache()
+    hub.short = False
+    assert run()[0] == 0
+
+
+def test_a_disk_that_fills_up_while_fetching(hub: FakeHub, run, tmp_path: Path) -> None:
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(hub.files[WEIGHTS]) - 1, limits[1]))
+    try:
+        code, said = run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert code == 6
+    assert error(said) == (
+        f"{NAME}: the disk of {tmp_path / 'hf'} allows no larger file; files that were fetched whole stay. "
+        "Free space, or set HF_HOME to a larger disk, and start again"
+    )
+    assert_no_weights_in_cache()
     assert run()[0] == 0
 
 
@@ -189,8 +274,11 @@ FAILURES = {
     "trouble": (Failure(500), f"{NAME}: the hub has trouble of its own (status 500). Try again later, or give a local"),
     "trouble with files": (Failure(500, on="weights"), "the hub has trouble of its own (status 500)"),
     "no file": (Failure(404, "EntryNotFound", on="weights"), f"{NAME} has no {WEIGHTS} (404)"),
-    "hangs up": (Failure(None), f"{NAME} is not in the local cache, and the hub cannot be reached (RemoteProtocolErr"),
-    "hangs up on files": (Failure(None, on="weights"), "the connection was cut at 0 of "),
+    "hangs up": (
+        Failure("close"),
+        f"{NAME} is not in the local cache, and the hub cannot be reached (RemoteProtocolErr",
+    ),
+    "hangs up on files": (Failure("close", on="weights"), f"the connection was cut while {WEIGHTS} ("),
 }
 
 
@@ -225,6 +313,18 @@ def test_no_network(hub: FakeHub, run, monkeypatch) -> None:
     )
 
 
+def test_a_proxy_that_refuses(hub: FakeHub, run, monkeypatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", hub.url)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
+    close_session()  # it keeps the proxies it has read
+    try:
+        code, said = run()
+    finally:
+        close_session()
+    assert code == 2
+    assert error(said) == f"{NAME}: the proxy refuses the connection to the hub. Check HTTPS_PROXY and NO_PROXY"
+
+
 def test_offline_uses_the_cache_or_says_what_is_missing(hub: FakeHub, run, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     code, said = run()
@@ -246,7 +346,7 @@ def test_the_disk_is_looked_at_first(hub: FakeHub, run, monkeypatch, tmp_path: P
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
     monkeypatch.setattr(ours, "GB", 1000)
     code, said = run()
-    assert code == 2
+    assert code == 6
     size = sum(len(data) for path, data in hub.files.items() if "/" in path and path not in DUPLICATES)
     assert f"{NAME}: {size / 1000:.2f} GB are to be fetched, 10.00 GB are free at {tmp_path / 'hf'}. Free " in error(
         said
@@ -361,33 +461,58 @@ def test_a_data_set_comes_from_the_hub(hub: FakeHub, tiny_pictures: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "may_pass"),
+    ("error", "message", "code"),
     [
-        (OSError(errno.ENOSPC, "full"), "is full; what has arrived stays. Free space, or set HF_HOME", False),
+        (OSError(errno.ENOSPC, "full"), "is full; files that were fetched whole stay. Free space, or set HF_HOME", 6),
+        (RuntimeError("IO Error: No space left on device (os error 28)"), "is full; files that were fetched whole", 6),
+        (OSError(errno.EROFS, "Read-only file system"), r"cannot be written \(Read-only file system\). Set HF_H", 2),
+        (OSError("odd"), r"cannot be fetched \(OSError\). Try again, or give a local folder", 2),
         (
-            OSError(errno.EROFS, "Read-only file system"),
-            r"cannot be written \(Read-only file system\). Set HF_H",
-            False,
+            RuntimeError("Task error"),
+            r"fetched \(RuntimeError\). Try again, set HF_HUB_DISABLE_XET=1, or give",
+            2,
         ),
-        (OSError("odd"), r"cannot be fetched \(OSError\). Try again, or give a local folder", True),
-        (httpx2.ProxyError("refused"), "the proxy refuses the connection to the hub. Check HTTPS_PROXY", True),
+        (ConnectionError("hf_xet's"), r"and the hub cannot be reached \(ConnectionError\). Check the network", 2),
+        (TimeoutError("hf_xet's"), "and the hub did not answer in time. Check the network", 2),
     ],
-    ids=["full", "read-only", "odd", "proxy"],
+    ids=["full", "full, hf_xet", "read-only", "odd", "hf_xet", "connection", "timeout"],
 )
-def test_what_the_disk_and_the_proxy_do_in_plain_words(error: Exception, message: str, may_pass: bool) -> None:
+def test_what_the_disk_and_hf_xet_do_in_plain_words(error: Exception, message: str, code: int) -> None:
     with pytest.raises(UserError, match=message) as told, clear_errors(Repository(NAME)):
         raise error
-    assert isinstance(told.value, Unreachable) == may_pass
+    assert told.value.code == code
+
+
+def test_a_name_that_the_hub_does_not_allow() -> None:
     with pytest.raises(UserError, match="a--b is no name the hub allows"), clear_errors(Repository("a--b")):
         validate_repo_id("a--b")
 
 
-def test_what_is_begun_and_longer_than_the_file_is_begun_again(hub: FakeHub) -> None:
+def test_content_that_is_in_the_cache_takes_no_room(hub: FakeHub) -> None:
     (file,) = (each for each in ours.listing(Repository(NAME)) if each.path == WEIGHTS)
-    file.incomplete.parent.mkdir(parents=True)
-    file.incomplete.write_bytes(bytes(file.size + 1))
+    later = dataclasses.replace(file, commit="f" * 40)  # another commit with the same weights
+    assert file.bytes_to_fetch == later.bytes_to_fetch == file.size
     ours.fetch_files([file])
-    assert file.place.read_bytes() == hub.files[WEIGHTS]
-    hub.requests.clear()
-    hub_download._fetch_blob(file)  # another process was first
-    assert not hub.requests
+    assert later.bytes_to_fetch == 0 and not later.place.exists()
+
+
+def test_progress_of_hf_xet_counts_network_and_disk_once() -> None:
+    counted: list[None] = []
+    with XetDownloadProgressReporter(
+        reconstruction_desc=WEIGHTS,
+        total=3 * hub_download.MB,
+        log_level=logging.WARNING,
+        tqdm_class=hub_download._progress_bar(lambda: counted.append(None)),
+    ) as reporter:
+        for done in (0.5, 1.5, 3.0):
+            size = int(done * hub_download.MB)
+            reporter.update_progress(
+                SimpleNamespace(
+                    total_bytes=3 * hub_download.MB,
+                    total_bytes_completed=size,
+                    total_transfer_bytes_completed=size // 2,  # it is compressed
+                    total_bytes_completion_rate=1.0,
+                    total_transfer_bytes_completion_rate=1.0,
+                )
+            )
+    assert len(counted) == 3

@@ -135,8 +135,7 @@ def told_errors(repository: str) -> Iterator[None]:
     Raises:
         UserError: for each of them.
     """
-    import httpx2
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 
     try:
         yield
@@ -146,7 +145,7 @@ def told_errors(repository: str) -> Iterator[None]:
         raise UserError(f"push: {_refusal(repository, error)}") from None
     except OfflineModeIsEnabled:
         raise UserError("push: HF_HUB_OFFLINE is set, so nothing is uploaded. Unset it and try again") from None
-    except (httpx2.HTTPError, ConnectionError, TimeoutError) as error:
+    except (HTTPError, ConnectionError, TimeoutError) as error:
         reason = type(error).__name__  # its text may hold a signed address
         raise UserError(f"push: the hub cannot be reached ({reason}). Check the network and try again") from None
     except RuntimeError as error:  # hf_xet's, of large files

@@ -13,7 +13,7 @@ from simpletune.models.hub_errors import Unreachable, clear_errors
 from simpletune.models.model_folder import NAMES, weight_files
 from simpletune.options import UserError
 from simpletune.system.console import say
-from simpletune.system.disk import free_bytes
+from simpletune.system.disk import DiskFull, free_bytes
 
 HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
 DESCRIPTIONS = (".json", ".txt", ".model")
@@ -114,7 +114,8 @@ def fetch_files(files: Sequence[HubFile]) -> None:
     """Fetch what is not here yet, if it fits; note which commit is here, for later without a network.
 
     Raises:
-        UserError: the disk is too small, or a file cannot be fetched.
+        DiskFull: the disk is too small.
+        UserError: a file cannot be fetched.
     """
     from huggingface_hub import constants
 
@@ -136,17 +137,17 @@ def require_space(files: Sequence[HubFile]) -> None:
         files: still to fetch.
 
     Raises:
-        UserError: with the bytes needed and free.
+        DiskFull: with the bytes needed and free.
     """
     if not files:
         return
-    size, cache = sum(file.size - file.begun for file in files), files[0].repository.cache.parent
+    size, cache = sum(file.bytes_to_fetch for file in files), files[0].repository.cache.parent
     free = free_bytes(cache)
     names = ", ".join(dict.fromkeys(file.repository.name for file in files))
     if size > free:
         t5 = sum(file.size for file in files if file.path.startswith("text_encoder_3/"))
         remedy = f", or set model.t5=false (saves {t5 / GB:.1f} GB)" if t5 else ""
-        raise UserError(
+        raise DiskFull(
             f"{names}: {size / GB:.2f} GB are to be fetched, {free / GB:.2f} GB are free at {cache}. "
             f"Free {(size - free) / GB:.2f} GB, set HF_HOME to a larger disk{remedy}"
         )

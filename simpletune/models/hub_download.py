@@ -1,26 +1,28 @@
-"""Fetching one file from the hub so that a cut loses nothing.
-
-huggingface_hub (2.4) continues a cut download only within one process and throws the beginning away when it gives up.
-Here the beginning stays in the hub's own cache as ``blobs/<sha256>.incomplete``, and the next try, of this process or
-of another, asks for the rest.
-"""
+"""Repositories and files of the hub, and the download of one file by huggingface_hub."""
 
 from __future__ import annotations
 
-import os
+import logging
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from simpletune.models.hub_errors import clear_errors
+from simpletune.models.hub_errors import class_names, clear_errors
 from simpletune.options import UserError
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress, say
 
-RETRIES = 5  # tries in a row that bring not a byte
-PAUSE = 1.0  # seconds before the next try, times the tries that failed
+if TYPE_CHECKING:
+    from huggingface_hub.utils import tqdm
+
+TRIES = 3  # of one file, after failures that huggingface_hub does not retry
+PAUSE = 2.0  # seconds before the second try; twice that before the third
 MB = 10**6
+RETRIED = {"ConnectError", "TimeoutException", "ProxyError"}  # huggingface_hub has retried these, or rightly not
 
 
 @dataclass(frozen=True)
@@ -69,116 +71,95 @@ class HubFile:
         return self.repository.cache / "snapshots" / self.commit / self.path
 
     @property
-    def blob(self) -> Path:
-        """Where the hub's cache keeps a large file's content."""
-        return self.repository.cache / "blobs" / str(self.sha256)
-
-    @property
-    def incomplete(self) -> Path:
-        """Where the beginning of a large file waits for its rest."""
-        return self.blob.with_suffix(".incomplete")
-
-    @property
-    def begun(self) -> int:
-        """Bytes of a large file that an earlier try left."""
-        return 0 if self.sha256 is None else min(max(_size(self.blob), _size(self.incomplete)), self.size)
+    def bytes_to_fetch(self) -> int:
+        """Its size, or 0 if a file of the same content is in the cache (for another commit)."""
+        return 0 if (self.repository.cache / "blobs" / str(self.sha256)).exists() else self.size
 
 
 def fetch_file(file: HubFile) -> None:
-    """Fetch one file and let huggingface_hub enter it in its cache.
+    """Download one file into huggingface_hub's cache, and check the SHA-256 of a large one.
 
     Raises:
-        UserError: it cannot be fetched.
+        UserError: the download failed, or the file arrived damaged.
     """
-    from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.utils import disable_progress_bars
-
-    disable_progress_bars()
-    repository = file.repository
-    with clear_errors(repository, file):
-        if file.sha256 is not None:
-            _fetch_blob(file)
-        hf_hub_download(
-            repository.name,
-            file.path,
-            repo_type=repository.kind,
-            revision=file.commit,
-            etag_timeout=constants.HF_HUB_ETAG_TIMEOUT,
-        )
-
-
-def _fetch_blob(file: HubFile) -> None:
-    """Fetch a large file's content into the hub's cache, from where an earlier try was cut."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import WeakFileLock
-
-    lock = Path(constants.HF_HUB_CACHE) / ".locks" / file.repository.cache.name / f"{file.sha256}.lock"
-    for folder in (file.blob.parent, lock.parent):
-        folder.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(lock):
-        if file.blob.exists():
-            return
-        _fetch_rest(file)
-        if sha256_of(file.incomplete) != file.sha256:
-            file.incomplete.unlink()
+    large = file.sha256 is not None
+    with clear_errors(file.repository, file):
+        shown = progress(f"fetch {file.path}", -(-file.size // MB), "MB") if large else nullcontext(lambda: None)
+        with shown as count:
+            _download(file, _progress_bar(count))
+        if large and sha256_of(file.place) != file.sha256:
+            for damaged in (file.place.resolve(), file.place):
+                damaged.unlink(missing_ok=True)
             raise UserError(
                 f"{file.repository.name}: {file.path} arrived damaged (its sha256 differs) and was deleted. Start again"
             )
-        os.replace(file.incomplete, file.blob)
 
 
-def _fetch_rest(file: HubFile) -> None:
-    """Ask for what is missing until all is there, or nothing more comes."""
-    import httpx2
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError
+def _download(file: HubFile, bar: type[tqdm]) -> None:
+    """Call huggingface_hub, up to ``TRIES`` times where it does not retry by itself."""
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import HTTPError
 
-    part, repository = file.incomplete, file.repository
-    url = hf_hub_url(repository.name, file.path, repo_type=repository.kind, revision=file.commit)
-    if _size(part) > file.size:
-        part.unlink()
-    start = _size(part)
-    if start:
-        say(f"fetch {file.path}: {start / MB:,.0f} of {file.size / MB:,.0f} MB are here, the rest follows")
-    failures = 0
-    with progress(f"fetch {file.path}", -(-(file.size - start) // MB), "MB") as advance:
-        while (before := _size(part)) < file.size:
-            try:
-                for _ in _stream(url, part, before):
-                    advance()
-            except (httpx2.TransportError, HfHubHTTPError) as error:
-                failures = 0 if _size(part) > before else failures + 1
-                if failures > RETRIES or not _may_pass(error):
-                    raise
-                time.sleep(PAUSE * (failures + 1))
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        handler.addFilter(_without_addresses)
+    for attempt in range(1, TRIES + 1):
+        try:
+            hf_hub_download(
+                file.repository.name,
+                file.path,
+                repo_type=file.repository.kind,
+                revision=file.commit,
+                etag_timeout=constants.HF_HUB_ETAG_TIMEOUT,
+                tqdm_class=bar,
+            )
+            return
+        except (HTTPError, OSError) as error:
+            if attempt == TRIES or not _worth_a_retry(error):
+                raise
+            say(f"fetch {file.path}: {type(error).__name__}, try {attempt + 1} of {TRIES}")
+            time.sleep(PAUSE * attempt)
 
 
-def _may_pass(error: Exception) -> bool:
-    """Whether another try may help: after a cut, silence, or the hub's own trouble."""
-    import httpx2
-    from huggingface_hub.errors import HfHubHTTPError
+def _worth_a_retry(error: Exception) -> bool:
+    """Whether the failure may pass and huggingface_hub (2.4) gave up at once.
+
+    It resumes a cut GET and retries a HEAD; it does neither after a 5xx answer to a GET, a reset connection, a cut HEAD
+    or a file of the wrong size (an OSError without a number).
+    """
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
     if isinstance(error, HfHubHTTPError):
-        return error.response.status_code == 429 or error.response.status_code >= 500
-    return not isinstance(error, httpx2.ProxyError)
+        return error.response.status_code >= 500
+    if isinstance(error, HTTPError):
+        return not class_names(error) & RETRIED
+    return type(error) is OSError and error.errno is None
 
 
-def _stream(url: str, part: Path, start: int) -> Iterator[None]:
-    """Append what the hub sends from byte ``start`` on; yields at every million bytes."""
-    from huggingface_hub import constants, get_session
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
-
-    headers = {**build_hf_headers(), "Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})}
-    with get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as answer:
-        hf_raise_for_status(answer)
-        whole = answer.status_code == 200  # the server knows no ranges: it starts over
-        with open(part, "wb" if whole else "ab") as out:
-            written = 0
-            for chunk in answer.iter_raw():
-                out.write(chunk)
-                yield from (None for _ in range((written + len(chunk)) // MB - written // MB))
-                written += len(chunk)
+def _without_addresses(record: logging.LogRecord) -> bool:
+    """Remove URLs from huggingface_hub's warnings: a signed one opens the file to whoever reads the log."""
+    record.msg, record.args = re.sub(r"https?://\S*[^\s:]", "the hub", record.getMessage()), ()
+    return True
 
 
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
+def _progress_bar(count: Callable[[], None]) -> type[tqdm]:
+    """A bar for huggingface_hub that draws nothing and calls ``count`` once per megabyte.
+
+    hf_xet has two bars, of the network and of the disk: the one that is ahead counts.
+    """
+    from huggingface_hub.utils import tqdm
+
+    counted = 0
+
+    class Counter(tqdm):
+        def __init__(self, **_: object):
+            super().__init__(disable=True)
+            self.bytes = 0
+
+        def update(self, n: float | None = 1) -> None:
+            nonlocal counted
+            self.bytes += int(n or 0)  # negative when a download starts over
+            while counted < self.bytes // MB:
+                counted += 1
+                count()
+
+    return Counter

@@ -5,12 +5,12 @@ No message repeats what the hub or the library said: that could hold a token or 
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from simpletune.options import UserError
+from simpletune.system.disk import DiskFull, reason_full
 
 if TYPE_CHECKING:
     from simpletune.models.hub_download import HubFile, Repository
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 class Unreachable(UserError):
     """The hub does not answer or refuses to: what is in the cache may still serve."""
+
+
+def class_names(error: BaseException) -> set[str]:
+    """Names of an error's class and its bases.
+
+    huggingface_hub hands on errors of its HTTP client and exports their base alone (``errors.HTTPError``); the kinds
+    below it (``TimeoutException``, ``ProxyError``) are told apart by name, so that the client is not imported here.
+    """
+    return {kind.__name__ for kind in type(error).__mro__}
 
 
 @contextmanager
@@ -31,8 +40,7 @@ def clear_errors(repository: Repository, file: HubFile | None = None) -> Iterato
     Raises:
         UserError: for everything that the hub, the network or the disk can do; ``Unreachable`` if it may pass.
     """
-    import httpx2
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
     try:
         yield
@@ -40,13 +48,12 @@ def clear_errors(repository: Repository, file: HubFile | None = None) -> Iterato
         raise UserError(f"{repository.name} is no name the hub allows (owner/name). Check it") from None
     except LocalEntryNotFoundError as error:
         raise _explain(error.__cause__ or error, repository, file) from None
-    except (httpx2.HTTPError, EntryNotFoundError, OSError) as error:
+    except (HTTPError, EntryNotFoundError, OSError, RuntimeError) as error:  # RuntimeError: hf_xet's
         raise _explain(error, repository, file) from None
 
 
 def _explain(error: BaseException, repository: Repository, file: HubFile | None) -> UserError:
     """The error for a person."""
-    import httpx2
     from huggingface_hub import errors
 
     name, cache = repository.name, repository.cache.parent
@@ -57,31 +64,31 @@ def _explain(error: BaseException, repository: Repository, file: HubFile | None)
         )
     if isinstance(error, errors.HfHubHTTPError):
         return _explain_answer(error, repository, file)
-    if isinstance(error, httpx2.ProxyError):
+    if "ProxyError" in class_names(error):
         return Unreachable(f"{name}: the proxy refuses the connection to the hub. Check HTTPS_PROXY and NO_PROXY")
-    if isinstance(error, (httpx2.HTTPError, errors.LocalEntryNotFoundError, ConnectionError)):
+    if isinstance(error, (errors.HTTPError, errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)):
         return _explain_silence(error, name, file)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(
-            f"{name}: the disk of {cache} is full; what has arrived stays. "
+    if kind := reason_full(error):
+        return DiskFull(
+            f"{name}: the disk of {cache} {kind}; files that were fetched whole stay. "
             "Free space, or set HF_HOME to a larger disk, and start again"
         )
     if isinstance(error, OSError) and error.errno:
         return UserError(f"{name}: {cache} cannot be written ({error.strerror}). Set HF_HOME to another folder")
-    return Unreachable(f"{name} cannot be fetched ({type(error).__name__}). Try again, or give a local folder")
+    without_xet = ", set HF_HUB_DISABLE_XET=1" if isinstance(error, RuntimeError) else ""
+    return Unreachable(
+        f"{name} cannot be fetched ({type(error).__name__}). Try again{without_xet}, or give a local folder"
+    )
 
 
 def _explain_silence(error: BaseException, name: str, file: HubFile | None) -> UserError:
     """No answer, or half of one."""
-    import httpx2
-
-    slow = isinstance(error, httpx2.TimeoutException)
-    if file is not None and file.sha256 is not None:
-        here = file.begun
+    slow = bool(class_names(error) & {"TimeoutException", "TimeoutError"})
+    if file is not None:
         what = "nothing came for too long" if slow else "the connection was cut"
         return UserError(
-            f"{name}: {what} at {here:,} of {file.size:,} bytes of {file.path}. "
-            "They stay: start again to fetch the rest"
+            f"{name}: {what} while {file.path} ({file.size:,} bytes) was fetched. "
+            "Start again: this file begins anew, files that are whole stay"
             + (" (HF_HUB_DOWNLOAD_TIMEOUT sets the seconds to wait)" if slow else "")
         )
     what = "the hub did not answer in time" if slow else f"the hub cannot be reached ({type(error).__name__})"
