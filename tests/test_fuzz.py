@@ -20,9 +20,9 @@ from simpletune.data.cache import Cache
 from simpletune.lora.describe import describe, in_words
 from simpletune.lora.header import open_lora
 from simpletune.lora.read import read_lora
-from simpletune.models.model_folder import weight_files
 from simpletune.options import Option, UserError, member_for, option_classes, union_of
 from simpletune.runs import checkpoint
+from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import read_header
 
 TRIES = int(os.environ.get("SIMPLETUNE_FUZZ", "60"))

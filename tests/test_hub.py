@@ -27,12 +27,12 @@ from huggingface_hub.utils import _http, close_session, validate_repo_id
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 
 from simpletune.cli.main import main
-from simpletune.models import hub as ours
-from simpletune.models import hub_download
-from simpletune.models.hub import HubPart, fetch, in_cache, is_hub_name, needed, part_folder
-from simpletune.models.hub_download import HubFile, Repository
-from simpletune.models.hub_errors import clear_errors
-from simpletune.models.hub_files import data_set_folder
+from simpletune.hub import download as hub_download
+from simpletune.hub import fetch as ours
+from simpletune.hub.download import HubFile, Repository
+from simpletune.hub.errors import clear_errors
+from simpletune.hub.fetch import HubPart, fetch, in_cache, is_hub_name, needed, part_folder
+from simpletune.hub.files import data_set_folder
 from simpletune.options import UserError
 
 NAME = "owner/tiny-sd3"

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from simpletune.config.load import validate
-from simpletune.models.model_folder import weight_files
 from simpletune.models.parts import Part, load_autoencoder
 from simpletune.options import ConfigError, UserError
 from simpletune.system.locks import exclusive
+from simpletune.system.model_folder import weight_files
 from simpletune.system.redact import redact
 from simpletune.training.loop import train
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.models.hub import HUB_NAME
+from simpletune.hub.fetch import HUB_NAME
 from simpletune.options import UserError
 from simpletune.runs.folder import CONFIG
 from simpletune.runs.model_card import CARD, GRID, for_repository, shareable

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
-from simpletune.models.hub import is_hub_name
+from simpletune.hub.fetch import is_hub_name
 from simpletune.models.sd3_shapes import Shape
 from simpletune.models.sd3_sources import is_single_file
 

@@ -97,13 +97,13 @@ class Table(Source):
 
     def _fetched(self) -> Path:
         """The parquet files of a data set on the hub."""
-        from simpletune.models.hub_files import data_set_folder
+        from simpletune.hub.files import data_set_folder
 
         return data_set_folder(self.path, [f"*{self.split}*.parquet", f"**/*{self.split}*.parquet"])
 
 
 def _is_hub_name(name: str) -> bool:
-    from simpletune.models.hub import is_hub_name
+    from simpletune.hub.fetch import is_hub_name
 
     return is_hub_name(name)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from simpletune.config.resolve import MODEL_DEMOS, model_resolved
 from simpletune.config.schema import TrainConfig
-from simpletune.models.hub import HubPart, in_cache, is_hub_name
-from simpletune.models.hub_download import Repository
+from simpletune.hub.download import Repository
+from simpletune.hub.fetch import HubPart, in_cache, is_hub_name
 from simpletune.models.sd3_sources import is_single_file, provider
 from simpletune.options import UserError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.simulate_stages import JobReport
-from simpletune.models.hub import in_cache
+from simpletune.hub.fetch import in_cache
 from simpletune.models.sd3_sources import hub_parts
 from simpletune.models.t5_layers import CHUNK_BYTES
 from simpletune.options import UserError

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from simpletune.models.model_folder import weight_files
 from simpletune.models.original_names import origin_of
 from simpletune.models.parts import Part
 from simpletune.models.sd3_shapes import parameter_shapes
@@ -19,6 +18,7 @@ from simpletune.models.single_file import open_file
 from simpletune.options import UserError
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.nf4_linear import Nf4Linear
+from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import WeightReader, read_header
 
 TABLE = "pos_embed.pos_embed"

@@ -13,8 +13,8 @@ from simpletune.lora.families import kind_of_model
 from simpletune.lora.header import LISTED, LoraHeader, natural, open_lora
 from simpletune.lora.names import ALPHA, TITLES
 from simpletune.lora.values import look_at
-from simpletune.models.model_folder import weight_files
 from simpletune.options import UserError
+from simpletune.system.model_folder import weight_files
 
 BASE_KEYS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "modelspec.title", "base_model")
 LONG = 60

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from simpletune.lora.bases import Base
 from simpletune.lora.updates import Updates
-from simpletune.models.model_folder import NAMES
 from simpletune.models.original_names import Origin, origin_of
 from simpletune.models.single_file import open_file
 from simpletune.options import UserError
 from simpletune.system.atomic import atomic_folder
+from simpletune.system.model_folder import NAMES
 from simpletune.system.safetensors_file import SafetensorsWriter, read_header
 
 KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}

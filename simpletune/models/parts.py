@@ -9,10 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletune.models.model_folder import fingerprint
 from simpletune.models.sd3_shapes import ModelConfig
 from simpletune.models.single_file import PREFIXES, open_file
 from simpletune.options import UserError
+from simpletune.system.model_folder import fingerprint
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from simpletune.models.model_folder import weight_files
 from simpletune.models.parts import Part
 from simpletune.models.sd3_shapes import ModelConfig
 from simpletune.models.sd3_transformer import empty_transformer, put_module
@@ -32,6 +31,7 @@ from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, free_bytes
 from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import lock_of, wait_for_lock
+from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import WeightReader, write_safetensors
 from simpletune.tensors import to_device
 

@@ -12,7 +12,6 @@ from accelerate import init_empty_weights
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
-from simpletune.models.model_folder import weight_files
 from simpletune.models.positions import TABLE, crop_positions
 from simpletune.models.sd3_shapes import ModelConfig, parameter_shapes
 from simpletune.models.single_file import OriginalReader
@@ -20,6 +19,7 @@ from simpletune.models.sizes import Size
 from simpletune.models.transformer import Transformer
 from simpletune.options import UserError
 from simpletune.quant.precision import WeightPrecision
+from simpletune.system.model_folder import weight_files
 from simpletune.system.rng import key_of
 from simpletune.system.safetensors_file import WeightReader
 from simpletune.tensors import move_own_tensors, own_tensors, set_tensor, to_device

@@ -19,10 +19,10 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from simpletune.memory import accounting
 from simpletune.memory.snapshot import HOST
-from simpletune.models.model_folder import weight_files
 from simpletune.models.parts import Part, require_tensor_shapes
 from simpletune.models.single_file import PREFIXES, open_file
 from simpletune.system.console import progress
+from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import read_header
 from simpletune.tensors import to_device
 

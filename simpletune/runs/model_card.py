@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletune.config.schema import TrainConfig
-from simpletune.models.hub import is_hub_name
+from simpletune.hub.fetch import is_hub_name
 from simpletune.models.sd3 import SD3_MEDIUM
 
 if TYPE_CHECKING:

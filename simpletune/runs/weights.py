@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from simpletune.adapters.lora import OUTPUT as LORA_FILE
 from simpletune.config.schema import TrainConfig, cache_of_bases
-from simpletune.models.hub import is_hub_name
-from simpletune.models.hub_files import repository_file
+from simpletune.hub.fetch import is_hub_name
+from simpletune.hub.files import repository_file
 from simpletune.models.sizes import Size
 from simpletune.options import UserError
 from simpletune.quant.plain import BF16, FP32

@@ -13,7 +13,7 @@ from simpletune.options import UserError
 from simpletune.system.disk import DiskFull, reason_full
 
 if TYPE_CHECKING:
-    from simpletune.models.hub_download import HubFile, Repository
+    from simpletune.hub.download import HubFile, Repository
 
 
 class Unreachable(UserError):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from pathlib import Path
 
-from simpletune.models.hub import fetch_files, listing, snapshot
-from simpletune.models.hub_download import Repository
-from simpletune.models.hub_errors import Unreachable
+from simpletune.hub.download import Repository
+from simpletune.hub.errors import Unreachable
+from simpletune.hub.fetch import fetch_files, listing, snapshot
 from simpletune.options import UserError
 
 

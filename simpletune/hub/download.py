@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.models.hub_errors import class_names, clear_errors
+from simpletune.hub.errors import class_names, clear_errors
 from simpletune.options import UserError
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress, say

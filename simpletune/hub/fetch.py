@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from simpletune.models.hub_download import HubFile, Repository, fetch_file
-from simpletune.models.hub_errors import Unreachable, clear_errors
-from simpletune.models.model_folder import NAMES, weight_files
+from simpletune.hub.download import HubFile, Repository, fetch_file
+from simpletune.hub.errors import Unreachable, clear_errors
 from simpletune.options import UserError
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, free_bytes
+from simpletune.system.model_folder import NAMES, weight_files
 
 HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
 DESCRIPTIONS = (".json", ".txt", ".model")
