@@ -31,7 +31,7 @@ gpu: setup  ## the tests that need an NVIDIA GPU, then the grids of memory and s
 	$(PY) -m benchmarks estimate --out benchmarks/results/gpu
 	$(PY) -m benchmarks speed --out benchmarks/results/gpu
 
-coverage: setup  ## what of the package the tests run, and why the rest is not run
+coverage: setup  ## what of the package and the benchmarks the tests run, and why the rest is not run
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage.json
 	$(PY) tests/coverage_table.py .coverage.json
 

@@ -12,7 +12,8 @@ usage() {
     cat <<'EOF'
 usage: ./train.sh [CONFIG] [key.path=value ...] [--flags]
 
-  CONFIG            a JSON file (default: configs/demo.json, which needs no GPU and no download of weights)
+  CONFIG            a JSON file, or the name of one in configs/, such as sd3_medium_lora_8gb
+                    (default: configs/demo.json, which needs no GPU and no download of weights)
   key.path=value    overrides one field of it, e.g. train.steps=30
   --flags           go to `simpletune train`, e.g. --resume latest
 
@@ -37,9 +38,11 @@ config=configs/demo.json
 if (($#)) && [[ -f $1 || ($1 != *=* && $1 != -*) ]]; then
     config=$1
     shift
-    # Relative to where the caller stands; if it is not there, relative to the project.
-    if [[ $config != /* && $caller != "$root" && (-f $caller/$config || ! -f $root/$config) ]]; then
-        config=$caller/$config
+    # Relative to the caller's folder; else, relative to the project or the name of one of its configurations.
+    if [[ $config != /* && $caller != "$root" ]]; then
+        if [[ -f $caller/$config || ! (-f $root/$config || -f $root/configs/$config.json) ]]; then
+            config=$caller/$config
+        fi
     fi
 fi
 

@@ -1,4 +1,4 @@
-"""What the tests run of the package, and why the rest is not run: ``make coverage`` prints it.
+"""What of the package and the benchmarks the tests run, and why the rest is not run: ``make coverage`` prints it.
 
 Reads coverage's JSON report. Fails when lines are not covered that no reason of REASONS is given for.
 """
@@ -23,7 +23,7 @@ REASONS: dict[str, str] = {
     r"int8_kernel\.py::_seconds": GPU,
     r"int8_products\.py::(_rows_on_cuda|_product_on_cuda|_plain_product)": GPU,
     r"profiling/window\.py::Window\._(dump|begin)": GPU,
-    r"stage_timer\.py::Stages\.": GPU,
+    r"stage_timer\.py::StageTimer\.": GPU,
     r"memory_row\.py::measure": GPU,
     r"benchmarks/dreambooth\.py::": SLOW,
     r"benchmarks/pair\.py::(Job\.prepare|one_round|ours|theirs|timed)": SLOW,

@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from simpletune import train as module
+from simpletune.config.load import read_config
 from simpletune.data.cache import Cache
 from simpletune.models.quantised_cache import QuantisedBase
-from simpletune.reading import read_config
+from simpletune.training import loop as module
 made, save, keep = [], Cache.save, QuantisedBase.keep
 def slow(self, key, tensors):
     time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Every command of the README runs: the scripts and the command line, straight after the demo, from another folder."""
+"""README, CONTRIBUTING and docs: scripts and some verbs run after the demo; verbs, grids and paths exist."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from simpletune.cli.main import VERBS as KNOWN
+from simpletune.cli.main import main
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 SCRIPTS = re.findall(r"^    python (inference/\S+\.py.*?)(?:\s+#.*)?$", README, re.M)
+FOLDERS = ("simpletune", "configs", "benchmarks", "inference", "profiles", "tests", "docs")
+DIFFUSERS_SCRIPTS = {"train_dreambooth_lora_sd3.py", "train_dreambooth_sd3.py"}
+DOCS = sorted((ROOT / "docs").glob("*.md"))
 VERBS = sorted(set(re.findall(r"^    simpletune (\w+)", README, re.M)))
 
 
@@ -36,12 +42,10 @@ def after_the_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_readme_names_all_scripts_and_verbs() -> None:
-    from simpletune.cli.main import VERBS as known
-
     assert {line.split()[0] for line in SCRIPTS} == {
         f"inference/{file.name}" for file in (ROOT / "inference").glob("*.py") if not file.name.startswith("_")
     }
-    assert set(VERBS) == set(known)
+    assert set(VERBS) == set(KNOWN)
 
 
 @pytest.mark.parametrize("line", SCRIPTS)
@@ -55,14 +59,42 @@ def test_the_scripts_run_after_the_demo(line: str, after_the_demo: Path) -> None
     assert "peak memory" in done.stdout
 
 
-def test_the_verbs_run_after_the_demo(after_the_demo: Path) -> None:
-    demo = str(ROOT / "configs" / "demo.json")
-    for words in (["check", demo], ["schema"], ["prepare", demo, "device=cpu"], ["generate", "--prompt", "a red disc"]):
-        done = run([sys.executable, "-m", "simpletune", *words], after_the_demo)
-        assert done.stdout
+def test_the_verbs_run_after_the_demo(
+    after_the_demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(after_the_demo)
+    for words in (["check", "demo"], ["schema"], ["prepare", "demo", "device=cpu"], ["generate", "--prompt", "a disc"]):
+        assert main(words) == 0
+        assert capsys.readouterr().out
     summary = json.loads((after_the_demo / "runs" / "demo" / "summary.json").read_text())
     assert summary["eval_loss_after"] < summary["eval_loss_before"]
-    done = run(
-        [sys.executable, "-m", "simpletune", "compare", "--prompt", "a red disc", "--seeds", "2"], after_the_demo
-    )
-    assert "3 models, 2 pictures each" in done.stdout
+    assert main(["compare", "--prompt", "a red disc", "--seeds", "2"]) == 0
+    assert "3 models, 2 pictures each" in capsys.readouterr().out
+
+
+def test_the_grids_are_those_of_the_benchmarks() -> None:
+    from benchmarks.__main__ import GRIDS
+
+    line = re.search(r"python -m benchmarks GRID .*?: ([\w,\s]+)$", README, re.M)
+    assert line is not None
+    assert set(re.findall(r"\w+", line[1])) - {"or"} == {grid.__name__ for grid in GRIDS}
+
+
+def test_the_tree_names_every_folder() -> None:
+    tree = README.split("## The tree")[1].split("```")[1]
+    folders = {name.removesuffix("/") for name in re.findall(r"^(\S+)/ ", tree, re.M)}
+    assert folders == set(FOLDERS)
+    rooms = {name.removesuffix("/") for name in re.findall(r"^  (\S+)", tree, re.M)}
+    assert rooms == {each.name for each in (ROOT / "simpletune").iterdir() if each.is_dir() and each.name[0] != "_"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{each.name}" for each in DOCS)])
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+    if page == "docs/speed_log.md":  # names what was tried, and is gone since
+        return
+    files = set(re.findall(r"`((?:\w+/)*\w+\.py)\b", text)) - DIFFUSERS_SCRIPTS
+    known = [file.as_posix() for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    assert [file for file in sorted(files) if not any(f"/{each}".endswith(f"/{file}") for each in known)] == []

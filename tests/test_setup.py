@@ -358,6 +358,7 @@ def test_failed_install_shows_the_log_and_the_remedy(machine: Machine, error: st
         (["--resume", "latest"], "configs/demo.json --resume latest"),
         (["configs/other.json", "name=a b", "--fast"], "configs/other.json name=a b --fast"),
         (["/tmp/mine.json"], "/tmp/mine.json"),
+        (["demo", "train.steps=3"], "demo train.steps=3"),
     ],
 )
 def test_config_defaults_to_the_demo(ready: Machine, arguments: list[str], passed_on: str) -> None:
@@ -374,6 +375,7 @@ def test_from_elsewhere_config_is_the_callers_and_paths_are_the_projects(ready: 
         ("mine.json", f"{elsewhere}/mine.json"),
         ("a=b.json", f"{elsewhere}/a=b.json"),  # a file, in spite of its "="
         ("configs/demo.json", "configs/demo.json"),  # not there, but in the project
+        ("demo", "demo"),  # the name of a shipped configuration
         ("absent.json", f"{elsewhere}/absent.json"),  # so that the error names where it was looked for
     ]:
         status, output = ready.run("train.sh", given, "train.steps=3", cwd=elsewhere)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+CONFIG_HELP = "a JSON file, or the name of a shipped configuration, such as demo or sd3_medium_lora_8gb"
+
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Arguments of verbs that read a configuration."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a JSON file, such as configs/demo.json")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help=CONFIG_HELP)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to it, such as train.steps=30")
 
 

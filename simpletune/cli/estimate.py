@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from simpletune.cli.config_arguments import add_config
+from simpletune.cli.config_arguments import CONFIG_HELP, add_config
 from simpletune.options import UserError
 
 ABOUT_DEVICE = "a card by name (L4, T4, RTX4090, ...) or by its memory (12GiB)"
@@ -26,7 +26,7 @@ def estimate(args: argparse.Namespace) -> None:
 def estimate_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``estimate``."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a JSON file, such as configs/demo.json")
+    what.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=CONFIG_HELP)
     what.add_argument("--compare", nargs="+", metavar="CONFIG", help="several configurations side by side")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to it, such as train.steps=30")
     parser.add_argument("--json", action="store_true", help="print figures for programs")

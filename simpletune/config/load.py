@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from simpletune.config.error_text import did_you_mean, problems_of
 from simpletune.config.schema import TrainConfig
+from simpletune.config.shipped import find_config, missing_config
 from simpletune.memory.profiles import with_profile
 from simpletune.options import ConfigError, Option, Problem, UserError, member_for, option_classes, union_of
 from simpletune.system.redact import secret_paths
@@ -27,7 +27,7 @@ def read_config(
     """Read, merge and validate a configuration.
 
     Args:
-        file: a JSON file.
+        file: a JSON file, or the name of a shipped configuration.
         overrides: ``key.path=value`` each; values are read as the field's type says.
         needs_data: whether the data must be there.
         needs_model: whether the model must be there.
@@ -47,15 +47,16 @@ def read_config(
 def read_json(file: Path) -> Json:
     """A JSON object; duplicate keys and NaN are refused.
 
+    Args:
+        file: a JSON file, or the name of a shipped configuration.
+
     Raises:
         UserError: with line and column.
     """
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = find_config(file).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        near = difflib.get_close_matches(file.name, [f.name for f in file.parent.glob("*.json")], n=1, cutoff=0.4)
-        hint = f" Did you mean {file.parent / near[0]}?" if near else " Give the path of a JSON file"
-        raise UserError(f"{file}: there is no such file.{hint}") from None
+        raise UserError(missing_config(file)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read as UTF-8 text ({error})") from None
     try:

@@ -1,4 +1,8 @@
-"""Data sources: the union of ``data.source``. A new source is one file here and one line in ``Data``."""
+"""Pictures and captions, the plan of which step trains on which, and the cache of latents and embeddings.
+
+``data.source`` is the union ``Data``: a new source is one file here and one line in it. May import models and what is
+below it. Config and the rooms above may import it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What works without a download: a trained tiny SD3 that comes with the tool, and small folders of captioned pictures,
 drawn on the spot.
 
-Names that begin with `demo:` stand for them wherever a configuration takes a folder.
+Names that begin with `demo:` stand for them wherever a configuration takes a folder. May import system. Config, lora
+and the rooms above may import it.
 """
 
 from __future__ import annotations

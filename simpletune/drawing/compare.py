@@ -88,7 +88,7 @@ def compare(args: argparse.Namespace) -> Path:
     """Draw every request with every model; write single pictures, one grid, a page and the figures.
 
     Args:
-        args: as ``generate_arguments.add_compare_arguments`` describes.
+        args: as ``cli.drawing_arguments.add_compare_arguments`` describes.
 
     Returns:
         The grid.

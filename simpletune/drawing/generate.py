@@ -102,7 +102,7 @@ def generate(args: argparse.Namespace) -> Path:
     """Draw pictures and say how long it took and how much memory.
 
     Args:
-        args: as ``generate_arguments.add_arguments`` describes.
+        args: as ``cli.drawing_arguments.add_arguments`` describes.
 
     Returns:
         The PNG; of several the first.

@@ -1,6 +1,7 @@
-"""What a run takes, known before it runs, and the settings that fit.
+"""What a run takes, predicted before it runs, and the settings that fit.
 
-job.py: the whole job's prediction, kept by its configuration; needs.py: host memory, disk, download. planning.py: of
-the levers' combinations those that fit and should be fastest; pace.py: seconds by arithmetic. forecast.py: a run's
-prediction before it starts, and beside what was measured. ask.py, ask_plan.py, text.py, picture.py: the verbs.
+``simulate`` and ``simulate_stages`` run the step and the other stages on fake tensors; ``job`` puts a whole job's
+prediction together; ``planning`` searches the levers. ``cli_text`` and ``plan_text`` word it for the command line.
+
+May import step, runs and what is below them. Training and the command line may import it.
 """

@@ -1,4 +1,7 @@
-"""The memory levers: each is exact, or says what it changes, and is one small module of this package."""
+"""The memory levers, each a small module that is exact or says what it changes; and the counting of bytes by kind.
+
+May import options, tensors and system. Models, profiling and the rooms above may import it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Model families: the union of ``model.family``. A new one is one file here and one line in ``Model``."""
+"""Model families: where their weights come from, their parts, shapes and operations.
+
+``Model`` is what ``model`` may be: a new family is one file here and one line in it. May import memory, quant and what
+is below them. Adapters, data and the rooms above may import it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Optimizers: the union of ``optimizer.name``. A new one is one file here and one line in ``Optimizer``."""
+"""Optimizers: the union of ``optimizer.name``. A new one is one file here and one line in ``Optimizer``.
+
+May import options and system. Config and the rooms above may import it.
+"""
 
 from __future__ import annotations
 

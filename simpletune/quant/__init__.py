@@ -1,4 +1,7 @@
-"""Weight precisions: the union of ``precision.weights``. A new one is one file here and one line in ``Precision``."""
+"""Weight precisions: the union of ``precision.weights``. A new one is one file here and one line in ``Precision``.
+
+May import options and system. Models and the rooms above may import it.
+"""
 
 from __future__ import annotations
 

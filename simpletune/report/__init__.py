@@ -1,7 +1,9 @@
 """``simpletune report RUN ...``: one self-contained HTML page, and the same in Markdown.
 
-``recorded.py`` reads what a run's folder holds; ``one.py`` and ``several.py`` make sections of it (``content.py``);
-``page.py`` and ``markdown.py`` show them.
+``recorded`` reads what a run's folder holds; ``one`` and ``several`` make sections of it (``content``); ``page`` and
+``markdown`` show them; ``templates`` holds what all of the tool's pages are made from.
+
+May import runs, config and what is below them. Training, drawing, data_report and the command line may import it.
 """
 
 from __future__ import annotations

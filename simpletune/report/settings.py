@@ -7,8 +7,6 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import PydanticUndefined
-
 from simpletune.config.schema import TrainConfig
 from simpletune.options import Option, union_of
 
@@ -48,15 +46,14 @@ def _rows(option: Option, usual: Option | None, prefix: str, tag: str = "") -> l
     found: list[Setting] = []
     for name, field in type(option).model_fields.items():
         value, path = getattr(option, name), prefix + (field.alias or name)
-        default = field.get_default(call_default_factory=True)
-        if usual is not None and (type(usual) is type(option) or name == tag):
-            default = getattr(usual, name)
+        inherits = usual is not None and (type(usual) is type(option) or name == tag)
+        default = getattr(usual, name) if inherits else field.get_default(call_default_factory=True)
         if isinstance(value, Option):
             union = union_of(field)
             below = default if isinstance(default, Option) else None
             found += _rows(value, below, f"{path}.", union.tag if union else "")
             continue
-        known = default is not PydanticUndefined
+        known = inherits or not field.is_required()
         shown = _text(default) if known else ""
         found.append(Setting(path, _text(value), shown, not known or value != default, field.description or ""))
     return found

@@ -1,6 +1,8 @@
 """``simpletune serve``: pictures over HTTP, in the format of Vertex AI's serving containers, and a page to try it.
 
 One thread drives the model (painter.py, worker.py); the rest answers requests (orders.py, app.py, server.py).
+
+May import drawing and what is below it. Only the command line imports it.
 """
 
 from __future__ import annotations

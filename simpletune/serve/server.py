@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
     """Serve what the arguments name, until a signal.
 
     Args:
-        args: as ``verbs.serving.serve_arguments`` describes.
+        args: as ``cli.serve.serve_arguments`` describes.
 
     Raises:
         UserError: arguments that do not fit, a port that is taken, weights that are missing.
@@ -120,7 +120,7 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     """Everything but the model, which the worker loads.
 
     Args:
-        args: as ``verbs.serving.serve_arguments`` describes.
+        args: as ``cli.serve.serve_arguments`` describes.
         environment: where Vertex AI says which port and paths it wants.
 
     Raises:

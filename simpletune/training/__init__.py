@@ -1,4 +1,4 @@
 """A training run: set-up, the loop, what each step leaves, validation, and how a run ends.
 
-May import every room but the command line and the server.
+May import estimate, report, step and what is below them. Only the command line imports it.
 """

@@ -60,7 +60,7 @@ def train(
 
     Raises:
         UserError: for anything that the user can mend.
-        Stopped: SIGTERM or Ctrl-C came, where ``stopping.listening`` is on.
+        Stopped: SIGTERM or Ctrl-C came, where ``system.signals.listening`` is on.
     """
     writes = os.environ.get("RANK", "0") == "0"  # of several processes the first
     folder = run_folder(config)

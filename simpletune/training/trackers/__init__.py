@@ -1,6 +1,7 @@
 """Where a run's figures and pictures go beside its folder: TensorBoard, wandb. A tracker that fails is switched off.
 
-A new one is one file here, a field in ``Tracking`` (config.py) and a line in ``open_trackers``.
+A new one is one file here, a field in ``Tracking`` (config/schema.py) and a line in ``open_trackers``. May import
+config and what is below it. Only training imports it.
 """
 
 from __future__ import annotations
