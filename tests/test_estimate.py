@@ -17,7 +17,7 @@ from simpletune.estimate.forecast import cheapest_change, compare_with_measured,
 from simpletune.estimate.job import CONTEXT, FRAGMENTED, MIB, Estimate, estimate
 from simpletune.estimate.needs import Needs
 from simpletune.estimate.simulate_stages import simulate_stages
-from simpletune.estimate.text import bars
+from simpletune.estimate.terminal import bars
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.options import UserError
 from simpletune.training.loop import train

@@ -14,8 +14,8 @@ from simpletune.cards import Card
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import tiny_sd3
-from simpletune.estimate import choosing
-from simpletune.estimate.choosing import choose, choose_on
+from simpletune.estimate import auto_checkpointing
+from simpletune.estimate.auto_checkpointing import choose, choose_on
 from simpletune.estimate.job import needed
 from simpletune.estimate.levers import LEVERS, changed, savings, with_checkpointed, within_budget
 from simpletune.estimate.simulate import simulate
@@ -23,7 +23,8 @@ from simpletune.memory import Memory
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.profiles import FULL, LORA
 from simpletune.options import ConfigError, UserError
-from simpletune.step.core import StepCore
+from simpletune.step.core import StepCore, assemble
+from simpletune.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.training.loop import train
 from simpletune.training.out_of_memory import resident
 
@@ -145,7 +146,7 @@ def test_auto_without_a_budget_takes_the_card_and_asks_once(
         assert chosen.memory.checkpointing == (count or "none")
     told = f"checkpointing auto: 2 of 4 blocks, predicted peak {peaks[2] / MIB:,.0f} of {peaks[2] / MIB:,.0f} MiB"
     assert told in capsys.readouterr().out
-    monkeypatch.setattr(choosing, "simulate", None)  # a second start has kept what it needs
+    monkeypatch.setattr(auto_checkpointing, "simulate", None)  # a second start has kept what it needs
     assert choose(auto, SIZE, a_card(peaks[2])).memory.checkpointing == 2
     assert choose(auto, SIZE, a_card(peaks[2]), reserved=0, before=3).memory.checkpointing == 3
     assert choose(auto, SIZE, a_card(peaks[2]), before=1).memory.checkpointing == 2
@@ -157,11 +158,11 @@ def test_auto_leaves_out_what_other_programs_hold_and_refuses_the_cpu(
     auto: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peak = simulate(with_checkpointed(auto, 0), SIZE).peak.bytes
-    monkeypatch.setattr(choosing, "card_at_hand", lambda device: (a_card(peak), 0))
+    monkeypatch.setattr(auto_checkpointing, "card_at_hand", lambda device: (a_card(peak), 0))
     assert choose_on(auto, torch.device("cuda"), SIZE).memory.checkpointing == "none"
-    monkeypatch.setattr(choosing, "card_at_hand", lambda device: (a_card(peak), MIB))
+    monkeypatch.setattr(auto_checkpointing, "card_at_hand", lambda device: (a_card(peak), MIB))
     assert choose_on(auto, torch.device("cuda"), SIZE).memory.checkpointing == 1
-    monkeypatch.setattr(choosing, "card_at_hand", lambda device: (a_card(1000), 0))
+    monkeypatch.setattr(auto_checkpointing, "card_at_hand", lambda device: (a_card(1000), 0))
     assert choose_on(auto, torch.device("cuda"), SIZE).memory.checkpointing == 4  # the forecast refuses it
     with pytest.raises(UserError, match="memory.checkpointing: auto .* is on the CPU. Give memory.budget_gib too"):
         train(auto)
@@ -216,16 +217,14 @@ def test_a_full_device_names_what_was_resident_and_what_would_save_most(
 
 
 def test_resident_counts_each_kind(config_of) -> None:
-    from simpletune.estimate.simulate import EmptyFeed, OneProcess
     from simpletune.pipeline.load import load_base
-    from simpletune.step.core import assemble
 
     cpu = torch.device("cpu")
     config = config_of(adapter={"method": "lora", "rank": 2})
     transformer = load_base(config.model, config.memory, config.precision, cpu, [(256, 256)])
     frozen = sum(t.nbytes for t in (*transformer.parameters(), *transformer.buffers()))
-    core = assemble(config, transformer, OneProcess(cpu))
-    core.step(EmptyFeed(config, core).step(0))
+    core = assemble(config, transformer, SingleProcess(cpu))
+    core.step(SyntheticBatches(config, core).step(0))
     kinds = resident(transformer, core.optimizer, cpu)
     trained = sum(parameter.nbytes for parameter in core.parameters)
     assert kinds["frozen weights"] == frozen and kinds["trained weights"] == trained and kinds["gradients"] == 0

@@ -12,7 +12,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.estimate.job import CONTEXT, MIB, Estimate, estimate, snapshot_json
 from simpletune.estimate.levers import LEVERS, changed
 from simpletune.estimate.planning import Search, differing
-from simpletune.estimate.text import place
+from simpletune.estimate.terminal import place
 from simpletune.models.sizes import Size
 from simpletune.options import UserError
 from simpletune.system.console import say

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
@@ -24,12 +24,31 @@ from simpletune.flow import interpolate
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.options import UserError
 from simpletune.pipeline.load import device_of
-from simpletune.pipeline.modulation_plan import Modulation
+from simpletune.pipeline.modulation_plan import Modulation, ModulationSource
 from simpletune.quant.precision import WeightPrecision
 from simpletune.system.signals import poll
 
 Embeddings = tuple[Tensor, Tensor]
 """(prompt_embeds [t, e], pooled [p])."""
+
+
+class NoiseLevels(Protocol):
+    """What sampling needs of diffusers' scheduler."""
+
+    sigmas: Tensor  # [steps + 1]
+
+    def set_timesteps(self, steps: int, /) -> None:
+        """Make ``sigmas`` for so many steps."""
+
+
+class SampledModel(Protocol):
+    """What sampling needs of a model."""
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        """(c, h, w) of the latents of a picture in pixels."""
+
+    def scheduler(self) -> NoiseLevels:
+        """The schedule of noise levels."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +88,7 @@ class Request:
         return self.width, self.height, self.steps, self.guidance, self.skipped, self.image is None
 
 
-def noises(request: Request, model: SD3) -> tuple[Tensor, Tensor | None]:  # [1, c, h, w] each
+def noises(request: Request, model: SampledModel) -> tuple[Tensor, Tensor | None]:  # [1, c, h, w] each
     """The noise of a request: on the CPU in fp32, so the same on every device and in every batch, and the same as
     diffusers' with a CPU generator of that seed.
 
@@ -89,12 +108,12 @@ def autocast_of(precision: WeightPrecision, device: torch.device) -> AbstractCon
 
 def sample_latents(
     transformer: nn.Module,
-    model: SD3,
+    model: SampledModel,
     precision: WeightPrecision,
     request: Request,
     positive: Embeddings,
     negative: Embeddings,
-    modulation: Modulation | None = None,
+    modulation: ModulationSource | None = None,
 ) -> Tensor:  # [1, c, h, w], fp32
     """The latents of one picture: ``sample_batch`` of one."""
     return sample_batch(transformer, model, precision, [request], [positive], [negative], modulation)
@@ -103,12 +122,12 @@ def sample_latents(
 @torch.no_grad()
 def sample_batch(
     transformer: nn.Module,
-    model: SD3,
+    model: SampledModel,
     precision: WeightPrecision,
     requests: Sequence[Request],
     positive: Sequence[Embeddings],
     negative: Sequence[Embeddings],
-    modulation: Modulation | None = None,
+    modulation: ModulationSource | None = None,
     start: Tensor | None = None,  # [b, c, h, w]
     reuse_guidance: int = 1,
 ) -> Tensor:  # [b, c, h, w], fp32
@@ -161,7 +180,7 @@ def sample_batch(
 def conditions_of(
     pooled: Tensor,  # [r, p]
     sigmas: Tensor,  # [s], fp32
-    modulation: Modulation | None,
+    modulation: ModulationSource | None,
 ) -> Iterator[Tensor]:  # s times [r, p] or [r, m]
     """What the transformer takes beside the tokens at each noise level: the pooled prompts, or where its modulation was
     taken out its modulations, as many levels at once as a window has steps."""

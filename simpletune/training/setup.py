@@ -210,7 +210,7 @@ def set_up(
             require_room(here, plan, saved.step if saved else 0, force)
         fitted.append(here)
         if here.memory.checkpointing == "auto":
-            from simpletune.estimate.choosing import choose_on
+            from simpletune.estimate.auto_checkpointing import choose_on
 
             fitted[0] = choose_on(here, device, plan.largest(), chosen_blocks(config) if saved else None)
         if accelerator.is_main_process and (device.type == "cuda" or estimate_first):

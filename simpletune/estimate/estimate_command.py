@@ -11,10 +11,10 @@ from simpletune.cards import Card, card_of
 from simpletune.config.load import read_config
 from simpletune.config.resolve import model_resolved, require_model_rules
 from simpletune.config.schema import TrainConfig
+from simpletune.estimate.auto_checkpointing import choose
 from simpletune.estimate.chart import write_picture
-from simpletune.estimate.choosing import choose
 from simpletune.estimate.job import Estimate, estimate
-from simpletune.estimate.text import as_text, comparison
+from simpletune.estimate.terminal import as_text, comparison
 from simpletune.models.sizes import Size
 from simpletune.options import UserError
 from simpletune.system.console import silent
