@@ -15,9 +15,9 @@ from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import tiny_sd3
 from simpletune.estimate import auto_checkpointing
-from simpletune.estimate.auto_checkpointing import choose, choose_on
+from simpletune.estimate.auto_checkpointing import choose, choose_on, with_checkpointed
 from simpletune.estimate.job import needed
-from simpletune.estimate.levers import LEVERS, changed, savings, with_checkpointed, within_budget
+from simpletune.estimate.levers import LEVERS, changed, savings
 from simpletune.estimate.simulate import simulate
 from simpletune.memory import Memory
 from simpletune.memory.device_terms import cublas_workspace
@@ -29,6 +29,7 @@ from simpletune.training.loop import train
 from simpletune.training.out_of_memory import resident
 
 MIB = 2**20
+SIZE = (256, 256)  # of the runs of config_of
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "memory.md").read_text()
 
@@ -103,15 +104,15 @@ def test_auto_checkpoints_as_few_blocks_as_fit(config_of) -> None:
     for budget in (peaks[0], peaks[0] - 1, peaks[1], peaks[2], min(peaks)):
         auto = config_of(memory={"checkpointing": "auto", "budget_gib": budget / 2**30})
         fewest = next(count for count in range(5) if peaks[count] <= budget)
-        assert within_budget(auto).memory.checkpointing == (fewest or "none")
+        assert choose(auto, SIZE).memory.checkpointing == (fewest or "none")
     with pytest.raises(UserError, match="memory.budget_gib"):
-        within_budget(config_of(memory={"checkpointing": "auto", "budget_gib": 0.001}))
+        choose(config_of(memory={"checkpointing": "auto", "budget_gib": 0.001}), SIZE)
     with pytest.raises(ConfigError, match="memory.budget_gib: 9.0 with memory.checkpointing all.*checkpointing=auto"):
         config_of(memory={"checkpointing": "all", "budget_gib": 9.0})
     with pytest.raises(UserError, match="memory.checkpointing: auto .* no card is here or named"):
-        within_budget(config_of(memory={"checkpointing": "auto"}))
+        choose(config_of(memory={"checkpointing": "auto"}), SIZE)
     unchanged = config_of()
-    assert within_budget(unchanged) is unchanged
+    assert choose(unchanged, SIZE) is unchanged
 
 
 def test_auto_trains(config_of, tiny_config: dict) -> None:
@@ -119,9 +120,6 @@ def test_auto_trains(config_of, tiny_config: dict) -> None:
     config = config_of(memory={"checkpointing": "auto", "budget_gib": peak / 2**30}, train={"steps": 1})
     run = train(config)
     assert '"checkpointing": "auto"' in (run / "config.json").read_text()
-
-
-SIZE = (256, 256)
 
 
 def a_card(peak: int) -> Card:

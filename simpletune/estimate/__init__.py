@@ -1,6 +1,8 @@
 """What a run takes, known before it runs, and the settings that fit.
 
-job.py: the whole job's prediction, kept by its configuration; needs.py: host memory, disk, download. planning.py: of
-the levers' combinations those that fit and should be fastest; pace.py: seconds by arithmetic. forecast.py: a run's
-prediction before it starts, and beside what was measured. ask.py, ask_plan.py, text.py, picture.py: the verbs.
+job.py: the whole job's prediction, cached by its configuration; simulate.py, simulate_stages.py, step_memory.py: the
+step and the stages on fake tensors; needs.py, disk_needs.py: host memory, download, disk. levers.py: what saves memory;
+auto_checkpointing.py: as few checkpointed blocks as fit; planning.py: the combination of levers that fits and should be
+fastest; step_time.py: seconds by arithmetic. forecast.py: a run's prediction before it starts, and beside what was
+measured. estimate_command.py, plan_command.py, terminal.py, chart.py: what the two verbs print and draw.
 """

@@ -44,29 +44,29 @@ def plan_config(file: Path, overrides: Sequence[str], device: str, reserve: floa
         "largest-batch": search.largest_batch,
         "highest-resolution": search.highest_resolution,
     }
-    found = ways[goal]()
+    results = ways[goal]()
     seconds = time.perf_counter() - clock
-    best = found[0]
+    best = results[0]
     changes = differing(config, best.choice.config, best.choice.overrides)
     out = out or file.with_name(f"{file.stem}_{re.sub(r'[^a-z0-9]+', '', card.name.lower())}.json")
     merged, _, _ = merge(read_json(file), [*overrides, *changes, f"name={out.stem}"])
     write_json(out, merged)
     lines = [f"{card.name} has {card.bytes / MIB:,.0f} MiB; found in {seconds:.0f} s; seconds a step are arithmetic"]
-    for number, each in enumerate(found, 1):
+    for number, each in enumerate(results, 1):
         lines += ["", *_described(number, each, best, config)]
     lines += ["", f"written: {out}    ./train.sh {out}"]
     return "\n".join(lines)
 
 
-def _described(number: int, found: PlanResult, best: PlanResult, config: TrainConfig) -> Iterator[str]:
+def _described(number: int, result: PlanResult, best: PlanResult, config: TrainConfig) -> Iterator[str]:
     """A choice in a few lines."""
-    estimate, choice = found.estimate, found.choice
+    estimate, choice = result.estimate, result.choice
     yield f"{number}. {choice.about}"
     job = f"{estimate.peak.bytes / MIB:,.0f} ({estimate.peak_stage}), the card must have {estimate.needed() / MIB:,.0f}"
     yield f"   predicted MiB: training {estimate.stages['train'].bytes / MIB:,.0f}, whole job {job}"
     yield f"   host memory about {sum(estimate.needs.host.values()) / GIB:.1f} GiB"
-    why = _why(found.step_time, best.step_time) if number > 1 else ""
-    yield f"   expected: {found.step_time.seconds:.2f} s a step{why}"
+    why = _why(result.step_time, best.step_time) if number > 1 else ""
+    yield f"   expected: {result.step_time.seconds:.2f} s a step{why}"
     if choice.lossy:
         yield "   it may cost quality: fewer bits than you asked for, or another clipping or state"
     for text in differing(config, choice.config, choice.overrides):

@@ -165,17 +165,17 @@ class Search:
         ranked = sorted(chosen, key=self._cost)
         if len(ranked) < SHOWN:
             ranked += sorted(spare, key=self._cost)
-        found: list[PlanResult] = []
+        results: list[PlanResult] = []
         for choice in ranked:
-            found += self._whole_job(choice)
-            if len(found) == SHOWN:
+            results += self._whole_job(choice)
+            if len(results) == SHOWN:
                 break
-        if not found:
+        if not results:
             raise UserError(
                 f"nothing fits on {self.card.name}, not even with every lever. Use smaller pictures "
                 "(data.resolution=512), one at a time (train.batch_size=1), or a larger card"
             )
-        return found
+        return results
 
     def _cost(self, choice: Choice) -> float:
         """Seconds of a step for each sample, and the surcharge for what may cost quality."""
@@ -195,9 +195,9 @@ class Search:
     def _with(self, override: str) -> list[PlanResult]:
         config = with_changes(self.config, [override])
         assert config is not None
-        found = Search(config, self.card, self.reserved).fastest()
-        more = [replace(each.choice, overrides=(override, *each.choice.overrides)) for each in found]
-        return [replace(each, choice=choice) for each, choice in zip(found, more, strict=True)]
+        results = Search(config, self.card, self.reserved).fastest()
+        more = [replace(each.choice, overrides=(override, *each.choice.overrides)) for each in results]
+        return [replace(each, choice=choice) for each, choice in zip(results, more, strict=True)]
 
     def _largest(self, values: Sequence[int], path: str) -> int:
         """The largest value that fits with the candidate that saves most and costs no quality, by bisection.
