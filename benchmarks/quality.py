@@ -25,7 +25,7 @@ from simpletune.config.resolve import resolved
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import checker, pictures
 from simpletune.pipeline.encode import TextCache
-from simpletune.pipeline.sample import Request, Sampler
+from simpletune.pipeline.sample import Request, Sampler, draw
 from simpletune.runs.folder import SUMMARY, read_json_or_none
 from simpletune.runs.weights import BASE, Weights, load_weights, result_of
 from simpletune.sheets import grid
@@ -132,7 +132,7 @@ class Easel:
         self.text.fill([prompt.text for prompt in prompts] + [""], self.device)
         requests = [Request(p.text, p.seed, "", 64, 64, STEPS, GUIDANCE) for p in prompts]
         sampler = Sampler(self.transformer, self.config.model, self.config.precision, self.modulation)
-        return sampler.pictures(self.vae, requests, self.text.load)
+        return draw(sampler, self.vae, self.config.model, requests, self.text.load)
 
 
 def accuracies(images: list[Image.Image], prompts: list[Prompt]) -> dict[str, float]:

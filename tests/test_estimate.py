@@ -13,11 +13,12 @@ from simpletune.cli.main import main
 from simpletune.config.load import validate
 from simpletune.estimate import forecast as forecasting
 from simpletune.estimate import job as estimating
+from simpletune.estimate.disk_needs import checkpoint_bytes, disk_needs
 from simpletune.estimate.forecast import cheapest_change, compare_with_measured, forecast, print_comparison
 from simpletune.estimate.job import CONTEXT, FRAGMENTED, MIB, Estimate, estimate
 from simpletune.estimate.needs import Needs
 from simpletune.estimate.simulate_stages import simulate_stages
-from simpletune.estimate.text import bars
+from simpletune.estimate.terminal import bars
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.options import UserError
 from simpletune.training.loop import train
@@ -112,15 +113,45 @@ def test_an_estimate_is_the_simulation_and_is_kept(tiny_config: dict, monkeypatc
         estimate(config.model_copy(update={"train": config.train.model_copy(update={"batch_size": 3})}), L4.capability)
 
 
+def test_a_kept_prediction_is_for_one_version_of_the_code(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = validate(tiny_config, "test")
+    names = {estimating.key_of_prediction(config, L4.capability, SIZE)}
+    monkeypatch.setattr(estimating, "VERSION", estimating.VERSION + 1)
+    names.add(estimating.key_of_prediction(config, L4.capability, SIZE))
+    monkeypatch.setattr(estimating, "__version__", "0.0.0")
+    names.add(estimating.key_of_prediction(config, L4.capability, SIZE))
+    monkeypatch.setattr(estimating, "version", lambda name: "0.0.0")
+    names.add(estimating.key_of_prediction(config, L4.capability, SIZE))
+    assert len(names) == 4
+
+
 def test_needs_follow_the_run(tiny_config: dict) -> None:
     needs = estimate(validate(tiny_config, "test"), L4.capability).needs
-    tiny_config["checkpoint"] = {"keep_last": 5}
+    tiny_config["checkpoint"] = {"every": 1, "keep_last": 5}
     more = estimate(validate(tiny_config, "test"), L4.capability).needs
     assert needs.pictures and needs.pictures > 0 and needs.download == {}
-    assert more.disk["checkpoints"] > needs.disk["checkpoints"]
-    assert needs.disk["cache of pictures and prompts"] > 0
+    assert more.disk["checkpoints"] == 4 * needs.disk["checkpoints"]  # 4 steps
+    assert needs.disk["cached pictures"] > 0 and needs.disk["cached prompts"] > 0
     tiny_config["ema"] = {}
     assert estimate(validate(tiny_config, "t"), L4.capability).needs.disk["checkpoints"] > more.disk["checkpoints"]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "train", "count"),
+    [
+        ({"every": None}, {"steps": 4}, 1),  # at the end
+        ({"every": 1, "keep_last": 5}, {"steps": 4}, 4),
+        ({"every": 1, "keep_last": 2}, {"steps": 4}, 3),  # the new one is whole before the oldest goes
+        ({"every": 1, "keep_last": 5}, {"epochs": 1}, 6),  # how many steps that is, only the data says
+    ],
+)
+def test_disk_needs_without_a_plan_count_checkpoints(
+    checkpoint: dict, train: dict, count: int, tiny_config: dict
+) -> None:
+    config = validate(tiny_config | {"checkpoint": checkpoint, "train": train}, "test")
+    sizes = {need.what: need.bytes for need in disk_needs(config, pictures=3)}
+    assert sizes["checkpoints"] == count * checkpoint_bytes(config)[0]
+    assert sizes["cached pictures"] == 3 * 4 * 16 * (config.data.resolution // 8) ** 2
 
 
 def test_estimate_prints_figures_and_bars_without_data(

@@ -14,7 +14,6 @@ from simpletune.adapters.lora import Lora
 from simpletune.adapters.partial import Partial
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.simulate import CPU, SingleProcess, SyntheticBatches
 from simpletune.memory import Memory
 from simpletune.models.flops import Flops, sd3_flops, trained_of
 from simpletune.models.sd3_shapes import sd3_medium_config
@@ -22,6 +21,7 @@ from simpletune.models.sd3_transformer import RandomTensors, load
 from simpletune.quant.int8 import Int8
 from simpletune.quant.plain import BF16
 from simpletune.step.core import StepCore, assemble
+from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.tensors import trained_parameters
 
 TEXT = 77 + 8

@@ -1,4 +1,4 @@
-"""Plans: of the levers' combinations one that fits and should be fastest; and the pace that ranks them."""
+"""Plans: of the levers' combinations one that fits and should be fastest; and the step times that rank them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from simpletune.cards import FOUND, GIB, Card, card_of
 from simpletune.cli.main import main
 from simpletune.config.load import read_config
-from simpletune.estimate.cli_text import read_for_estimate
+from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.job import CONTEXT, MIB, estimate, needed
 from simpletune.estimate.levers import with_changes
-from simpletune.estimate.pace import pace
-from simpletune.estimate.planning import Search, batch_table, chains, differing, largest_peak, rungs
+from simpletune.estimate.planning import Search, batch_table, block_options, candidate_lists, differing, largest_peak
 from simpletune.estimate.simulate import simulate
+from simpletune.estimate.step_time import predict_step_time
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError
 
@@ -45,14 +45,14 @@ def must_have(config) -> float:
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_each_rung_takes_less_memory_than_the_one_before(method: str, config_of) -> None:
+def test_each_candidate_takes_less_memory_than_the_one_before(method: str, config_of) -> None:
     config = config_of(f"adapter.method={method}")
-    for chain in list(chains(config, L4))[1 : 2 if method == "full" else None : 4]:
-        peaks = [simulate(choice.config).peak.bytes for choice in chain]
+    for candidates in list(candidate_lists(config, L4))[1 : 2 if method == "full" else None : 4]:
+        peaks = [simulate(choice.config).peak.bytes for choice in candidates]
         assert peaks[0] > peaks[1] > peaks[2] >= peaks[-1]
         assert all(after <= 1.03 * before for before, after in pairwise(peaks))
-        assert [choice.about.split(", ")[-1] for choice in chain] == [
-            name.split(", ")[-1] for name, _ in rungs(config.model.blocks())[: len(chain)]
+        assert [choice.about.split(", ")[-1] for choice in candidates] == [
+            name.split(", ")[-1] for name, _ in block_options(config.model.blocks())[: len(candidates)]
         ]
 
 
@@ -61,11 +61,11 @@ def test_with_room_nothing_is_given_for_memory(config_of) -> None:
     search = Search(config, L4)
     best, second = search.fastest()
     assert best.choice.about == "bf16 weights, all activations kept" and len(search._known) == 2
-    assert second.pace.seconds > best.pace.seconds and second.estimate.peak.bytes < best.estimate.peak.bytes
+    assert second.step_time.seconds > best.step_time.seconds and second.estimate.peak.bytes < best.estimate.peak.bytes
     assert "precision.weights=bf16" in differing(config, best.choice.config, best.choice.overrides)
 
 
-def test_what_is_found_fits_and_the_next_faster_rung_does_not(config_of) -> None:
+def test_what_is_found_fits_and_the_next_faster_candidate_does_not(config_of) -> None:
     config = config_of()
     kept = with_changes(config, ["memory.checkpointing=none"])
     card = a_card(must_have(kept) - 0.5)
@@ -73,9 +73,9 @@ def test_what_is_found_fits_and_the_next_faster_rung_does_not(config_of) -> None
     for each in found:
         assert each.estimate.fits(card) and with_changes(config, each.choice.overrides) is not None
     best = found[0].choice
-    chain = next(iter(chains(config, card)))
-    place = [choice.about for choice in chain].index(best.about)
-    assert place > 0 and not Search(config, card).fits(chain[place - 1].config)
+    candidates = next(iter(candidate_lists(config, card)))
+    index = [choice.about for choice in candidates].index(best.about)
+    assert index > 0 and not Search(config, card).fits(candidates[index - 1].config)
 
 
 def test_what_other_programs_hold_is_left_to_them(config_of) -> None:
@@ -83,7 +83,7 @@ def test_what_other_programs_hold_is_left_to_them(config_of) -> None:
     card = a_card(must_have(config) + 25)
     free, tight = Search(config, card).fastest()[0], Search(config, card, reserved=25 * MIB).fastest()[0]
     assert tight.estimate.needed() + 25 * MIB <= card.bytes
-    assert tight.pace.seconds >= free.pace.seconds
+    assert tight.step_time.seconds >= free.step_time.seconds
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(config_of, monkeypatch: py
     best = search.largest_batch()[0]
     batch = best.choice.config.train.batch_size
     assert batch > 1 and f"train.batch_size={batch}" in best.choice.overrides and best.estimate.fits(card)
-    smallest = next(iter(chains(config, card)))[-1].config
+    smallest = next(iter(candidate_lists(config, card)))[-1].config
     assert not search.fits(with_changes(smallest, [f"train.batch_size={batch + 1}"]))
 
 
@@ -117,25 +117,27 @@ def test_the_batch_table_is_what_a_prediction_says(config_of) -> None:
     assert largest_peak(some) < some.bytes - CONTEXT
 
 
-def test_pace_follows_the_arithmetic() -> None:
+def test_step_times_follow_the_arithmetic() -> None:
     file = Path("configs/sd3_medium_lora_r16_int8.json")
     config, _ = read_config(file, ["precision.weights=bf16", "memory.modulation=plan"], needs_data=False)
     none = with_changes(config, ["memory.checkpointing=none"])
     report = simulate(none)
-    first = pace(none, report, L4)
+    first = predict_step_time(none, report, L4)
     assert first.products == pytest.approx(22.1e12 / (0.5 * 121e12), rel=0.1)  # 22.1 TFLOP: reference, memory.md
-    every = pace(with_changes(none, ["memory.checkpointing=all"]), report, L4)
+    every = predict_step_time(with_changes(none, ["memory.checkpointing=all"]), report, L4)
     assert every.products + every.recomputation == pytest.approx(31.0e12 / (0.5 * 121e12), rel=0.1)
-    eight = pace(with_changes(config, ["precision.weights=int8"]), report, L4)
+    eight = predict_step_time(with_changes(config, ["precision.weights=int8"]), report, L4)
     assert 0.04 < eight.unpacking < 0.08  # about 53 ms on an L4: reference, memory.md
     int8 = with_changes(config, ["precision.weights=int8", "precision.products=int8"])
-    assert pace(int8, report, L4).unpacking == pytest.approx(eight.unpacking / 3)  # backward only, of three passes
+    assert predict_step_time(int8, report, L4).unpacking == pytest.approx(
+        eight.unpacking / 3
+    )  # backward only, of three passes
     both = with_changes(int8, ["precision.input_gradient=int8"])
-    assert pace(both, report, L4).unpacking == 0.0
+    assert predict_step_time(both, report, L4).unpacking == 0.0
     streamed = with_changes(config, ["memory.resident_blocks=0"])
-    assert pace(streamed, report, L4).transfer == 0.0  # hidden behind the computation
-    assert pace(streamed, report, replace(L4, link=2.0)).transfer > 1
-    assert pace(none, report, replace(L4, tflops=242)).products == first.products / 2
+    assert predict_step_time(streamed, report, L4).transfer == 0.0  # hidden behind the computation
+    assert predict_step_time(streamed, report, replace(L4, link=2.0)).transfer > 1
+    assert predict_step_time(none, report, replace(L4, tflops=242)).products == first.products / 2
 
 
 def test_plan_writes_a_configuration_that_fits(config_of, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -156,7 +158,7 @@ def test_plan_writes_a_configuration_that_fits(config_of, tmp_path: Path, capsys
 def test_plan_asks_for_a_card_and_prints_batches(
     tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("simpletune.estimate.plan_text.RESOLUTIONS", (32, 64))
+    monkeypatch.setattr("simpletune.estimate.plan_command.RESOLUTIONS", (32, 64))
     file = tmp_path / "c.json"
     file.write_text(json.dumps(tiny_config))
     assert main(["plan", str(file)]) == 2

@@ -14,20 +14,22 @@ from simpletune.cards import Card
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import tiny_sd3
-from simpletune.estimate import choosing
-from simpletune.estimate.choosing import choose, choose_on
+from simpletune.estimate import auto_checkpointing
+from simpletune.estimate.auto_checkpointing import choose, choose_on, with_checkpointed
 from simpletune.estimate.job import needed
-from simpletune.estimate.levers import LEVERS, changed, savings, with_checkpointed, within_budget
+from simpletune.estimate.levers import LEVERS, changed, savings
 from simpletune.estimate.simulate import simulate
 from simpletune.memory import Memory
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.profiles import FULL, LORA
 from simpletune.options import ConfigError, UserError
-from simpletune.step.core import StepCore
+from simpletune.step.core import StepCore, assemble
+from simpletune.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.training.loop import train
 from simpletune.training.out_of_memory import resident
 
 MIB = 2**20
+SIZE = (256, 256)  # of the runs of config_of
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "memory.md").read_text()
 
@@ -102,15 +104,15 @@ def test_auto_checkpoints_as_few_blocks_as_fit(config_of) -> None:
     for budget in (peaks[0], peaks[0] - 1, peaks[1], peaks[2], min(peaks)):
         auto = config_of(memory={"checkpointing": "auto", "budget_gib": budget / 2**30})
         fewest = next(count for count in range(5) if peaks[count] <= budget)
-        assert within_budget(auto).memory.checkpointing == (fewest or "none")
+        assert choose(auto, SIZE).memory.checkpointing == (fewest or "none")
     with pytest.raises(UserError, match="memory.budget_gib"):
-        within_budget(config_of(memory={"checkpointing": "auto", "budget_gib": 0.001}))
+        choose(config_of(memory={"checkpointing": "auto", "budget_gib": 0.001}), SIZE)
     with pytest.raises(ConfigError, match="memory.budget_gib: 9.0 with memory.checkpointing all.*checkpointing=auto"):
         config_of(memory={"checkpointing": "all", "budget_gib": 9.0})
     with pytest.raises(UserError, match="memory.checkpointing: auto .* no card is here or named"):
-        within_budget(config_of(memory={"checkpointing": "auto"}))
+        choose(config_of(memory={"checkpointing": "auto"}), SIZE)
     unchanged = config_of()
-    assert within_budget(unchanged) is unchanged
+    assert choose(unchanged, SIZE) is unchanged
 
 
 def test_auto_trains(config_of, tiny_config: dict) -> None:
@@ -118,9 +120,6 @@ def test_auto_trains(config_of, tiny_config: dict) -> None:
     config = config_of(memory={"checkpointing": "auto", "budget_gib": peak / 2**30}, train={"steps": 1})
     run = train(config)
     assert '"checkpointing": "auto"' in (run / "config.json").read_text()
-
-
-SIZE = (256, 256)
 
 
 def a_card(peak: int) -> Card:
@@ -145,7 +144,7 @@ def test_auto_without_a_budget_takes_the_card_and_asks_once(
         assert chosen.memory.checkpointing == (count or "none")
     told = f"checkpointing auto: 2 of 4 blocks, predicted peak {peaks[2] / MIB:,.0f} of {peaks[2] / MIB:,.0f} MiB"
     assert told in capsys.readouterr().out
-    monkeypatch.setattr(choosing, "simulate", None)  # a second start has kept what it needs
+    monkeypatch.setattr(auto_checkpointing, "simulate", None)  # a second start has kept what it needs
     assert choose(auto, SIZE, a_card(peaks[2])).memory.checkpointing == 2
     assert choose(auto, SIZE, a_card(peaks[2]), reserved=0, before=3).memory.checkpointing == 3
     assert choose(auto, SIZE, a_card(peaks[2]), before=1).memory.checkpointing == 2
@@ -157,11 +156,11 @@ def test_auto_leaves_out_what_other_programs_hold_and_refuses_the_cpu(
     auto: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peak = simulate(with_checkpointed(auto, 0), SIZE).peak.bytes
-    monkeypatch.setattr(choosing, "card_at_hand", lambda device: (a_card(peak), 0))
+    monkeypatch.setattr(auto_checkpointing, "card_at_hand", lambda device: (a_card(peak), 0))
     assert choose_on(auto, torch.device("cuda"), SIZE).memory.checkpointing == "none"
-    monkeypatch.setattr(choosing, "card_at_hand", lambda device: (a_card(peak), MIB))
+    monkeypatch.setattr(auto_checkpointing, "card_at_hand", lambda device: (a_card(peak), MIB))
     assert choose_on(auto, torch.device("cuda"), SIZE).memory.checkpointing == 1
-    monkeypatch.setattr(choosing, "card_at_hand", lambda device: (a_card(1000), 0))
+    monkeypatch.setattr(auto_checkpointing, "card_at_hand", lambda device: (a_card(1000), 0))
     assert choose_on(auto, torch.device("cuda"), SIZE).memory.checkpointing == 4  # the forecast refuses it
     with pytest.raises(UserError, match="memory.checkpointing: auto .* is on the CPU. Give memory.budget_gib too"):
         train(auto)
@@ -217,8 +216,6 @@ def test_a_full_device_names_what_was_resident_and_what_would_save_most(
 
 def test_resident_counts_each_kind(config_of) -> None:
     from simpletune.pipeline.load import load_base
-    from simpletune.step.core import assemble
-    from simpletune.step.synthetic import SingleProcess, SyntheticBatches
 
     cpu = torch.device("cpu")
     config = config_of(adapter={"method": "lora", "rank": 2})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.simulate import simulate
 from simpletune.estimate.simulate_stages import (
-    DrawnModel,
+    WholeWindowModulation,
     counted,
     of_clip,
     of_encoding,
@@ -24,7 +23,6 @@ from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import MemorySnapshot, rounded
 from simpletune.models.parts import load_text_model
 from simpletune.models.t5_layers import LayeredT5
-from simpletune.pipeline.sample import Request
 from simpletune.step.synthetic import CPU
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors
@@ -88,7 +86,7 @@ def test_a_run_without_pictures_has_no_validation(tiny_config: dict) -> None:
     assert list(simulate_stages(validate(tiny_config, "none")).stages) == ["text", "latents", "train"]
 
 
-def test_sampling_with_a_plan_holds_a_whole_window(tiny_config: dict) -> None:
+def test_sampling_with_a_plan_holds_a_whole_window() -> None:
     seen: list[int] = []
 
     def modulation(sigma: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
@@ -96,7 +94,9 @@ def test_sampling_with_a_plan_holds_a_whole_window(tiny_config: dict) -> None:
         return torch.zeros(len(sigma), 5)
 
     modulation.window = 16  # type: ignore[attr-defined]
-    feed = SimpleNamespace(config=with_options(tiny_config), core=SimpleNamespace(modulation=modulation))
-    drawn = DrawnModel(feed, Request("", 0, steps=3))  # type: ignore[arg-type]
-    assert drawn(torch.zeros(6), torch.zeros(6, 4)).shape == (6, 5)  # three steps with guidance
+    whole = WholeWindowModulation(modulation, steps=20, simulated=3)  # type: ignore[arg-type]
+    assert whole(torch.zeros(6), torch.zeros(6, 4)).shape == (6, 5)  # three steps with guidance
     assert seen == [2 * 16]
+    fewer = WholeWindowModulation(modulation, steps=10, simulated=3)  # type: ignore[arg-type]
+    assert fewer(torch.zeros(6), torch.zeros(6, 4)).shape == (6, 5)
+    assert seen[1:] == [2 * 10]

@@ -13,7 +13,7 @@ ABOUT_DEVICE = "a card by name (L4, T4, RTX4090, ...) or by its memory (12GiB)"
 
 def estimate(args: argparse.Namespace) -> None:
     """predict what a run takes: memory by stage and kind, host memory, disk; no GPU, no weights, no data"""
-    from simpletune.estimate.cli_text import compare_configs, estimate_config
+    from simpletune.estimate.estimate_command import compare_configs, estimate_config
 
     if args.compare:
         files = [word for word in args.compare if "=" not in word]
@@ -37,7 +37,7 @@ def estimate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     """find the settings that fit on a card and should be fastest; or the largest batch by card"""
-    from simpletune.estimate.plan_text import batches, plan_config
+    from simpletune.estimate.plan_command import batches, plan_config
 
     if args.batches:
         print(batches(args.config, args.overrides, args.device or [], args.json))

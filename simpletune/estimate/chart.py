@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from simpletune.cards import Card
 from simpletune.estimate.job import Estimate
@@ -38,7 +37,7 @@ def write_picture(file: Path, estimates: Mapping[str, Estimate], card: Card | No
     return file
 
 
-def stacked_bars(estimates: Mapping[str, Estimate], card: Card | None) -> dict[str, Any]:
+def stacked_bars(estimates: Mapping[str, Estimate], card: Card | None) -> dict[str, object]:
     """The picture in Vega-Lite."""
     present = [kind for kind in KINDS if any(each.peak.by_kind.get(kind) for each in estimates.values())]
     rows = [
@@ -53,7 +52,7 @@ def stacked_bars(estimates: Mapping[str, Estimate], card: Card | None) -> dict[s
         "field": "kind", "type": "nominal", "title": None,
         "scale": {"domain": present, "range": [COLOURS[KINDS.index(kind)] for kind in present]},
     }  # fmt: skip
-    layer: list[dict[str, Any]] = [
+    layer: list[dict[str, object]] = [
         {"data": {"values": rows}, "mark": "bar",
          "encoding": {"x": x, "y": y, "color": colour, "order": {"field": "order"}}},
         {"data": {"values": tops}, "mark": {"type": "text", "dy": -7},

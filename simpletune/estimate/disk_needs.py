@@ -1,11 +1,12 @@
-"""The space that a run will need on its disks, from shapes and counts alone, against what is free."""
+"""What a run writes to its disks, from shapes and counts alone: for estimates, and against what is free before it."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.cache import view_key
@@ -19,7 +20,13 @@ LATENT_BYTES = 4  # latents are kept in fp32
 HEADERS = 2**16  # bytes: of a checkpoint's names, configuration and manifest, at least
 CLOSE = 0.8  # of what is free: more is worth a word
 
-Need = tuple[str, Path, int]  # what, where, bytes
+
+class Need(NamedTuple):
+    """Something that a run writes."""
+
+    what: str
+    folder: Path
+    bytes: int
 
 
 def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = False) -> None:
@@ -35,14 +42,14 @@ def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = 
         DiskFull: with what is needed, what for, and what is free.
     """
     by_disk: dict[int, list[Need]] = defaultdict(list)
-    for need in needs(config, plan, start):
-        by_disk[existing(need[1]).stat().st_dev].append(need)
+    for need in disk_needs(config, plan, start):
+        by_disk[existing(need.folder).stat().st_dev].append(need)
     lacking = []
-    for found in by_disk.values():
-        place, wanted = existing(found[0][1]), sum(size for _, _, size in found)
+    for needs in by_disk.values():
+        place, wanted = existing(needs[0].folder), sum(need.bytes for need in needs)
         free = free_bytes(place)
         text = (
-            f"{in_words(wanted)} ({', '.join(f'{what} {in_words(size)}' for what, _, size in found)}) "
+            f"{in_words(wanted)} ({', '.join(f'{need.what} {in_words(need.bytes)}' for need in needs)}) "
             f"and {in_words(free)} are free on the disk of {place}"
         )
         if wanted > free:
@@ -61,34 +68,52 @@ def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = 
         say(f"warning {in_words(traces)} are free for profiler traces: they may fail; profile.max_traces=0")
 
 
-def needs(config: TrainConfig, plan: Plan, start: int = 0) -> Iterator[Need]:
-    """What a run will write, where, and how large."""
-    run, steps = run_folder(config), config.steps(plan.steps_per_epoch)
+def disk_needs(config: TrainConfig, plan: Plan | None = None, start: int = 0, pictures: int = 0) -> Iterator[Need]:
+    """What a run will write, but for the quantised base: that one is kept only where there is room to spare.
+
+    Args:
+        config: of the run; with a plan its folders are resolved.
+        plan: of the run, by which what is cached already is left out; None: the data is not read.
+        start: steps done before; their checkpoints make room as they are replaced.
+        pictures: without a plan, how many the data set has: each is taken as a square with a caption of its own.
+    """
+    run, cache = run_folder(config), Path(config.output.cache)
     one, result = checkpoint_bytes(config)
-    every = config.checkpoint.every
-    coming = 1 + ((steps - 1) // every - start // every if every else 0)
-    at_once = min(config.checkpoint.keep_last + 1, coming)  # the new one is whole before the oldest goes
     there = size_of(run / "checkpoints") if start else 0
-    yield "checkpoints", run, max(0, at_once * one - there)
-    yield "the result", run, result
-    cache = Path(config.output.cache)
-    dtype = config.precision.encoder_dtype()
-    text, latents = (
-        TextCache(config.model, dtype, cache),
-        LatentCache(config.model, dtype, cache, config.memory.vae_tile),
-    )
+    yield Need("checkpoints", run, max(0, _checkpoints_at_once(config, plan, start) * one - there))
+    yield Need("result", run, result)
+    if plan is None:
+        pixels, prompts = pictures * config.data.resolution**2, pictures
+    else:
+        pixels, prompts = _pixels_to_encode(config, plan), _prompts_to_encode(config, plan)
+    shapes = config.model.known_config()
+    prompt = config.model.text_tokens * shapes["joint_attention_dim"] * config.precision.encoder_dtype().itemsize
+    yield Need("cached pictures", cache, pixels // 64 * shapes["in_channels"] * LATENT_BYTES)
+    yield Need("cached prompts", cache, prompts * prompt)
+
+
+def _checkpoints_at_once(config: TrainConfig, plan: Plan | None, start: int) -> int:
+    """How many checkpoints a run's folder holds at most."""
+    most = config.checkpoint.keep_last + 1  # the new one is whole before the oldest goes
+    if plan is None and config.train.epochs is not None:
+        return most  # how many steps an epoch has is not known
+    steps, every = config.steps(0 if plan is None else plan.steps_per_epoch), config.checkpoint.every
+    return min(most, 1 + ((steps - 1) // every - start // every if every else 0))
+
+
+def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:
+    """Pixels of the cuts whose latents are not in the cache."""
+    dtype, tile = config.precision.encoder_dtype(), config.memory.vae_tile
+    latents = LatentCache(config.model, dtype, Path(config.output.cache), tile)
     views = {view_key(view): view for view in plan.views()}
-    missing = [view for key, view in views.items() if key not in latents.cache]
-    channels = config.model.known_config()["in_channels"]
-    pixels = sum(math.prod(view.bucket) for view in missing)
-    yield "cached pictures", cache, pixels // 64 * channels * LATENT_BYTES
-    width = config.model.known_config()["joint_attention_dim"] * dtype.itemsize
-    many = len(_missing_prompts(text, prompts_of(plan, validation_requests(config, plan))))
-    yield "cached prompts", cache, many * config.model.text_tokens * width
+    return sum(math.prod(view.bucket) for key, view in views.items() if key not in latents.cache)
 
 
-def _missing_prompts(text: TextCache, prompts: Sequence[str]) -> set[str]:
-    return {prompt for prompt in prompts if any(prompt not in cache for cache in text.caches.values())}
+def _prompts_to_encode(config: TrainConfig, plan: Plan) -> int:
+    """How many prompts at least one encoder has to encode."""
+    text = TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache))
+    prompts = set(prompts_of(plan, validation_requests(config, plan)))
+    return sum(any(prompt not in cache for cache in text.caches.values()) for prompt in prompts)
 
 
 def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TypedDict
 
 import torch
 
 from simpletune.cards import Card, card_named_by_driver
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.job import CONTEXT, MIB, Estimate, estimate, snapshot_json
+from simpletune.estimate.job import CONTEXT, MIB, Estimate, SnapshotJson, estimate, snapshot_json
 from simpletune.estimate.levers import LEVERS, changed
 from simpletune.estimate.planning import Search, differing
-from simpletune.estimate.text import place
+from simpletune.estimate.terminal import place
 from simpletune.models.sizes import Size
 from simpletune.options import UserError
 from simpletune.system.console import say
@@ -34,19 +34,19 @@ def forecast(config: TrainConfig, device: torch.device, size: Size, force: bool 
         UserError: it does not fit.
     """
     if device.type != "cuda":
-        found = estimate(config, CPU_STANDS_FOR, size)
-        _print(found, None)
-        return found
+        prediction = estimate(config, CPU_STANDS_FOR, size)
+        _print(prediction, None)
+        return prediction
     card, held = card_at_hand(device)
-    found = estimate(config, card.capability, size)
-    _print(found, card)
-    if found.fits(card, held):
-        return found
-    lacking = (found.needed() + held - card.bytes) / MIB
+    prediction = estimate(config, card.capability, size)
+    _print(prediction, card)
+    if prediction.fits(card, held):
+        return prediction
+    lacking = (prediction.needed() + held - card.bytes) / MIB
     if force:
         say(f"memory  {lacking:,.0f} MiB lack: it may stop with a full device (--force)")
-        return found
-    raise UserError("\n".join(_refusal(config, found, card, held, size)))
+        return prediction
+    raise UserError("\n".join(_refusal(config, prediction, card, held, size)))
 
 
 def card_at_hand(device: torch.device) -> tuple[Card, int]:
@@ -62,16 +62,18 @@ def _own_context(device: torch.device) -> int:
     return CONTEXT if torch.cuda.is_initialized() else 0
 
 
-def _print(found: Estimate, card: Card | None) -> None:
-    on = "" if card is None else f", {found.needed() / MIB:,.0f} with allowances, of {card.bytes / MIB:,.0f} MiB"
-    say(f"memory  predicted peak {found.peak.bytes / MIB:,.0f} MiB ({found.peak_stage}: {place(found.peak)}){on}")
+def _print(prediction: Estimate, card: Card | None) -> None:
+    on = "" if card is None else f", {prediction.needed() / MIB:,.0f} with allowances, of {card.bytes / MIB:,.0f} MiB"
+    peak = prediction.peak
+    say(f"memory  predicted peak {peak.bytes / MIB:,.0f} MiB ({prediction.peak_stage}: {place(peak)}){on}")
 
 
-def _refusal(config: TrainConfig, found: Estimate, card: Card, held: int, size: Size) -> Iterator[str]:
+def _refusal(config: TrainConfig, prediction: Estimate, card: Card, held: int, size: Size) -> Iterator[str]:
     """Why a run is not begun, and what would let it."""
     others = f", of which other programs hold {held / MIB:,.0f}" if held else ""
     yield (
-        f"memory: this run needs {found.needed() / MIB:,.0f} MiB and {card.name} has {card.bytes / MIB:,.0f}{others}"
+        f"memory: this run needs {prediction.needed() / MIB:,.0f} MiB "
+        f"and {card.name} has {card.bytes / MIB:,.0f}{others}"
     )
     change = cheapest_change(config, card, held, size)
     if change is not None:
@@ -95,9 +97,9 @@ def cheapest_change(
         new = changed(config, lever.overrides)
         if new is None or new.data.resolution != config.data.resolution:
             continue
-        found = estimate(new, card.capability, size)
-        if found.fits(card, held):
-            return lever.overrides, lever.costs, found.needed()
+        prediction = estimate(new, card.capability, size)
+        if prediction.fits(card, held):
+            return lever.overrides, lever.costs, prediction.needed()
     try:
         best = Search(config, card, held).fastest()[0]
     except UserError:
@@ -106,23 +108,30 @@ def cheapest_change(
     return tuple(overrides), best.choice.about, best.estimate.needed()
 
 
-def compare_with_measured(found: Estimate, measured: Measured) -> dict[str, Any]:
+class Comparison(TypedDict):
+    """A prediction beside what was measured, as the run's summary keeps it."""
+
+    stages: dict[str, SnapshotJson]
+    peak_allocated_mib: float
+
+
+def compare_with_measured(estimate: Estimate, measured: Measured) -> Comparison:
     """The prediction as the run's summary keeps it, with what was measured.
 
     Args:
-        found: the prediction.
+        estimate: the prediction.
         measured: by stage, ``peak_allocated_gib`` among the figures; None without CUDA.
     """
-    stages: dict[str, Any] = {name: snapshot_json(moment) for name, moment in found.stages.items()}
+    stages = {name: snapshot_json(moment) for name, moment in estimate.stages.items()}
     for name, stage in stages.items():
         peak = measured.get(name, {}).get("peak_allocated_gib")
         if peak is not None:
             stage["measured_mib"] = round(peak * 1024, 1)
             stage["error"] = round(stage["peak_allocated_mib"] / stage["measured_mib"] - 1, 4)
-    return {"stages": stages, "peak_allocated_mib": round(found.peak.bytes / MIB, 1)}
+    return {"stages": stages, "peak_allocated_mib": round(estimate.peak.bytes / MIB, 1)}
 
 
-def print_comparison(predicted: Mapping[str, Any]) -> None:
+def print_comparison(predicted: Comparison) -> None:
     """Say predicted beside measured, where there is something measured."""
     rows = [(name, stage) for name, stage in predicted["stages"].items() if "measured_mib" in stage]
     if rows:

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
+from simpletune import __version__
 from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.levers import within_budget
 from simpletune.estimate.needs import Needs, needs_of
 from simpletune.estimate.simulate import StepReport
 from simpletune.estimate.simulate_stages import JobReport, simulate_stages
@@ -26,6 +26,7 @@ from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
 
+VERSION = 1  # raise when a change to the model, the step, a lever or the accounting changes a predicted peak
 MIB = 2**20
 CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured
 FRAGMENTED = 0.05  # of the peak: what the caching allocator holds and cannot give out again: an allowance, not measured
@@ -69,9 +70,9 @@ class Estimate:
         """
         return self.needed() + reserved <= card.bytes
 
-    def as_json(self, card: Card | None = None, reserved: int = 0) -> dict[str, Any]:
+    def as_json(self, card: Card | None = None, reserved: int = 0) -> dict[str, object]:
         """What ``estimate --json`` prints; memory in MiB of 2^20 bytes, host, disk and download in GiB of 2^30."""
-        found: dict[str, Any] = {
+        figures: dict[str, object] = {
             "stages": {name: snapshot_json(moment) for name, moment in self.stages.items()},
             "peak_allocated_mib": mib(self.peak.bytes),
             "peak_stage": self.peak_stage,
@@ -88,9 +89,9 @@ class Estimate:
         }
         if card is not None:
             free = card.bytes - reserved
-            found |= {"device": card.name, "device_mib": mib(card.bytes), "reserved_mib": mib(reserved)}
-            found |= {"fits": self.fits(card, reserved), "left_mib": mib(free - self.needed())}
-        return found
+            figures |= {"device": card.name, "device_mib": mib(card.bytes), "reserved_mib": mib(reserved)}
+            figures |= {"fits": self.fits(card, reserved), "left_mib": mib(free - self.needed())}
+        return figures
 
 
 def needed(peak: int) -> int:
@@ -103,7 +104,18 @@ def largest_peak(card: Card, reserved: int = 0) -> int:
     return int((card.bytes - reserved - needed(0)) / (1 + FRAGMENTED))
 
 
-def snapshot_json(moment: MemorySnapshot) -> dict[str, Any]:
+class SnapshotJson(TypedDict):
+    """A moment, as JSON."""
+
+    peak_allocated_mib: float
+    by_kind: dict[str, float]
+    at: str
+    measured_mib: NotRequired[float]
+    error: NotRequired[float]
+    """Of the prediction, as a share of what was measured."""
+
+
+def snapshot_json(moment: MemorySnapshot) -> SnapshotJson:
     """A moment in MiB."""
     kinds = {kind: mib(size) for kind, size in sorted(moment.by_kind.items(), key=lambda item: -item[1]) if size}
     return {"peak_allocated_mib": mib(moment.bytes), "by_kind": kinds, "at": f"{moment.phase} {moment.module}".strip()}
@@ -123,28 +135,28 @@ def estimate(config: TrainConfig, capability: tuple[int, int], size: Size | None
     """Predict the whole job; no weights, no data and no GPU are needed. A kept prediction is taken as it is.
 
     Args:
-        config: of the run, demo names resolved.
+        config: of the run, demo names and ``checkpointing: auto`` resolved.
         capability: of the CUDA device, for its libraries' workspaces.
         size: width and height in pixels of the largest bucket; None: the square of ``data.resolution``.
 
     Raises:
-        UserError: a part's configuration cannot be read; with ``checkpointing: auto``, the budget is too small.
+        UserError: a part's configuration cannot be read.
     """
     size = size or (config.data.resolution, config.data.resolution)
     file = Path(config.output.cache) / "estimates" / f"{key_of_prediction(config, capability, size)}.json"
-    kept = read_json_or_none(file)
-    if kept is None:
-        job = simulate_stages(within_budget(config, size), size, capability)
+    cached = read_json_or_none(file)
+    if cached is None:
+        job = simulate_stages(config, size, capability)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, asdict(job))
     else:
-        job = _restored(kept)
+        job = _restored(cached)
     return Estimate(job.stages, needs_of(config, job), size)
 
 
-def _restored(kept: dict[str, Any]) -> JobReport:
-    """What ``asdict`` made of a report."""
-    train = kept["train"]
+def _restored(data: dict[str, Any]) -> JobReport:
+    """The report of which ``asdict`` made this."""
+    train = data["train"]
     sizes = {name: train[name] for name in ("host_bytes", "trained_bytes", "state_bytes", "average_bytes", "seconds")}
     report = StepReport(
         peak=MemorySnapshot(**train["peak"]),
@@ -153,18 +165,12 @@ def _restored(kept: dict[str, Any]) -> JobReport:
         trained={name: tuple(shape) for name, shape in train["trained"].items()},
         **sizes,
     )
-    return JobReport({name: MemorySnapshot(**m) for name, m in kept["stages"].items()}, report, kept["part_bytes"])
+    return JobReport({name: MemorySnapshot(**m) for name, m in data["stages"].items()}, report, data["part_bytes"])
 
 
 def key_of_prediction(config: TrainConfig, capability: tuple[int, int], size: Size) -> str:
     """Everything that a prediction depends on, as a name."""
     options = config.model_dump(mode="json", by_alias=True, exclude=set(IRRELEVANT))
-    code = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(_sources())]
-    versions = [version(name) for name in LIBRARIES]
-    about = json.dumps([options, cublas_workspace(capability), size, versions, code], sort_keys=True)
+    versions = [VERSION, __version__, *map(version, LIBRARIES)]
+    about = json.dumps([options, cublas_workspace(capability), size, versions], sort_keys=True)
     return hashlib.sha256(about.encode()).hexdigest()[:24]
-
-
-def _sources() -> list[Path]:
-    """The package's own code: another version may predict otherwise."""
-    return list(Path(__file__).parent.parent.rglob("*.py"))

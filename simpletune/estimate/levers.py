@@ -11,14 +11,7 @@ from dataclasses import dataclass
 from simpletune.config.load import merge, validate
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.simulate import simulate
-from simpletune.memory.checkpointing import fewest_checkpointed
-from simpletune.models.sizes import Size
-from simpletune.options import ConfigError, UserError
-
-NO_CARD = (
-    "memory.checkpointing: auto keeps what the card at hand has room for, and no card is here or named. Name one "
-    "(estimate CONFIG --device L4), give memory.budget_gib, or use all, none or a number"
-)
+from simpletune.options import ConfigError
 
 
 @dataclass(frozen=True)
@@ -92,41 +85,12 @@ def savings(config: TrainConfig) -> list[Saving]:
         config: with demo names resolved.
     """
     before = simulate(config).peak.bytes
-    found = []
+    result = []
     for lever in LEVERS:
         new = changed(config, lever.overrides)
         if new is None or new.data.resolution > config.data.resolution:
             continue
         peak = simulate(new).peak.bytes
         if peak < before:
-            found.append(Saving(lever, new, peak, before - peak))
-    return sorted(found, key=lambda saving: -saving.saved_bytes)
-
-
-def with_checkpointed(config: TrainConfig, count: int) -> TrainConfig:
-    """The configuration with so many blocks checkpointed."""
-    memory = config.memory.model_copy(update={"checkpointing": count or "none", "budget_gib": None})
-    return config.model_copy(update={"memory": memory})
-
-
-def within_budget(config: TrainConfig, size: Size | None = None) -> TrainConfig:
-    """With ``checkpointing: auto``: the configuration with the fewest checkpointed blocks that fit ``budget_gib``.
-
-    Args:
-        config: with demo names resolved; with another ``checkpointing`` it is returned as it is.
-        size: (width, height) in pixels of the largest bucket; None: the square of ``data.resolution``.
-
-    Raises:
-        UserError: not even with all blocks checkpointed does it fit; no budget is given.
-    """
-    memory = config.memory
-    if memory.checkpointing != "auto":
-        return config
-    if memory.budget_gib is None:
-        raise UserError(NO_CARD)
-
-    def peak(count: int) -> int:
-        return simulate(with_checkpointed(config, count), size).peak.bytes
-
-    count = fewest_checkpointed(config.model.blocks(), peak, int(memory.budget_gib * 2**30))
-    return with_checkpointed(config, count)
+            result.append(Saving(lever, new, peak, before - peak))
+    return sorted(result, key=lambda saving: -saving.saved_bytes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig
+from simpletune.estimate.disk_needs import disk_needs
 from simpletune.estimate.simulate_stages import JobReport
 from simpletune.hub.fetch import in_cache
 from simpletune.models.sd3_sources import hub_parts
@@ -15,8 +16,6 @@ from simpletune.options import UserError
 
 LIBRARIES = int(1.0 * 2**30)  # bytes: the process after its imports took 0.9 GiB (Python 3.11, torch 2.13.0 CPU)
 CUDA_LIBRARIES = 2 * 2**30  # bytes that CUDA's libraries take in the host's memory: an allowance, not measured
-LATENT_BYTES = 4  # latents are kept in fp32
-KEPT = "quantised base"
 
 
 @dataclass(frozen=True)
@@ -44,23 +43,14 @@ def needs_of(config: TrainConfig, job: JobReport) -> Needs:
         job: of the simulation of it.
     """
     pictures = pictures_of(config)
-    shapes = config.model.known_config()
-    prompt = config.model.text_tokens * shapes["joint_attention_dim"] * config.precision.encoder_dtype().itemsize
-    latent = shapes["in_channels"] * (config.data.resolution // 8) ** 2 * LATENT_BYTES
-    known = pictures or 0
     trained, state = job.train.trained_bytes, job.train.state_bytes
-    checkpoint = trained + state + job.train.average_bytes
+    disk = {need.what: need.bytes for need in disk_needs(config, pictures=pictures or 0)}
     host = {
         "libraries": LIBRARIES + CUDA_LIBRARIES,
         "levers (pinned)": job.train.host_bytes,
-        "prompts or a checkpoint on their way": max(min(CHUNK_BYTES, known * prompt), trained, state),
+        "prompts or a checkpoint on their way": max(min(CHUNK_BYTES, disk["cached prompts"]), trained, state),
     }
-    disk = {
-        "checkpoints": (config.checkpoint.keep_last + 1) * checkpoint,  # the new one is whole before the oldest goes
-        "result": trained,
-        "cache of pictures and prompts": known * (prompt + latent),
-        KEPT: kept_base(config, job),
-    }
+    disk["quantised base"] = quantised_base(config, job)
     return Needs(
         {name: size for name, size in host.items() if size},
         {name: size for name, size in disk.items() if size},
@@ -79,7 +69,7 @@ def pictures_of(config: TrainConfig) -> int | None:
         return None
 
 
-def kept_base(config: TrainConfig, job: JobReport) -> int:
+def quantised_base(config: TrainConfig, job: JobReport) -> int:
     """The quantised base that is kept for the next start: about what its weights take, wherever they are."""
     if not (config.memory.cache_quantised and config.precision.cacheable):
         return 0

@@ -1,22 +1,21 @@
 """``simpletune plan``: of all combinations of the memory levers, those that fit on a card and should be fastest.
 
-Peaks are predicted by running the training step on fake tensors; seconds are arithmetic (pace.py). Settings stand in
-chains, each rung of which takes less memory than the one before and more time, so that bisection finds the fastest rung
-that fits with few predictions.
+Peaks are predicted by running the training step on fake tensors; seconds are arithmetic (step_time.py). Candidates come
+in lists: each takes less memory and more time than the one before, so that bisection finds the fastest that fits with
+few predictions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.job import Estimate, estimate, largest_peak, needed
 from simpletune.estimate.levers import with_changes
-from simpletune.estimate.pace import Pace, pace
 from simpletune.estimate.simulate import StepReport, simulate
+from simpletune.estimate.step_time import StepTime, predict_step_time
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError
 
@@ -53,19 +52,19 @@ class PlanResult:
     Args:
         choice: the settings.
         estimate: of the whole job with them.
-        pace: of a step, by arithmetic.
+        step_time: of a step, by arithmetic.
     """
 
     choice: Choice
     estimate: Estimate
-    pace: Pace
+    step_time: StepTime
 
 
-def rungs(blocks: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Which blocks are checkpointed, and what is on the host: each takes less memory than the one before."""
+def block_options(blocks: int) -> list[tuple[str, tuple[str, ...]]]:
+    """Which blocks are checkpointed and what is on the host, in words and as changes, by falling memory."""
     half = max(1, blocks // 2)
 
-    def rung(about: str, checkpointing: str | int, resident: str | int, offload: str) -> tuple[str, tuple[str, ...]]:
+    def option(about: str, checkpointing: str | int, resident: str | int, offload: str) -> tuple[str, tuple[str, ...]]:
         return about, (
             f"memory.checkpointing={checkpointing}",
             f"memory.resident_blocks={resident}",
@@ -73,43 +72,41 @@ def rungs(blocks: int) -> list[tuple[str, tuple[str, ...]]]:
         )
 
     return [
-        rung("all activations kept", "none", "null", "false"),
-        rung(f"{half} of {blocks} blocks checkpointed", half, "null", "false"),
-        rung("every block checkpointed", "all", "null", "false"),
-        rung("every block checkpointed, their inputs on the host", "all", "null", "true"),
-        rung(f"{blocks - half} of {blocks} blocks streamed", "all", half, "false"),
-        rung("every block streamed", "all", 0, "false"),
-        rung("every block streamed, checkpoint inputs on the host", "all", 0, "true"),
+        option("all activations kept", "none", "null", "false"),
+        option(f"{half} of {blocks} blocks checkpointed", half, "null", "false"),
+        option("every block checkpointed", "all", "null", "false"),
+        option("every block checkpointed, their inputs on the host", "all", "null", "true"),
+        option(f"{blocks - half} of {blocks} blocks streamed", "all", half, "false"),
+        option("every block streamed", "all", 0, "false"),
+        option("every block streamed, checkpoint inputs on the host", "all", 0, "true"),
     ]
 
 
-def chains(config: TrainConfig, card: Card) -> Iterator[list[Choice]]:
-    """Chains of settings: by how weights are held, by optimizer, and by when it updates."""
+def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[Choice]]:
+    """A list of ``block_options`` for each precision of the weights, optimizer, and time at which it updates."""
     own = config.precision
     compute = "bf16" if card.has_bf16 else "fp32"
-    held = ["bf16"] if config.adapter.trains_base else ["bf16", "int8", "nf4"]
+    precisions = ["bf16"] if config.adapter.trains_base else ["bf16", "int8", "nf4"]
     if not card.has_bf16:
-        held = ["fp32", *held[1:]]
+        precisions = ["fp32", *precisions[1:]]
     always = ["memory.profile=null", "memory.crop_positions=true", "memory.budget_gib=null"]
-    for weights in held:
-        fewer = int(own.bytes_per_weight > bytes_of(config, weights))
+    for weights in precisions:
+        fewer_bits = int(own.bytes_per_weight > bytes_of(config, weights))
         precision = [f"precision.weights={weights}", f"precision.compute={compute}"]
         for about, small, lossy in (("", [], 0), *_smaller_states(config)):
-            chain = []
-            for where, rung in rungs(config.model.blocks()):
-                base = [*always, *precision, *small, *rung]
-                made = _made(config, [*base, "memory.modulation=plan"]) or _made(config, base)
-                if made is not None:
+            candidates = []
+            for where, changes in block_options(config.model.blocks()):
+                overrides = (*always, *precision, *small, *changes, "memory.modulation=plan")
+                new = with_changes(config, overrides)
+                if new is None:  # what trains needs its modulation weights on the device
+                    overrides = overrides[:-1]
+                    new = with_changes(config, overrides)
+                if new is not None:
                     words = ", ".join(word for word in (f"{weights} weights", about, where) if word)
-                    chain.append(Choice(*made, words, fewer + lossy, bool(lossy) and not config.adapter.trains_base))
-            if chain:
-                yield chain
-
-
-def _made(config: TrainConfig, overrides: list[str]) -> tuple[tuple[str, ...], TrainConfig] | None:
-    """What is changed and the configuration with it; None where it cannot be."""
-    new = with_changes(config, overrides)
-    return None if new is None else (tuple(overrides), new)
+                    last_resort = bool(lossy) and not config.adapter.trains_base
+                    candidates.append(Choice(overrides, new, words, fewer_bits + lossy, last_resort))
+            if candidates:
+                yield candidates
 
 
 def bytes_of(config: TrainConfig, weights: str) -> float:
@@ -152,38 +149,38 @@ class Search:
             UserError: nothing fits.
         """
         chosen: list[Choice] = []
-        spare: list[Choice] = []  # the next rungs: slower, and they fit
-        bound: int | None = None  # the first chain takes most memory: what fits there fits in every other chain
-        for number, chain in enumerate(chains(self.config, self.card)):
-            if chosen and chain[0].last_resort:
+        spare: list[Choice] = []  # the next candidates: slower, and they fit
+        bound: int | None = None  # the first list takes most memory: what fits there fits in every other list
+        for number, candidates in enumerate(candidate_lists(self.config, self.card)):
+            if chosen and candidates[0].last_resort:
                 continue
-            place = self._first_that_fits(chain, bound)
-            if place is None:
+            index = self._first_that_fits(candidates, bound)
+            if index is None:
                 continue
-            bound = place if number == 0 else bound
-            chosen.append(chain[place])
-            spare += chain[place + 1 : place + 2]
-            if place == 0 and not chain[0].lossy:
+            bound = index if number == 0 else bound
+            chosen.append(candidates[index])
+            spare += candidates[index + 1 : index + 2]
+            if index == 0 and not candidates[0].lossy:
                 break  # all activations kept, nothing lost: the rest is slower
         ranked = sorted(chosen, key=self._cost)
         if len(ranked) < SHOWN:
             ranked += sorted(spare, key=self._cost)
-        found: list[PlanResult] = []
+        results: list[PlanResult] = []
         for choice in ranked:
-            found += self._whole_job(choice)
-            if len(found) == SHOWN:
+            results += self._whole_job(choice)
+            if len(results) == SHOWN:
                 break
-        if not found:
+        if not results:
             raise UserError(
                 f"nothing fits on {self.card.name}, not even with every lever. Use smaller pictures "
                 "(data.resolution=512), one at a time (train.batch_size=1), or a larger card"
             )
-        return found
+        return results
 
     def _cost(self, choice: Choice) -> float:
         """Seconds of a step for each sample, and the surcharge for what may cost quality."""
         train = choice.config.train
-        seconds = pace(choice.config, self.report(choice.config), self.card).seconds
+        seconds = predict_step_time(choice.config, self.report(choice.config), self.card).seconds
         return seconds / train.batch_size / train.gradient_accumulation * WORTH**choice.lossy
 
     def largest_batch(self) -> list[PlanResult]:
@@ -198,17 +195,17 @@ class Search:
     def _with(self, override: str) -> list[PlanResult]:
         config = with_changes(self.config, [override])
         assert config is not None
-        found = Search(config, self.card, self.reserved).fastest()
-        more = [replace(each.choice, overrides=(override, *each.choice.overrides)) for each in found]
-        return [replace(each, choice=choice) for each, choice in zip(found, more, strict=True)]
+        results = Search(config, self.card, self.reserved).fastest()
+        more = [replace(each.choice, overrides=(override, *each.choice.overrides)) for each in results]
+        return [replace(each, choice=choice) for each, choice in zip(results, more, strict=True)]
 
     def _largest(self, values: Sequence[int], path: str) -> int:
-        """The largest value that fits with the most saving rung that costs no quality, by bisection.
+        """The largest value that fits with the candidate that saves most and costs no quality, by bisection.
 
         Raises:
             UserError: not even the first does.
         """
-        choice = next(chain for chain in chains(self.config, self.card) if not chain[0].lossy)[-1]
+        choice = next(each for each in candidate_lists(self.config, self.card) if not each[0].lossy)[-1]
 
         def fits(value: int) -> bool:
             new = with_changes(choice.config, [f"{path}={value}"])
@@ -222,22 +219,22 @@ class Search:
             low, high = (middle, high) if fits(values[middle]) else (low, middle - 1)
         return values[low]
 
-    def _first_that_fits(self, chain: list[Choice], bound: int | None) -> int | None:
-        """The place of the fastest rung that fits, by bisection.
+    def _first_that_fits(self, candidates: list[Choice], bound: int | None) -> int | None:
+        """The index of the fastest candidate that fits, by bisection.
 
         Args:
-            chain: of settings, each of which takes less memory than the one before.
-            bound: a place that is known to fit; None: none is.
+            candidates: each takes less memory than the one before.
+            bound: an index that is known to fit; None: none is.
         """
-        if self.fits(chain[0].config):
+        if self.fits(candidates[0].config):
             return 0
-        high = len(chain) - 1 if bound is None else bound
-        if high == 0 or (bound is None and not self.fits(chain[high].config)):
+        high = len(candidates) - 1 if bound is None else bound
+        if high == 0 or (bound is None and not self.fits(candidates[high].config)):
             return None
         low = 1
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.fits(chain[middle].config) else (middle + 1, high)
+            low, high = (low, middle) if self.fits(candidates[middle].config) else (middle + 1, high)
         return low
 
     def _whole_job(self, choice: Choice) -> list[PlanResult]:
@@ -250,7 +247,7 @@ class Search:
             if whole.fits(self.card, self.reserved):
                 words = choice.about + (f", tiles of {tile} px" if tile else "")
                 chosen = Choice((*choice.overrides, *more), config, words, choice.lossy, choice.last_resort)
-                return [PlanResult(chosen, whole, pace(config, self.report(choice.config), self.card))]
+                return [PlanResult(chosen, whole, predict_step_time(config, self.report(choice.config), self.card))]
         return []
 
     def fits(self, config: TrainConfig) -> bool:
@@ -298,8 +295,9 @@ def differing(config: TrainConfig, new: TrainConfig, overrides: Sequence[str]) -
     return [text for text in overrides if _at(before, text) != _at(after, text)]
 
 
-def _at(data: Any, override: str) -> Any:
+def _at(data: Mapping[str, object], override: str) -> object:
     """The value at an override's path."""
+    value: object = data
     for part in override.partition("=")[0].split("."):
-        data = data.get(part) if isinstance(data, dict) else None
-    return data
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

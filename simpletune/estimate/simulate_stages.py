@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +30,7 @@ from simpletune.models.sizes import Size
 from simpletune.models.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
 from simpletune.models.transformer import Transformer
 from simpletune.pipeline.load import empty_base
+from simpletune.pipeline.modulation_plan import ModulationSource
 from simpletune.pipeline.sample import Request, Sampler
 from simpletune.profiling import phase
 from simpletune.step.synthetic import CPU, SyntheticBatches
@@ -39,7 +38,7 @@ from simpletune.system.console import silent
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors
 
-DRAWN = 3  # sampling steps: the first two make what the later ones find
+SIMULATED = 3  # sampling steps: the third finds all that the first two leave behind
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def text_moments(config: TrainConfig) -> Iterator[tuple[str, int, MemorySnapshot
         yield encoder.model, size, replace(moment, phase="text", module=encoder.name)
 
 
-def of_clip(model: Any) -> MemorySnapshot:
+def of_clip(model: CLIPTextModelWithProjection) -> MemorySnapshot:
     """A loaded CLIP encoder over two batches of prompts: the first one's outputs live until the second's are there."""
     with counted(all_tensors(model)) as accounting:
         ids = torch.zeros((2 * BATCH, model.config.max_position_embeddings), dtype=torch.int64)
@@ -175,12 +174,12 @@ def train_and_validate(config: TrainConfig, size: Size) -> tuple[StepReport, Mem
         report, run = take_steps(accounting, config, transformer, size)
         with accounting.allocating(HOST), averaged(run.average):
             transformer.eval()
-            found = []
+            moments = []
             if config.validation.eval_samples:
-                found.append(of_evaluating(accounting, run, transformer))
+                moments.append(of_evaluating(accounting, run, transformer))
             if config.validation.prompts != []:
-                found.append(of_drawing(accounting, config, run.feed, transformer, vae))
-    return report, max(found, key=lambda moment: moment.bytes, default=None)
+                moments.append(of_drawing(accounting, config, run.feed, transformer, vae))
+    return report, max(moments, key=lambda moment: moment.bytes, default=None)
 
 
 def of_evaluating(accounting: Accounting, run: SimulatedRun, transformer: Transformer) -> MemorySnapshot:
@@ -197,49 +196,65 @@ def of_drawing(
     """As a validation draws each of its pictures: the autoencoder is loaded before sampling begins."""
     option = config.validation
     width, height = config.picture_size()
-    request = Request("", 0, "", width, height, min(DRAWN, option.steps), option.guidance)
+    request = Request("", 0, "", width, height, min(SIMULATED, option.steps), option.guidance)
     batch = feed.batch(1)
     text = batch.prompt_embeds[0], batch.pooled[0]
     accounting.register(all_tensors(vae), "weights")
     accounting.forget_peak()
-    drawn: Any = DrawnModel(feed, request)
-    window = drawn if feed.core.modulation is not None else None
+    model, modulation = ShapesOnlyModel(feed.shapes["in_channels"]), feed.core.modulation
+    whole = None if modulation is None else WholeWindowModulation(modulation, option.steps, request.steps)
     with accounting.allocating("activations"), torch.no_grad():
         with phase("sample"):
-            z = Sampler(transformer, drawn, config.precision, window).denoise([request], [text], [text])
+            z = Sampler(transformer, model, config.precision, whole).denoise([request], [text], [text])
         with phase("decode"):
             config.model.decode_latents(vae, z)
     return accounting.peak
 
 
-class DrawnModel:
-    """What sampling asks of a model and of its modulation, from the configuration alone.
-
-    The modulation computes the rows of a whole window of sampling steps, though few are drawn.
+class ShapesOnlyModel:
+    """A model for sampling that knows the shape of its latents; its noise levels have no values.
 
     Args:
-        feed: of the run that draws.
-        request: what is drawn.
+        channels: of its latents.
     """
 
-    def __init__(self, feed: SyntheticBatches, request: Request):
-        self.feed, self.modulation = feed, feed.core.modulation
-        self.window = 1 if self.modulation is None else self.modulation.window
-        whole, drawn = min(self.window, feed.config.validation.steps), min(self.window, request.steps)
-        self.rows = whole / drawn
+    def __init__(self, channels: int):
+        self.channels = channels
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """(c, h, w) of the latents of a picture in pixels."""
-        return self.feed.shapes["in_channels"], height // 8, width // 8
+        return self.channels, height // 8, width // 8
 
-    def scheduler(self) -> Any:
-        """A schedule whose noise levels have no values."""
-        schedule = SimpleNamespace()
-        schedule.set_timesteps = lambda steps: setattr(schedule, "sigmas", torch.zeros(steps + 1))
-        return schedule
+    def scheduler(self) -> EmptyNoiseLevels:
+        """A schedule without values."""
+        return EmptyNoiseLevels()
+
+
+class EmptyNoiseLevels:
+    """Noise levels without values."""
+
+    def __init__(self) -> None:
+        self.sigmas = torch.empty(0)
+
+    def set_timesteps(self, steps: int, /) -> None:
+        """As many levels as so many steps have."""
+        self.sigmas = torch.zeros(steps + 1)
+
+
+class WholeWindowModulation:
+    """Computes the modulations of a whole window of sampling steps, and returns those of the few that are simulated.
+
+    Args:
+        modulation: of the transformer.
+        steps: of a validation picture.
+        simulated: how many of them are taken.
+    """
+
+    def __init__(self, modulation: ModulationSource, steps: int, simulated: int):
+        self.modulation, self.window = modulation, modulation.window
+        self.ratio = min(self.window, steps) / min(self.window, simulated)
 
     def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:  # [n], [n, p] -> [n, m]
-        """The first rows of a whole window's modulations."""
-        assert self.modulation is not None
-        rows = round(len(sigma) * self.rows)
+        """The first rows of the whole window's modulations."""
+        rows = round(len(sigma) * self.ratio)
         return self.modulation(sigma[:1].expand(rows), pooled[:1].expand(rows, -1))[: len(sigma)]

@@ -102,7 +102,7 @@ class Memory(Option):
         """How many of so many blocks are checkpointed."""
         if isinstance(self.checkpointing, int):
             return self.checkpointing
-        assert self.checkpointing != "auto", "estimate.choosing comes first"
+        assert self.checkpointing != "auto", "estimate.auto_checkpointing comes first"
         return blocks if self.checkpointing == "all" else 0
 
     def rules(self) -> Iterator[Problem]:

@@ -5,14 +5,13 @@ Everything that must stand in for something else under fake tensors stands here,
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
-from unittest import mock
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -23,21 +22,41 @@ class _Fake(FakeTensorMode):
     in host memory; their value is of no consequence for memory.
     """
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        function: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Everything else passes."""
         if function is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 1
-        return super().__torch_dispatch__(function, types, args, kwargs)
+            return 1.0 if isinstance(args[0], Tensor) and args[0].is_floating_point() else 1
+        return super().__torch_dispatch__(function, types, args, kwargs or {})
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Within this context every tensor made is fake. Real tensors must not be used in it."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
-        stack.enter_context(_quantile_maps())
-        stack.enter_context(_Fake())
+    from bitsandbytes import functional
+
+    with (
+        _replaced(nn.Module, "_apply", _apply),
+        _replaced(functional, "create_dynamic_map", _empty_dynamic_map),
+        _Fake(),
+    ):
         yield
+
+
+@contextmanager
+def _replaced(owner: type | ModuleType, name: str, value: object) -> Iterator[None]:
+    """Another value for an attribute of a class or module within this context."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -58,16 +77,6 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
     return module
 
 
-@contextmanager
-def _quantile_maps() -> Iterator[None]:
-    """bitsandbytes makes the table of its 8-bit numbers by reading tensors; its size is 256 whatever it holds."""
-    from bitsandbytes import functional
-
-    make = functional.create_dynamic_map
-
-    @functools.wraps(make)
-    def create_dynamic_map(*args: Any, **kwargs: Any) -> Tensor:
-        return torch.empty(256)
-
-    with mock.patch.object(functional, "create_dynamic_map", create_dynamic_map):
-        yield
+def _empty_dynamic_map(*_: object, **__: object) -> Tensor:
+    """bitsandbytes computes the table of its 8-bit numbers by reading tensors; it always has 256 entries."""
+    return torch.empty(256)

@@ -15,13 +15,14 @@ Shapes: n rows (samples), p pooled width, m modulations of all layers together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from simpletune.data.plan import Draw, Plan
+from simpletune.data.plan import Draw
 from simpletune.memory import accounting
 from simpletune.memory.snapshot import HOST
 from simpletune.models.sd3_shapes import is_adaln, timestep_of
@@ -114,6 +115,31 @@ class Modulation:
         return tensor.to(self.device, non_blocking=True)
 
 
+class ModulationSource(Protocol):
+    """What sampling needs of a ``Modulation``."""
+
+    window: int
+    """Steps whose modulations are computed at once."""
+
+    def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:  # [n], [n, p] -> [n, m]
+        """The modulations of n samples."""
+
+
+class MicroBatches(Protocol):
+    """What a modulation plan needs of a run's ``Plan``."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a micro-batch."""
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step."""
+
+    def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
+        """The draws of one micro-batch."""
+
+
 class ModulationPlan:
     """The modulations of a run's steps, a window at a time.
 
@@ -127,7 +153,7 @@ class ModulationPlan:
         process: which process.
     """
 
-    def __init__(self, modulation: Modulation, plan: Plan, pooled: Callable[[str], Tensor], process: int = 0):
+    def __init__(self, modulation: Modulation, plan: MicroBatches, pooled: Callable[[str], Tensor], process: int = 0):
         self.modulation, self.plan, self.pooled, self.process = modulation, plan, pooled, process
         self._window: int | None = None
         self._rows: Tensor | None = None

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import numpy as np
 import torch
@@ -25,12 +25,31 @@ from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.models.transformer import Transformer
 from simpletune.options import UserError
 from simpletune.pipeline.load import device_of
-from simpletune.pipeline.modulation_plan import Modulation
+from simpletune.pipeline.modulation_plan import ModulationSource
 from simpletune.quant.precision import WeightPrecision
 from simpletune.system.signals import poll
 
 Embeddings = tuple[Tensor, Tensor]
 """(prompt_embeds [t, e], pooled [p])."""
+
+
+class NoiseLevels(Protocol):
+    """What sampling needs of diffusers' scheduler."""
+
+    sigmas: Tensor  # [steps + 1]
+
+    def set_timesteps(self, steps: int, /) -> None:
+        """Make ``sigmas`` for so many steps."""
+
+
+class SampledModel(Protocol):
+    """What sampling needs of a model."""
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        """(c, h, w) of the latents of a picture in pixels."""
+
+    def scheduler(self) -> NoiseLevels:
+        """The schedule of noise levels."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +89,7 @@ class Request:
         return self.width, self.height, self.steps, self.guidance, self.skipped, self.image is None
 
 
-def noises(request: Request, model: SD3) -> tuple[Tensor, Tensor | None]:  # [1, c, h, w] each
+def noises(request: Request, model: SampledModel) -> tuple[Tensor, Tensor | None]:  # [1, c, h, w] each
     """The noise of a request: on the CPU in fp32, so the same on every device and in every batch, and the same as
     diffusers' with a CPU generator of that seed.
 
@@ -104,9 +123,9 @@ class Sampler:
     """
 
     transformer: Transformer
-    model: SD3
+    model: SampledModel
     precision: WeightPrecision
-    modulation: Modulation | None = None
+    modulation: ModulationSource | None = None
     batch_size: int = 1
     reuse_guidance: int = 1
 
@@ -189,18 +208,11 @@ class Sampler:
             latents |= dict(zip(batch, z.cpu().split(1), strict=True))
         return [latents[number] for number in range(len(requests))]
 
-    def pictures(
-        self, vae: nn.Module, requests: Sequence[Request], embeddings: Callable[[str], Embeddings]
-    ) -> list[Image.Image]:
-        """Pictures for requests, in their order."""
-        starts = encode_starts(vae, self.model, requests)
-        return decode(vae, self.model, self.latents(requests, embeddings, starts))
-
 
 def conditions_of(
     pooled: Tensor,  # [r, p]
     sigmas: Tensor,  # [s], fp32
-    modulation: Modulation | None,
+    modulation: ModulationSource | None,
 ) -> Iterator[Tensor]:  # s times [r, p] or [r, m]
     """What the transformer takes beside the tokens at each noise level: the pooled prompts, or where its modulation was
     taken out its modulations, as many levels at once as a window has steps."""
@@ -210,6 +222,22 @@ def conditions_of(
     for levels in sigmas.split(modulation.window):
         rows = modulation(levels.repeat_interleave(len(pooled)), pooled.repeat(len(levels), 1))
         yield from rows.view(len(levels), len(pooled), -1)
+
+
+def draw(
+    sampler: Sampler, vae: nn.Module, model: SD3, requests: Sequence[Request], embeddings: Callable[[str], Embeddings]
+) -> list[Image.Image]:
+    """Pictures for requests, in their order.
+
+    Args:
+        sampler: draws the latents.
+        vae: encodes starting pictures and decodes the latents.
+        model: knows the scales between them.
+        requests: what to draw.
+        embeddings: of a prompt.
+    """
+    starts = encode_starts(vae, model, requests)
+    return decode(vae, model, sampler.latents(requests, embeddings, starts))
 
 
 @torch.no_grad()

@@ -8,6 +8,6 @@ May import memory, cards and system. Config and the rooms above may import it.
 """
 
 from simpletune.profiling.epochs import EpochTraces, Facts
-from simpletune.profiling.phases import phase
+from simpletune.system.phases import phase
 
 __all__ = ["EpochTraces", "Facts", "phase"]

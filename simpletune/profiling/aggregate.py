@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from simpletune.profiling.events import Recording, Span, gaps, overlap, self_times, union
-from simpletune.profiling.phases import phase_of
+from simpletune.system.phases import phase_name
 
 TOP = 20
 OTHER = "other"
@@ -30,8 +30,8 @@ def figures(recording: Recording, count: int) -> Json:
     """
     steps = recording.whole_steps(count)
     start, stop = steps[0].start, steps[-1].stop
-    ranges = [span for span in recording.ranges if phase_of(span.name) is not None and start <= span.start < stop]
-    waits = union(span for span in ranges if phase_of(span.name) == "data")
+    ranges = [span for span in recording.ranges if phase_name(span.name) is not None and start <= span.start < stop]
+    waits = union(span for span in ranges if phase_name(span.name) == "data")
     busy = union(recording.device)
     if busy:
         seconds = device_phases(recording, ranges, start)
@@ -57,9 +57,9 @@ def host_phases(ranges: Sequence[Span]) -> Counter[str]:
     """Nanoseconds by phase, in the order in which they first come, from the ranges alone."""
     taken: Counter[str] = Counter()
     for span in sorted(ranges, key=lambda span: span.start):
-        taken.setdefault(str(phase_of(span.name)), 0)
+        taken.setdefault(str(phase_name(span.name)), 0)
     for span, own in self_times(ranges):
-        taken[str(phase_of(span.name))] += own
+        taken[str(phase_name(span.name))] += own
     return taken
 
 
@@ -104,7 +104,7 @@ class Phases:
 
     def _change(self, time: int, inside: list[Span]) -> None:
         self._times.append(time)
-        self._names.append(str(phase_of(inside[-1].name)) if inside else OTHER)
+        self._names.append(str(phase_name(inside[-1].name)) if inside else OTHER)
 
 
 def top(timed: Iterable[tuple[Span, int]], steps: int) -> list[Json]:
@@ -136,7 +136,7 @@ def peak_of_memory(recording: Recording) -> tuple[int, str] | None:
         now += change
         if now > most:
             most, when = now, time
-    return most, Phases(span for span in recording.ranges if phase_of(span.name) is not None).at(when)
+    return most, Phases(span for span in recording.ranges if phase_name(span.name) is not None).at(when)
 
 
 def _within(spans: Iterable[Span], start: int, stop: int) -> Iterable[Span]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from simpletune.profiling.events import Recording, Span, gaps, union
-from simpletune.profiling.phases import MARKS
+from simpletune.system.phases import range_name
 
 AUTOENCODER, OPTIMIZER, ATTENTION = "autoencoder", "optimizer", "attention"
 LINEARS, QUANTISATION, ELEMENT_WISE, IDLE = "linears", "quantisation", "element-wise", "idle"
@@ -16,7 +16,7 @@ Chain = tuple[str, ...]
 # Looked for in the names around an operation, the outermost first, in this order; the products in its own name.
 AROUND = {
     AUTOENCODER: re.compile(rf"^{AUTOENCODER}$"),
-    OPTIMIZER: re.compile(rf"^Optimizer\.step#|^{MARKS[0]}optimizer{MARKS[1]}$"),
+    OPTIMIZER: re.compile(rf"^Optimizer\.step#|^{range_name('optimizer')}$"),
     ATTENTION: re.compile(r"attention|softmax|::bmm|::baddbmm", re.IGNORECASE),
 }
 PRODUCT = re.compile(r"::(addmm_?|mm|_int_mm|linear|mkldnn_linear|matmul)$|conv|gemm|matmul|_mm(_|$)|int8_product")

@@ -21,7 +21,7 @@ from simpletune.lora.attach import load_lora
 from simpletune.models import Model
 from simpletune.options import UserError
 from simpletune.pipeline.encode import free_memory
-from simpletune.pipeline.sample import Embeddings, Sampler, save_png
+from simpletune.pipeline.sample import Embeddings, Sampler, draw, save_png
 from simpletune.runs.weights import Weights, load_weights
 from simpletune.serve.orders import BASE, Order
 from simpletune.system.stage_timer import GIB, peak_rss_gib
@@ -176,7 +176,7 @@ class Painter:
         self._go_on = go_on
         try:
             sampler = Sampler(self.transformer, self.config.model, self.config.precision, self.modulation)
-            pictures = sampler.pictures(self.vae, [order.request], self.text.load)
+            pictures = draw(sampler, self.vae, self.config.model, [order.request], self.text.load)
         finally:
             self._go_on = lambda: None
         return png_of(pictures[0], order)

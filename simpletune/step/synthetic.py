@@ -1,10 +1,9 @@
-"""What stands in for data and processes where a run takes its steps without either: in simulations and benchmarks."""
+"""Batches without data and an accelerator for one process: simulations and benchmarks take a run's steps with them."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ class SyntheticBatches:
         self.batch_size, self.accumulation = config.train.batch_size, config.train.gradient_accumulation
         self.modulations: ModulationPlan | None = None
         if core.modulation is not None:
-            self.modulations = ModulationPlan(core.modulation, self, lambda caption: self._pooled())  # type: ignore[arg-type]
+            self.modulations = ModulationPlan(core.modulation, self, lambda caption: self._pooled())
 
     def step(self, step: int) -> list[Batch]:
         """The micro-batches of one step."""
@@ -49,7 +48,7 @@ class SyntheticBatches:
         return [replace(batch, pooled=own) for batch, own in zip(batches, rows, strict=True)]
 
     def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
-        """As a plan's: what a modulation plan needs of it."""
+        """As ``Plan.micro_batch``, for the modulation plan: draws whose captions and pictures do not matter."""
         return [DRAW] * self.batch_size
 
     def _pooled(self) -> Tensor:
@@ -102,7 +101,7 @@ class SingleProcess:
         """As it is."""
         return model
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Nothing is synchronised."""
         return nullcontext()
 

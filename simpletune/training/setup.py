@@ -157,7 +157,7 @@ def fit_checkpointing(config: TrainConfig, device: torch.device, plan: Plan, res
     """The configuration with a number of checkpointed blocks where it says ``auto``; a resumed run keeps its own."""
     if config.memory.checkpointing != "auto":
         return config
-    from simpletune.estimate.choosing import choose_on
+    from simpletune.estimate.auto_checkpointing import choose_on
 
     return choose_on(config, device, plan.largest(), chosen_blocks(config) if resumed else None)
 

@@ -15,7 +15,7 @@ from simpletune.models.transformer import Transformer
 from simpletune.pipeline.encode import TextCache, free_memory
 from simpletune.pipeline.load import device_of
 from simpletune.pipeline.modulation_plan import Modulation
-from simpletune.pipeline.sample import Request, Sampler, save_png
+from simpletune.pipeline.sample import Request, Sampler, draw, save_png
 from simpletune.sheets import grid
 from simpletune.step.batches import Batch, Batches
 from simpletune.system.atomic import atomic_folder
@@ -75,7 +75,7 @@ class Previews:
         sampler = Sampler(transformer, config.model, config.precision, self.modulation)
         vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
         try:
-            pictures = sampler.pictures(vae, self.requests, self.text.load)
+            pictures = draw(sampler, vae, config.model, self.requests, self.text.load)
         finally:
             del vae
             free_memory(device)

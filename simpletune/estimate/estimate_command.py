@@ -11,10 +11,10 @@ from simpletune.cards import Card, card_of
 from simpletune.config.load import read_config
 from simpletune.config.resolve import model_resolved, require_model_rules
 from simpletune.config.schema import TrainConfig
+from simpletune.estimate.auto_checkpointing import choose
 from simpletune.estimate.chart import write_picture
-from simpletune.estimate.choosing import choose
 from simpletune.estimate.job import Estimate, estimate
-from simpletune.estimate.text import as_text, comparison
+from simpletune.estimate.terminal import as_text, comparison
 from simpletune.models.sizes import Size
 from simpletune.options import UserError
 from simpletune.system.console import silent
@@ -54,10 +54,10 @@ def estimate_config(
     config, reserved = read_for_estimate(file, overrides), int(reserve * GIB)
     with silent() if as_json else nullcontext():
         config = choose(config, square(config), card, reserved)
-    found = estimate(config, (card or card_of(REFERENCE)).capability)
+    prediction = estimate(config, (card or card_of(REFERENCE)).capability)
     if as_json:
-        return json.dumps({"name": config.name, **found.as_json(card, reserved)}, indent=2)
-    return "\n".join([as_text(config.name, found, card, reserved), *unfit(config, card)])
+        return json.dumps({"name": config.name, **prediction.as_json(card, reserved)}, indent=2)
+    return "\n".join([as_text(config.name, prediction, card, reserved), *unfit(config, card)])
 
 
 def square(config: TrainConfig) -> Size:
@@ -89,18 +89,18 @@ def compare_configs(
         as_json: figures for programs.
     """
     card = card_of(device) if device else None
-    found: dict[str, Estimate] = {}
+    predictions: dict[str, Estimate] = {}
     for file in files:
         config = read_for_estimate(file, overrides)
-        name = config.name if config.name not in found else str(file)
-        if name in found:
+        name = config.name if config.name not in predictions else str(file)
+        if name in predictions:
             raise UserError(f"--compare: {file} is named twice")
         with silent() if as_json else nullcontext():
             config = choose(config, square(config), card)
-        found[name] = estimate(config, (card or card_of(REFERENCE)).capability)
-    told = [comparison(found)]
+        predictions[name] = estimate(config, (card or card_of(REFERENCE)).capability)
+    lines = [comparison(predictions)]
     if picture is not None:
-        told.append(str(write_picture(picture, found, card)))
+        lines.append(str(write_picture(picture, predictions, card)))
     if as_json:
-        return json.dumps({name: each.as_json(card) for name, each in found.items()}, indent=2)
-    return "\n".join(told)
+        return json.dumps({name: each.as_json(card) for name, each in predictions.items()}, indent=2)
+    return "\n".join(lines)

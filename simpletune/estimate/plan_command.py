@@ -11,10 +11,10 @@ from pathlib import Path
 from simpletune.cards import CARDS, Card, card_of
 from simpletune.config.load import merge, read_json
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.cli_text import GIB, read_for_estimate, unfit
+from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
 from simpletune.estimate.job import MIB
-from simpletune.estimate.pace import Pace
 from simpletune.estimate.planning import PlanResult, Search, batch_table, differing
+from simpletune.estimate.step_time import StepTime
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 
@@ -44,44 +44,45 @@ def plan_config(file: Path, overrides: Sequence[str], device: str, reserve: floa
         "largest-batch": search.largest_batch,
         "highest-resolution": search.highest_resolution,
     }
-    found = ways[goal]()
+    results = ways[goal]()
     seconds = time.perf_counter() - clock
-    best = found[0]
+    best = results[0]
     changes = differing(config, best.choice.config, best.choice.overrides)
     out = out or file.with_name(f"{file.stem}_{re.sub(r'[^a-z0-9]+', '', card.name.lower())}.json")
     merged, _, _ = merge(read_json(file), [*overrides, *changes, f"name={out.stem}"])
     write_json(out, merged)
     lines = [f"{card.name} has {card.bytes / MIB:,.0f} MiB; found in {seconds:.0f} s; seconds a step are arithmetic"]
-    for number, each in enumerate(found, 1):
+    for number, each in enumerate(results, 1):
         lines += ["", *_described(number, each, best, config)]
     lines += ["", f"written: {out}    ./train.sh {out}"]
     return "\n".join(lines)
 
 
-def _described(number: int, found: PlanResult, best: PlanResult, config: TrainConfig) -> Iterator[str]:
+def _described(number: int, result: PlanResult, best: PlanResult, config: TrainConfig) -> Iterator[str]:
     """A choice in a few lines."""
-    estimate, choice = found.estimate, found.choice
+    estimate, choice = result.estimate, result.choice
     yield f"{number}. {choice.about}"
     job = f"{estimate.peak.bytes / MIB:,.0f} ({estimate.peak_stage}), the card must have {estimate.needed() / MIB:,.0f}"
     yield f"   predicted MiB: training {estimate.stages['train'].bytes / MIB:,.0f}, whole job {job}"
     yield f"   host memory about {sum(estimate.needs.host.values()) / GIB:.1f} GiB"
-    yield f"   expected: {found.pace.seconds:.2f} s a step{_why(found.pace, best.pace) if number > 1 else ''}"
+    why = _why(result.step_time, best.step_time) if number > 1 else ""
+    yield f"   expected: {result.step_time.seconds:.2f} s a step{why}"
     if choice.lossy:
         yield "   it may cost quality: fewer bits than you asked for, or another clipping or state"
     for text in differing(config, choice.config, choice.overrides):
         yield f"   {text}"
 
 
-def _why(pace: Pace, best: Pace) -> str:
-    """How a pace differs from the best one's, and by what most."""
-    change = pace.seconds / best.seconds - 1
+def _why(step_time: StepTime, best: StepTime) -> str:
+    """How a step time differs from the best one, and what causes most of it."""
+    change = step_time.seconds / best.seconds - 1
     parts = ("recomputation", "unpacking", "transfer", "update")
-    most = max(parts, key=lambda part: getattr(pace, part) - getattr(best, part))
+    most = max(parts, key=lambda part: getattr(step_time, part) - getattr(best, part))
     if abs(change) < 0.005:
         return ", the same within half a percent"
-    told = {"recomputation": "computes more again", "unpacking": "unpacks weights in every pass"}
-    told |= {"transfer": "waits for copies", "update": "updates more"}
-    return f", {change:+.0%}" + (f": {told[most]}" if change > 0 else ", but it ranks lower for what it may cost")
+    reasons = {"recomputation": "computes more again", "unpacking": "unpacks weights in every pass"}
+    reasons |= {"transfer": "waits for copies", "update": "updates more"}
+    return f", {change:+.0%}" + (f": {reasons[most]}" if change > 0 else ", but it ranks lower for what it may cost")
 
 
 def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_json: bool = False) -> str:

@@ -23,7 +23,7 @@ UPDATED = 7  # bytes that an update moves for each byte that trains: weight, gra
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepTime:
     """Seconds of one optimizer step, by what they go to."""
 
     products: float
@@ -40,7 +40,7 @@ class Pace:
         return self.products + self.recomputation + self.unpacking + self.transfer + self.update
 
 
-def pace(config: TrainConfig, report: StepReport, card: Card, size: Size | None = None) -> Pace:
+def predict_step_time(config: TrainConfig, report: StepReport, card: Card, size: Size | None = None) -> StepTime:
     """What a step should take.
 
     Args:
@@ -69,7 +69,7 @@ def pace(config: TrainConfig, report: StepReport, card: Card, size: Size | None 
     transfer = max(0.0, _moved(config, report, tokens) / card.link / 1e9 - hidden)
     update = UPDATED * report.trained_bytes / (card.bandwidth or BANDWIDTH) / 1e9
     micro = config.train.gradient_accumulation
-    return Pace(micro * products, micro * again, micro * unpacking, micro * transfer, update)
+    return StepTime(micro * products, micro * again, micro * unpacking, micro * transfer, update)
 
 
 def _unpacked(config: TrainConfig, passes: float) -> float:

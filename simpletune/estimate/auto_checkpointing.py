@@ -14,7 +14,6 @@ from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.job import MIB, key_of_prediction, largest_peak
-from simpletune.estimate.levers import NO_CARD, with_checkpointed
 from simpletune.estimate.simulate import simulate
 from simpletune.memory.checkpointing import fewest_checkpointed, fewest_that_fit
 from simpletune.memory.device_terms import cublas_workspace
@@ -25,6 +24,10 @@ from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 
 ANY = (8, 9)  # a capability: libraries' workspaces are not in these peaks
+NO_CARD = (
+    "memory.checkpointing: auto keeps what the card at hand has room for, and no card is here or named. Name one "
+    "(estimate CONFIG --device L4), give memory.budget_gib, or use all, none or a number"
+)
 
 
 class Peaks:
@@ -39,8 +42,8 @@ class Peaks:
         self._config, self._size = config, size
         key = key_of_prediction(with_checkpointed(config, 0), ANY, size)
         self._file = Path(config.output.cache) / "estimates" / f"{key}-blocks.json"
-        kept = read_json_or_none(self._file) or {}
-        self._known = {int(count): int(peak) for count, peak in kept.items()}
+        cached = read_json_or_none(self._file) or {}
+        self._known = {int(count): int(peak) for count, peak in cached.items()}
 
     def __call__(self, count: int) -> int:
         """The peak with so many blocks checkpointed."""
@@ -49,6 +52,12 @@ class Peaks:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_json(self._file, {str(each): self._known[each] for each in sorted(self._known)})
         return self._known[count]
+
+
+def with_checkpointed(config: TrainConfig, count: int) -> TrainConfig:
+    """The configuration with so many blocks checkpointed."""
+    memory = config.memory.model_copy(update={"checkpointing": count or "none", "budget_gib": None})
+    return config.model_copy(update={"memory": memory})
 
 
 def choose(
