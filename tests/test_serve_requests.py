@@ -34,6 +34,7 @@ def requests_of(body: object) -> list[ImageRequest]:
 
 @settings(max_examples=300, deadline=None)
 @given(st.fixed_dictionaries({"instances": st.lists(OBJECTS | VALUES, max_size=3), "parameters": OBJECTS | VALUES}))
+@example({"instances": [{"prompt": "\ud800"}], "parameters": None})
 @example({"instances": [{"prompt": "\ud800"}], "parameters": {"\ud800": 1, "lora": "\ud800"}})
 def test_any_json_gives_images_or_an_error_that_can_be_sent(body: dict[str, object]) -> None:
     try:
