@@ -1,4 +1,4 @@
-"""What the tests of ``simpletune serve`` share: a run, servers in threads, a painter that can be held."""
+"""What the tests of ``simpletune serve`` share: a run, servers in threads, a generator that waits."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from simpletune.pipeline.sample import Request
 from simpletune.quant.plain import FP32
 from simpletune.runs.folder import CONFIG
 from simpletune.serve import server
-from simpletune.serve.app import Answers
+from simpletune.serve.app import HttpOptions
 from simpletune.serve.limits import Limits
-from simpletune.serve.orders import Menu, Order
+from simpletune.serve.requests import Capabilities, ImageRequest
 
 PROMPT = "a flat picture of a small red circle on the left, on a mint background"
 STYLE = ["text_embedder.linear_1", "attn.add_k_proj", "attn.add_v_proj", "norm1.linear"]  # the demo's kind of targets
@@ -58,31 +58,31 @@ def make_run(folder: Path) -> Path:
     return run
 
 
-class HeldPainter:
-    """Draws a fixed picture, each only when it is let; remembers what it began and what it gave up."""
+class BlockingGenerator:
+    """Returns a fixed image once ``release`` is set; records what it started, counts what was cancelled."""
 
-    def __init__(self, held: bool = True, steps: int = 400):
-        self.let, self.steps = threading.Event(), steps
-        self.begun: list[Order] = []
-        self.given_up = 0
-        if not held:
-            self.let.set()
+    def __init__(self, blocked: bool = True, steps: int = 400):
+        self.release, self.steps = threading.Event(), steps
+        self.started: list[ImageRequest] = []
+        self.cancelled = 0
+        if not blocked:
+            self.release.set()
 
     def encode(self, prompts: Sequence[str]) -> None:
         """Nothing."""
 
-    def draw(self, order: Order, go_on: Callable[[], None]) -> bytes:
-        """A picture, when it is let; before that, many steps of 5 ms."""
-        self.begun.append(order)
-        if order.request.prompt == "break":
+    def generate(self, image: ImageRequest, check_cancelled: Callable[[], None]) -> bytes:
+        """Steps of 5 ms each until it is released, then the image."""
+        self.started.append(image)
+        if image.request.prompt == "break":
             raise RuntimeError("something in the model")
         try:
             for _ in range(self.steps):
-                go_on()
-                if self.let.wait(0.005):
+                check_cancelled()
+                if self.release.wait(0.005):
                     break
         except Exception:
-            self.given_up += 1
+            self.cancelled += 1
             raise
         buffer = io.BytesIO()
         Image.new("RGB", (16, 16), "red").save(buffer, format="PNG")
@@ -143,11 +143,11 @@ def real(run: Path, *words: str) -> server.Service:
     return server.build(parse(["serve", "--run", str(run), "--lora", second, "--port", "0", *words]))
 
 
-def held(painter: HeldPainter, limits: Limits = Limits(), **answers: Any) -> server.Service:  # noqa: B008 frozen
-    """A server of a painter that can be held."""
-    menu = Menu(("base", "one"), Request("", 7, "", 64, 64, 3, 3.0), limits)
-    answers = {"hosts": {"127.0.0.1"}, "log": lambda line: None, **answers}
-    return server.service(lambda: painter, menu, server._bind("127.0.0.1", 0), Answers(**answers))
+def blocking(generator: BlockingGenerator, limits: Limits = Limits(), **options: Any) -> server.Service:  # noqa: B008 frozen
+    """A server of a generator that waits."""
+    capabilities = Capabilities(("base", "one"), Request("", 7, "", 64, 64, 3, 3.0), limits)
+    options = {"hosts": {"127.0.0.1"}, "log": lambda line: None, **options}
+    return server.service(lambda: generator, capabilities, server._bind("127.0.0.1", 0), HttpOptions(**options))
 
 
 def pixels(text: str) -> bytes:

@@ -111,11 +111,13 @@ def test_all_problems_come_at_once() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"name": "x", "name": "y"}', "the key 'name' stands twice"),
+        ('{"name": "x", "name": "y"}', 'the key "name" appears twice in one object. Keep one of them'),
         ('{"name": "x",}', "c.json:1:14: not valid JSON"),
-        ('{"train": {"steps": NaN}}', "NaN is not a number that JSON knows"),
+        ('{"train": {"steps": NaN}}', "NaN is not a JSON number. Write a finite number"),
         ("[1]", "holds a list; a configuration is a JSON object"),
-        ("[" * 100_000, "c.json: "),
+        ("[" * 100_000, "c.json: it is nested too deeply. At most 64 levels are read"),
+        ("[" * 65 + "]" * 65, "nested too deeply"),
+        ("[" * 64 + "]" * 64, "holds a list"),
     ],
 )
 def test_bad_json(text: str, message: str, write_config) -> None:

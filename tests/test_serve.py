@@ -25,17 +25,17 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from serving import PROMPT, HeldPainter, Running, held, make_run, pixels, real, running, until
+from serving import PROMPT, BlockingGenerator, Running, blocking, make_run, pixels, real, running, until
 
 from simpletune import demo
 from simpletune.cli.main import main, parse
 from simpletune.options import UserError
 from simpletune.serve import server
-from simpletune.serve.app import Answers, Gate
+from simpletune.serve.app import HttpOptions, RequestGuard
 from simpletune.serve.limits import Limits
 from simpletune.serve.metrics import Metrics
-from simpletune.serve.orders import Order
-from simpletune.serve.worker import Gone
+from simpletune.serve.requests import ImageRequest
+from simpletune.serve.worker import JobCancelled
 
 JSON = {"Content-Type": "application/json"}
 
@@ -56,8 +56,8 @@ def live(run: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def stub() -> Iterator[Running]:
-    """A painter that draws at once."""
-    with running(held(HeldPainter(held=False))) as it:
+    """A generator that does not wait."""
+    with running(blocking(BlockingGenerator(blocked=False))) as it:
         it.wait_ready()
         yield it
 
@@ -111,19 +111,20 @@ def test_32_at_once_and_none_depends_on_the_others(live: Running) -> None:
 
 
 def test_drawing_can_be_given_up_before_every_step(live: Running) -> None:
-    painter, order = live.service.worker._painter, Order(replace(live.service.menu.standard, prompt=PROMPT))
-    assert painter is not None
+    generator = live.service.worker._generator
+    image = ImageRequest(replace(live.service.capabilities.defaults, prompt=PROMPT))
+    assert generator is not None
     asked: list[int] = []
 
-    def go_on() -> None:
+    def check_cancelled() -> None:
         asked.append(1)
         if len(asked) == 3:
-            raise Gone
+            raise JobCancelled
 
-    with pytest.raises(Gone):
-        painter.draw(order, go_on)
+    with pytest.raises(JobCancelled):
+        generator.generate(image, check_cancelled)
     assert len(asked) == 3
-    whole = painter.draw(order, lambda: asked.append(1))
+    whole = generator.generate(image, lambda: asked.append(1))
     assert len(asked) == 3 + 1 + 3  # the beginning, and three steps
     assert live.pictures(PROMPT) == [pixels(base64.b64encode(whole).decode())]
 
@@ -199,22 +200,23 @@ def test_its_peak_memory_is_told(live: Running) -> None:
 @pytest.mark.parametrize(
     "name, value, told",
     [
-        ("width", 1000, "1000 is not from 16 to 128"),
-        ("width", 72, "72 is not a multiple of 16. Use 64 or 80"),
-        ("height", 64.5, "64.5 is not a whole number"),
-        ("height", "64", '"64" is not a whole number'),
-        ("num_inference_steps", 21, "21 is not from 1 to 20"),
-        ("num_inference_steps", True, "true is not a whole number"),
-        ("guidance_scale", 0.5, "0.5 is not from 1 to 30"),
-        ("seed", -1, "-1 is not from 0 to"),
-        ("seed", 10**30, "is not from 0 to"),
-        ("lora", "../second", '"../second" is not served. Known: base, first, second'),
-        ("lora", ["first"], "is not served"),
-        ("lora_scale", 5, "5 is not from -4 to 4"),
-        ("negative_prompt", 7, "7 is not text"),
-        ("negative_prompt", "x" * 301, "has 301 characters. At most 300"),
-        ("num_inference_step", 2, "is not known. Did you mean num_inference_steps? Known: negative_prompt, width"),
-        ("image", "/etc/passwd", "is not known. Known: negative_prompt, width"),
+        ("width", 1000, "1000 does not fit. It must be at most 128"),
+        ("width", 72, "72 does not fit. It must be a multiple of 16. Use 64 or 80"),
+        ("height", 64.5, "64.5 does not fit. It must be a whole number"),
+        ("height", "64", '"64" does not fit. It must be a whole number, without quotes. Write 64'),
+        ("num_inference_steps", 21, "21 does not fit. It must be at most 20"),
+        ("num_inference_steps", True, "true does not fit. It must be a whole number"),
+        ("guidance_scale", 0.5, "0.5 does not fit. It must be at least 1"),
+        ("seed", -1, "-1 does not fit. It must be at least 0"),
+        ("seed", 10**30, "at most 9223372036854775807"),
+        ("lora", "../second", '"../second" is not served. Did you mean second?'),
+        ("lora", "x", '"x" is not served. Known: base, first, second'),
+        ("lora", ["first"], '["first"] does not fit. It must be text in quotes'),
+        ("lora_scale", 5, "5 does not fit. It must be at most 4"),
+        ("negative_prompt", 7, "7 does not fit. It must be text in quotes"),
+        ("negative_prompt", "x" * 301, "It must be text of at most 300 characters. It has 301"),
+        ("num_inference_step", 2, "unknown field. Did you mean num_inference_steps?"),
+        ("image", "/etc/passwd", "unknown field. Known: negative_prompt, width, height, num_inference_steps"),
     ],
 )
 def test_a_parameter_that_does_not_fit_is_named(name: str, value: Any, told: str, live: Running) -> None:
@@ -227,16 +229,17 @@ def test_a_parameter_that_does_not_fit_is_named(name: str, value: Any, told: str
 @pytest.mark.parametrize(
     "instances, where, told",
     [
-        ([], "instances", "is required"),
-        (None, "instances", "is required"),
-        ([{"prompt": PROMPT}] * 5, "instances", "has 5 entries. At most 4"),
-        (["a star"], "instances.0", "must be an object"),
+        ([], "instances", "a list of at least 1"),
+        (None, "instances", "null does not fit. It must be a list"),
+        ([{"prompt": PROMPT}] * 5, "instances", "a list of at most 4. It has 5"),
+        (["a star"], "instances.0", "It must be an object"),
         ([{"prompt": PROMPT}, {}], "instances.1", "needs prompt or text"),
         ([{"prompt": PROMPT, "text": PROMPT}], "instances.0", "one of them"),
-        ([{"prompt": "x" * 301}], "instances.0.prompt", "has 301 characters"),
-        ([{"text": 7}], "instances.0.text", "7 is not text"),
+        ([{"prompt": "x" * 301}], "instances.0.prompt", "at most 300 characters. It has 301"),
+        ([{"text": 7}], "instances.0.text", "7 does not fit. It must be text in quotes"),
+        ([{"prompt": None}], "instances.0.prompt", "null does not fit. It must be text in quotes"),
         ([{"prompt": "  "}], "instances.0", "the prompt is empty"),
-        ([{"prompt": PROMPT, "height": 63}], "instances.0.height", "not a multiple of 16"),
+        ([{"prompt": PROMPT, "height": 63}], "instances.0.height", "a multiple of 16. Use 48 or 64"),
         ([{"prompt": PROMPT, "lora": "first", "lora_id": "second"}], "instances.0.lora_id", "contradicts lora"),
     ],
 )
@@ -251,25 +254,33 @@ def test_all_problems_are_told_at_once(live: Running) -> None:
     assert set(problems(answer)) == {"instances.0", "parameters.width", "parameters.sed"}
 
 
+def with_parameters(parameters: bytes) -> bytes:
+    return b'{"instances": [{"prompt": "a"}], "parameters": {' + parameters + b"}}"
+
+
 @pytest.mark.parametrize(
     "body, status, told",
     [
-        (b"", 400, "is not JSON"),
-        (b"{", 400, "is not JSON"),
+        (b"", 400, "is not strict JSON"),
+        (b"{", 400, "is not strict JSON"),
         (b"[]", 400, "must be an object"),
-        (b"\xff\xfe", 400, "is not JSON"),
+        (b"\xff\xfe", 400, "is not strict JSON"),
         (b"[" * 60_000, 400, "nested too deeply"),
-        (b'{"instances": [{"prompt": "a"}], "parameters": {"seed": 1, "seed": 2}}', 400, '"seed" stands twice'),
-        (b'{"instances": [{"prompt": "a"}], "parameters": {"guidance_scale": NaN}}', 400, "NaN is not a number"),
-        (b'{"instances": [{"prompt": "a"}], "parameters": {"lora_scale": -Infinity}}', 400, "Infinity is not a number"),
-        (b'{"instances": [{"prompt": "a"}], "parameters": {"guidance_scale": 1e999}}', 422, "is not from 1 to 30"),
-        (b'{"instances": [{"prompt": "a"}], "parameters": {"width": 1e999}}', 422, "is not a whole number"),
-        (b'{"instances": [{"prompt": "a"}], "parameters": {"seed": ' + b"9" * 5000 + b"}}", 400, "is not JSON"),
+        (with_parameters(b'"seed": 1, "seed": 2'), 400, 'the key "seed" appears twice'),
+        (with_parameters(b'"guidance_scale": NaN'), 400, "NaN is not a JSON number"),
+        (with_parameters(b'"lora_scale": -Infinity'), 400, "-Infinity is not a JSON number"),
+        (with_parameters(b'"guidance_scale": 1e999'), 422, "Infinity does not fit. It must be at most 30"),
+        (with_parameters(b'"width": 1e999'), 422, "Infinity does not fit. It must be a whole number"),
+        (with_parameters(b'"seed": ' + b"9" * 5000), 400, "is not strict JSON"),
         (b'{"instances": [{"prompt": "\\ud800"}]}', 422, "no character"),
         (b'{"instances": [{"prompt": "a"}], "parameters": []}', 422, "must be an object"),
-        (b'{"instances": [{"prompt": "a"}], "path": "x"}', 422, "path: is not known"),
-        (b'{"instances": [{"prompt": "a", "\\ud800": 1}]}', 422, "ud800: is not known"),
-        (json.dumps(dict.fromkeys(map(str, range(10_000)))).encode(), 422, "and 2 more"),
+        (b'{"instances": [{"prompt": "a"}], "path": "x"}', 422, "path: unknown field. Known: parameters, instances"),
+        (b'{"instances": [{"prompt": "a", "\\ud800": 1}]}', 422, 'instances.0: "\\ud800" does not fit'),
+        (b"{}", 422, "instances: is required: a list such as"),
+        (json.dumps(dict.fromkeys(map(str, range(64)))).encode(), 422, "; and 57 more"),
+        (json.dumps(dict.fromkeys(map(str, range(65)))).encode(), 422, "has 65 names. At most 64 are read"),
+        (json.dumps({"instances": [dict.fromkeys(map(str, range(65)))]}).encode(), 422, "instances.0: has 65 names"),
+        (b'{"' + b"k" * 9000 + b'": 0}', 422, "k...: unknown field"),
     ],
 )  # fmt: skip
 def test_a_body_that_does_not_fit(body: bytes, status: int, told: str, live: Running) -> None:
@@ -311,8 +322,8 @@ def test_large_bodies_are_not_read(stub: Running) -> None:
 
 
 def test_no_more_wait_than_may_and_those_that_wait_are_served(capsys: pytest.CaptureFixture[str]) -> None:
-    painter = HeldPainter()
-    with running(held(painter, Limits(queue=5))) as it, ThreadPoolExecutor(32) as pool:
+    generator = BlockingGenerator()
+    with running(blocking(generator, Limits(queue=5))) as it, ThreadPoolExecutor(32) as pool:
         it.wait_ready()
         asked = [pool.submit(it.predict, "a star", seed=n) for n in range(32)]
         until(lambda: sum(each.done() for each in asked) == 26)
@@ -320,8 +331,8 @@ def test_no_more_wait_than_may_and_those_that_wait_are_served(capsys: pytest.Cap
         assert {each.status_code for each in refused} == {429}
         assert all(1 <= int(each.headers["retry-after"]) <= 600 for each in refused)
         assert it.service.worker.waiting == 5
-        assert "simpletune_queue_length 5" in it.client.get("/metrics").text
-        painter.let.set()
+        assert "simpletune_queue_length 5.0" in it.client.get("/metrics").text
+        generator.release.set()
         assert sorted(each.result().status_code for each in asked) == [200] * 6 + [429] * 26
         assert 'simpletune_requests_total{route="predict",status="429"} 26' in it.client.get("/metrics").text
 
@@ -336,34 +347,34 @@ def asking(it: Running) -> socket.socket:
 
 
 def test_the_work_of_a_client_that_leaves_is_given_up() -> None:
-    painter, lines = HeldPainter(steps=100_000), list[str]()
-    with running(held(painter, log=lines.append)) as it, ThreadPoolExecutor(1) as pool:
+    generator, lines = BlockingGenerator(steps=100_000), list[str]()
+    with running(blocking(generator, log=lines.append)) as it, ThreadPoolExecutor(1) as pool:
         it.wait_ready()
         with asking(it):
-            until(lambda: len(painter.begun) == 1)
-        until(lambda: painter.given_up == 1)  # it was in hand
-        assert len(painter.begun) == 1
+            until(lambda: len(generator.started) == 1)
+        until(lambda: generator.cancelled == 1)  # it was in hand
+        assert len(generator.started) == 1
         first = pool.submit(it.predict, "b")
-        until(lambda: len(painter.begun) == 2)
+        until(lambda: len(generator.started) == 2)
         with asking(it):
             until(lambda: it.service.worker.waiting == 1)
         until(lambda: it.service.worker.waiting == 0)
-        painter.let.set()
+        generator.release.set()
         assert first.result().status_code == 200
-        assert [order.request.prompt for order in painter.begun] == ["a", "b"]
+        assert [image.request.prompt for image in generator.started] == ["a", "b"]
         statuses = [json.loads(line)["status"] for line in lines if '"/predict"' in line]
         assert statuses == [499, 499, 200]
         assert 'status="499"} 2' in it.client.get("/metrics").text
 
 
 def test_what_takes_too_long_is_given_up() -> None:
-    painter = HeldPainter(steps=100_000)
-    with running(held(painter, Limits(seconds=1))) as it:
+    generator = BlockingGenerator(steps=100_000)
+    with running(blocking(generator, Limits(seconds=1))) as it:
         it.wait_ready()
         answer = it.predict("a")
         assert answer.status_code == 504 and "No answer within 1 s" in answer.text
-        until(lambda: painter.given_up == 1)
-        painter.let.set()
+        until(lambda: generator.cancelled == 1)
+        generator.release.set()
         assert it.predict("a").is_success
 
 
@@ -378,9 +389,9 @@ def test_an_error_in_the_model_ends_one_request_alone(stub: Running, capfd: pyte
 
 
 def test_it_says_that_it_is_not_ready_before_it_is() -> None:
-    loaded, painter = threading.Event(), HeldPainter(held=False)
-    service = held(painter)
-    service.worker._load = lambda: loaded.wait() and painter  # type: ignore[assignment,return-value]
+    loaded, generator = threading.Event(), BlockingGenerator(blocked=False)
+    service = blocking(generator)
+    service.worker._load = lambda: loaded.wait() and generator  # type: ignore[assignment,return-value]
     with running(service) as it:
         until(lambda: it.client.get("/health").status_code == 503)
         assert it.client.get("/health").json() == {"status": "loading"}
@@ -395,9 +406,9 @@ def test_it_says_that_it_is_not_ready_before_it_is() -> None:
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
-    service = held(HeldPainter())
+    service = blocking(BlockingGenerator())
 
-    def load() -> HeldPainter:
+    def load() -> BlockingGenerator:
         raise UserError("no such weights")
 
     service.worker._load = load
@@ -407,18 +418,18 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
 
 
 def test_the_first_signal_lets_the_request_in_hand_finish(capsys: pytest.CaptureFixture[str]) -> None:
-    painter = HeldPainter(steps=100_000)
-    with running(held(painter)) as it, ThreadPoolExecutor(3) as pool:
+    generator = BlockingGenerator(steps=100_000)
+    with running(blocking(generator)) as it, ThreadPoolExecutor(3) as pool:
         it.wait_ready()
         in_hand, address = pool.submit(it.predict, "a", "b"), it.service.address
-        until(lambda: len(painter.begun) == 1)
+        until(lambda: len(generator.started) == 1)
         waiting = pool.submit(it.predict, "c")
         until(lambda: it.service.worker.waiting == 1)
         it.service.server.handle_exit(signal.SIGTERM, None)
         assert waiting.result().status_code == 503
         assert it.predict("d").status_code == 503
         assert it.client.get("/health").status_code == 503
-        painter.let.set()
+        generator.release.set()
         assert len(in_hand.result().json()["predictions"]) == 2
         it.thread.join(20)
         assert not it.thread.is_alive()
@@ -427,11 +438,11 @@ def test_the_first_signal_lets_the_request_in_hand_finish(capsys: pytest.Capture
 
 
 def test_the_second_signal_does_not() -> None:
-    painter = HeldPainter(steps=100_000)
-    with running(held(painter)) as it, ThreadPoolExecutor(1) as pool:
+    generator = BlockingGenerator(steps=100_000)
+    with running(blocking(generator)) as it, ThreadPoolExecutor(1) as pool:
         it.wait_ready()
         in_hand = pool.submit(it.predict, "a")
-        until(lambda: len(painter.begun) == 1)
+        until(lambda: len(generator.started) == 1)
         it.service.server.handle_exit(signal.SIGINT, None)
         it.service.server.handle_exit(signal.SIGINT, None)
         assert in_hand.result().status_code == 503
@@ -466,12 +477,13 @@ def test_the_command_serves_until_it_is_told_to_stop(run: Path, tmp_path: Path) 
 # Set-up
 
 
+@pytest.mark.parametrize("package", ["starlette", "uvicorn", "prometheus_client"])
 def test_without_the_extra_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("simpletune.serve.find_spec", lambda name: None if name == "uvicorn" else True)
+    monkeypatch.setattr("simpletune.serve.find_spec", lambda name: None if name == package else True)
     assert main(["serve"]) == 3
-    assert re.search(r'needs uvicorn, .*-m pip install -e ".*\[serve\]"', capsys.readouterr().err)
+    assert re.search(rf'needs {package}, .*-m pip install -e ".*\[serve\]"', capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -498,7 +510,7 @@ def test_vertex_says_where_it_wants_to_be_answered(run: Path, capsys: pytest.Cap
     wants = {"AIP_HTTP_PORT": str(port), "AIP_PREDICT_ROUTE": "/v1/models/7:predict", "AIP_HEALTH_ROUTE": "/v1/ok"}
     service = server.build(parse(["serve", "--run", str(run), "--predictions", "object"]), wants)
     assert service.socket.getsockname() == ("0.0.0.0", port)
-    service.worker._load = lambda: HeldPainter(held=False)
+    service.worker._load = lambda: BlockingGenerator(blocked=False)
     with running(service) as it:
         it.wait_ready()
         at = f"http://127.0.0.1:{port}"
@@ -517,14 +529,15 @@ def test_figures_count(stub: Running) -> None:
     stub.predict("")
     text = stub.client.get("/metrics").text
     for line in (
-        'simpletune_requests_total{route="predict",status="200"} 2',
-        'simpletune_requests_total{route="predict",status="422"} 1',
-        'simpletune_pictures_total{lora="base"} 2',
-        'simpletune_pictures_total{lora="one"} 1',
-        'simpletune_request_seconds_bucket{le="+Inf"} 2',
-        "simpletune_picture_seconds_count 3",
-        "simpletune_peak_memory_process_bytes 1024",
-        "simpletune_ready 1",
+        'simpletune_requests_total{route="predict",status="200"} 2.0',
+        'simpletune_requests_total{route="predict",status="422"} 1.0',
+        'simpletune_pictures_total{lora="base"} 2.0',
+        'simpletune_pictures_total{lora="one"} 1.0',
+        'simpletune_request_seconds_bucket{le="+Inf"} 2.0',
+        "simpletune_picture_seconds_count 3.0",
+        "simpletune_peak_memory_process_bytes 1024.0",
+        "simpletune_ready 1.0",
+        "simpletune_queue_length 0.0",
     ):
         assert line in text.splitlines()
     for line in text.splitlines():
@@ -577,11 +590,11 @@ def test_a_failure_in_the_server_is_an_answer_and_a_line_of_the_log(begun: bool,
     async def send(message: Any) -> None:
         sent.append(message)
 
-    gate = Gate(broken, {"/predict": "predict"}, Metrics(), Answers(hosts=None, log=lines.append))
+    guard = RequestGuard(broken, {"/predict": "predict"}, Metrics(), HttpOptions(hosts=None, log=lines.append))
     scope = {"type": "http", "method": "POST", "path": "/predict", "headers": [], "client": ("127.0.0.1", 1)}
-    asyncio.run(gate(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(guard(scope, None, send))  # type: ignore[arg-type]
     assert sent[0]["status"] == json.loads(lines[0])["status"] == (200 if begun else 500)
     assert begun or b"The server failed; see its log" in sent[1]["body"]
     assert b"a mistake" not in repr(sent).encode() and "a mistake of ours" in capsys.readouterr().err
-    asyncio.run(gate({"type": "websocket"}, None, send))  # type: ignore[arg-type]
+    asyncio.run(guard({"type": "websocket"}, None, send))  # type: ignore[arg-type]
     assert len(lines) == 1 and len(sent) == (1 if begun else 2)

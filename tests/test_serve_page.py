@@ -12,12 +12,12 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
-from serving import PROMPT, HeldPainter, Running, held, make_run, real, running, until
+from serving import PROMPT, BlockingGenerator, Running, blocking, make_run, real, running, until
 
 from simpletune.pipeline.sample import Request
 from simpletune.serve.app import PAGE
 from simpletune.serve.limits import Limits
-from simpletune.serve.orders import Order
+from simpletune.serve.requests import ImageRequest
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
@@ -78,18 +78,21 @@ def test_errors_are_shown_in_words_and_are_no_markup(live: Running, tmp_path: Pa
     text = dom(live, tmp_path, prompt=PROMPT, width=1000, seed=-1)
     error = element(text, "error")
     assert "hidden" not in error.split(">")[0]
-    assert "<li>Width: 1000 is not from 16 to 128</li>" in error and "<li>Seed: -1 is not from 0" in error
+    assert (
+        "<li>Width: 1000 does not fit. It must be at most 128.</li>" in error
+        and "<li>Seed: -1 does not fit. It must be at least 0.</li>" in error
+    )
     assert 'src="data:image/png' not in text
 
 
 @needs_browser
 def test_a_full_queue_is_shown(tmp_path: Path) -> None:
-    painter = HeldPainter(steps=100_000)
-    with running(held(painter, Limits(queue=1))) as it:
+    generator = BlockingGenerator(steps=100_000)
+    with running(blocking(generator, Limits(queue=1))) as it:
         it.wait_ready()
-        it.service.worker.submit([Order(Request("a", 1))])
-        until(lambda: len(painter.begun) == 1)
-        it.service.worker.submit([Order(Request("b", 1))])
+        it.service.worker.submit([ImageRequest(Request("a", 1))])
+        until(lambda: len(generator.started) == 1)
+        it.service.worker.submit([ImageRequest(Request("b", 1))])
         text = dom(it, tmp_path, prompt='<img src=x onerror="document.title=1">')
         assert "1 requests are waiting, and no more may" in element(text, "error")
 

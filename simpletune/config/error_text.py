@@ -6,14 +6,15 @@ import difflib
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from itertools import islice
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from simpletune.config.schema import TrainConfig
-from simpletune.options import Option, Problem, member_for, union_of
+from simpletune.options import Option, Problem, member_for, option_classes, union_of
 
+SHOWN = 60  # characters of a value
 RENAMED = {"boundaries": "offload_checkpoint_inputs"}  # options that were called otherwise before the first release
 NEEDS = {
     "bool_type": "true or false, without quotes",
@@ -34,40 +35,46 @@ NEEDS = {
     "less_than_equal": "at most {le}",
     "multiple_of": "a multiple of {multiple_of}",
     "string_too_short": "text that is not empty",
+    "string_too_long": "text of at most {max_length} characters",
+    "string_unicode": "text without half a surrogate pair, which is no character",
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
 }
 
 
-def problems_of(error: ValidationError, data: Mapping[str, Any]) -> list[Problem]:
+def problems_of(
+    error: ValidationError, data: Mapping[str, Any], root: type[Option], most: int | None = None
+) -> list[Problem]:
     """All problems of one validation; several complaints about one value become one.
 
     Args:
-        error: from validating ``data`` as a TrainConfig.
+        error: from validating ``data`` as a ``root``.
         data: the JSON that was validated.
+        root: the option that was validated.
+        most: problems to put into words, the first ones; default: all.
     """
     by_path: dict[str, list[Any]] = defaultdict(list)
     fields: dict[str, tuple[type[Option], FieldInfo | None]] = {}
     for item in error.errors(include_url=False):
-        path, owner, field = locate(item["loc"], data)
+        path, owner, field = locate(item["loc"], data, root)
         if item["type"] == "union_tag_invalid":
             path = f"{path}.{_plain(item['ctx']['discriminator'])}"
         by_path[path].append(item)
         fields[path] = (owner, field)
-    return [Problem(path, _message(path, items, *fields[path])) for path, items in by_path.items()]
+    return [Problem(path, _message(path, items, *fields[path])) for path, items in islice(by_path.items(), most)]
 
 
-def locate(loc: tuple[int | str, ...], data: Any) -> tuple[str, type[Option], FieldInfo | None]:
+def locate(loc: tuple[int | str, ...], data: Any, root: type[Option]) -> tuple[str, type[Option], FieldInfo | None]:
     """Pydantic's location as a dotted path of JSON keys, with the option that owns its last key."""
-    owner: type[Option] = TrainConfig
-    option: type[Option] | None = TrainConfig
+    owner: type[Option] = root
+    option: type[Option] | None = root
     path: list[str] = []
     field: FieldInfo | None = None
-    names = {f.alias or n: n for n, f in TrainConfig.model_fields.items()}
     rest = list(loc)
     while rest:
         key = rest.pop(0)
         if option is not None:
+            names = {f.alias or n: n for n, f in option.model_fields.items()}
             owner, field = option, option.model_fields.get(names.get(str(key), str(key)))
             path.append(str(key))
             data = data.get(key) if isinstance(data, Mapping) else None
@@ -78,7 +85,17 @@ def locate(loc: tuple[int | str, ...], data: Any) -> tuple[str, type[Option], Fi
                 option = union.members[str(rest.pop(0))]
         elif isinstance(key, int):
             path.append(str(key))
+            data = data[key] if isinstance(data, list) and key < len(data) else None
+            option = _item_option(field)
     return ".".join(path), owner, field
+
+
+def _item_option(field: FieldInfo | None) -> type[Option] | None:
+    """The option that each item of a list is; None: the field is no list of options."""
+    if field is None or get_origin(field.annotation) is not list:
+        return None
+    classes = option_classes(get_args(field.annotation)[0])
+    return classes[0] if len(classes) == 1 else None
 
 
 def _message(path: str, items: list[Any], owner: type[Option], field: FieldInfo | None) -> str:
@@ -92,15 +109,16 @@ def _message(path: str, items: list[Any], owner: type[Option], field: FieldInfo 
         return f"is required{described}. Add it"
     if "union_tag_invalid" in kinds:
         tags = [tag.strip(" '") for tag in item["ctx"]["expected_tags"].split(",")]
-        return f"{_show(item['ctx']['tag'])} is not known.{did_you_mean(str(item['ctx']['tag']), tags)}"
+        return f"{show(item['ctx']['tag'])} is not known.{did_you_mean(str(item['ctx']['tag']), tags)}"
     if "string_pattern_mismatch" in kinds:
         rule = "Use letters, digits, '.', '_' and '-', at most 100, no dot or dash first"
-        return f"{_show(item['input'])} does not fit. {rule}"
+        return f"{show(item['input'])} does not fit. {rule}"
     if kinds == {"value_error"}:
         return str(item["ctx"]["error"])
     needs = list(dict.fromkeys(_need(each) for each in items))
     value = item["input"]
-    return f"{_show(value)} does not fit. It must be {' or '.join(needs)}.{_remedy(value, kinds, needs)}"
+    remedy = _number_remedy(item) or _remedy(value, kinds, needs)
+    return f"{show(value)} does not fit. It must be {' or '.join(needs)}.{remedy}"
 
 
 def _need(item: Any) -> str:
@@ -112,6 +130,18 @@ def _need(item: Any) -> str:
     if item["type"] in NEEDS:
         return NEEDS[item["type"]].format(**item.get("ctx", {}))
     return item["msg"][0].lower() + item["msg"][1:]
+
+
+def _number_remedy(item: Any) -> str:
+    """The nearest multiples, or the length of what is too long."""
+    value = item["input"]
+    if item["type"] in ("string_too_long", "too_long"):
+        return f" It has {len(value)}"
+    if item["type"] == "multiple_of" and isinstance(value, int):
+        multiple = item["ctx"]["multiple_of"]
+        below = value - value % multiple
+        return f" Use {below} or {below + multiple}"
+    return ""
 
 
 def _remedy(value: Any, kinds: set[str], needs: list[str]) -> str:
@@ -129,7 +159,7 @@ def _remedy(value: Any, kinds: set[str], needs: list[str]) -> str:
         return ""
     numeric = kinds & {"int_type", "float_type"} and isinstance(meant, int | float) and not isinstance(meant, bool)
     if numeric or ("bool_type" in kinds and isinstance(meant, bool)):
-        return f" Write {value} instead of {_show(value)}"
+        return f" Write {value} instead of {show(value)}"
     return ""
 
 
@@ -137,14 +167,19 @@ def did_you_mean(word: str, known: list[str]) -> str:
     """`` Did you mean X?``, or what is known."""
     if RENAMED.get(word) in known:
         return f" Did you mean {RENAMED[word]}?"
-    near = difflib.get_close_matches(word, known, n=1)
+    near = difflib.get_close_matches(word[:SHOWN], known, n=1)
     return f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}"
 
 
-def _show(value: Any) -> str:
-    """A JSON value as it stands in the file, cut short."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def show(value: Any) -> str:
+    """A JSON value as it stands in the file, cut short; half a surrogate pair as its escape."""
+    text = ""
+    for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
+        text += piece
+        if len(text) > SHOWN:
+            text = f"{text[: SHOWN - 3]}..."
+            break
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _plain(name: str) -> str:

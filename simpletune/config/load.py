@@ -15,7 +15,9 @@ from simpletune.config.schema import TrainConfig
 from simpletune.config.shipped import find_config, missing_config
 from simpletune.memory.profiles import with_profile
 from simpletune.options import ConfigError, Option, Problem, UserError, member_for, option_classes, union_of
+from simpletune.system import strict_json
 from simpletune.system.redact import secret_paths
+from simpletune.system.strict_json import JsonError
 
 Json = dict[str, Any]
 REPAIRS = 3  # leaving out one wrong value can make another wrong: an unknown tag's fields, say
@@ -45,7 +47,7 @@ def read_config(
 
 
 def read_json(file: Path) -> Json:
-    """A JSON object; duplicate keys and NaN are refused.
+    """A JSON object, as ``strict_json`` reads it.
 
     Args:
         file: a JSON file, or the name of a shipped configuration.
@@ -60,29 +62,17 @@ def read_json(file: Path) -> Json:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read as UTF-8 text ({error})") from None
     try:
-        data = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
+        data = strict_json.parse(text)
+    except JsonError as error:
+        if not error.line:
+            raise UserError(f"{file}: {error}") from None
         raise UserError(
-            f"{file}:{error.lineno}:{error.colno}: not valid JSON ({error.msg}). "
+            f"{file}:{error.line}:{error.column}: not valid JSON ({error}). "
             "Often a comma too many or too few, single quotes, or a comment"
         ) from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{file}: holds {describe(data)}; a configuration is a JSON object {{...}}")
     return data
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> Json:
-    keys = [key for key, _ in pairs]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise ValueError(f"the key {twice[0]!r} stands twice in one object. Keep one of them")
-    return dict(pairs)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number that JSON knows. Write a finite number")
 
 
 def describe(value: Any) -> str:
@@ -157,8 +147,8 @@ def _known(option: type[Option] | None) -> list[str]:
 def parse_value(field: FieldInfo | None, text: str) -> Any:
     """An override's text as the field's type reads it: ``name=123`` is text, ``train.steps=123`` a number."""
     try:
-        as_json = json.loads(text, parse_constant=_no_constant)
-    except ValueError:
+        as_json = strict_json.parse(text)
+    except JsonError:
         return text
     if field is None or field.annotation is None or option_classes(field.annotation):
         return as_json
@@ -244,7 +234,7 @@ def _attempt(data: Json, found: list[Problem]) -> TrainConfig | None:
     try:
         return TrainConfig.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        found += problems_of(error, data)
+        found += problems_of(error, data, TrainConfig)
         return None
 
 

@@ -1,6 +1,6 @@
-"""``simpletune serve``: pictures over HTTP, in the format of Vertex AI's serving containers, and a page to try it.
+"""``simpletune serve``: images over HTTP, in the format of Vertex AI's serving containers, and a page to try it.
 
-One thread drives the model (painter.py, worker.py); the rest answers requests (orders.py, app.py, server.py).
+One thread drives the model (generator.py, worker.py); the rest answers requests (requests.py, app.py, server.py).
 
 May import drawing and what is below it. Only the command line imports it.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from simpletune.options import UserError
 
-PACKAGES = ("starlette", "uvicorn")
+PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 
 
 def require_packages() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from simpletune.serve.metrics import CONTENT_TYPE, Metrics
-from simpletune.serve.orders import Menu, Refusal, read_orders
+from simpletune.serve.requests import Capabilities, RequestError, read_requests
 from simpletune.serve.worker import Job, Worker
 
 PAGE = Path(__file__).parent / "page"
@@ -31,8 +31,8 @@ PAGE_FILES = {
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
 STANDARD = ("negative_prompt", "width", "height", "steps", "guidance", "seed")  # of a Request, for the page
-LEFT = 499  # nginx's number for a client that has left; no client sees it
-BODY_SECONDS = 30.0  # for a body to arrive
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that has left; no client sees it
+BODY_TIMEOUT = 30.0  # for a body to arrive
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -50,15 +50,15 @@ def to_stderr(line: str) -> None:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """How a server answers.
+class HttpOptions:
+    """Paths, format, host names and log of a server.
 
     Args:
-        predict: paths that draw.
-        health: paths that tell whether it is ready.
+        predict: paths that generate images.
+        health: paths that report whether it is ready.
         predictions: ``plain``: base64 text; ``object``: ``{"output": base64 text}``.
-        hosts: names by which it may be called; None: any.
-        log: takes a line for every answer.
+        hosts: names that a Host header may have; None: any.
+        log: takes a line for every response.
     """
 
     predict: tuple[str, ...] = ("/predict",)
@@ -68,118 +68,119 @@ class Answers:
     log: Callable[[str], None] = to_stderr
 
 
-def make_app(worker: Worker, menu: Menu, metrics: Metrics, answers: Answers) -> ASGIApp:
+def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, options: HttpOptions) -> ASGIApp:
     """The application.
 
     Args:
-        worker: draws.
-        menu: what can be asked for.
-        metrics: counts answers.
-        answers: paths, format, log.
+        worker: generates.
+        capabilities: what the server offers.
+        metrics: counts responses.
+        options: paths, format, log.
     """
     pages = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in PAGE_FILES.items()}
 
     async def predict(request: Request) -> Response:
         worker.require_ready()
-        orders = read_orders(await read_body(request, menu.limits.body), menu)
-        job = worker.submit(orders)
-        request.scope["notes"].update(pictures=len(orders), loras=sorted({order.lora for order in orders}))
+        images = read_requests(await read_body(request, capabilities.limits.body), capabilities)
+        job = worker.submit(images)
+        request.scope["log"].update(pictures=len(images), loras=sorted({image.lora for image in images}))
         pictures = await finished(request, worker, job)
-        waited, drew = job.begun - job.arrived, time.monotonic() - job.begun
-        request.scope["notes"]["waited"] = round(waited, 3)
-        predictions = pictures if answers.predictions == "plain" else [{"output": each} for each in pictures]
+        waited, drew = job.started - job.submitted, time.monotonic() - job.started
+        request.scope["log"]["waited"] = round(waited, 3)
+        predictions = pictures if options.predictions == "plain" else [{"output": each} for each in pictures]
         timing = f"wait;dur={1000 * waited:.0f}, draw;dur={1000 * drew:.0f}"  # in ms, as browsers read it
         return JSONResponse({"predictions": predictions}, headers={"Server-Timing": timing})
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": worker.state}, 200 if worker.state == "ready" else 503)
 
-    async def figures(request: Request) -> Response:
-        peaks = {f"peak_memory_{kind}_bytes largest so far": value for kind, value in worker.peak_bytes().items()}
-        ready = float(worker.state == "ready")
-        gauges = {"ready 1 when the model is loaded": ready, "queue_length requests waiting": float(worker.waiting)}
-        return Response(metrics.text({**gauges, **peaks}), media_type=CONTENT_TYPE)
+    async def scrape(request: Request) -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     async def info(request: Request) -> Response:
-        standard = {name: getattr(menu.standard, name) for name in STANDARD}
-        shown = {"loras": menu.loras, "standard": standard, "limits": asdict(menu.limits)}
+        standard = {name: getattr(capabilities.defaults, name) for name in STANDARD}
+        shown = {"loras": capabilities.loras, "standard": standard, "limits": asdict(capabilities.limits)}
         return JSONResponse({**shown, "status": worker.state})
 
     async def page(request: Request) -> Response:
         content, kind = pages[request.url.path]
         return Response(content, media_type=kind)
 
-    routes = [Route(path, predict, methods=["POST"]) for path in answers.predict]
-    routes += [Route(path, health) for path in answers.health]
-    routes += [Route("/metrics", figures), Route("/info", info), *(Route(path, page) for path in pages)]
+    routes = [Route(path, predict, methods=["POST"]) for path in options.predict]
+    routes += [Route(path, health) for path in options.health]
+    routes += [Route("/metrics", scrape), Route("/info", info), *(Route(path, page) for path in pages)]
     names = {**dict.fromkeys(pages, "page"), "/metrics": "metrics", "/info": "info"}
-    names |= {**dict.fromkeys(answers.health, "health"), **dict.fromkeys(answers.predict, "predict")}
-    handlers: dict[Any, Any] = {Refusal: refused, HTTPException: http_error}
-    app = Starlette(routes=routes, exception_handlers=handlers)
+    names |= {**dict.fromkeys(options.health, "health"), **dict.fromkeys(options.predict, "predict")}
+    metrics.add_gauge("ready", "1 when the model is loaded", lambda: worker.state == "ready")
+    metrics.add_gauge("queue_length", "requests waiting", lambda: worker.waiting)
+    metrics.add_peak_memory(worker.peak_bytes)
+    app = Starlette(routes=routes, exception_handlers={RequestError: request_error, HTTPException: http_error})
     app.router.redirect_slashes = False
-    return Gate(app, names, metrics, answers)
+    return RequestGuard(app, names, metrics, options)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
     """A JSON request's body.
 
     Raises:
-        Refusal: 415 for another type, 413 for too many bytes, 408 if they do not arrive, 499 if the client left.
+        RequestError: 415 for another type, 413 for too many bytes, 408 if they do not arrive, 499 if the client left.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refusal(415, f"Content-Type is {kind[:60] or 'missing'}. Send application/json")
+        raise RequestError(415, f"Content-Type is {kind[:60] or 'missing'}. Send application/json")
     length = request.headers.get("content-length", "0")
     body = bytearray()
-    too_large = Refusal(413, f"The body is larger than {limit} bytes", headers={"Connection": "close"})
+    too_large = RequestError(413, f"The body is larger than {limit} bytes", headers={"Connection": "close"})
     if not length.isdecimal() or int(length) > limit:
         raise too_large
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(BODY_TIMEOUT):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > limit:
                     raise too_large
     except TimeoutError:
-        raise Refusal(408, f"The body did not arrive in {BODY_SECONDS:g} s", headers={"Connection": "close"}) from None
+        raise RequestError(
+            408, f"The body did not arrive in {BODY_TIMEOUT:g} s", headers={"Connection": "close"}
+        ) from None
     except ClientDisconnect:
-        raise Refusal(LEFT, "The client has left") from None
+        raise RequestError(CLIENT_CLOSED_REQUEST, "The client has left") from None
     return bytes(body)
 
 
 async def finished(request: Request, worker: Worker, job: Job) -> list[str]:
-    """A job's pictures, in base64. If the client leaves or it is too late, the work is given up.
+    """Wait for a job's images, in base64. If the client leaves or it is too late, the job is cancelled.
 
     Raises:
-        Refusal: 504, or whatever the worker says.
+        RequestError: 504, or whatever the worker says.
     """
     done = asyncio.wrap_future(job.done)
-    left: asyncio.Future[None] = asyncio.create_task(_left(request))
+    left: asyncio.Future[None] = asyncio.create_task(_disconnected(request))
     try:
         seconds = max(0.0, job.deadline - time.monotonic())
         await asyncio.wait((done, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if done.done() and (pictures := done.result()):
             return pictures
         if left.done():
-            raise Refusal(LEFT, "The client has left")
+            raise RequestError(CLIENT_CLOSED_REQUEST, "The client has left")
         if worker.state != "ready":
-            raise Refusal(503, "The server is stopping")
-        raise Refusal(504, f"No answer within {worker.limits.seconds:g} s. Ask for fewer pictures or steps")
+            raise RequestError(503, "The server is stopping")
+        raise RequestError(504, f"No answer within {worker.limits.seconds:g} s. Ask for fewer pictures or steps")
     finally:
         left.cancel()
-        worker.leave(job)
+        worker.cancel(job)
 
 
-async def _left(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     """Returns when the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def refused(request: Request, error: Exception) -> Response:
-    """The answer to what is not served: what is wrong, in words and by place."""
-    assert isinstance(error, Refusal)
-    problems = [{"path": path, "message": message} for path, message in error.problems]
+async def request_error(request: Request, error: Exception) -> Response:
+    """The response to a RequestError: its message, and its problems by path."""
+    assert isinstance(error, RequestError)
+    problems = [asdict(problem) for problem in error.problems]
     return error_answer(error.status, error.message, problems, error.headers)
 
 
@@ -196,25 +197,25 @@ def error_answer(status: int, message: str, problems: list[dict[str, str]], head
     return JSONResponse({"error": {"code": status, "message": message, "problems": problems}}, status, headers)
 
 
-class Gate:
-    """Around every request: the host's name, headers, the log, the count; and no error without an answer.
+class RequestGuard:
+    """ASGI middleware: checks the Host header, adds headers, logs, counts, and answers 500 where the app fails.
 
     Args:
-        app: behind it.
+        app: to wrap.
         names: of paths, for the metrics.
-        metrics: counts answers.
-        answers: hosts and log.
+        metrics: counts responses.
+        options: hosts and log.
     """
 
-    def __init__(self, app: ASGIApp, names: dict[str, str], metrics: Metrics, answers: Answers):
-        self.app, self.names, self.metrics, self.answers = app, names, metrics, answers
+    def __init__(self, app: ASGIApp, names: dict[str, str], metrics: Metrics, options: HttpOptions):
+        self.app, self.names, self.metrics, self.options = app, names, metrics, options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] != "http":
             return
         clock, status = time.perf_counter(), 0
-        scope["notes"] = {}
+        scope["log"] = {}
 
         async def sent(message: Message) -> None:
             nonlocal status
@@ -225,7 +226,7 @@ class Gate:
             await send(message)
 
         try:
-            if self._is_called_rightly(scope):
+            if self._has_known_host(scope):
                 await self.app(scope, receive, sent)
             else:
                 message = "This server is not called by that name. Use the address that it printed"
@@ -236,16 +237,17 @@ class Gate:
                 await error_answer(500, "The server failed; see its log", [], {})(scope, receive, sent)
         finally:
             seconds = time.perf_counter() - clock
-            self.metrics.answered(self.names.get(scope["path"], "other"), status or LEFT, seconds)
-            self.answers.log(log_line(scope, status or LEFT, seconds))
+            status = status or CLIENT_CLOSED_REQUEST
+            self.metrics.count_response(self.names.get(scope["path"], "other"), status, seconds)
+            self.options.log(log_line(scope, status, seconds))
 
-    def _is_called_rightly(self, scope: Scope) -> bool:
+    def _has_known_host(self, scope: Scope) -> bool:
         """Whether the Host header is one of ours: a page of another site that has its name point here has another."""
-        if self.answers.hosts is None:
+        if self.options.hosts is None:
             return True
         host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "").lower()
         name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
-        return name in self.answers.hosts
+        return name in self.options.hosts
 
 
 def log_line(scope: Scope, status: int, seconds: float) -> str:
@@ -259,6 +261,6 @@ def log_line(scope: Scope, status: int, seconds: float) -> str:
             "path": scope["path"][:200],
             "status": status,
             "seconds": round(seconds, 4),
-            **scope["notes"],
+            **scope["log"],
         }
     )

@@ -1,102 +1,95 @@
-"""Figures of a server in Prometheus' text format (version 0.0.4), for ``/metrics``."""
+"""Metrics of a server for Prometheus: each server has a registry of its own."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
+from prometheus_client.metrics_core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+__all__ = ["CONTENT_TYPE", "Metrics"]
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)  # seconds
-
-
-class Histogram:
-    """Counts of durations up to each bound."""
-
-    def __init__(self) -> None:
-        self.counts, self.total, self.count = [0] * len(BUCKETS), 0.0, 0
-
-    def observe(self, seconds: float) -> None:
-        """Count one."""
-        self.total += seconds
-        self.count += 1
-        for number, bound in enumerate(BUCKETS):
-            self.counts[number] += seconds <= bound
-
-    def lines(self, name: str) -> list[str]:
-        """As Prometheus reads it."""
-        rows = [f'{name}_bucket{{le="{bound:g}"}} {n}' for bound, n in zip(BUCKETS, self.counts, strict=True)]
-        return [
-            *rows,
-            f'{name}_bucket{{le="+Inf"}} {self.count}',
-            f"{name}_sum {self.total:.6f}",
-            f"{name}_count {self.count}",
-        ]
+disable_created_metrics()  # the times at which counters began: 0.0.4 has no type for them
 
 
 class Metrics:
-    """What a server counts; every thread may."""
+    """What a server counts; any thread may call it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._answers: Counter[tuple[str, int]] = Counter()
-        self._pictures: Counter[str] = Counter()
-        self._request_seconds, self._picture_seconds = Histogram(), Histogram()
+        registry = self.registry = CollectorRegistry()
+        self._responses = Counter(
+            "simpletune_requests", "answers by route and status", ["route", "status"], registry=registry
+        )
+        self._images = Counter("simpletune_pictures", "pictures drawn", ["lora"], registry=registry)
+        self._request_seconds = Histogram(
+            "simpletune_request_seconds", "from a served request's arrival to its answer", buckets=BUCKETS,
+            registry=registry,
+        )  # fmt: skip
+        self._image_seconds = Histogram(
+            "simpletune_picture_seconds", "of drawing one picture, waiting left out", buckets=BUCKETS,
+            registry=registry,
+        )  # fmt: skip
 
-    def answered(self, route: str, status: int, seconds: float) -> None:
-        """Count an answer; the histogram is of the pictures' requests that were served.
+    def count_response(self, route: str, status: int, seconds: float) -> None:
+        """Count a response; the histogram has the image requests that were served.
 
         Args:
             route: one of a fixed few, never what a client wrote.
             status: of HTTP.
-            seconds: from arrival to answer.
+            seconds: from arrival to response.
         """
-        with self._lock:
-            self._answers[route, status] += 1
-            if route == "predict" and status == 200:
-                self._request_seconds.observe(seconds)
+        self._responses.labels(route, str(status)).inc()
+        if route == "predict" and status == 200:
+            self._request_seconds.observe(seconds)
 
-    def drawn(self, lora: str, seconds: float) -> None:
-        """Count a picture.
+    def count_image(self, lora: str, seconds: float) -> None:
+        """Count an image.
 
         Args:
-            lora: a name of the menu.
+            lora: a served name.
             seconds: that it took.
         """
-        with self._lock:
-            self._pictures[lora] += 1
-            self._picture_seconds.observe(seconds)
+        self._images.labels(lora).inc()
+        self._image_seconds.observe(seconds)
 
-    def picture_seconds(self) -> float:
-        """The mean so far; a second before the first."""
-        with self._lock:
-            return self._picture_seconds.total / self._picture_seconds.count if self._picture_seconds.count else 1.0
+    def image_seconds(self) -> float:
+        """Mean seconds of an image so far; 1 before the first."""
+        (family,) = self._image_seconds.collect()
+        values = {sample.name: sample.value for sample in family.samples}
+        count = values["simpletune_picture_seconds_count"]
+        return values["simpletune_picture_seconds_sum"] / count if count else 1.0
 
-    def text(self, gauges: Mapping[str, float]) -> str:
-        """Everything, as Prometheus reads it.
+    def add_gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
+        """Add a gauge.
 
         Args:
-            gauges: current values by name and help, as in ``{"queue_length requests waiting": 3}``.
+            name: without ``simpletune_``.
+            about: its help.
+            value: the current value, asked for at every scrape.
         """
-        lines: list[str] = []
+        Gauge(f"simpletune_{name}", about, registry=self.registry).set_function(value)
 
-        def family(name: str, kind: str, about: str, rows: list[str]) -> None:
-            lines.extend([f"# HELP simpletune_{name} {about}", f"# TYPE simpletune_{name} {kind}", *rows])
+    def add_peak_memory(self, peaks: Callable[[], Mapping[str, float]]) -> None:
+        """Add gauges of peak memory.
 
-        with self._lock:
-            answers = [
-                f'simpletune_requests_total{{route="{route}",status="{status}"}} {count}'
-                for (route, status), count in sorted(self._answers.items())
-            ]
-            pictures = [f'simpletune_pictures_total{{lora="{name}"}} {n}' for name, n in sorted(self._pictures.items())]
-            family("requests_total", "counter", "answers by route and status", answers)
-            family("pictures_total", "counter", "pictures drawn", pictures)
-            for name, histogram, about in (
-                ("request_seconds", self._request_seconds, "from a served request's arrival to its answer"),
-                ("picture_seconds", self._picture_seconds, "of drawing one picture, waiting left out"),
-            ):
-                family(name, "histogram", about, histogram.lines(f"simpletune_{name}"))
-        for described, value in gauges.items():
-            name, _, about = described.partition(" ")
-            family(name, "gauge", about, [f"simpletune_{name} {value:.10g}"])
-        return "\n".join(lines) + "\n"
+        Args:
+            peaks: bytes by kind (``process``, ``device``), asked for at every scrape.
+        """
+        self.registry.register(_PeakMemory(peaks))
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _PeakMemory(Collector):
+    """One gauge a kind; which kinds there are is known once the model is loaded."""
+
+    def __init__(self, peaks: Callable[[], Mapping[str, float]]):
+        self._peaks = peaks
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        for kind, value in self._peaks().items():
+            yield GaugeMetricFamily(f"simpletune_peak_memory_{kind}_bytes", "largest so far", value)

@@ -21,12 +21,12 @@ from simpletune.options import UserError
 from simpletune.pipeline.sample import Request
 from simpletune.runs.weights import BASE as BASE_WEIGHTS
 from simpletune.runs.weights import Weights, lora_weights, result_of
-from simpletune.serve.app import Answers, make_app
+from simpletune.serve.app import HttpOptions, make_app
+from simpletune.serve.generator import ImageGenerator
 from simpletune.serve.limits import GUIDANCE, Limits
 from simpletune.serve.metrics import Metrics
-from simpletune.serve.orders import BASE, STEP, Menu
-from simpletune.serve.painter import Painter
-from simpletune.serve.worker import Draws, Worker
+from simpletune.serve.requests import BASE, STEP, Capabilities
+from simpletune.serve.worker import SupportsGenerate, Worker
 from simpletune.system.console import say
 from simpletune.system.startup import freeze
 
@@ -40,15 +40,15 @@ class Service:
 
     Args:
         server: answers; its socket listens already.
-        worker: draws.
+        worker: generates.
         socket: bound.
-        menu: what can be asked for.
+        capabilities: what it offers.
     """
 
     server: Server
     worker: Worker
     socket: socket.socket
-    menu: Menu
+    capabilities: Capabilities
 
     @property
     def address(self) -> str:
@@ -75,7 +75,7 @@ class Server(uvicorn.Server):
 
     Args:
         config: uvicorn's.
-        worker: draws.
+        worker: generates.
     """
 
     def __init__(self, config: uvicorn.Config, worker: Worker):
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
             f"warning: listening on {host}: everyone who can reach this machine can draw. There is no password and no "
             "encryption; put a proxy that has both before it"
         )
-    say(f"serving {', '.join(service.menu.loras)} at {service.address}; loading")
+    say(f"serving {', '.join(service.capabilities.loras)} at {service.address}; loading")
     service.run()
     say("stopped")
 
@@ -126,46 +126,48 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     Raises:
         UserError: arguments that do not fit, or a port that is taken.
     """
-    host, port = _place(args, environment)
+    host, port = _listen_address(args, environment)
     routes = {name: _route(environment, f"AIP_{name.upper()}_ROUTE", f"/{name}") for name in ("predict", "health")}
-    studio = open_session(args)
-    base, loras = _weights(studio, args.lora)
-    side = _side(studio, args.max_side)
+    session = open_session(args)
+    base, loras = _weights(session, args.lora)
+    side = _max_side(session, args.max_side)
     limits = Limits(side, args.max_steps, args.max_instances, args.max_prompt, args.max_body, args.queue, args.timeout)
-    menu = Menu((BASE, *loras), _standard(studio, limits), limits)
+    capabilities = Capabilities((BASE, *loras), _defaults(session, limits), limits)
 
-    def load() -> Painter:
-        painter = Painter(studio.config, base, loras, studio.device, side)
+    def load() -> ImageGenerator:
+        generator = ImageGenerator(session.config, base, loras, session.device, side)
         gc.collect()
         freeze()  # what is loaded stays: looking for garbage among it takes longer than drawing a tiny picture
-        return painter
+        return generator
 
     bound = _bind(host, port)
     loopback = ipaddress.ip_address(bound.getsockname()[0]).is_loopback
     hosts = {"localhost", LOOPBACK, "[::1]", host, f"[{host}]"} if loopback else None
-    return service(load, menu, bound, Answers(routes["predict"], routes["health"], args.predictions, hosts))
+    return service(load, capabilities, bound, HttpOptions(routes["predict"], routes["health"], args.predictions, hosts))
 
 
-def service(load: Callable[[], Draws], menu: Menu, bound: socket.socket, answers: Answers) -> Service:
-    """A server around whatever draws.
+def service(
+    load: Callable[[], SupportsGenerate], capabilities: Capabilities, bound: socket.socket, options: HttpOptions
+) -> Service:
+    """A server around a generator of images.
 
     Args:
-        load: makes what draws; called in the worker's thread.
-        menu: what can be asked for.
+        load: makes the generator; called in the worker's thread.
+        capabilities: what it offers.
         bound: a listening socket.
-        answers: paths, format, log.
+        options: paths, format, log.
     """
-    metrics, limits = Metrics(), menu.limits
+    metrics, limits = Metrics(), capabilities.limits
     worker = Worker(load, limits, metrics)
-    app = make_app(worker, menu, metrics, answers)
+    app = make_app(worker, capabilities, metrics, options)
     config = uvicorn.Config(
         app, loop="asyncio", http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
         proxy_headers=False, server_header=False, limit_concurrency=4 * limits.queue + 64, timeout_graceful_shutdown=30,
     )  # fmt: skip
-    return Service(Server(config, worker), worker, bound, menu)
+    return Service(Server(config, worker), worker, bound, capabilities)
 
 
-def _place(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, int]:
+def _listen_address(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, int]:
     """Host and port: as given; else as Vertex AI asks for, which must reach it from outside; else loopback."""
     wanted = environment.get("AIP_HTTP_PORT", "")
     if wanted and not (wanted.isdecimal() and int(wanted) < 65536):
@@ -182,17 +184,17 @@ def _route(environment: Mapping[str, str], name: str, own: str) -> tuple[str, ..
     return tuple(dict.fromkeys((own, path)))
 
 
-def _weights(studio: InferenceSession, given: list[str]) -> tuple[Weights, dict[str, Path]]:
+def _weights(session: InferenceSession, given: list[str]) -> tuple[Weights, dict[str, Path]]:
     """The base, and LoRA files by name: the run's own result, and those that were given.
 
     Raises:
         UserError: a name that does not fit, stands twice, or a file that is not there.
     """
     base, loras = BASE_WEIGHTS, dict[str, Path]()
-    if studio.run is not None:
-        result = result_of(studio.run)
+    if session.run is not None:
+        result = result_of(session.run)
         if result.lora is not None:
-            own = re.sub(r"[^A-Za-z0-9._-]", "-", studio.run.resolve().name).lstrip("._-")[:64]
+            own = re.sub(r"[^A-Za-z0-9._-]", "-", session.run.resolve().name).lstrip("._-")[:64]
             loras[own if own not in ("", BASE) else "run"] = result.lora
         else:
             base = result
@@ -210,9 +212,9 @@ def _weights(studio: InferenceSession, given: list[str]) -> tuple[Weights, dict[
     return base, loras
 
 
-def _side(studio: InferenceSession, given: int | None) -> int:
+def _max_side(session: InferenceSession, given: int | None) -> int:
     """Width and height of the largest picture: as given, or 1024; the model's positions set the bound."""
-    config = studio.config.model.known_config()
+    config = session.config.model.known_config()
     most = int(config["pos_embed_max_size"]) * int(config["patch_size"]) * 8
     side = min(Limits.side, most) if given is None else given
     if not STEP <= side <= most or side % STEP:
@@ -220,10 +222,10 @@ def _side(studio: InferenceSession, given: int | None) -> int:
     return side
 
 
-def _standard(studio: InferenceSession, limits: Limits) -> Request:
-    """What holds where a request says nothing: the run's validation pictures, within the limits."""
-    option = studio.config.validation
-    width, height = (min(side, limits.side) for side in studio.config.picture_size())
+def _defaults(session: InferenceSession, limits: Limits) -> Request:
+    """Settings that a request leaves out: the run's validation pictures, within the limits."""
+    option = session.config.validation
+    width, height = (min(side, limits.side) for side in session.config.picture_size())
     steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
     return Request("", option.seed, option.negative_prompt, width, height, steps, guidance)
 

@@ -9,7 +9,7 @@ import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -23,14 +23,14 @@ from simpletune.options import UserError
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.sample import Embeddings, Sampler, draw, save_png
 from simpletune.runs.weights import Weights, load_weights
-from simpletune.serve.orders import BASE, Order
+from simpletune.serve.requests import BASE, ImageRequest
 from simpletune.system.stage_timer import GIB, peak_rss_gib
 
-PROMPTS_KEPT = 64  # of SD3 Medium 2.7 MB each in bf16
+MAX_PROMPTS = 64  # of SD3 Medium 2.7 MB each in bf16
 
 
-class PromptMemory:
-    """Embeddings of the prompts that were asked for last.
+class PromptCache:
+    """Embeddings of the prompts that were used last.
 
     Each prompt goes through the encoders by itself, so its embedding does not depend on what else is waiting.
 
@@ -42,7 +42,7 @@ class PromptMemory:
 
     def __init__(self, model: Model, dtype: torch.dtype, device: torch.device):
         self.prompts, self.device = model.prompts(dtype), device
-        self._kept: OrderedDict[str, Embeddings] = OrderedDict()
+        self._cached: OrderedDict[str, Embeddings] = OrderedDict()
 
     def fill(self, prompts: Iterable[str]) -> int:
         """Encode what is not there; each encoder is loaded once for all of them.
@@ -50,28 +50,36 @@ class PromptMemory:
         Returns:
             How many prompts were encoded.
         """
-        wanted = list(dict.fromkeys(prompts))[:PROMPTS_KEPT]
+        wanted = list(dict.fromkeys(prompts))[:MAX_PROMPTS]
         for prompt in wanted:
-            if prompt in self._kept:
-                self._kept.move_to_end(prompt)
-        missing = [prompt for prompt in wanted if prompt not in self._kept]
+            if prompt in self._cached:
+                self._cached.move_to_end(prompt)
+        missing = [prompt for prompt in wanted if prompt not in self._cached]
         if not missing:
             return 0
-        parts: dict[str, dict[str, Mapping[str, Any]]] = {prompt: {} for prompt in missing}
+        parts: dict[str, dict[str, Mapping[str, torch.Tensor]]] = {prompt: {} for prompt in missing}
         for encoder in self.prompts.encoders:
             outputs = self.prompts.encode(encoder, missing, self.device, batch_size=1)
             for prompt, output in zip(missing, outputs, strict=True):
                 parts[prompt][encoder.name] = output
             free_memory(self.device)
         for prompt in missing:
-            self._kept[prompt] = self.prompts.assemble(parts[prompt])
-        while len(self._kept) > PROMPTS_KEPT:
-            self._kept.popitem(last=False)
+            self._cached[prompt] = self.prompts.assemble(parts[prompt])
+        while len(self._cached) > MAX_PROMPTS:
+            self._cached.popitem(last=False)
         return len(missing)
 
     def load(self, prompt: str) -> Embeddings:
         """(prompt_embeds [t, e], pooled [p]) of a prompt that was filled in."""
-        return self._kept[prompt]
+        return self._cached[prompt]
+
+
+class LoraLayer(NamedTuple):
+    """One layer of a LoRA: where it belongs, PEFT's layer, and the file's own strength."""
+
+    path: str
+    layer: Any
+    scaling: float
 
 
 class Adapters:
@@ -89,20 +97,20 @@ class Adapters:
     def __init__(self, transformer: nn.Module, files: Mapping[str, Path], device: torch.device):
         self.transformer = transformer
         self._base: dict[str, nn.Module] = {}
-        self._layers: dict[str, list[tuple[str, Any, float]]] = {BASE: []}
-        self._inside = BASE
+        self._layers: dict[str, list[LoraLayer]] = {BASE: []}
+        self._active = BASE
         for name, file in files.items():
             self._read(name, file, device)
 
     def _read(self, name: str, file: Path, device: torch.device) -> None:
         load_lora(self.transformer, file)
-        layers: list[tuple[str, Any, float]] = []
+        layers: list[LoraLayer] = []
         for path, layer in list(lora_layers(self.transformer)):
             for pair in (layer.lora_A, layer.lora_B):
                 pair.to(device)  # beside streamed weights they were made on the host
-            layers.append((path, layer, layer.scaling[ADAPTER]))
+            layers.append(LoraLayer(path, layer, layer.scaling[ADAPTER]))
             self._base[path] = layer.get_base_layer()
-            _put(self.transformer, path, self._base[path])
+            _replace(self.transformer, path, self._base[path])
         if hasattr(self.transformer, "peft_config"):
             del self.transformer.peft_config  # PEFT's note that an adapter of this name is inside
         self._layers[name] = layers
@@ -114,23 +122,23 @@ class Adapters:
             name: of a LoRA, or ``base``.
             scale: 1 is the file's own strength.
         """
-        if name != self._inside:
-            for path, _, _ in self._layers[self._inside]:
-                _put(self.transformer, path, self._base[path])
+        if name != self._active:
+            for path, _, _ in self._layers[self._active]:
+                _replace(self.transformer, path, self._base[path])
             for path, layer, _ in self._layers[name]:
-                _put(self.transformer, path, layer)
-            self._inside = name
+                _replace(self.transformer, path, layer)
+            self._active = name
         for _, layer, own in self._layers[name]:
             layer.scaling[ADAPTER] = own * scale
 
 
-def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
+def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
     parent, _, leaf = path.rpartition(".")
     setattr(model.get_submodule(parent), leaf, layer)
 
 
-class Painter:
-    """Draws orders, one at a time.
+class ImageGenerator:
+    """Generates images, one at a time.
 
     Args:
         config: with folders resolved.
@@ -155,31 +163,34 @@ class Painter:
             remedy = "memory.modulation=plan has taken the modulation out: for a LoRA of it give --modulation resident"
             raise UserError(f"{error}. {remedy}") from error
         self.vae = config.model.load_vae(device, dtype, config.memory.vae_tile)
-        self.text = PromptMemory(config.model, dtype, device)
-        self._go_on: Callable[[], None] = lambda: None
-        self.transformer.register_forward_pre_hook(lambda module, inputs: self._go_on())
+        self.text = PromptCache(config.model, dtype, device)
+        self._check_cancelled: Callable[[], None] = lambda: None
+        self.transformer.register_forward_pre_hook(lambda module, inputs: self._check_cancelled())
 
     def encode(self, prompts: Sequence[str]) -> None:
         """Have these prompts' embeddings in memory."""
         self.text.fill(prompts)
 
-    def draw(self, order: Order, go_on: Callable[[], None]) -> bytes:
-        """One picture as a PNG that says how it was made; its prompts are encoded if need be.
+    def generate(self, image: ImageRequest, check_cancelled: Callable[[], None]) -> bytes:
+        """Generate one image; its prompts are encoded if they are not cached.
 
         Args:
-            order: what to draw.
-            go_on: is called before every sampling step; what it raises ends the work.
+            image: what to generate.
+            check_cancelled: called before every sampling step; what it raises ends the work.
+
+        Returns:
+            A PNG whose text chunks say how it was made.
         """
-        go_on()
-        self.text.fill([order.request.prompt, order.request.negative_prompt])
-        self.adapters.use(order.lora, order.scale)
-        self._go_on = go_on
+        check_cancelled()
+        self.text.fill([image.request.prompt, image.request.negative_prompt])
+        self.adapters.use(image.lora, image.scale)
+        self._check_cancelled = check_cancelled
         try:
             sampler = Sampler(self.transformer, self.config.model, self.config.precision, self.modulation)
-            pictures = draw(sampler, self.vae, self.config.model, [order.request], self.text.load)
+            pictures = draw(sampler, self.vae, self.config.model, [image.request], self.text.load)
         finally:
-            self._go_on = lambda: None
-        return png_of(pictures[0], order)
+            self._check_cancelled = lambda: None
+        return to_png(pictures[0], image)
 
     def peak_bytes(self) -> dict[str, float]:
         """Peak memory so far, by kind."""
@@ -189,9 +200,9 @@ class Painter:
         return peaks
 
 
-def png_of(image: Image.Image, order: Order) -> bytes:
+def to_png(picture: Image.Image, image: ImageRequest) -> bytes:
     """A PNG with the text chunks that ``simpletune generate`` writes."""
-    label = BASE if order.lora == BASE else f"LoRA {order.lora} x {order.scale:g}"
+    label = BASE if image.lora == BASE else f"LoRA {image.lora} x {image.scale:g}"
     buffer = io.BytesIO()
-    save_png(image, buffer, order.request, weights=label)
+    save_png(picture, buffer, image.request, weights=label)
     return buffer.getvalue()

@@ -1,0 +1,258 @@
+"""From a request's body to the images it asks for: every value is checked, and all problems are reported at once.
+
+The format is that of Vertex AI's serving containers for diffusion models (docs/serve.md cites it):
+``{"instances": [{"prompt" or "text": ...}, ...], "parameters": {...}}``. Values in an instance override the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
+from pydantic_core import PydanticKnownError
+
+from simpletune.config.error_text import did_you_mean, problems_of, show
+from simpletune.options import Option, Problem
+from simpletune.pipeline.sample import Request
+from simpletune.serve.limits import GUIDANCE, SCALE, Limits
+from simpletune.system import strict_json
+from simpletune.system.strict_json import JsonError, JsonValue
+
+BASE = "base"
+STEP = 16  # pixels
+PROMPTS = ("prompt", "text")
+MAX_NAMES = 64  # of one object; bounds the time that unknown names take
+MAX_PROBLEMS = 8  # in an answer
+MAX_PATH = 100  # characters of a problem's path
+
+
+class RequestError(Exception):
+    """A request that gets an error response.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong.
+        problems: the values that do not fit, if there are any.
+        headers: of the response.
+    """
+
+    def __init__(
+        self, status: int, message: str, problems: Sequence[Problem] = (), headers: Mapping[str, str] | None = None
+    ):
+        super().__init__(message)
+        self.status, self.message, self.problems, self.headers = status, message, problems, dict(headers or {})
+
+
+@dataclass(frozen=True)
+class ImageRequest:
+    """One image to generate.
+
+    Args:
+        request: prompt, size, seed and sampling settings.
+        lora: a served name; ``base``: none.
+        scale: strength of the LoRA.
+    """
+
+    request: Request
+    lora: str = BASE
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a server offers.
+
+    Args:
+        loras: names, ``base`` first.
+        defaults: settings that a request leaves out.
+        limits: of every request.
+    """
+
+    loras: tuple[str, ...]
+    defaults: Request
+    limits: Limits
+
+
+def _capabilities(info: ValidationInfo) -> Capabilities:
+    assert isinstance(info.context, Capabilities), "validate with Capabilities as the context"
+    return info.context
+
+
+def _at_most(limit: Callable[[Limits], int]) -> AfterValidator:
+    """For a whole number that one of the server's limits bounds."""
+
+    def check(value: int, info: ValidationInfo) -> int:
+        most = limit(_capabilities(info).limits)
+        if value > most:
+            raise PydanticKnownError("less_than_equal", {"le": most})
+        return value
+
+    return AfterValidator(check)
+
+
+def _prompt(value: str, info: ValidationInfo) -> str:
+    most = _capabilities(info).limits.prompt
+    if len(value) > most:
+        raise PydanticKnownError("string_too_long", {"max_length": most})
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise PydanticKnownError("string_unicode")
+    return value
+
+
+def _few(value: JsonValue, info: ValidationInfo) -> JsonValue:
+    """The length is checked first: validating each of many instances takes long."""
+    most = _capabilities(info).limits.instances
+    if isinstance(value, list) and len(value) > most:
+        raise PydanticKnownError("too_long", {"field_type": "List", "max_length": most, "actual_length": len(value)})
+    return value
+
+
+def _whole(value: JsonValue) -> JsonValue:
+    """64.0 is a whole number, too: protocol buffers turn all numbers into floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _served(name: str, info: ValidationInfo) -> str:
+    known = _capabilities(info).loras
+    if name not in known:
+        raise ValueError(f"{show(name)} is not served.{did_you_mean(name, list(known))}")
+    return name
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Side = Annotated[Whole, Field(ge=STEP), _at_most(lambda limits: limits.side), Field(multiple_of=STEP)]
+Prompt = Annotated[str, AfterValidator(_prompt)]
+Lora = Annotated[str, AfterValidator(_served)]
+
+
+class Parameters(Option):
+    """Settings of all instances; null stands for the server's default. Validate with Capabilities as the context."""
+
+    negative_prompt: Prompt | None = None
+    """What guidance leads away from."""
+    width: Side | None = None
+    """In pixels."""
+    height: Side | None = None
+    """In pixels."""
+    steps: Annotated[Whole, Field(ge=1), _at_most(lambda limits: limits.steps)] | None = Field(
+        None, alias="num_inference_steps"
+    )
+    """Sampling steps."""
+    guidance: Annotated[float, Field(ge=1, le=GUIDANCE)] | None = Field(None, alias="guidance_scale")
+    """Classifier-free guidance; 1: none."""
+    seed: Annotated[Whole, Field(ge=0, le=2**63 - 1)] | None = None
+    """Of the starting noise."""
+    lora: Lora | None = None
+    """A served name; ``base``: none."""
+    lora_id: Lora | None = None
+    """Another name of ``lora``."""
+    scale: Annotated[float, Field(ge=-SCALE, le=SCALE)] | None = Field(None, alias="lora_scale")
+    """Strength of the LoRA."""
+
+
+class Instance(Parameters):
+    """One image: a prompt, and settings that override the parameters."""
+
+    prompt: Prompt = ""
+    """What to draw."""
+    text: Prompt = ""
+    """Another name of ``prompt``."""
+
+
+class Body(Option):
+    """A request's body."""
+
+    parameters: Parameters | None = None
+    """Settings of all instances."""
+    instances: Annotated[list[Instance], BeforeValidator(_few)] = Field(min_length=1)
+    """A list such as [{"prompt": "a lighthouse at dusk"}]."""
+
+
+def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]:
+    """The images that a body asks for.
+
+    Args:
+        body: JSON, as UTF-8.
+        capabilities: what the server offers.
+
+    Returns:
+        One request for each instance, in order.
+
+    Raises:
+        RequestError: 400 for what is not strict JSON or not an object, 422 for values that do not fit.
+    """
+    try:
+        value = strict_json.parse(body)
+    except JsonError as error:
+        place = f" (line {error.line}, column {error.column})" if error.line else ""
+        raise RequestError(400, f"The body is not strict JSON: {error}{place}") from None
+    if not isinstance(value, dict):
+        raise RequestError(400, 'The body must be an object: {"instances": [{"prompt": "..."}], "parameters": {}}')
+    objects = dict(_objects(value, capabilities.limits.instances))
+    crowded = [
+        Problem(path, f"has {len(each)} names. At most {MAX_NAMES} are read")
+        for path, each in objects.items()
+        if len(each) > MAX_NAMES
+    ]
+    if crowded:
+        raise _unprocessable(crowded, len(crowded))
+    between = [problem for path, each in objects.items() for problem in _rules(path, each)]
+    try:
+        parsed = Body.model_validate(value, context=capabilities)
+    except ValidationError as error:
+        found = problems_of(error, value, Body, MAX_PROBLEMS)
+        raise _unprocessable([*found, *between], error.error_count() + len(between)) from None
+    if between:
+        raise _unprocessable(between, len(between))
+    common = _settings(parsed.parameters) if parsed.parameters else {}
+    return [_image_request({**common, **_settings(each)}, capabilities.defaults) for each in parsed.instances]
+
+
+def _objects(body: dict[str, JsonValue], most: int) -> Iterator[tuple[str, dict[str, JsonValue]]]:
+    """The body's objects by path; no instances if there are too many."""
+    instances = body.get("instances")
+    listed = instances if isinstance(instances, list) and len(instances) <= most else []
+    numbered = [(f"instances.{number}", each) for number, each in enumerate(listed)]
+    for path, value in [("", body), ("parameters", body.get("parameters")), *numbered]:
+        if isinstance(value, dict):
+            yield path, value
+
+
+def _rules(path: str, given: Mapping[str, JsonValue]) -> Iterator[Problem]:
+    """What is wrong between the names of one object; the values are not validated yet."""
+    if "lora" in given and "lora_id" in given and given["lora"] != given["lora_id"]:
+        yield Problem(f"{path}.lora_id", "contradicts lora. Give one of them")
+    prompts = [given[name] for name in PROMPTS if name in given]
+    if not path.startswith("instances."):
+        return
+    if len(prompts) != 1:
+        yield Problem(path, "needs prompt or text, one of them: what to draw")
+    elif isinstance(prompts[0], str) and not prompts[0].strip():
+        yield Problem(path, "the prompt is empty. Say what to draw")
+
+
+def _settings(given: Parameters) -> dict[str, Any]:
+    """The values that are given, under the names of Request and ImageRequest."""
+    values = given.model_dump(exclude_unset=True, exclude_none=True)
+    for other, name in (("lora_id", "lora"), ("text", "prompt")):
+        if other in values:
+            values[name] = values.pop(other)
+    return values
+
+
+def _image_request(values: dict[str, Any], defaults: Request) -> ImageRequest:
+    lora, scale = values.pop("lora", BASE), values.pop("scale", 1.0)
+    return ImageRequest(replace(defaults, **values), lora, scale)
+
+
+def _unprocessable(problems: Sequence[Problem], count: int) -> RequestError:
+    """The first of ``count`` problems, with paths cut short."""
+    shown = [Problem(_shortened(problem.path), problem.message) for problem in problems[:MAX_PROBLEMS]]
+    more = f"; and {count - len(shown)} more" if count > len(shown) else ""
+    return RequestError(422, "; ".join(map(str, shown)) + more, shown)
+
+
+def _shortened(path: str) -> str:
+    return path if len(path) <= MAX_PATH else f"{path[: MAX_PATH - 3]}..."

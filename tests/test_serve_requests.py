@@ -1,0 +1,90 @@
+"""Bodies of ``simpletune serve``: any JSON gives images or a RequestError that can be sent, in bounded time."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from simpletune.options import Problem
+from simpletune.pipeline.sample import Request
+from simpletune.serve.limits import Limits
+from simpletune.serve.requests import Capabilities, ImageRequest, RequestError, read_requests
+
+DEFAULTS = Request("", 7, "blurry", 64, 64, 3, 3.0)
+CAPABILITIES = Capabilities(("base", "one"), DEFAULTS, Limits())
+NAMES = [
+    "prompt", "text", "negative_prompt", "width", "height", "num_inference_steps", "guidance_scale", "seed", "lora",
+    "lora_id", "lora_scale",
+]  # fmt: skip
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(st.characters(codec=None), max_size=4),
+    st.sampled_from([64, 64.0, 1e300, 10**400, "base", "one", " ", "\ud800"]), st.lists(st.integers(), max_size=2),
+)  # fmt: skip
+OBJECTS = st.dictionaries(st.sampled_from(NAMES) | st.text(st.characters(codec=None), max_size=4), VALUES, max_size=5)
+
+
+def requests_of(body: object) -> list[ImageRequest]:
+    return read_requests(json.dumps(body).encode(), CAPABILITIES)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.fixed_dictionaries({"instances": st.lists(OBJECTS | VALUES, max_size=3), "parameters": OBJECTS | VALUES}))
+@example({"instances": [{"prompt": "\ud800"}], "parameters": None})
+@example({"instances": [{"prompt": "\ud800"}], "parameters": {"\ud800": 1, "lora": "\ud800"}})
+def test_any_json_gives_images_or_an_error_that_can_be_sent(body: dict[str, object]) -> None:
+    try:
+        images = requests_of(body)
+    except RequestError as error:
+        assert error.status in (400, 422)
+        (error.message + json.dumps(list(map(asdict, error.problems)), ensure_ascii=False)).encode()
+        assert len(error.problems) <= 8
+    else:
+        for image in images:
+            assert image.request.prompt.strip().encode() and image.lora in CAPABILITIES.loras
+            assert 16 <= image.request.width <= 1024 and image.request.width % 16 == 0
+
+
+def test_an_instance_overrides_the_parameters_and_null_overrides_nothing() -> None:
+    parameters = {"seed": 1, "width": 96.0, "lora_id": "one", "lora_scale": 2, "guidance_scale": None}
+    body = {"instances": [{"text": "a"}, {"prompt": "b", "seed": 2, "width": None, "lora": "base"}]}
+    first, second = requests_of({**body, "parameters": parameters})
+    assert first == ImageRequest(Request("a", 1, "blurry", 96, 64, 3, 3.0), "one", 2.0)
+    assert second == ImageRequest(Request("b", 2, "blurry", 96, 64, 3, 3.0), "base", 2.0)
+    assert type(first.request.width) is int
+    assert requests_of({"instances": [{"prompt": "a"}], "parameters": None}) == [
+        ImageRequest(Request("a", 7, "blurry", 64, 64, 3, 3.0))
+    ]
+
+
+def test_rules_between_names_come_with_the_values_that_do_not_fit() -> None:
+    with pytest.raises(RequestError) as caught:
+        requests_of({"instances": [{"prompt": " ", "height": 63, "lora": "one", "lora_id": "base"}, {"x": 1}]})
+    assert list(caught.value.problems) == [
+        Problem("instances.0.height", "63 does not fit. It must be a multiple of 16. Use 48 or 64"),
+        Problem("instances.1.x", f"unknown field. Known: {', '.join([*NAMES[2:], *NAMES[:2]])}"),
+        Problem("instances.0.lora_id", "contradicts lora. Give one of them"),
+        Problem("instances.0", "the prompt is empty. Say what to draw"),
+        Problem("instances.1", "needs prompt or text, one of them: what to draw"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (b'{"instances": [{' + b",".join(b'"%x": 0' % number for number in range(24_000)) + b"}]}", "has 24000 names"),
+        (b'{"instances": [' + b",".join([b'{"a": 0}'] * 26_000) + b"]}", "at most 4. It has 26000"),
+        (b'{"a": 0,' + b",".join(b'"%x": 0' % number for number in range(24_000)) + b"}", "appears twice"),
+    ],
+    ids=["unknown names", "instances", "a duplicate"],
+)
+def test_a_large_body_is_refused_in_little_time(body: bytes, message: str) -> None:
+    assert len(body) > 0.8 * CAPABILITIES.limits.body
+    clock = time.process_time()
+    with pytest.raises(RequestError, match=message):
+        read_requests(body, CAPABILITIES)
+    assert time.process_time() - clock < 0.5
