@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from simpletune.config.schema import TrainConfig
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -12,7 +16,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to it, such as train.steps=30")
 
 
-def read(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # the type would import pydantic for --help
+def read(args: argparse.Namespace) -> TrainConfig:
     """The configuration that the arguments name."""
     from simpletune.config.load import read_config
 

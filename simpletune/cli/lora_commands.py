@@ -6,16 +6,19 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from simpletune.adapters.lora import OUTPUT
 from simpletune.cli.lora_metadata import config_of, header_of, source_note
 from simpletune.config.schema import TrainConfig
 from simpletune.lora.header import open_lora
-from simpletune.options import UserError
+from simpletune.options import UserError, shortened
 from simpletune.runs.folder import CONFIG
 from simpletune.runs.weights import lora_weights
 from simpletune.system.console import progress, say
+
+if TYPE_CHECKING:
+    from simpletune.lora.updates import Updates
 
 
 @dataclass(frozen=True)
@@ -182,13 +185,12 @@ def extract(args: argparse.Namespace) -> Path:
     say(f"  all {len(found.rows)} layers: residual {found.relative:.3%} of the difference (Frobenius norm)")
     if found.left_out:
         names = sorted(found.left_out, key=lambda name: -found.left_out[name])
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         say(f"  {len(names)} tensors differ that no LoRA holds ({found.left_out_share:.3%} of the whole difference): "
-            f"{', '.join(names[:8])}{more}")  # fmt: skip
+            f"{shortened(names)}")  # fmt: skip
     return written
 
 
-def write(updates: Mapping[str, Any], out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
+def write(updates: Updates, out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
     """Write a file and say what it is."""
     from simpletune.lora.write import write_lora
 
@@ -198,7 +200,7 @@ def write(updates: Mapping[str, Any], out: Path, args: argparse.Namespace, metad
     return written
 
 
-def ranks_of(updates: Mapping[str, Any]) -> str:
+def ranks_of(updates: Updates) -> str:
     """One rank, or the least and the largest."""
     ranks = sorted({update.rank for update in updates.values()})
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"

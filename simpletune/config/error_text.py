@@ -6,13 +6,13 @@ import difflib
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from simpletune.config.schema import TrainConfig
-from simpletune.options import Option, Problem, member_for, union_of
+from simpletune.options import Json, Option, Problem, member_for, union_of
 
 RENAMED = {"boundaries": "offload_checkpoint_inputs"}  # options that were called otherwise before the first release
 NEEDS = {
@@ -39,14 +39,14 @@ NEEDS = {
 }
 
 
-def problems_of(error: ValidationError, data: Mapping[str, Any]) -> list[Problem]:
+def problems_of(error: ValidationError, data: Json) -> list[Problem]:
     """All problems of one validation; several complaints about one value become one.
 
     Args:
         error: from validating ``data`` as a TrainConfig.
         data: the JSON that was validated.
     """
-    by_path: dict[str, list[Any]] = defaultdict(list)
+    by_path: dict[str, list[ErrorDetails]] = defaultdict(list)
     fields: dict[str, tuple[type[Option], FieldInfo | None]] = {}
     for item in error.errors(include_url=False):
         path, owner, field = locate(item["loc"], data)
@@ -57,7 +57,7 @@ def problems_of(error: ValidationError, data: Mapping[str, Any]) -> list[Problem
     return [Problem(path, _message(path, items, *fields[path])) for path, items in by_path.items()]
 
 
-def locate(loc: tuple[int | str, ...], data: Any) -> tuple[str, type[Option], FieldInfo | None]:
+def locate(loc: tuple[int | str, ...], data: object) -> tuple[str, type[Option], FieldInfo | None]:
     """Pydantic's location as a dotted path of JSON keys, with the option that owns its last key."""
     owner: type[Option] = TrainConfig
     option: type[Option] | None = TrainConfig
@@ -81,7 +81,7 @@ def locate(loc: tuple[int | str, ...], data: Any) -> tuple[str, type[Option], Fi
     return ".".join(path), owner, field
 
 
-def _message(path: str, items: list[Any], owner: type[Option], field: FieldInfo | None) -> str:
+def _message(path: str, items: list[ErrorDetails], owner: type[Option], field: FieldInfo | None) -> str:
     """Value, rule and remedy for one path."""
     kinds = {item["type"] for item in items}
     item, leaf = items[0], path.rsplit(".", 1)[-1]
@@ -103,7 +103,7 @@ def _message(path: str, items: list[Any], owner: type[Option], field: FieldInfo 
     return f"{_show(value)} does not fit. It must be {' or '.join(needs)}.{_remedy(value, kinds, needs)}"
 
 
-def _need(item: Any) -> str:
+def _need(item: ErrorDetails) -> str:
     """What one complaint asks for."""
     if item["type"] == "literal_error":
         return f"one of {item['ctx']['expected'].replace(' or ', ', ')}".replace("'", "")
@@ -114,7 +114,7 @@ def _need(item: Any) -> str:
     return item["msg"][0].lower() + item["msg"][1:]
 
 
-def _remedy(value: Any, kinds: set[str], needs: list[str]) -> str:
+def _remedy(value: object, kinds: set[str], needs: list[str]) -> str:
     """The value as it should be written, where that can be told."""
     if not isinstance(value, str):
         return ""
@@ -141,7 +141,7 @@ def did_you_mean(word: str, known: list[str]) -> str:
     return f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}"
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     """A JSON value as it stands in the file, cut short."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

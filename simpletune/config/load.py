@@ -14,10 +14,9 @@ from pydantic.fields import FieldInfo
 from simpletune.config.error_text import did_you_mean, problems_of
 from simpletune.config.schema import TrainConfig
 from simpletune.memory.profiles import with_profile
-from simpletune.options import ConfigError, Option, Problem, UserError, member_for, option_classes, union_of
+from simpletune.options import ConfigError, Json, Option, Problem, UserError, member_for, option_classes, union_of
 from simpletune.system.redact import secret_paths
 
-Json = dict[str, Any]
 REPAIRS = 3  # leaving out one wrong value can make another wrong: an unknown tag's fields, say
 
 
@@ -84,7 +83,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number that JSON knows. Write a finite number")
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """A JSON value's kind in words."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return kinds.get(type(value), "null")
@@ -153,7 +152,7 @@ def _known(option: type[Option] | None) -> list[str]:
     return [field.alias or name for name, field in option.model_fields.items()] if option else []
 
 
-def parse_value(field: FieldInfo | None, text: str) -> Any:
+def parse_value(field: FieldInfo | None, text: str) -> object:
     """An override's text as the field's type reads it: ``name=123`` is text, ``train.steps=123`` a number."""
     try:
         as_json = json.loads(text, parse_constant=_no_constant)
@@ -161,7 +160,7 @@ def parse_value(field: FieldInfo | None, text: str) -> Any:
         return text
     if field is None or field.annotation is None or option_classes(field.annotation):
         return as_json
-    adapter: TypeAdapter[Any] = TypeAdapter(field.annotation)
+    adapter: TypeAdapter[object] = TypeAdapter(field.annotation)
     for candidate in (None, text, as_json) if as_json is None else (text, as_json):
         try:
             adapter.validate_json(json.dumps(candidate), strict=True)
@@ -171,10 +170,8 @@ def parse_value(field: FieldInfo | None, text: str) -> Any:
     return as_json
 
 
-def with_default_tags(option: type[Option], data: Any) -> Any:
+def with_default_tags(option: type[Option], data: Json) -> Json:
     """The JSON with each union's default tag written out where it is left out."""
-    if not isinstance(data, dict):
-        return data
     result = dict(data)
     for name, field in option.model_fields.items():
         if not isinstance(result.get(name), dict):
@@ -251,7 +248,7 @@ def _repaired(data: Json, found: list[Problem]) -> Json:
     """The JSON without what was complained of; required values get a stand-in, whose own problems nobody hears."""
     result = copy.deepcopy(data)
     for problem in found:
-        here: Any = result
+        here: object = result
         *parents, leaf = problem.path.split(".")
         for part in parents:
             here = here.get(part) if isinstance(here, dict) else None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from simpletune.models.original_names import origin_of
 from simpletune.models.parts import Part
 from simpletune.models.sd3_shapes import parameter_shapes
 from simpletune.models.single_file import open_file
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
 from simpletune.system.safetensors_file import WeightReader, read_header
 
 TABLE = "pos_embed.pos_embed"
@@ -59,7 +58,7 @@ class Base:
         self.tensors: Tensors = open_tensors(part.file or part.folder)  # type: ignore[arg-type]
         if part.file is None:
             assert part.folder is not None
-            self.config: Mapping[str, Any] = part.config()
+            self.config: Json = part.config()
             entries = {k: v for file in weight_files(part.folder) for k, v in read_header(file).items()}
             self.kinds = {k: v["dtype"] for k, v in entries.items() if k != "__metadata__"}
             self.shapes = {k: tuple(v["shape"]) for k, v in entries.items() if k != "__metadata__"}
@@ -109,8 +108,8 @@ class KeptTensors:
         from simpletune.models.sd3_transformer import empty_transformer
         from simpletune.quant import Precision
 
-        about: dict[str, Any] = json.loads((folder / KEPT).read_text())
-        self.config: Mapping[str, Any] = about["config"]
+        about: Json = json.loads((folder / KEPT).read_text())
+        self.config: Json = about["config"]
         self._precision = TypeAdapter(Precision).validate_python(about["precision"])
         self._reader = WeightReader([folder / "transformer.safetensors"])
         self._model = empty_transformer(self.config)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from simpletune.lora.header import TensorEntry
 from simpletune.system.safetensors_file import TYPES
 
 CHUNK = 2**22
@@ -25,7 +25,7 @@ class Values:
     zero: bool
 
 
-def look_at(file: Path, entries: Mapping[str, Any]) -> dict[str, Values]:
+def look_at(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, Values]:
     """The floating-point tensors of a file, 4 Mi bytes at a time.
 
     A number is not finite when its exponent's bits are all ones, in every type but the 8-bit one without infinities.
