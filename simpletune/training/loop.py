@@ -20,7 +20,7 @@ from simpletune.runs import checkpoint
 from simpletune.runs.folder import EVALUATION, SKIPPED, SUMMARY, finished_steps, read_json_or_none, read_rows
 from simpletune.runs.model_card import shareable, write_card
 from simpletune.runs.resume import check_resumable
-from simpletune.runs.summary import print_data, print_results, summarise
+from simpletune.runs.summary import Measured, print_data, print_results, summarise
 from simpletune.step.attention import attention_by
 from simpletune.step.batches import Prefetcher
 from simpletune.step.core import set_learning_rate
@@ -119,7 +119,7 @@ def is_finished(config: TrainConfig) -> bool:
     if finished_steps(folder) is None:
         return False
     summary, saved = read_json_or_none(folder / SUMMARY), checkpoint.find("auto", folder)
-    if not saved or not summary["steps"] == saved.step == config.steps(summary["steps_per_epoch"]):
+    if not saved or not summary or not summary["steps"] == saved.step == config.steps(summary["steps_per_epoch"]):
         return False
     check_resumable(saved, config, saved.manifest)
     say(f"{folder}: already done, {saved.step} steps. Its result: {summary['output']}")
@@ -252,8 +252,8 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     failpoint("finish.exported")
     eval_after = run.optional(EVALUATING, run.evaluate, run.steps)
     run.optional(DRAWING, run.validate, run.steps)
-    processes = run.accelerator.num_processes
-    summary = summarise(run.config, run.folder, run.device, run.stages, run.seconds, run.steps, processes)
+    measured = Measured(run.device, run.stages, run.seconds, run.accelerator.num_processes)
+    summary = summarise(run.config, run.folder, run.steps, measured)
     summary |= {
         "seconds_total": round(time.perf_counter() - run.started, 2),
         "seconds_setup": round(seconds_setup, 2),
