@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Source:
+class NamedLora:
     """A LoRA that a command names.
 
     Args:
@@ -50,7 +50,7 @@ class Source:
         return self.run.resolve().name if self.run else self.file.stem
 
 
-def source_of(name: str) -> Source:
+def find_lora(name: str) -> NamedLora:
     """A LoRA by its file, a run's folder, or a hub name.
 
     Raises:
@@ -61,10 +61,10 @@ def source_of(name: str) -> Source:
         raise UserError(f"{name} holds no {OUTPUT}: the run trained no LoRA, or is not finished")
     file = path if path.is_file() else lora_weights(name, 1.0).lora
     assert file is not None
-    return Source(file, path if (path / CONFIG).is_file() else None)
+    return NamedLora(file, path if (path / CONFIG).is_file() else None)
 
 
-def weighted(text: str) -> Source:
+def weighted(text: str) -> NamedLora:
     """NAME or NAME:WEIGHT.
 
     Raises:
@@ -72,20 +72,20 @@ def weighted(text: str) -> Source:
     """
     name, _, weight = text.rpartition(":")
     if not name or Path(text).exists():
-        return source_of(text)
+        return find_lora(text)
     try:
         value = float(weight)
     except ValueError:
-        return source_of(text)
-    found = source_of(name)
-    return Source(found.file, found.run, value)
+        return find_lora(text)
+    found = find_lora(name)
+    return NamedLora(found.file, found.run, value)
 
 
 def export(args: argparse.Namespace) -> Path:
     """Write a LoRA in another layout."""
     from simpletune.lora.read import updates_of
 
-    source = source_of(args.lora)
+    source = find_lora(args.lora)
     header = open_lora(source.file)
     folder, stem = source.file.parent, source.title
     out = args.out or folder / f"{stem}_{args.format}.safetensors"
@@ -101,7 +101,7 @@ def resize(args: argparse.Namespace) -> Path:
     from simpletune.lora.read import updates_of
 
     require_rank_or_energy(args)
-    source = source_of(args.lora)
+    source = find_lora(args.lora)
     refuse_same(args.out, source.file)
     header = open_lora(source.file)
     old = updates_of(header)
@@ -206,7 +206,7 @@ def ranks_of(updates: Updates) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
 
 
-def base_of(sources: list[Source]) -> str:
+def base_of(sources: list[NamedLora]) -> str:
     """The base that the first LoRA's run trained on.
 
     Raises:

@@ -108,30 +108,30 @@ def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Probl
 def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> list[str]:
     """Set one value in place; changing a union's tag drops the fields that the new member does not have."""
     option: type[Option] | None = TrainConfig
-    here, parts = merged, path.split(".")
+    section, parts = merged, path.split(".")
     for part in parts[:-1]:
         field = option.model_fields.get(part) if option else None
-        child = here.get(part, {})
+        child = section.get(part, {})
         if field is None or not option_classes(field.annotation) or not isinstance(child, dict):
             known = _known(option)
             problems.append(Problem(path, f"{part} is not a section.{did_you_mean(part, known)}"))
             return []
-        here[part] = child
-        option, here = member_for(field, child), child
+        section[part] = child
+        option, section = member_for(field, child), child
     leaf = parts[-1]
     field = option.model_fields.get(leaf) if option else None
     if field is None and option is not None:
         problems.append(Problem(path, f"unknown field.{did_you_mean(leaf, _known(option))}"))
         return []
-    here[leaf] = parse_value(field, text)
+    section[leaf] = parse_value(field, text)
     parent = _field_at(parts[:-1], merged)
     union = union_of(parent) if parent is not None else None
-    member = member_for(parent, here) if parent is not None and union is not None and union.tag == leaf else None
+    member = member_for(parent, section) if parent is not None and union is not None and union.tag == leaf else None
     if member is not None:
         kept = member.model_fields
-        dropped = [key for key in here if key not in kept]
+        dropped = [key for key in section if key not in kept]
         for key in dropped:
-            del here[key]
+            del section[key]
         if dropped:
             return [f"{path}={text}: dropped {', '.join(dropped)}, which {text} does not have"]
     return []
@@ -140,11 +140,11 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
 def _field_at(parts: list[str], merged: Json) -> FieldInfo | None:
     """The field at a path of sections."""
     option: type[Option] | None = TrainConfig
-    field, here = None, merged
+    field, section = None, merged
     for part in parts:
         field = option.model_fields.get(part) if option else None
-        here = here.get(part, {}) if isinstance(here, dict) else {}
-        option = member_for(field, here) if field else None
+        section = section.get(part, {}) if isinstance(section, dict) else {}
+        option = member_for(field, section) if field else None
     return field
 
 
@@ -248,12 +248,12 @@ def _repaired(data: Json, found: list[Problem]) -> Json:
     """The JSON without what was complained of; required values get a stand-in, whose own problems nobody hears."""
     result = copy.deepcopy(data)
     for problem in found:
-        here: object = result
+        section: object = result
         *parents, leaf = problem.path.split(".")
         for part in parents:
-            here = here.get(part) if isinstance(here, dict) else None
-        if isinstance(here, dict):
-            here.pop(leaf, None)
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section.pop(leaf, None)
     if not isinstance(result.setdefault("data", {}), dict):
         result["data"] = {}
     result["data"].setdefault("path", "demo:pictures")

@@ -17,7 +17,7 @@ from simpletune.report.templates import ASSETS, page_template
 
 LISTED = 200  # rows of a table
 
-Table = tuple[str, str, tuple[str, ...], Sequence[tuple[str, ...]]]
+PageTable = tuple[str, str, tuple[str, ...], Sequence[tuple[str, ...]]]
 """Title, what it means, head, rows."""
 
 
@@ -56,7 +56,7 @@ def _bars(rows: list[tuple[str, int]]) -> list[tuple[str, int, float]]:
     return [(name, count, 100 * count / most) for name, count in rows]
 
 
-def _tables(found: DatasetReport) -> Iterator[Table]:
+def _tables(found: DatasetReport) -> Iterator[PageTable]:
     """The tables that have rows."""
     joined = [("\n".join(shown(name) for name in group),) for group in found.exact]
     near = [("\n".join(shown(name) for name in group),) for group in found.near]
@@ -66,7 +66,7 @@ def _tables(found: DatasetReport) -> Iterator[Table]:
         for s in found.small
     ]  # fmt: skip
     same = [(shown(caption), str(len(names))) for caption, names in found.same_caption.items()]
-    every: list[Table] = [
+    every: list[PageTable] = [
         ("Cannot be used", "", ("what", "why"), [(shown(r.name), r.reason) for r in found.rejected]),
         ("Scaled up", "smaller than their bucket", ("picture", "size", "bucket", "times"), small),
         ("The same bytes", "trained on more often than others", ("pictures",), joined),

@@ -24,7 +24,7 @@ KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FP8 = ("F8_E4M3", "F8_E5M2")
 
 
-class Tensors(Protocol):
+class TensorReader(Protocol):
     """What is read from."""
 
     def get(self, name: str) -> Tensor:
@@ -55,7 +55,7 @@ class Base:
         from simpletune.models.sd3_transformer import open_tensors
 
         self.file = part.file
-        self.tensors: Tensors = open_tensors(part.file or part.folder)  # type: ignore[arg-type]
+        self.tensors: TensorReader = open_tensors(part.file or part.folder)  # type: ignore[arg-type]
         if part.file is None:
             assert part.folder is not None
             self.config: Json = part.config()

@@ -11,7 +11,7 @@ from simpletune.lora.compatibility import verdicts
 from simpletune.lora.families import kind_of_model
 from simpletune.lora.header import LISTED, LoraHeader, natural, open_lora
 from simpletune.lora.names import ALPHA, TITLES
-from simpletune.lora.values import look_at
+from simpletune.lora.values import scan_values
 from simpletune.models.model_folder import weight_files
 from simpletune.options import Json, UserError, shortened
 
@@ -104,7 +104,7 @@ def _base(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def _values(header: LoraHeader) -> Json:
-    found = look_at(header.file, header.entries)
+    found = scan_values(header.file, header.entries)
     ups = [m.keys["up"] for m in header.modules.values() if "up" in m.keys]
     return {
         "not_finite": {name: value.not_finite for name, value in found.items() if value.not_finite},

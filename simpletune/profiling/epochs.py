@@ -23,12 +23,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def nothing_between(step: int) -> bool:
+def never_interrupted(step: int) -> bool:
     """No step is followed by anything but the next."""
     return False
 
 
-def tell(text: str) -> None:
+def warn_on_console(text: str) -> None:
     """Say a warning on the terminal."""
     say(f"warning {text}")
 
@@ -45,7 +45,7 @@ class Facts:
     """Floating-point operations of a step, by its number; None: unknown."""
     blocks: Sequence[nn.Module] = ()
     """The model's blocks, to name ranges for."""
-    interrupted: Callable[[int], bool] = nothing_between
+    interrupted: Callable[[int], bool] = never_interrupted
     """Whether something else (validation, saving) stands between a step and the next."""
 
 
@@ -71,7 +71,7 @@ class EpochTraces:
         steps: int,
         steps_per_epoch: int,
         facts: Facts | None = None,
-        warn: Callable[[str], None] = tell,
+        warn: Callable[[str], None] = warn_on_console,
     ):
         self.option, self.folder, self.facts, self.warn = option, folder, facts or Facts(), warn
         self.steps, self.steps_per_epoch = steps, steps_per_epoch

@@ -41,8 +41,8 @@ def bars(rows: list[Json], axis: str, colour: str = "@first", marks: str = "") -
     ]  # fmt: skip
     if marks:
         mark = {"type": "tick", "thickness": 2, "size": 22, "color": "@ink"}
-        told = [{"field": "name", "title": " "}, {"field": "mark_label", "title": marks}]
-        layers.insert(1, {"mark": mark, "encoding": {"x": {**x, "field": "mark"}, "tooltip": told}})
+        on_tick = [{"field": "name", "title": " "}, {"field": "mark_label", "title": marks}]
+        layers.insert(1, {"mark": mark, "encoding": {"x": {**x, "field": "mark"}, "tooltip": on_tick}})
     return {"height": BAR * len(rows), "data": {"values": rows}, "encoding": {"y": y}, "layer": layers}
 
 
@@ -190,11 +190,11 @@ def loss(runs: list[str], evaluations: list[Json], fields: list[str]) -> Chart:
     scale = {"zero": False, "nice": True}
     y = {"field": "loss", "type": "quantitative", "title": "loss", "scale": scale, "axis": {"tickCount": 5}}
     smooth = {**y, "field": "smoothed"}
-    told = [{"field": "run", "title": "run"}] if several else []
+    tooltip = [{"field": "run", "title": "run"}] if several else []
     formats = {"loss": ".4f", "smoothed": ".4f", "lr": ".3~e", "grad_norm": ".4~g", "seconds": ".3~g"}
     titles = {"lr": "learning rate", "grad_norm": "gradient norm", "seconds": "s/step"}
-    told += [{"field": "step", "title": "step"}]
-    told += [
+    tooltip += [{"field": "step", "title": "step"}]
+    tooltip += [
         {"field": field, "title": titles.get(field, field), **({"format": formats[field]} if field in formats else {})}
         for field in ("loss", "smoothed", *fields)
     ]
@@ -203,7 +203,7 @@ def loss(runs: list[str], evaluations: list[Json], fields: list[str]) -> Chart:
         layers += [{"mark": {"type": "line", "strokeWidth": 1, "opacity": 0.35}, "encoding": {"y": y}}]
     layers += [
         {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {"y": smooth}},
-        {**_hover(smooth, told), "mark": {"type": "point", "filled": True, "size": 70}},
+        {**_hover(smooth, tooltip), "mark": {"type": "point", "filled": True, "size": 70}},
     ]
     spec: Json = {
         "height": 300,
@@ -227,7 +227,7 @@ def loss(runs: list[str], evaluations: list[Json], fields: list[str]) -> Chart:
             "encoding": {
                 "x": x, "y": {**y, "field": "eval_loss"},
                 "color": colour if several else {"value": "@second"},
-                "tooltip": [*told[:1], *([{"field": "step", "title": "step"}] if several else []),
+                "tooltip": [*tooltip[:1], *([{"field": "step", "title": "step"}] if several else []),
                             {"field": "eval_loss", "title": "evaluation loss", "format": ".4f"}],
             },
         }  # fmt: skip
