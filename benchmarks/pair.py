@@ -88,8 +88,9 @@ class Job:
         """Write model and pictures."""
         from simpletune.demo import pictures, tiny_sd3
 
-        tiny_sd3.build(self.pipeline, layers=self.layers, heads=self.layers)
-        pictures.write_folder(self.pictures, PICTURES, seed=3, style="striped", pixels=self.size)
+        tiny_sd3.build(self.pipeline, tiny_sd3.Sizes(layers=self.layers, heads=self.layers))
+        scenes = pictures.sample_scenes(PICTURES, seed=3, style="striped")
+        pictures.write_folder(self.pictures, scenes, seed=3, pixels=self.size)
 
     def config(self, name: str, cache: Path, whole: bool) -> dict[str, Any]:
         """Our configuration: the recipe's settings, with everything on or as little as the pair allows."""

@@ -6,12 +6,16 @@ owns its fields, its defaults, their documentation, and builds its own component
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
+
+Json = dict[str, Any]
+"""A JSON object."""
 
 
 class Option(BaseModel):
@@ -58,9 +62,19 @@ class ConfigError(UserError):
     def __init__(self, problems: list[Problem], source: str = "configuration"):
         self.problems = problems
         head = f"{source}: {len(problems)} problem{'s' if len(problems) != 1 else ''}"
-        lines = [f"  {problem}" for problem in problems[:SHOWN]]
-        more = [f"  and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        super().__init__("\n".join([head, *lines, *more]), code=2)
+        lines = first_lines([str(problem) for problem in problems], SHOWN)
+        super().__init__("\n".join([head, *(f"  {line}" for line in lines)]), code=2)
+
+
+def shortened(names: Sequence[str], most: int = 8) -> str:
+    """Names in one line, at most so many of them: ``a, b, c and 5 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def first_lines(lines: Sequence[str], most: int) -> list[str]:
+    """At most so many lines, and one that counts the rest: ``and 5 more``."""
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 @dataclass(frozen=True)
@@ -72,12 +86,12 @@ class Union_:
     default: str
 
 
-def strip_annotated(annotation: Any) -> Any:
+def strip_annotated(annotation: object) -> object:
     """``Annotated[X, ...]`` to ``X``."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
-def option_classes(annotation: Any) -> list[type[Option]]:
+def option_classes(annotation: object) -> list[type[Option]]:
     """The option classes an annotation names (one, or a union's members); empty for plain values."""
     annotation = strip_annotated(annotation)
     if isinstance(annotation, type) and issubclass(annotation, Option):
@@ -102,7 +116,7 @@ def union_of(field: FieldInfo) -> Union_ | None:
     return Union_(field.discriminator, members, next(iter(members)))
 
 
-def member_for(field: FieldInfo, value: Any) -> type[Option] | None:
+def member_for(field: FieldInfo, value: object) -> type[Option] | None:
     """The option class that a JSON value selects at a field: the union's member by its tag, or the only class."""
     union = union_of(field)
     if union is None:

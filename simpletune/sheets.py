@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from PIL import Image, ImageDraw, ImageFont
+
+Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 
 
 def grid(rows: list[tuple[str, list[Image.Image]]], columns: list[str]) -> Image.Image:
@@ -17,20 +17,20 @@ def grid(rows: list[tuple[str, list[Image.Image]]], columns: list[str]) -> Image
     sheet = Image.new("RGB", (width, gap + line + sum(height + line + gap for height in heights)), "white")
     pen = ImageDraw.Draw(sheet)
     for number, title in enumerate(columns):
-        pen.text((gap + number * (cell + gap), gap // 2), shortened(title, cell, pen, font), "black", font)
+        pen.text((gap + number * (cell + gap), gap // 2), shorten_to_width(title, cell, pen, font), "black", font)
     top = gap + line
     for (caption, images), height in zip(rows, heights, strict=True):
         for number, image in enumerate(images):
             factor = scale[id(image)]
             shown = image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
             sheet.paste(shown, (gap + number * (cell + gap), top))
-        pen.text((gap, top + height + 2), shortened(caption, width - 2 * gap, pen, font), "dimgray", font)
+        pen.text((gap, top + height + 2), shorten_to_width(caption, width - 2 * gap, pen, font), "dimgray", font)
         top += height + line + gap
     return sheet
 
 
-def shortened(text: str, width: int, pen: Any, font: Any) -> str:
-    """A text that is no wider than so many pixels."""
+def shorten_to_width(text: str, width: int, pen: ImageDraw.ImageDraw, font: Font) -> str:
+    """Cut a text so that it is at most ``width`` pixels wide."""
     while pen.textlength(text, font) > width and len(text) > 4:
         text = f"{text[:-4]}..."
     return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,4 +199,4 @@ def write_pipeline(folder: Path) -> None:
     """A pipeline of three blocks on disk."""
     from simpletune.demo import tiny_sd3
 
-    tiny_sd3.build(folder, **{**tiny_sd3.MINIMAL, "layers": 3, "heads": 3}, seed=2, dtype="fp32")
+    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=3, heads=3), seed=2, dtype="fp32")

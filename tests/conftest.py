@@ -29,7 +29,7 @@ def one_thread() -> None:
 def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline of one layer and one head, in diffusers' layout, fp32."""
     folder = tmp_path_factory.mktemp("tiny") / "pipeline"
-    tiny_sd3.build(folder, **tiny_sd3.MINIMAL, seed=1, dtype="fp32")
+    tiny_sd3.build(folder, tiny_sd3.MINIMAL, seed=1, dtype="fp32")
     return folder
 
 
@@ -37,7 +37,8 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six captioned pictures of 32 px."""
     folder = tmp_path_factory.mktemp("tiny") / "pictures"
-    pictures.write_folder(folder, 6, seed=3, style="flat", pixels=32)
+    scenes = pictures.sample_scenes(6, seed=3, style="flat")
+    pictures.write_folder(folder, scenes, seed=3, pixels=32)
     return folder
 
 

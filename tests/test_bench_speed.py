@@ -94,7 +94,7 @@ def test_the_floor_is_the_longer_of_products_and_traffic() -> None:
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair") / "pipeline"
-    tiny_sd3.build(folder, layers=2, heads=2, dtype="fp32")
+    tiny_sd3.build(folder, tiny_sd3.Sizes(layers=2, heads=2), dtype="fp32")
     return folder
 
 

@@ -6,6 +6,7 @@ The compiler's front half and its backward pass (``aot_eager``) stand for all of
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from simpletune.runs.folder import read_metrics
 def blocks6(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of six blocks: the first, four alike, the last."""
     folder = tmp_path_factory.mktemp("six") / "pipeline"
-    tiny_sd3.build(folder, **(tiny_sd3.MINIMAL | {"layers": 6, "heads": 6}), seed=1, dtype="fp32")
+    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=6, heads=6), seed=1, dtype="fp32")
     return str(folder)
 
 

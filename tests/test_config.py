@@ -20,7 +20,7 @@ from simpletune.cli import main as cli_main
 from simpletune.cli.main import main
 from simpletune.config.load import merge, read_config, validate
 from simpletune.config.schema import TrainConfig
-from simpletune.options import ConfigError, UserError
+from simpletune.options import ConfigError, UserError, first_lines, shortened
 
 ROOT = Path(__file__).resolve().parent.parent
 MINIMAL = {"name": "x", "model": {"pretrained": "demo:tiny-sd3"}, "data": {"path": "demo:pictures"}}
@@ -322,3 +322,17 @@ def test_a_model_whose_description_is_none_of_sd3_is_a_problem_of_the_configurat
     shutil.rmtree(tmp_path / "model" / "vae")
     with pytest.raises(ConfigError, match=r"model.pretrained: .* has no vae/ folder \(diffusers' layout\)"):
         validate(tiny_config, "test")
+
+
+@pytest.mark.parametrize(
+    ("names", "text", "lines"),
+    [
+        ([], "", []),
+        (["a"], "a", ["a"]),
+        (["a", "b"], "a, b", ["a", "b"]),
+        (["a", "b", "c", "d"], "a, b and 2 more", ["a", "b", "and 2 more"]),
+    ],
+)
+def test_long_lists_are_cut_and_say_how_many_they_leave_out(names: list[str], text: str, lines: list[str]) -> None:
+    assert shortened(names, most=2) == text
+    assert first_lines(names, most=2) == lines

@@ -112,16 +112,17 @@ def test_the_checker_bears_the_noise_of_an_autoencoder() -> None:
 
 
 def test_write_folder_pairs_each_picture_with_its_caption(tmp_path: Path) -> None:
-    pictures.write_folder(tmp_path / "set", 9, seed=3, style="striped", trigger="zorp")
+    scenes = sample_scenes(9, seed=3, style="striped")
+    pictures.write_folder(tmp_path / "set", scenes, seed=3, trigger="zorp")
     assert sorted(p.name for p in tmp_path.rglob("*.*")) == [
         f"{i:03d}.{kind}" for i in range(9) for kind in ("png", "txt")
     ]
-    for index, scene in enumerate(sample_scenes(9, seed=3, style="striped")):
+    for index, scene in enumerate(scenes):
         reading = checker.read(Image.open(tmp_path / "set" / f"{index:03d}.png"))
         assert {a: getattr(reading, a) for a in checker.ATTRIBUTES} == vars(scene)
         assert (tmp_path / "set" / f"{index:03d}.txt").read_text().strip() == caption(scene, index, "zorp")
     with pytest.raises(FileExistsError, match="set exists and is not empty: nothing is overwritten"):
-        pictures.write_folder(tmp_path / "set", 1, seed=3, style=None)
+        pictures.write_folder(tmp_path / "set", scenes, seed=3)
 
 
 def test_an_interrupted_folder_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +133,7 @@ def test_an_interrupted_folder_does_not_appear(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(pictures, "draw", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        pictures.write_folder(tmp_path / "set", 5, seed=0, style=None)
+        pictures.write_folder(tmp_path / "set", sample_scenes(5, seed=0), seed=0)
     assert list(tmp_path.iterdir()) == []
 
 

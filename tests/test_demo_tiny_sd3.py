@@ -72,7 +72,7 @@ def test_the_folder_has_the_layout_of_the_real_one(folder: Path, capsys: pytest.
 def test_the_index_and_real_tokenizers_are_the_real_ones(tmp_path: Path) -> None:
     real = json.loads((REAL_CONFIG / "model_index.json").read_text())
     assert {name: tuple(real[name]) for name in real if not name.startswith("_")} == tiny_sd3.COMPONENTS
-    tiny_sd3.build(tmp_path / "model", tokenizers=REAL_CONFIG, **tiny_sd3.MINIMAL)
+    tiny_sd3.build(tmp_path / "model", tiny_sd3.MINIMAL, tokenizers=REAL_CONFIG)
     pipeline = _load(tmp_path / "model")
     prompt_embeds, pooled = _encode(pipeline, ["A photo of a dog", ""])
     assert prompt_embeds.shape == (2, 77 + 24, 32) and torch.isfinite(prompt_embeds).all()
@@ -83,11 +83,11 @@ def test_the_index_and_real_tokenizers_are_the_real_ones(tmp_path: Path) -> None
 
 def test_same_arguments_same_bytes_and_no_global_state(tmp_path: Path) -> None:
     state = torch.get_rng_state()
-    tiny_sd3.build(tmp_path / "a", seed=3, **tiny_sd3.MINIMAL)
+    tiny_sd3.build(tmp_path / "a", tiny_sd3.MINIMAL, seed=3)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(7)  # another state of the global generator
-    tiny_sd3.build(tmp_path / "b", seed=3, **tiny_sd3.MINIMAL)
-    tiny_sd3.build(tmp_path / "c", seed=4, **tiny_sd3.MINIMAL)
+    tiny_sd3.build(tmp_path / "b", tiny_sd3.MINIMAL, seed=3)
+    tiny_sd3.build(tmp_path / "c", tiny_sd3.MINIMAL, seed=4)
     a, b, c = (_digests(tmp_path / name) for name in "abc")
     assert a == b
     weights = {name for name in a if name.endswith(".safetensors")}
@@ -162,9 +162,9 @@ def test_positions_lie_half_a_radian_apart_and_serve_all_buckets(pipeline: Any) 
             assert transformer(z_t, prompt_embeds, pooled, torch.tensor([500.0])).sample.shape == z_t.shape
 
 
-@pytest.mark.parametrize("sizes", [{}, tiny_sd3.MINIMAL], ids=["default", "minimal"])
+@pytest.mark.parametrize("sizes", [tiny_sd3.Sizes(), tiny_sd3.MINIMAL], ids=["default", "minimal"])
 def test_lora_has_a_gradient_everywhere_it_can(tmp_path: Path, sizes: tiny_sd3.Sizes) -> None:
-    tiny_sd3.build(tmp_path / "model", **sizes)
+    tiny_sd3.build(tmp_path / "model", sizes)
     pipeline = _load(tmp_path / "model")
     transformer = pipeline.transformer.requires_grad_(False)
     names = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
@@ -203,15 +203,19 @@ def test_other_tools_infer_the_sizes_and_latents_are_of_unit_size(folder: Path, 
     ("arguments", "message"),
     [
         ({"layers": 2}, "layers 2 and heads 3: ComfyUI infers both"),
-        ({"dtype": "int8"}, "dtype 'int8' is unknown. Use one of fp32, fp16, bf16"),
         ({"vae_channels": (4, 8, 8, 8)}, "not four multiples of 8"),
         ({"clip_widths": (20, 32)}, "not multiples of 16"),
         ({"t5_width": 64}, "at least 80, the sum of clip_widths. Use 96"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+def test_sizes_that_cannot_work_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tiny_sd3.build(tmp_path / "model", **arguments)
+        tiny_sd3.Sizes(**arguments)
+
+
+def test_an_unknown_weight_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dtype 'int8' is unknown. Use one of fp32, fp16, bf16"):
+        tiny_sd3.build(tmp_path / "model", dtype="int8")  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -223,7 +227,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", networks.TORCH_DTYPES)
 def test_every_weight_type_loads_alike(tmp_path: Path, dtype: networks.Dtype) -> None:
-    tiny_sd3.build(tmp_path / "model", dtype=dtype, **tiny_sd3.MINIMAL)
+    tiny_sd3.build(tmp_path / "model", tiny_sd3.MINIMAL, dtype=dtype)
     pipeline = _load(tmp_path / "model")
     assert {model.dtype for model in (pipeline.transformer, pipeline.vae, pipeline.text_encoder_3)} == {torch.float32}
     stored = load_file(tmp_path / "model/transformer/diffusion_pytorch_model.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny pipeline whose transformer/ is SD3 Medium's config; text widths follow from it."""
     folder = tmp_path_factory.mktemp("medium") / "pipeline"
-    tiny_sd3.build(folder, **{**tiny_sd3.MINIMAL, "clip_widths": (768, 1280), "t5_width": 4096}, dtype="bf16")
+    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, clip_widths=(768, 1280), t5_width=4096), dtype="bf16")
     (folder / "transformer" / "config.json").write_text(json.dumps(sd3_medium_config()))
     (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
     return folder

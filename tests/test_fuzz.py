@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
@@ -210,6 +210,7 @@ STATE = {
 
 @bounded
 @given(st.binary(max_size=80) | st.dictionaries(st.sampled_from(sorted(STATE)), JSON, max_size=3) | JSON)
+@example({"sha256": [checkpoint.TRAINABLE, checkpoint.OPTIMIZER]})  # a list where an object of checksums belongs
 def test_anything_as_the_state_of_a_checkpoint(tmp_path: Path, value: Any) -> None:
     state = STATE | value if isinstance(value, dict) else value
     data = value if isinstance(value, bytes) else json.dumps(state).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ PLANNED: dict[str, dict] = {
 @pytest.fixture(scope="module")
 def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("three") / "pipeline"
-    tiny_sd3.build(folder, **tiny_sd3.MINIMAL | {"layers": 3, "heads": 3}, seed=1, dtype="fp32")
+    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=3, heads=3), seed=1, dtype="fp32")
     return folder
 
 

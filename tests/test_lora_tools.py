@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import original_layout
@@ -44,7 +45,7 @@ CPU = torch.device("cpu")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers, one of them the last; CLIP-L's projection is the identity, as the original layout wants it."""
     folder = tmp_path_factory.mktemp("tools") / "pipeline"
-    tiny_sd3.build(folder, **{**tiny_sd3.MINIMAL, "layers": 2, "heads": 2}, seed=1, dtype="fp32")
+    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=1, dtype="fp32")
     file = folder / "text_encoder" / "model.safetensors"
     state = load_file(file)
     state["text_projection.weight"] = torch.eye(len(state["text_projection.weight"]))

@@ -8,6 +8,7 @@ import json
 import math
 import weakref
 from argparse import ArgumentParser
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,9 @@ PRECISIONS = {
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A two-layer pipeline (one whole block, one last block) and pictures of several shapes."""
     root = tmp_path_factory.mktemp("modulation")
-    tiny_sd3.build(root / "pipeline", **{**tiny_sd3.MINIMAL, "layers": 2, "heads": 2}, seed=5, dtype="fp32")
-    pictures.write_folder(root / "data", 6, seed=4, style="striped", pixels=64)
+    tiny_sd3.build(root / "pipeline", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=5, dtype="fp32")
+    scenes = pictures.sample_scenes(6, seed=4, style="striped")
+    pictures.write_folder(root / "data", scenes, seed=4, pixels=64)
     for number, size in enumerate([(96, 32), (32, 96)]):
         file = root / "data" / f"00{number}.png"
         Image.open(file).resize(size).save(file)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from simpletune.data.folder import Folder
-from simpletune.data.plan import Draw, Plan, make_samples
+from simpletune.data.plan import Draw, GlobalBatch, Plan, make_samples
 from simpletune.data.source import Picture
 from simpletune.flow import Objective
 
@@ -43,10 +43,8 @@ def make_plan(
         samples,
         folder,
         objective or Objective(),
-        seed=seed,
-        batch_size=batch_size,
-        accumulation=accumulation,
-        processes=processes,
+        seed,
+        GlobalBatch(batch_size, accumulation, processes),
     )
 
 

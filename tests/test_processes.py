@@ -6,6 +6,7 @@ import copy
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 from simpletune.config.load import validate
 from simpletune.data.cache import Cache, view_key
-from simpletune.data.plan import Draw, Plan, make_plan
+from simpletune.data.plan import Draw, GlobalBatch, Plan, make_plan
 from simpletune.demo import pictures, tiny_sd3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
@@ -31,8 +32,9 @@ LEVERS = {"resident_blocks": 1, "offload_checkpoint_inputs": True}
 def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The configuration of a run with a model of two blocks."""
     place = tmp_path_factory.mktemp("processes")
-    tiny_sd3.build(place / "pipeline", **(tiny_sd3.MINIMAL | {"layers": 2, "heads": 2}), seed=1, dtype="fp32")
-    pictures.write_folder(place / "pictures", 6, seed=3, style="flat", pixels=32)
+    tiny_sd3.build(place / "pipeline", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=1, dtype="fp32")
+    scenes = pictures.sample_scenes(6, seed=3, style="flat")
+    pictures.write_folder(place / "pictures", scenes, seed=3, pixels=32)
     return {
         "name": "whole",
         "device": "cpu",
@@ -99,7 +101,7 @@ def alone(data: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Path:
     honest = Plan.micro_batch
 
     def micro_batch(self: Plan, step: int, micro: int, process: int = 0) -> list[Draw]:
-        two = Plan(self.samples, self.source, self.objective, seed=self.seed, batch_size=self.batch_size, processes=2)
+        two = Plan(self.samples, self.source, self.objective, self.seed, GlobalBatch(self.batch_size, processes=2))
         return honest(two, step, 0, micro)
 
     with monkeypatch.context() as patch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ PAGE = (ROOT / "docs" / "memory.md").read_text()
 @pytest.fixture(scope="module")
 def four_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("four") / "pipeline"
-    tiny_sd3.build(folder, **tiny_sd3.MINIMAL | {"layers": 4, "heads": 4}, seed=1, dtype="fp32")
+    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=4, heads=4), seed=1, dtype="fp32")
     return folder
 
 

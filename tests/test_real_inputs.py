@@ -23,7 +23,7 @@ pytestmark = pytest.mark.data
 def real_tokens_pipeline(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny pipeline with SD3 Medium's own tokenizers."""
     folder = tmp_path_factory.mktemp("real") / "pipeline"
-    tiny_sd3.build(folder, **tiny_sd3.MINIMAL, dtype="fp32", tokenizers=real_data / "sd3_medium_config")
+    tiny_sd3.build(folder, tiny_sd3.MINIMAL, dtype="fp32", tokenizers=real_data / "sd3_medium_config")
     return folder
 
 

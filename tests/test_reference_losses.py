@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     from PIL import Image
 
     root = tmp_path_factory.mktemp("reference")
-    tiny_sd3.build(root / "pipeline", **{**tiny_sd3.MINIMAL, "layers": 2, "heads": 2}, seed=5, dtype="fp32")
-    pictures.write_folder(root / "data", 5, seed=4, style="striped", pixels=96)
+    tiny_sd3.build(root / "pipeline", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=5, dtype="fp32")
+    scenes = pictures.sample_scenes(5, seed=4, style="striped")
+    pictures.write_folder(root / "data", scenes, seed=4, pixels=96)
     for number, size in enumerate([(96, 48), (48, 96), (50, 90)]):
         file = root / "data" / f"00{number}.png"
         Image.open(file).resize(size).save(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,8 @@ LEVERS: dict[str, dict] = {
 def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny pipeline with three blocks."""
     folder = tmp_path_factory.mktemp("three") / "pipeline"
-    sizes = tiny_sd3.MINIMAL | {"layers": 3, "heads": 3}
-    tiny_sd3.build(folder, **sizes, seed=1, dtype="fp32")
+    sizes = replace(tiny_sd3.MINIMAL, layers=3, heads=3)
+    tiny_sd3.build(folder, sizes, seed=1, dtype="fp32")
     return folder
 
 

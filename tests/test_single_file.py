@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import original_layout
@@ -39,7 +40,7 @@ CPU = torch.device("cpu")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers; CLIP-L's projection is the identity, as in SD3 Medium: the original layout does not hold it."""
     folder = tmp_path_factory.mktemp("original") / "pipeline"
-    tiny_sd3.build(folder, **{**tiny_sd3.MINIMAL, "layers": 3, "heads": 3}, seed=1, dtype="fp32")
+    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=3, heads=3), seed=1, dtype="fp32")
     file = folder / "text_encoder" / "model.safetensors"
     state = load_file(file)
     state["text_projection.weight"] = torch.eye(len(state["text_projection.weight"]))

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,10 @@ class Ground:
 
     def __init__(self, folder: Path, seed: int):
         self.folder, self.random = folder, random.Random(seed)
-        shape = tiny_sd3.MINIMAL | {"layers": 2, "heads": 2}
-        tiny_sd3.build(folder / "pipeline", **shape, seed=1, dtype="fp32")
-        pictures.write_folder(folder / "pictures", 6, seed=3, style="flat", pixels=32)
+        shape = replace(tiny_sd3.MINIMAL, layers=2, heads=2)
+        tiny_sd3.build(folder / "pipeline", shape, seed=1, dtype="fp32")
+        scenes = pictures.sample_scenes(6, seed=3, style="flat")
+        pictures.write_folder(folder / "pictures", scenes, seed=3, pixels=32)
 
     def case(self, number: int) -> dict[str, Any]:
         """The configuration of a run; drawn again until the options go together."""

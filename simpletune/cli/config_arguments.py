@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from simpletune.config.schema import TrainConfig
 
 CONFIG_HELP = "a JSON file, or the name of a shipped configuration, such as demo or sd3_medium_lora_8gb"
 
@@ -14,7 +18,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to it, such as train.steps=30")
 
 
-def read(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # the type would import pydantic for --help
+def read(args: argparse.Namespace) -> TrainConfig:
     """The configuration that the arguments name."""
     from simpletune.config.load import read_config
 

@@ -6,20 +6,23 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from simpletune.adapters.lora import OUTPUT
 from simpletune.cli.lora_metadata import config_of, header_of, source_note
 from simpletune.config.schema import TrainConfig
 from simpletune.lora.header import open_lora
-from simpletune.options import UserError
+from simpletune.options import UserError, shortened
 from simpletune.runs.folder import CONFIG
 from simpletune.runs.weights import lora_weights
 from simpletune.system.console import progress, say
 
+if TYPE_CHECKING:
+    from simpletune.lora.updates import Updates
+
 
 @dataclass(frozen=True)
-class Source:
+class NamedLora:
     """A LoRA that a command names.
 
     Args:
@@ -47,7 +50,7 @@ class Source:
         return self.run.resolve().name if self.run else self.file.stem
 
 
-def source_of(name: str) -> Source:
+def find_lora(name: str) -> NamedLora:
     """A LoRA by its file, a run's folder, or a hub name.
 
     Raises:
@@ -58,10 +61,10 @@ def source_of(name: str) -> Source:
         raise UserError(f"{name} holds no {OUTPUT}: the run trained no LoRA, or is not finished")
     file = path if path.is_file() else lora_weights(name, 1.0).lora
     assert file is not None
-    return Source(file, path if (path / CONFIG).is_file() else None)
+    return NamedLora(file, path if (path / CONFIG).is_file() else None)
 
 
-def weighted(text: str) -> Source:
+def weighted(text: str) -> NamedLora:
     """NAME or NAME:WEIGHT.
 
     Raises:
@@ -69,20 +72,20 @@ def weighted(text: str) -> Source:
     """
     name, _, weight = text.rpartition(":")
     if not name or Path(text).exists():
-        return source_of(text)
+        return find_lora(text)
     try:
         value = float(weight)
     except ValueError:
-        return source_of(text)
-    found = source_of(name)
-    return Source(found.file, found.run, value)
+        return find_lora(text)
+    found = find_lora(name)
+    return NamedLora(found.file, found.run, value)
 
 
 def export(args: argparse.Namespace) -> Path:
     """Write a LoRA in another layout."""
     from simpletune.lora.read import updates_of
 
-    source = source_of(args.lora)
+    source = find_lora(args.lora)
     header = open_lora(source.file)
     folder, stem = source.file.parent, source.title
     out = args.out or folder / f"{stem}_{args.format}.safetensors"
@@ -98,7 +101,7 @@ def resize(args: argparse.Namespace) -> Path:
     from simpletune.lora.read import updates_of
 
     require_rank_or_energy(args)
-    source = source_of(args.lora)
+    source = find_lora(args.lora)
     refuse_same(args.out, source.file)
     header = open_lora(source.file)
     old = updates_of(header)
@@ -182,13 +185,12 @@ def extract(args: argparse.Namespace) -> Path:
     say(f"  all {len(found.rows)} layers: residual {found.relative:.3%} of the difference (Frobenius norm)")
     if found.left_out:
         names = sorted(found.left_out, key=lambda name: -found.left_out[name])
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         say(f"  {len(names)} tensors differ that no LoRA holds ({found.left_out_share:.3%} of the whole difference): "
-            f"{', '.join(names[:8])}{more}")  # fmt: skip
+            f"{shortened(names)}")  # fmt: skip
     return written
 
 
-def write(updates: Mapping[str, Any], out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
+def write(updates: Updates, out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
     """Write a file and say what it is."""
     from simpletune.lora.write import write_lora
 
@@ -198,13 +200,13 @@ def write(updates: Mapping[str, Any], out: Path, args: argparse.Namespace, metad
     return written
 
 
-def ranks_of(updates: Mapping[str, Any]) -> str:
+def ranks_of(updates: Updates) -> str:
     """One rank, or the least and the largest."""
     ranks = sorted({update.rank for update in updates.values()})
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
 
 
-def base_of(sources: list[Source]) -> str:
+def base_of(sources: list[NamedLora]) -> str:
     """The base that the first LoRA's run trained on.
 
     Raises:

@@ -6,19 +6,23 @@ import json
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from simpletune import __version__
 from simpletune.config.schema import TrainConfig
+from simpletune.options import Json
 from simpletune.runs.folder import CONFIG, SUMMARY, read_json_or_none
 from simpletune.runs.model_card import licence, public_name, shareable
 from simpletune.system.console import say
+
+if TYPE_CHECKING:
+    from simpletune.lora.updates import Updates
 
 EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
 ARCHITECTURE = "stable-diffusion-3-m/lora"  # sd-scripts' word for SD3 Medium
 
 
-def header_of(updates: Mapping[str, Any], title: str, config: TrainConfig | None, run: Path | None) -> dict[str, str]:
+def header_of(updates: Updates, title: str, config: TrainConfig | None, run: Path | None) -> dict[str, str]:
     """Strings for the header.
 
     Args:
@@ -61,7 +65,7 @@ def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | No
         return None
 
 
-def _of_run(config: TrainConfig, summary: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+def _of_run(config: TrainConfig, summary: Json | None) -> Iterator[tuple[str, str]]:
     """What a run's configuration and summary say, in sd-scripts' words."""
     public = shareable(config)
     width, height = config.picture_size()
@@ -92,6 +96,6 @@ def _of_run(config: TrainConfig, summary: Mapping[str, Any] | None) -> Iterator[
     yield EMBEDDED, public.model_dump_json(by_alias=True)
 
 
-def source_note(what: str, sources: Mapping[str, Any]) -> dict[str, str]:
+def source_note(what: str, sources: Json) -> dict[str, str]:
     """How a file was made of others, for its header; files by their last names."""
     return {"simpletune_made_by": what, "simpletune_made_from": json.dumps(sources)}

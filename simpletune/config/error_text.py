@@ -12,8 +12,10 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from simpletune.options import Option, Problem, member_for, option_classes, union_of
+from simpletune.options import Json, Option, Problem, member_for, option_classes, union_of
 
+Complaint = Mapping[str, Any]
+"""One of pydantic's ``ErrorDetails``."""
 SHOWN = 60  # characters of a value
 RENAMED = {"boundaries": "offload_checkpoint_inputs"}  # options that were called otherwise before the first release
 NEEDS = {
@@ -42,9 +44,7 @@ NEEDS = {
 }
 
 
-def problems_of(
-    error: ValidationError, data: Mapping[str, Any], root: type[Option], most: int | None = None
-) -> list[Problem]:
+def problems_of(error: ValidationError, data: Json, root: type[Option], most: int | None = None) -> list[Problem]:
     """All problems of one validation; several complaints about one value become one.
 
     Args:
@@ -53,7 +53,7 @@ def problems_of(
         root: the option that was validated.
         most: problems to put into words, the first ones; default: all.
     """
-    by_path: dict[str, list[Any]] = defaultdict(list)
+    by_path: dict[str, list[Complaint]] = defaultdict(list)
     fields: dict[str, tuple[type[Option], FieldInfo | None]] = {}
     for item in error.errors(include_url=False):
         path, owner, field = locate(item["loc"], data, root)
@@ -64,7 +64,7 @@ def problems_of(
     return [Problem(path, _message(path, items, *fields[path])) for path, items in islice(by_path.items(), most)]
 
 
-def locate(loc: tuple[int | str, ...], data: Any, root: type[Option]) -> tuple[str, type[Option], FieldInfo | None]:
+def locate(loc: tuple[int | str, ...], data: object, root: type[Option]) -> tuple[str, type[Option], FieldInfo | None]:
     """Pydantic's location as a dotted path of JSON keys, with the option that owns its last key."""
     owner: type[Option] = root
     option: type[Option] | None = root
@@ -98,7 +98,7 @@ def _item_option(field: FieldInfo | None) -> type[Option] | None:
     return classes[0] if len(classes) == 1 else None
 
 
-def _message(path: str, items: list[Any], owner: type[Option], field: FieldInfo | None) -> str:
+def _message(path: str, items: list[Complaint], owner: type[Option], field: FieldInfo | None) -> str:
     """Value, rule and remedy for one path."""
     kinds = {item["type"] for item in items}
     item, leaf = items[0], path.rsplit(".", 1)[-1]
@@ -121,7 +121,7 @@ def _message(path: str, items: list[Any], owner: type[Option], field: FieldInfo 
     return f"{show(value)} does not fit. It must be {' or '.join(needs)}.{remedy}"
 
 
-def _need(item: Any) -> str:
+def _need(item: Complaint) -> str:
     """What one complaint asks for."""
     if item["type"] == "literal_error":
         return f"one of {item['ctx']['expected'].replace(' or ', ', ')}".replace("'", "")
@@ -132,7 +132,7 @@ def _need(item: Any) -> str:
     return item["msg"][0].lower() + item["msg"][1:]
 
 
-def _number_remedy(item: Any) -> str:
+def _number_remedy(item: Complaint) -> str:
     """The nearest multiples, or the length of what is too long."""
     value = item["input"]
     if item["type"] in ("string_too_long", "too_long"):
@@ -144,7 +144,7 @@ def _number_remedy(item: Any) -> str:
     return ""
 
 
-def _remedy(value: Any, kinds: set[str], needs: list[str]) -> str:
+def _remedy(value: object, kinds: set[str], needs: list[str]) -> str:
     """The value as it should be written, where that can be told."""
     if not isinstance(value, str):
         return ""
@@ -171,7 +171,7 @@ def did_you_mean(word: str, known: list[str]) -> str:
     return f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}"
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A JSON value as it stands in the file, cut short; half a surrogate pair as its escape."""
     text = ""
     for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):

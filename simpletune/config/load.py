@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -14,12 +13,11 @@ from simpletune.config.error_text import did_you_mean, problems_of
 from simpletune.config.schema import TrainConfig
 from simpletune.config.shipped import find_config, missing_config
 from simpletune.memory.profiles import with_profile
-from simpletune.options import ConfigError, Option, Problem, UserError, member_for, option_classes, union_of
+from simpletune.options import ConfigError, Json, Option, Problem, UserError, member_for, option_classes, union_of
 from simpletune.system import strict_json
 from simpletune.system.redact import secret_paths
 from simpletune.system.strict_json import JsonError
 
-Json = dict[str, Any]
 REPAIRS = 3  # leaving out one wrong value can make another wrong: an unknown tag's fields, say
 
 
@@ -75,7 +73,7 @@ def read_json(file: Path) -> Json:
     return data
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """A JSON value's kind in words."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return kinds.get(type(value), "null")
@@ -100,30 +98,30 @@ def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Probl
 def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> list[str]:
     """Set one value in place; changing a union's tag drops the fields that the new member does not have."""
     option: type[Option] | None = TrainConfig
-    here, parts = merged, path.split(".")
+    section, parts = merged, path.split(".")
     for part in parts[:-1]:
         field = option.model_fields.get(part) if option else None
-        child = here.get(part, {})
+        child = section.get(part, {})
         if field is None or not option_classes(field.annotation) or not isinstance(child, dict):
             known = _known(option)
             problems.append(Problem(path, f"{part} is not a section.{did_you_mean(part, known)}"))
             return []
-        here[part] = child
-        option, here = member_for(field, child), child
+        section[part] = child
+        option, section = member_for(field, child), child
     leaf = parts[-1]
     field = option.model_fields.get(leaf) if option else None
     if field is None and option is not None:
         problems.append(Problem(path, f"unknown field.{did_you_mean(leaf, _known(option))}"))
         return []
-    here[leaf] = parse_value(field, text)
+    section[leaf] = parse_value(field, text)
     parent = _field_at(parts[:-1], merged)
     union = union_of(parent) if parent is not None else None
-    member = member_for(parent, here) if parent is not None and union is not None and union.tag == leaf else None
+    member = member_for(parent, section) if parent is not None and union is not None and union.tag == leaf else None
     if member is not None:
         kept = member.model_fields
-        dropped = [key for key in here if key not in kept]
+        dropped = [key for key in section if key not in kept]
         for key in dropped:
-            del here[key]
+            del section[key]
         if dropped:
             return [f"{path}={text}: dropped {', '.join(dropped)}, which {text} does not have"]
     return []
@@ -132,11 +130,11 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
 def _field_at(parts: list[str], merged: Json) -> FieldInfo | None:
     """The field at a path of sections."""
     option: type[Option] | None = TrainConfig
-    field, here = None, merged
+    field, section = None, merged
     for part in parts:
         field = option.model_fields.get(part) if option else None
-        here = here.get(part, {}) if isinstance(here, dict) else {}
-        option = member_for(field, here) if field else None
+        section = section.get(part, {}) if isinstance(section, dict) else {}
+        option = member_for(field, section) if field else None
     return field
 
 
@@ -144,7 +142,7 @@ def _known(option: type[Option] | None) -> list[str]:
     return [field.alias or name for name, field in option.model_fields.items()] if option else []
 
 
-def parse_value(field: FieldInfo | None, text: str) -> Any:
+def parse_value(field: FieldInfo | None, text: str) -> object:
     """An override's text as the field's type reads it: ``name=123`` is text, ``train.steps=123`` a number."""
     try:
         as_json = strict_json.parse(text)
@@ -152,7 +150,7 @@ def parse_value(field: FieldInfo | None, text: str) -> Any:
         return text
     if field is None or field.annotation is None or option_classes(field.annotation):
         return as_json
-    adapter: TypeAdapter[Any] = TypeAdapter(field.annotation)
+    adapter: TypeAdapter[object] = TypeAdapter(field.annotation)
     for candidate in (None, text, as_json) if as_json is None else (text, as_json):
         try:
             adapter.validate_json(json.dumps(candidate), strict=True)
@@ -162,10 +160,8 @@ def parse_value(field: FieldInfo | None, text: str) -> Any:
     return as_json
 
 
-def with_default_tags(option: type[Option], data: Any) -> Any:
+def with_default_tags(option: type[Option], data: Json) -> Json:
     """The JSON with each union's default tag written out where it is left out."""
-    if not isinstance(data, dict):
-        return data
     result = dict(data)
     for name, field in option.model_fields.items():
         if not isinstance(result.get(name), dict):
@@ -242,12 +238,12 @@ def _repaired(data: Json, found: list[Problem]) -> Json:
     """The JSON without what was complained of; required values get a stand-in, whose own problems nobody hears."""
     result = copy.deepcopy(data)
     for problem in found:
-        here: Any = result
+        section: object = result
         *parents, leaf = problem.path.split(".")
         for part in parents:
-            here = here.get(part) if isinstance(here, dict) else None
-        if isinstance(here, dict):
-            here.pop(leaf, None)
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section.pop(leaf, None)
     if not isinstance(result.setdefault("data", {}), dict):
         result["data"] = {}
     result["data"].setdefault("path", "demo:pictures")

@@ -20,7 +20,7 @@ from simpletune.models.sizes import STEP
 from simpletune.optim import Optimizer
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.schedule import Constant, Schedule
-from simpletune.options import Option, Problem
+from simpletune.options import Option, Problem, shortened
 from simpletune.profiling.option import Profile
 from simpletune.quant import Precision
 from simpletune.quant.plain import BF16
@@ -254,10 +254,9 @@ class TrainConfig(Option):
         modules = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
         trained = [name for name in modules if is_conditioning(name) and not self.adapter.is_untouched(name)]
         if self.memory.modulation == "plan" and trained and not self.adapter.trains_base:
-            more = f" and {len(trained) - 1} more" if len(trained) > 1 else ""
             yield Problem(
                 "memory.modulation",
-                f"plan needs frozen modulation weights, and adapter.targets trains {trained[0]}{more}. Use "
+                f"plan needs frozen modulation weights, and adapter.targets trains {shortened(trained, 1)}. Use "
                 "adapter.targets attention, or memory.modulation resident",
             )
         yield from self.memory.shape_rules(shapes)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from simpletune.data.source import Picture, Rejected, Source
 from simpletune.flow import Objective
 from simpletune.models.sizes import Size, nearest_bucket, upscaling
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
 from simpletune.system.rng import stream
 
 if TYPE_CHECKING:
@@ -111,11 +111,29 @@ def make_plan(config: TrainConfig, pictures: Sequence[Picture], processes: int) 
         make_samples(pictures, config.data),
         config.data,
         config.objective,
-        seed=config.train.seed,
-        batch_size=config.train.batch_size,
-        accumulation=config.train.gradient_accumulation,
-        processes=processes,
+        config.train.seed,
+        GlobalBatch(config.train.batch_size, config.train.gradient_accumulation, processes),
     )
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The samples of one optimizer step.
+
+    Args:
+        batch_size: samples in a micro-batch.
+        accumulation: micro-batches in a step, on each process.
+        processes: number of processes.
+    """
+
+    batch_size: int
+    accumulation: int = 1
+    processes: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Samples in a step, over all micro-batches and processes."""
+        return self.batch_size * self.accumulation * self.processes
 
 
 class Plan:
@@ -126,26 +144,15 @@ class Plan:
         source: crop, flip, variants and caption dropout.
         objective: the density of noise levels.
         seed: ``train.seed``.
-        batch_size: samples in a micro-batch.
-        accumulation: micro-batches in a step, on each process.
-        processes: number of processes.
+        batch: the sizes of a step.
     """
 
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        source: Source,
-        objective: Objective,
-        *,
-        seed: int,
-        batch_size: int,
-        accumulation: int = 1,
-        processes: int = 1,
-    ):
+    def __init__(self, samples: Sequence[Sample], source: Source, objective: Objective, seed: int, batch: GlobalBatch):
         if not samples:
             raise ValueError("a plan needs at least one sample")
         self.samples, self.source, self.objective = list(samples), source, objective
-        self.seed, self.batch_size, self.accumulation, self.processes = seed, batch_size, accumulation, processes
+        self.seed, self._samples_per_step = seed, batch.samples
+        self.batch_size, self.accumulation, self.processes = batch.batch_size, batch.accumulation, batch.processes
         self.shift = objective.shift_at(source.resolution)
         self.buckets: dict[Size, list[int]] = defaultdict(list)
         for index, sample in enumerate(self.samples):
@@ -155,7 +162,7 @@ class Plan:
     @property
     def steps_per_epoch(self) -> int:
         """Steps in an epoch: samples over the global batch, rounded up."""
-        return math.ceil(len(self.samples) / (self.batch_size * self.accumulation * self.processes))
+        return math.ceil(len(self.samples) / self._samples_per_step)
 
     def largest(self) -> Size:
         """The size of the bucket with the most pixels."""
@@ -229,7 +236,7 @@ class Plan:
             draws.append(Draw(self.view(sample, 0), sample.picture.caption, sigma, ("evaluation-noise", index)))
         return draws
 
-    def manifest(self) -> list[dict]:
+    def manifest(self) -> list[Json]:
         """What the order of samples depends on: pinned by checkpoints."""
         return [
             {

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ from simpletune.options import Problem, UserError
 
 if TYPE_CHECKING:
     import pyarrow
+    import pyarrow.parquet
 
 SUFFIXES = (".parquet", ".arrow")
 
@@ -70,7 +71,7 @@ class Table(Source):
         described = f"the column {self.caption_column}" if self.prompt is None else f"one prompt: {self.prompt!r}"
         return Scan(pictures, rejected, described)
 
-    def _columns(self, file: Path, number: int) -> tuple[pyarrow.ChunkedArray, Any]:
+    def _columns(self, file: Path, number: int) -> tuple[pyarrow.ChunkedArray, pyarrow.ChunkedArray | list[str]]:
         """The pictures and captions of one chunk of a file."""
         table = _chunk(file, number)
         for column in (self.image_column, *([self.caption_column] if self.prompt is None else [])):
@@ -82,7 +83,9 @@ class Table(Source):
         captions = [self.prompt] * len(images) if self.prompt else table[self.caption_column]
         return images, captions
 
-    def _picture(self, name: str, image: Any, caption: Any, file: Path, number: int, row: int) -> Picture:
+    def _picture(
+        self, name: str, image: pyarrow.Scalar, caption: pyarrow.Scalar | str, file: Path, number: int, row: int
+    ) -> Picture:
         if not isinstance(caption, str):
             try:
                 caption = caption.as_py()
@@ -116,7 +119,7 @@ def _table_files(path: Path, split: str = "") -> list[Path]:
 
 
 @lru_cache(maxsize=8)
-def _open(file: Path) -> Any:
+def _open(file: Path) -> pyarrow.parquet.ParquetFile | list[pyarrow.RecordBatch]:
     """A parquet file, or the record batches of an arrow file (memory-mapped).
 
     Raises:
@@ -152,7 +155,7 @@ def _chunk(file: Path, number: int) -> pyarrow.Table:
         raise UserError(f"data.path: {file} is damaged ({error})") from None
 
 
-def _bytes_of(value: Any, file: Path) -> bytes:
+def _bytes_of(value: object, file: Path) -> bytes:
     """A picture's bytes from a cell: bytes, or {bytes, path}; a path must lie beside the table.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from PIL import Image
 
@@ -16,6 +16,9 @@ from simpletune.data_report.text import aspects, limit_in_words, outcome, plural
 from simpletune.report.templates import ASSETS, page_template
 
 LISTED = 200  # rows of a table
+
+PageTable = tuple[str, str, tuple[str, ...], Sequence[tuple[str, ...]]]
+"""Title, what it means, head, rows."""
 
 
 def page(found: DatasetReport, title: str) -> str:
@@ -53,8 +56,8 @@ def _bars(rows: list[tuple[str, int]]) -> list[tuple[str, int, float]]:
     return [(name, count, 100 * count / most) for name, count in rows]
 
 
-def _tables(found: DatasetReport) -> Any:
-    """(title, what it means, head, rows) of each table that has rows."""
+def _tables(found: DatasetReport) -> Iterator[PageTable]:
+    """The tables that have rows."""
     joined = [("\n".join(shown(name) for name in group),) for group in found.exact]
     near = [("\n".join(shown(name) for name in group),) for group in found.near]
     small = [
@@ -63,7 +66,7 @@ def _tables(found: DatasetReport) -> Any:
         for s in found.small
     ]  # fmt: skip
     same = [(shown(caption), str(len(names))) for caption, names in found.same_caption.items()]
-    every = [
+    every: list[PageTable] = [
         ("Cannot be used", "", ("what", "why"), [(shown(r.name), r.reason) for r in found.rejected]),
         ("Scaled up", "smaller than their bucket", ("picture", "size", "bucket", "times"), small),
         ("The same bytes", "trained on more often than others", ("pictures",), joined),

@@ -29,13 +29,13 @@ def report(config: TrainConfig, out: Path | None, as_figures: bool = False, show
     Raises:
         UserError: nothing is usable, or the folder cannot be written.
     """
-    here = data_resolved(config)
+    resolved = data_resolved(config)
     if as_figures:
         with silent():
-            found = scan_dataset(here, shown, config.data.path)
+            found = scan_dataset(resolved, shown, config.data.path)
         print(json.dumps(as_json(found)))
     else:
-        found = scan_dataset(here, shown, config.data.path)
+        found = scan_dataset(resolved, shown, config.data.path)
         say(text(found))
     if out is not None:
         try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from simpletune.data.walk import shown
 from simpletune.data_report.scan import LONG, DatasetReport
 from simpletune.data_report.token_counts import LIMIT
+from simpletune.options import Json, first_lines, shortened
 
 LISTED = 10  # names on a screen
 SIZES = ("under half of it", "half of it to all", "up to twice", "up to four times", "more")
@@ -82,7 +82,7 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
     ):
         if groups:
             yield title, f"{plural(len(groups), 'group')} of pictures {what}"
-            yield from _listed([", ".join(shown(name) for name in group[:LISTED]) for group in groups])
+            yield from _listed([shortened([shown(name) for name in group], LISTED) for group in groups])
     if found.same_caption:
         yield "same text", f"{plural(len(found.same_caption), 'caption')} with several pictures"
         yield from _listed([f"{len(names)} times: {shown(c)}" for c, names in found.same_caption.items()])
@@ -111,13 +111,11 @@ def _measures(found: DatasetReport) -> Iterator[tuple[str, str]]:
 
 
 def _listed(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for line in lines[:LISTED]:
+    for line in first_lines(lines, LISTED):
         yield "", f"  {line}"
-    if len(lines) > LISTED:
-        yield "", f"  and {len(lines) - LISTED} more"
 
 
-def as_json(found: DatasetReport) -> dict[str, Any]:
+def as_json(found: DatasetReport) -> Json:
     """All of it, nothing cut short."""
     return {
         "path": found.path, "captions": found.captions, "on_error": found.on_error, "left_alone": found.left_alone,

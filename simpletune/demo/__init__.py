@@ -11,7 +11,10 @@ import difflib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from simpletune.options import Json
 
 PREFIX = "demo:"
 TINY_SD3 = "demo:tiny-sd3"
@@ -49,7 +52,7 @@ def resolve(name: str, cache: Path) -> Path:
     return folder
 
 
-def transformer_config() -> dict[str, Any]:
+def transformer_config() -> Json:
     """The tiny SD3's transformer configuration."""
     return json.loads((SHIPPED / "transformer" / "config.json").read_text())
 
@@ -59,7 +62,7 @@ def _pictures() -> tuple[str, Callable[[Path], None]]:
 
     def make(folder: Path) -> None:
         scenes = pictures.balanced_scenes(32, "striped")
-        pictures.write_folder(folder, 32, seed=0, style="striped", trigger=pictures.STYLE_TRIGGER, scenes=scenes)
+        pictures.write_folder(folder, scenes, seed=0, trigger=pictures.STYLE_TRIGGER)
 
     return str(pictures.VERSION), make
 

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -78,7 +77,7 @@ def export(pipeline: Path, run: Path, folder: Path, dtype: networks.Dtype, logs:
     from diffusers import StableDiffusion3Pipeline
     from diffusers.models import SD3Transformer2DModel
 
-    whole: Any = StableDiffusion3Pipeline.from_pretrained(pipeline, transformer=None, local_files_only=True)
+    whole = StableDiffusion3Pipeline.from_pretrained(pipeline, transformer=None, local_files_only=True)
     transformer = SD3Transformer2DModel.from_pretrained(run / "transformer", local_files_only=True)
     shutil.rmtree(folder, ignore_errors=True)
     with new_folder(folder) as sibling:

@@ -6,7 +6,7 @@ Legend: b is the batch.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from simpletune.demo import pictures
 
@@ -15,17 +15,20 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderKL, SD3Transformer2DModel
     from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
+    from simpletune.options import Json
+
 HEAD_WIDTH = 64  # ComfyUI infers layers and heads from hidden width / 64
 SAMPLE_SIZE = 8  # latents of the pipeline's default picture: 64 px
 POSITIONS = 32  # patches a side: 512 px, so 256 px buckets reach an aspect of 4:1 (512 x 128)
 POSITION_SPACING = 0.5  # the default, sample_size / 2 / POSITIONS = 0.125, leaves neighbours hardly different
 GATE = 0.5  # added to the modulation's gates, so that every block takes part in the output
 
+Module = TypeVar("Module", bound="torch.nn.Module")
 Dtype = Literal["fp32", "fp16", "bf16"]
 TORCH_DTYPES: dict[str, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-def cast(model: Any, dtype: Dtype) -> Any:
+def cast(model: Module, dtype: Dtype) -> Module:
     """Turn a model's weights and buffers to a type in place, and return it."""
     import torch
 
@@ -83,7 +86,7 @@ def t5(tokenizer_folder: Path, width: int) -> T5EncoderModel:
     return T5EncoderModel(config)  # its own initialisation of the embeddings has deviation 1
 
 
-def transformer_config(layers: int, text_width: int, pooled_width: int) -> dict[str, Any]:
+def transformer_config(layers: int, text_width: int, pooled_width: int) -> Json:
     """The configuration of the tiny transformer, as diffusers' class takes it.
 
     Args:

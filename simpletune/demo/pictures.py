@@ -7,6 +7,7 @@ seed give the same composition at every size.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -268,31 +269,20 @@ def _to_image(canvas: Field) -> Image.Image:
 
 
 def write_folder(
-    folder: Path,
-    count: int,
-    *,
-    seed: int,
-    style: str | None,
-    trigger: str | None = None,
-    pixels: int = 64,
-    scenes: list[Scene] | None = None,
+    folder: Path, scenes: Iterable[Scene], *, seed: int, trigger: str | None = None, pixels: int = 64
 ) -> None:
     """Write 000.png beside 000.txt, and so on; the folder appears whole or not at all.
 
     Args:
         folder: Must not exist, or be empty.
-        count: How many pictures; their triples are all of the training share.
-        seed: Of the scenes and of their variations.
-        style: One of `STYLES`, or None for all.
+        scenes: What to show, one a picture (`sample_scenes`, `balanced_scenes`).
+        seed: Of the variations of the scenes.
         trigger: The word that stands for the style in the captions, or None for the style's own.
         pixels: Side of the pictures.
-        scenes: What to show; None: scenes drawn from the seed.
 
     Raises:
         FileExistsError: The folder holds something already.
-        ValueError: The style does not exist.
     """
-    scenes = sample_scenes(count, seed, style=style) if scenes is None else scenes
     with new_folder(folder) as sibling:
         for index, scene in enumerate(scenes):
             draw(scene, pixels, seed=seed * 1_000_003 + index).save(sibling / f"{index:03d}.png")

@@ -9,12 +9,17 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING
 
 from simpletune.demo import networks, pictures, vocabulary
 from simpletune.demo.networks import TORCH_DTYPES, Dtype
 from simpletune.system.atomic import new_folder
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
+    from transformers import PreTrainedModel
 
 VERSION = 1
 """Raise it whenever `build` writes other bytes for the same arguments: cached folders carry it in their names."""
@@ -32,96 +37,88 @@ COMPONENTS = {
 }
 
 
-class Sizes(TypedDict, total=False):
-    """Arguments of `build` that make the model larger or smaller."""
+@dataclass(frozen=True)
+class Sizes:
+    """How large the four networks are.
 
-    layers: int
-    heads: int
-    vae_channels: tuple[int, int, int, int]
-    clip_widths: tuple[int, int]
-    t5_width: int
+    Args:
+        layers: Joint blocks of the transformer.
+        heads: Attention heads of 64; the hidden width is 64 times this. ComfyUI needs as many as there are layers.
+        vae_channels: Channels of the autoencoder's four levels, multiples of 8.
+        clip_widths: Hidden and projected widths of the two CLIP encoders, multiples of 16.
+        t5_width: Width of T5 and of the transformer's text input, a multiple of 32 and at least the sum of
+            `clip_widths`.
+
+    Raises:
+        ValueError: Sizes that cannot work, with the remedy.
+    """
+
+    layers: int = 3
+    heads: int = 3
+    vae_channels: tuple[int, int, int, int] = (16, 32, 48, 64)
+    clip_widths: tuple[int, int] = (32, 48)
+    t5_width: int = 96
+
+    def __post_init__(self) -> None:
+        if self.layers != self.heads or self.layers < 1:
+            raise ValueError(
+                f"layers {self.layers} and heads {self.heads}: ComfyUI infers both from the hidden width. Use equal "
+                "ones, 1 or more."
+            )
+        if len(self.vae_channels) != 4 or any(width < 8 or width % 8 for width in self.vae_channels):
+            raise ValueError(
+                f"vae_channels {self.vae_channels} are not four multiples of 8. Use (16, 32, 48, 64), say."
+            )
+        if any(width < 16 or width % 16 for width in self.clip_widths):
+            raise ValueError(f"clip_widths {self.clip_widths} are not multiples of 16. Use (32, 48), say.")
+        least = sum(self.clip_widths)
+        if self.t5_width % 32 or self.t5_width < least:
+            raise ValueError(
+                f"t5_width {self.t5_width} is not a multiple of 32 of at least {least}, the sum of clip_widths."
+                f" Use {-(-least // 32) * 32}."
+            )
 
 
-MINIMAL: Sizes = {
-    "layers": 1,
-    "heads": 1,
-    "vae_channels": (8, 8, 8, 8),
-    "clip_widths": (16, 16),
-    "t5_width": 32,
-}
+MINIMAL = Sizes(layers=1, heads=1, vae_channels=(8, 8, 8, 8), clip_widths=(16, 16), t5_width=32)
 """The least that still is an SD3, for tests. Its one block is the last one: text leaves it only through keys and
 values, so `add_q_proj` gets no gradient and there is no `to_add_out`."""
 
 
 def build(
-    folder: Path,
-    *,
-    layers: int = 3,
-    heads: int = 3,
-    seed: int = 0,
-    dtype: Dtype = "bf16",
-    vae_channels: tuple[int, int, int, int] = (16, 32, 48, 64),
-    clip_widths: tuple[int, int] = (32, 48),
-    t5_width: int = 96,
-    tokenizers: Path | None = None,
+    folder: Path, sizes: Sizes = Sizes(), *, seed: int = 0, dtype: Dtype = "bf16", tokenizers: Path | None = None
 ) -> None:
     """Write the pipeline folder; it appears whole or not at all, and the same arguments give the same bytes.
 
     Args:
         folder: Must not exist, or be empty.
-        layers: Joint blocks of the transformer.
-        heads: Attention heads of 64; the hidden width is 64 times this. ComfyUI needs as many as there are layers.
+        sizes: Of the networks.
         seed: Of the weights. No global random state is read or changed.
         dtype: Of all weights on disk.
-        vae_channels: Channels of the autoencoder's four levels, multiples of 8.
-        clip_widths: Hidden and projected widths of the two CLIP encoders, multiples of 16.
-        t5_width: Width of T5 and of the transformer's text input, a multiple of 32 and at least the sum of
-            `clip_widths`.
         tokenizers: A folder with `tokenizer`, `tokenizer_2` and `tokenizer_3` to copy (the real ones, say). By
             default the project's own are written, with one token for each word of the demo's captions.
 
     Raises:
-        ValueError: Sizes that cannot work, with the remedy.
+        ValueError: There is no such type.
         FileExistsError: The folder holds something already.
     """
-    _check_sizes(layers, heads, dtype, vae_channels, clip_widths, t5_width)
+    if dtype not in TORCH_DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown. Use one of {', '.join(TORCH_DTYPES)}.")
     with new_folder(folder) as sibling, _quiet():
         _write_tokenizers(sibling, tokenizers)
-        for index, (name, width) in enumerate(zip(("", "_2"), clip_widths, strict=True)):
+        for index, (name, width) in enumerate(zip(("", "_2"), sizes.clip_widths, strict=True)):
             with seeded(seed, index):
                 clip = networks.clip(sibling / f"tokenizer{name}", width, "gelu" if name else "quick_gelu")
             save(clip, sibling / f"text_encoder{name}", dtype)
         with seeded(seed, 2):
-            t5 = networks.t5(sibling / "tokenizer_3", t5_width)
+            t5 = networks.t5(sibling / "tokenizer_3", sizes.t5_width)
         save(t5, sibling / "text_encoder_3", dtype)
         with seeded(seed, 3):
-            transformer = networks.transformer(layers, t5_width, sum(clip_widths))
+            transformer = networks.transformer(sizes.layers, sizes.t5_width, sum(sizes.clip_widths))
         save(transformer, sibling / "transformer", dtype)
         with seeded(seed, 4):
-            vae = networks.autoencoder(vae_channels, dtype)
+            vae = networks.autoencoder(sizes.vae_channels, dtype)
         save(vae, sibling / "vae", dtype)
         write_scheduler_and_index(sibling)
-
-
-def _check_sizes(
-    layers: int, heads: int, dtype: str, vae_channels: tuple[int, ...], clip_widths: tuple[int, int], t5_width: int
-) -> None:
-    if layers != heads or layers < 1:
-        raise ValueError(
-            f"layers {layers} and heads {heads}: ComfyUI infers both from the hidden width. Use equal ones, 1 or more."
-        )
-    if dtype not in TORCH_DTYPES:
-        raise ValueError(f"dtype {dtype!r} is unknown. Use one of {', '.join(TORCH_DTYPES)}.")
-    if len(vae_channels) != 4 or any(width < 8 or width % 8 for width in vae_channels):
-        raise ValueError(f"vae_channels {vae_channels} are not four multiples of 8. Use (16, 32, 48, 64), say.")
-    if any(width < 16 or width % 16 for width in clip_widths):
-        raise ValueError(f"clip_widths {clip_widths} are not multiples of 16. Use (32, 48), say.")
-    if t5_width % 32 or t5_width < sum(clip_widths):
-        remedy = -(-sum(clip_widths) // 32) * 32
-        raise ValueError(
-            f"t5_width {t5_width} is not a multiple of 32 of at least {sum(clip_widths)}, the sum of clip_widths."
-            f" Use {remedy}."
-        )
 
 
 @contextmanager
@@ -151,7 +148,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def save(model: Any, folder: Path, dtype: Dtype) -> None:
+def save(model: ModelMixin | PreTrainedModel, folder: Path, dtype: Dtype) -> None:
     """Write a model in a weight type; it is cast in place."""
     networks.cast(model, dtype).save_pretrained(folder)
     # As in the real repository, an encoder's config says float32 whatever the file holds: transformers 5 loads in

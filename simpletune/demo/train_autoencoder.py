@@ -9,15 +9,19 @@ import argparse
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from simpletune.demo import networks, pictures
 from simpletune.demo.log import log_line
 from simpletune.system.atomic import atomic_file
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL
 
 CHANNELS = (16, 32, 48, 64)
 POOL = 24_576
@@ -29,7 +33,7 @@ SAVE_EVERY = 500
 STEPS, HORIZON = 10_000, 16_000
 
 
-def initialise(vae: Any) -> None:
+def initialise(vae: AutoencoderKL) -> None:
     """Start as a blurred copy instead of on the plateau where the default initialisation stays for hundreds of steps.
 
     Shortcuts and resampling convolutions begin as identity and average, the residual branches small, the posterior
@@ -49,10 +53,10 @@ def initialise(vae: Any) -> None:
         vae.encoder.conv_out.bias[vae.config.latent_channels :] = -5.0
 
 
-def _start_from(conv: Any, taps: slice, value: float, factor: float) -> None:
+def _start_from(conv: nn.Conv2d, taps: slice, value: float, factor: float) -> None:
     """Scale a convolution's random weights, and add a value at some taps from each channel to itself."""
     conv.weight.mul_(factor)
-    if value:
+    if value and conv.bias is not None:
         conv.bias.zero_()
     for row in range(conv.out_channels):
         conv.weight[row, row % conv.in_channels, taps, taps] += value
@@ -76,7 +80,7 @@ def render(count: int, seed: int, held_out: bool = False, style: str | None = No
     return torch.from_numpy(canvas).permute(0, 3, 1, 2).contiguous()
 
 
-def _patchwork(rng: np.random.Generator) -> Any:
+def _patchwork(rng: np.random.Generator) -> NDArray[np.uint8]:
     """Areas of any colour with soft shading, [64, 64, 3]: a user's own pictures hold more than ten colours."""
     y, x = (np.mgrid[:64, :64] + 0.5) / 64
     canvas = np.zeros((64, 64, 3)) + rng.uniform(0, 255, 3)
@@ -93,7 +97,7 @@ def to_unit(pixels: Tensor) -> Tensor:
     return pixels.float() / 127.5 - 1.0
 
 
-def loss_of(vae: Any, x: Tensor) -> Tensor:
+def loss_of(vae: AutoencoderKL, x: Tensor) -> Tensor:
     """L1, half the MSE, half the L1 of the gradients, and a small KL term: a scalar."""
     posterior = vae.encode(x).latent_dist
     decoded = vae.decode(posterior.sample()).sample.float()
@@ -104,7 +108,7 @@ def loss_of(vae: Any, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def psnr(vae: Any, pixels: Tensor) -> float:
+def psnr(vae: AutoencoderKL, pixels: Tensor) -> float:
     """Mean peak signal-to-noise ratio over pictures, in dB, of the rounded 8-bit round trip through the mode."""
     values = []
     for chunk in pixels.split(64):
@@ -116,7 +120,7 @@ def psnr(vae: Any, pixels: Tensor) -> float:
 
 
 @torch.no_grad()
-def fold_scale(vae: Any, pixels: Tensor) -> None:
+def fold_scale(vae: AutoencoderKL, pixels: Tensor) -> None:
     """Give every latent channel deviation 1, and set the config's scale and shift, without changing a picture.
 
     The factor goes into the encoder's last convolution and its inverse into the decoder's first. Quiet channels
@@ -184,7 +188,7 @@ def train(folder: Path, steps: int, seed: int = 0) -> None:
         log_line(folder / "log.jsonl", {"style": style, "psnr_held_out": round(value, 2)})
 
 
-def _resume(path: Path, vae: Any, optimizer: torch.optim.Optimizer, steps: int) -> int:
+def _resume(path: Path, vae: AutoencoderKL, optimizer: torch.optim.Optimizer, steps: int) -> int:
     if not path.exists():
         return 0
     state = torch.load(path, weights_only=True)
@@ -195,7 +199,7 @@ def _resume(path: Path, vae: Any, optimizer: torch.optim.Optimizer, steps: int) 
     return int(state["step"])
 
 
-def _save(path: Path, vae: Any, optimizer: torch.optim.Optimizer, step: int, steps: int) -> None:
+def _save(path: Path, vae: AutoencoderKL, optimizer: torch.optim.Optimizer, step: int, steps: int) -> None:
     state = {"vae": vae.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "steps": steps}
     with atomic_file(path) as part:
         torch.save(state, part)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from torch.nn import functional
 from simpletune.demo import networks, pictures, vocabulary
 from simpletune.demo.checker import ATTRIBUTES
 from simpletune.demo.log import log_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CLIP_WIDTHS, T5_WIDTH = (32, 48), 96
 POOL, BATCH, PEAK_LR = 32_768, 64, 2e-3
@@ -51,8 +54,8 @@ class Reader:
     """
 
     name: str
-    tokenizer: Any
-    encoder: Any
+    tokenizer: PreTrainedTokenizerBase
+    encoder: PreTrainedModel
     length: int
 
     def __post_init__(self) -> None:

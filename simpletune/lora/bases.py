@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from simpletune.models.original_names import origin_of
 from simpletune.models.parts import Part
-from simpletune.models.sd3_shapes import parameter_shapes
+from simpletune.models.sd3_shapes import ModelConfig, parameter_shapes
 from simpletune.models.single_file import open_file
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.nf4_linear import Nf4Linear
 from simpletune.system.model_folder import weight_files
@@ -27,7 +26,7 @@ KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FP8 = ("F8_E4M3", "F8_E5M2")
 
 
-class Tensors(Protocol):
+class TensorReader(Protocol):
     """What is read from."""
 
     def get(self, name: str) -> Tensor:
@@ -58,10 +57,10 @@ class Base:
         from simpletune.models.sd3_transformer import open_tensors
 
         self.file = part.file
-        self.tensors: Tensors = open_tensors(part.file or part.folder)  # type: ignore[arg-type]
+        self.tensors: TensorReader = open_tensors(part.file or part.folder)  # type: ignore[arg-type]
         if part.file is None:
             assert part.folder is not None
-            self.config: Mapping[str, Any] = part.config()
+            self.config: ModelConfig = part.config()
             entries = {k: v for file in weight_files(part.folder) for k, v in read_header(file).items()}
             self.kinds = {k: v["dtype"] for k, v in entries.items() if k != "__metadata__"}
             self.shapes = {k: tuple(v["shape"]) for k, v in entries.items() if k != "__metadata__"}
@@ -111,8 +110,8 @@ class KeptTensors:
         from simpletune.models.sd3_transformer import empty_transformer
         from simpletune.quant import Precision
 
-        about: dict[str, Any] = json.loads((folder / KEPT).read_text())
-        self.config: Mapping[str, Any] = about["config"]
+        about: Json = json.loads((folder / KEPT).read_text())
+        self.config: ModelConfig = about["config"]
         self._precision = TypeAdapter(Precision).validate_python(about["precision"])
         self._reader = WeightReader([folder / "transformer.safetensors"])
         self._model = empty_transformer(self.config)

@@ -6,14 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from simpletune.lora.compatibility import verdicts
 from simpletune.lora.families import kind_of_model
 from simpletune.lora.header import LISTED, LoraHeader, natural, open_lora
 from simpletune.lora.names import ALPHA, TITLES
-from simpletune.lora.values import look_at
-from simpletune.options import UserError
+from simpletune.lora.values import scan_values
+from simpletune.options import Json, UserError, shortened
 from simpletune.system.model_folder import weight_files
 
 BASE_KEYS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "modelspec.title", "base_model")
@@ -29,7 +28,7 @@ def file_of(path: Path) -> Path:
     return path / OUTPUT if (path / OUTPUT).is_file() else weight_files(path)[0]
 
 
-def describe(file: Path, values: bool = True) -> dict[str, Any]:
+def describe(file: Path, values: bool = True) -> Json:
     """What a safetensors file is.
 
     Args:
@@ -52,7 +51,7 @@ def describe(file: Path, values: bool = True) -> dict[str, Any]:
     return about | {"kind": "lora", **_lora(header), **(_values(header) if values else {})}
 
 
-def _model(header: LoraHeader) -> dict[str, Any]:
+def _model(header: LoraHeader) -> Json:
     kind = kind_of_model(header.names)
     numbers = [int(m.group(1)) for n in header.names if (m := re.search(r"(?:joint|transformer)_blocks\.(\d+)\.", n))]
     parts = {"autoencoder": "first_stage_model.", "CLIP-L": "text_encoders.clip_l.", "CLIP-G": "text_encoders.clip_g."}
@@ -67,7 +66,7 @@ def _model(header: LoraHeader) -> dict[str, Any]:
     }
 
 
-def _lora(header: LoraHeader) -> dict[str, Any]:
+def _lora(header: LoraHeader) -> Json:
     family, shown = header.family
     whole = [module for module in header.modules.values() if {"down", "up"} <= set(module.keys)]
     refusal = None
@@ -104,8 +103,8 @@ def _base(metadata: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _values(header: LoraHeader) -> dict[str, Any]:
-    found = look_at(header.file, header.entries)
+def _values(header: LoraHeader) -> Json:
+    found = scan_values(header.file, header.entries)
     ups = [m.keys["up"] for m in header.modules.values() if "up" in m.keys]
     return {
         "not_finite": {name: value.not_finite for name, value in found.items() if value.not_finite},
@@ -113,7 +112,7 @@ def _values(header: LoraHeader) -> dict[str, Any]:
     }
 
 
-def _alpha(header: LoraHeader) -> dict[str, Any]:
+def _alpha(header: LoraHeader) -> Json:
     """Where alpha stands."""
     tensors = _counted(f"{m.alpha:g}" for m in header.modules.values() if m.alpha is not None)
     settings = {k: v for k, v in (header.settings or {}).items() if k in ("r", "lora_alpha", "use_rslora", "use_dora")}
@@ -146,12 +145,12 @@ def _short(metadata: Mapping[str, str]) -> dict[str, str]:
     return dict(sorted(short.items()))
 
 
-def in_words(about: Mapping[str, Any]) -> str:
+def in_words(about: Json) -> str:
     """The same for a screen."""
     return "\n".join(f"{title:<11}{text}" for title, text in _lines(about))
 
 
-def _lines(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _lines(about: Json) -> Iterator[tuple[str, str]]:
     types = ", ".join(about["types"])
     yield "file", f"{about['file']}, {about['bytes']:,} bytes, {about['tensors']} tensors ({types})"
     if about["kind"] == "model":
@@ -162,7 +161,7 @@ def _lines(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "metadata" if number == 0 else "", f"{key}: {value}"
 
 
-def _model_lines(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _model_lines(about: Json) -> Iterator[tuple[str, str]]:
     yield "what", about["family"]
     if about["blocks"]:
         yield "blocks", str(about["blocks"])
@@ -171,7 +170,7 @@ def _model_lines(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "keys", ", ".join(about["keys"]) + (" ..." if about["tensors"] > LISTED else "")
 
 
-def _lora_lines(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
     layout = TITLES.get(about["layout"], "no layout of SD3's")
     yield "what", f"{about['method']}, {layout}, {about['parameters']:,} parameters"
     yield "for", f"{about['family']} ({about['family_shown_by']})"
@@ -186,8 +185,7 @@ def _lora_lines(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for verdict in about["tools"]:
         yield verdict["tool"], "; ".join([verdict["loads"], *verdict["notes"]])
     if about["unmatched"]:
-        more = f" and {len(about['unmatched']) - LISTED} more" if len(about["unmatched"]) > LISTED else ""
-        yield "unmatched", ", ".join(about["unmatched"][:LISTED]) + more
+        yield "unmatched", shortened(about["unmatched"], LISTED)
     for name, count in list(about.get("not_finite", {}).items())[:LISTED]:
         yield "NaN", f"{name}: {count:,} values are NaN or infinite"
     if about.get("zero_updates"):
@@ -197,7 +195,7 @@ def _lora_lines(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
 
 
-def _alpha_words(about: Mapping[str, Any]) -> str:
+def _alpha_words(about: Json) -> str:
     alpha = about["alpha"]
     if alpha["where"] == "nowhere":
         return "stands nowhere: every reader takes scale 1"
@@ -212,5 +210,4 @@ def _alpha_words(about: Mapping[str, Any]) -> str:
 def _listed(counts: Mapping[str, int], what: str) -> str:
     if len(counts) == 1:
         return next(iter(counts))
-    shown = [f"{value} ({count} {what})" for value, count in list(counts.items())[:LISTED]]
-    return ", ".join(shown) + (f" and {len(counts) - LISTED} more" if len(counts) > LISTED else "")
+    return shortened([f"{value} ({count} {what})" for value, count in counts.items()], LISTED)

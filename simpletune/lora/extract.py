@@ -10,9 +10,7 @@ import torch
 from simpletune.lora.bases import Base
 from simpletune.lora.factors import rank_for, truncated
 from simpletune.lora.updates import Update
-from simpletune.options import UserError
-
-LISTED = 5
+from simpletune.options import UserError, shortened
 
 
 @dataclass
@@ -120,7 +118,7 @@ def _require_same(base: Base, tuned: Base) -> None:
 def _differences(base: Base, tuned: Base) -> Iterator[str]:
     for one, other in ((base, tuned), (tuned, base)):
         if lost := sorted(set(one.shapes) - set(other.shapes)):
-            yield f"{other.name} has no {', '.join(lost[:LISTED])}"
+            yield f"{other.name} has no {shortened(lost, 5)}"
     for name, shape in base.shapes.items():
         if tuned.shapes[name] != shape:
             yield f"{name} is {list(shape)} in one and {list(tuned.shapes[name])} in the other"

@@ -10,16 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from simpletune.lora.families import family_of_lora, is_lora, kind_of_model, other_methods
 from simpletune.lora.names import ALPHA, DOWN, PEFT, TEXT_ENCODERS, UP, Layout, layers_of, layout_of, split_key
-from simpletune.options import UserError
+from simpletune.options import Json, UserError, shortened
 from simpletune.system.safetensors_file import TYPES, read_header
 
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 ADAPTER_METADATA = "lora_adapter_metadata"  # diffusers' name for PEFT's settings in the header
 LISTED = 6
+
+
+class TensorEntry(TypedDict):
+    """What a safetensors header says of one tensor; offsets count from the header's end."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
 
 
 @dataclass
@@ -52,8 +60,9 @@ class LoraHeader:
     def __init__(self, file: Path):
         require_safetensors(file)
         self.file = file
-        self.entries: dict[str, Any] = read_header(file)
-        self.metadata: dict[str, str] = self.entries.pop("__metadata__", None) or {}
+        header = read_header(file)
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        self.entries: dict[str, TensorEntry] = header
         self.names = list(self.entries)
         self.text = [name for name in self.names if TEXT_ENCODERS.match(name)]
         self.methods = other_methods(self.names)
@@ -108,7 +117,7 @@ class LoraHeader:
         return self.shapes[module.keys[DOWN]][0]
 
     @cached_property
-    def settings(self) -> dict[str, Any] | None:
+    def settings(self) -> Json | None:
         """PEFT's settings of the transformer's adapter, from the header or an adapter_config.json beside; else None."""
         if ADAPTER_METADATA in self.metadata:
             try:
@@ -204,10 +213,9 @@ def open_lora(file: Path) -> LoraHeader:
     if header.layout is None:
         raise UserError(f"{file} mixes layouts: {', '.join(_examples(header))}. Every key must have the same prefix")
     if header.unmatched:
-        lost, listed = header.unmatched, ", ".join(header.unmatched[:LISTED])
-        more = f" and {len(lost) - LISTED} more" if len(lost) > LISTED else ""
+        count, listed = len(header.unmatched), shortened(header.unmatched, LISTED)
         text = " (updates of text encoders, which simpletune does not apply)" if header.text else ""
-        raise UserError(f"{file}: {len(lost)} of {len(header.names)} keys match no layer of SD3: {listed}{more}{text}")
+        raise UserError(f"{file}: {count} of {len(header.names)} keys match no layer of SD3: {listed}{text}")
     if header.halves:
         raise UserError(f"{file}: {header.halves[0]} lacks one of its two factors. The file is damaged")
     if header.odd_alphas:
@@ -236,7 +244,7 @@ def _examples(header: LoraHeader) -> list[str]:
     return list(by_start.values())[:LISTED]
 
 
-def _checked(found: Any, where: str) -> dict[str, Any]:
+def _checked(found: object, where: str) -> Json:
     """PEFT's settings, with the kinds of values that they must have.
 
     Raises:
@@ -255,7 +263,7 @@ def _checked(found: Any, where: str) -> dict[str, Any]:
     return settings
 
 
-def _pattern(patterns: Mapping[str, float] | None, layer: str, default: Any) -> Any:
+def _pattern(patterns: Mapping[str, float] | None, layer: str, default: float | None) -> float | None:
     """PEFT's rule: the first pattern that matches the end of a layer's name."""
     for pattern, value in (patterns or {}).items():
         try:

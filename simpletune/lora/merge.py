@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from simpletune.lora.bases import Base
+from simpletune.lora.header import TensorEntry
 from simpletune.lora.updates import Updates
 from simpletune.models.original_names import Origin, origin_of
 from simpletune.models.single_file import open_file
-from simpletune.options import UserError
+from simpletune.options import UserError, shortened
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.model_folder import NAMES
 from simpletune.system.safetensors_file import SafetensorsWriter, read_header
@@ -25,7 +25,6 @@ from simpletune.system.safetensors_file import SafetensorsWriter, read_header
 KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PREFIX = "model.diffusion_model."
-LISTED = 5
 
 
 @dataclass
@@ -62,7 +61,7 @@ class Merger:
         linears = base.linear_shapes()
         lost = sorted(name for name in self.changed if name not in linears)
         if lost:
-            raise UserError(f"{len(lost)} layers of the LoRA are not in {base.name}: {', '.join(lost[:LISTED])}")
+            raise UserError(f"{len(lost)} layers of the LoRA are not in {base.name}: {shortened(lost, 5)}")
         for updates, _ in loras:
             for name, update in updates.items():
                 if update.shape != linears[name]:
@@ -129,7 +128,7 @@ def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done:
     base = merger.base
     groups = _groups(base)
     prefix = PREFIX
-    others: dict[str, Any] = {}
+    others: dict[str, TensorEntry] = {}
     old: dict[str, str] = {}
     if base.file is not None:
         prefix = open_file(base.file).prefix
@@ -169,7 +168,7 @@ def _assemble(merger: Merger, parts: Sequence[tuple[str, Origin]]) -> Tensor:
     return torch.cat(tensor.chunk(2)[::-1]) if origin.swapped else tensor
 
 
-def _raw(file: Path | None, entries: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
+def _raw(file: Path | None, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, bytes]]:
     """Tensors of a file as bytes."""
     if file is None:
         return

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from simpletune.lora.header import TensorEntry
 from simpletune.system.safetensors_file import TYPES
 
 CHUNK = 2**22
 
 
 @dataclass(frozen=True)
-class Values:
+class ScannedValues:
     """What one tensor holds.
 
     Args:
@@ -25,7 +25,7 @@ class Values:
     zero: bool
 
 
-def look_at(file: Path, entries: Mapping[str, Any]) -> dict[str, Values]:
+def scan_values(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, ScannedValues]:
     """The floating-point tensors of a file, 4 Mi bytes at a time.
 
     A number is not finite when its exponent's bits are all ones, in every type but the 8-bit one without infinities.
@@ -51,5 +51,5 @@ def look_at(file: Path, entries: Mapping[str, Any]) -> dict[str, Values]:
                 begin += chunk.nbytes
                 not_finite += int(((chunk & of.exponent) == of.exponent).sum())
                 zero = zero and not (chunk & of.magnitude).any()
-            found[name] = Values(not_finite, zero)
+            found[name] = ScannedValues(not_finite, zero)
     return found

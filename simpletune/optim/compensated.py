@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from simpletune.optim.optimizer import State
 from simpletune.optim.rounding import stochastic_round
 
 
@@ -46,7 +46,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._step(parameter, self.state[parameter], group)
 
-    def _step(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _step(self, parameter: Tensor, state: State, group: State) -> None:
         if not state:
             state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in self._buffers(parameter)}
             state["step"] = 0

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from simpletune.optim.optimizer import State
 from simpletune.optim.rounding import RoundedOptimizer
 
 
@@ -27,7 +28,7 @@ def clip_each(parameters: Iterable[nn.Parameter], norm: float) -> None:
 class Streaming(Protocol):
     """What brings parameters to the device and takes them home."""
 
-    def updating(self, parameter: nn.Parameter, state: dict[str, Any]) -> AbstractContextManager[None]:
+    def updating(self, parameter: nn.Parameter, state: State) -> AbstractContextManager[None]:
         """Around the update of one parameter, whose optimizer state it brings and takes home."""
 
 

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.options import Option
+from simpletune.options import Json, Option
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
 STATE_KEY = re.compile(r"^(\d+)\.(.+)$")
+
+State = dict[str, Any]
+"""What torch's optimizers keep of one parameter, and their settings of a group: tensors and plain values by name."""
 
 
 class OptimizerOption(Option):
@@ -59,7 +62,7 @@ class OptimizerOption(Option):
         raise NotImplementedError
 
 
-def state_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def state_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], Json]:
     """Optimizer state as flat named tensors and plain values.
 
     Tensors that several parameters share are written once.
@@ -70,7 +73,7 @@ def state_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor
     import torch
 
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
+    values: Json = {}
     shared: dict[str, str] = {}
     seen: dict[bytes, str] = {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -103,11 +106,11 @@ def _table_bytes(name: str, value: Tensor) -> bytes | None:
 
 
 def load_state(
-    option: OptimizerOption, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], scalars: dict[str, Any]
+    option: OptimizerOption, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], scalars: Json
 ) -> None:
     """Put back what ``state_to_tensors`` gave, bit for bit, each tensor where the optimizer keeps it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    merged: dict[str, Any] = {**tensors, **scalars["values"]}
+    merged: State = {**tensors, **scalars["values"]}
     moved: dict[str, Tensor] = {}
     for key, source in {**{key: key for key in merged}, **scalars["shared"]}.items():
         match = STATE_KEY.match(key)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from simpletune.options import Json
 from simpletune.profiling.events import Recording, Span, gaps, overlap, self_times, union
 from simpletune.system.phases import phase_name
 
 TOP = 20
 OTHER = "other"
-Json = dict[str, Any]
 
 
 def figures(recording: Recording, count: int) -> Json:

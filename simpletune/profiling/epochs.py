@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.profiling.option import Profile
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
     from simpletune.profiling.window import Window
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def nothing_between(step: int) -> bool:
+def never_interrupted(step: int) -> bool:
     """No step is followed by anything but the next."""
     return False
 
 
-def tell(text: str) -> None:
+def warn_on_console(text: str) -> None:
     """Say a warning on the terminal."""
     say(f"warning {text}")
 
@@ -44,7 +45,7 @@ class Facts:
     """Floating-point operations of a step, by its number; None: unknown."""
     blocks: Sequence[nn.Module] = ()
     """The model's blocks, to name ranges for."""
-    interrupted: Callable[[int], bool] = nothing_between
+    interrupted: Callable[[int], bool] = never_interrupted
     """Whether something else (validation, saving) stands between a step and the next."""
 
 
@@ -70,7 +71,7 @@ class EpochTraces:
         steps: int,
         steps_per_epoch: int,
         facts: Facts | None = None,
-        warn: Callable[[str], None] = tell,
+        warn: Callable[[str], None] = warn_on_console,
     ):
         self.option, self.folder, self.facts, self.warn = option, folder, facts or Facts(), warn
         self.steps, self.steps_per_epoch = steps, steps_per_epoch
@@ -129,7 +130,9 @@ class EpochTraces:
         from simpletune.profiling import summary
 
         moments = self._guard(predicted)
-        for file in self.summaries if moments else []:
+        if not moments:
+            return
+        for file in self.summaries:
             self._guard(summary.add_memory, file, moments)
 
     @property
@@ -211,10 +214,10 @@ class EpochTraces:
     def _folder(self, epoch: int) -> Path:
         return self.folder / f"epoch-{epoch:03d}"
 
-    def _guard(self, call: Callable[..., T], *args: Any) -> T | None:
+    def _guard(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Call into the profiler; the first failure is reported, and no window begins after it."""
         try:
-            return call(*args)
+            return call(*args, **kwargs)
         except Exception as error:  # whatever it is: a trace is not worth a run
             reason = " ".join(str(error).split())[:300] or "no reason given"
             text = f"the profiler failed and is off for the rest of the run ({type(error).__name__}: {reason})"

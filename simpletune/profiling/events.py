@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._autograd import _KinetoEvent
 
 STEP = "ProfilerStep#"
 
@@ -54,7 +57,7 @@ class Recording:
         return steps
 
 
-def read_events(events: Iterable[Any]) -> Recording:
+def read_events(events: Iterable[_KinetoEvent]) -> Recording:
     """Sort the profiler's events.
 
     Args:
@@ -66,7 +69,7 @@ def read_events(events: Iterable[Any]) -> Recording:
     for event in events:
         is_host = event.device_type().name == "CPU"
         if event.name() == "[memory]":
-            (on_host if is_host else on_device).append((event.start_ns(), event.nbytes()))
+            (on_host if is_host else on_device).append((event.start_ns(), event.nbytes()))  # type: ignore[attr-defined]  # torch's stub lacks it
             continue
         if event.is_python_function() or event.is_async():
             continue

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from simpletune.cards import peak_tflops
 from simpletune.memory.snapshot import MemorySnapshot
+from simpletune.options import Json
 from simpletune.profiling.aggregate import figures, peak_of_memory
 from simpletune.profiling.events import Recording
 from simpletune.system.atomic import write_text
@@ -21,7 +21,6 @@ PREDICTED = (
     "memory: predicted, one step of this run on fake tensors; its moments are spread evenly over the measured time of "
     "their phase"
 )
-Json = dict[str, Any]
 
 
 def summarise(

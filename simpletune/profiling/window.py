@@ -5,13 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from simpletune.profiling.option import Profile
 from simpletune.profiling.windows import Place
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch._C._autograd import _KinetoEvent
+    from torch.profiler import profile, record_function
 
 SNAPSHOT = "memory_snapshot.pickle"
 ENTRIES = 100_000
@@ -35,7 +37,7 @@ class Window:
         self.done = 0
         """Steps seen so far."""
         self._profiler = make_profiler(option, place, cuda)
-        self._undo: list[Callable[[], Any]] = []
+        self._undo: list[Callable[[], object]] = []
 
     @property
     def recorded(self) -> int:
@@ -93,9 +95,11 @@ class Window:
         if errors:
             raise errors[0]
 
-    def events(self) -> Sequence[Any]:
+    def events(self) -> Sequence[_KinetoEvent]:
         """The profiler's own events, once it is closed."""
-        return self._profiler.profiler.kineto_results.events()
+        inner = self._profiler.profiler
+        assert inner is not None and inner.kineto_results is not None
+        return inner.kineto_results.events()
 
     def export(self, file: str) -> None:
         """Write the raw trace, once it is closed."""
@@ -118,7 +122,7 @@ class Window:
         torch.cuda.memory._dump_snapshot(str(self._snapshot))
 
 
-def make_profiler(option: Profile, place: Place, cuda: bool) -> Any:
+def make_profiler(option: Profile, place: Place, cuda: bool) -> profile:
     """torch's profiler over so many steps, which says nothing and writes nothing by itself."""
     from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -141,13 +145,13 @@ def name_ranges(module: nn.Module, name: str) -> list[Callable[[], None]]:
     """
     from torch.profiler import record_function
 
-    ranges: list[Any] = []
+    ranges: list[record_function] = []
 
-    def begin(*_: Any) -> None:
+    def begin(*_: object) -> None:
         ranges.append(record_function(name))
         ranges[-1].__enter__()
 
-    def end(*_: Any) -> None:
+    def end(*_: object) -> None:
         if ranges:
             ranges.pop().__exit__(None, None, None)
 

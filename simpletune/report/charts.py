@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from simpletune.memory.snapshot import KINDS
+from simpletune.options import Json
 from simpletune.report.content import Chart
 
-Json = dict[str, Any]
 KIND_COLOURS = {kind: number for number, kind in enumerate(KINDS)}
 PHASE_COLOURS = {"data": 6, "noise": 8, "forward": 0, "loss": 1, "backward": 4, "clip": 5, "optimizer": 3}
 BAR = 26  # pixels a row
 
 
-def bars(
-    name: str, title: str, says: str, rows: list[Json], axis: str, colour: str = "@first", marks: str = ""
-) -> Chart:
+def bars(rows: list[Json], axis: str, colour: str = "@first", marks: str = "") -> Json:
     """Horizontal bars with their values beside them.
 
     Args:
-        name: of the chart.
-        title: above it.
-        says: what it shows.
         rows: ``name``, ``value``, ``label``; ``mark``: a second value that is drawn as a tick.
         axis: what the values are.
         colour: of the bars, or ``@runs``: one each.
         marks: what the ticks are; empty: none are drawn.
+
+    Returns:
+        The figure's specification in Vega-Lite.
     """
     y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": {"ticks": False, "domain": False}}
     top = max((max(row["value"] or 0, row.get("mark") or 0) for row in rows), default=0)
@@ -45,29 +41,26 @@ def bars(
     ]  # fmt: skip
     if marks:
         mark = {"type": "tick", "thickness": 2, "size": 22, "color": "@ink"}
-        told = [{"field": "name", "title": " "}, {"field": "mark_label", "title": marks}]
-        layers.insert(1, {"mark": mark, "encoding": {"x": {**x, "field": "mark"}, "tooltip": told}})
-    spec = {"height": BAR * len(rows), "data": {"values": rows}, "encoding": {"y": y}, "layer": layers}
-    return Chart(name, title, says, spec)
+        on_tick = [{"field": "name", "title": " "}, {"field": "mark_label", "title": marks}]
+        layers.insert(1, {"mark": mark, "encoding": {"x": {**x, "field": "mark"}, "tooltip": on_tick}})
+    return {"height": BAR * len(rows), "data": {"values": rows}, "encoding": {"y": y}, "layer": layers}
 
 
-def stacked(
-    name: str, title: str, says: str, rows: list[Json], axis: str, colours: dict[str, int], format: str = ",.0f"
-) -> Chart:
+def stacked(rows: list[Json], axis: str, colours: dict[str, int], format: str = ",.0f") -> Json:
     """Horizontal stacked bars.
 
     Args:
-        name: of the chart.
-        title: above it.
-        says: what it shows.
         rows: ``name``, ``part``, ``value``.
         axis: title of the values' axis.
         colours: of the parts, in their order; each keeps its own in all figures.
         format: of the values.
+
+    Returns:
+        The figure's specification in Vega-Lite.
     """
     shown = _shown(rows, colours)
     order = {part: number for number, part in enumerate(shown)}
-    spec = {
+    return {
         "height": (BAR + 6) * len({row["name"] for row in rows}),
         "data": {"values": [{**row, "order": order[row["part"]]} for row in rows]},
         "mark": {"type": "bar", "height": {"band": 0.68}, "stroke": "@card", "strokeWidth": 1},
@@ -81,7 +74,6 @@ def stacked(
                         {"field": "value", "title": axis, "format": format}],
         },
     }  # fmt: skip
-    return Chart(name, title, says, spec)
 
 
 def _shown(rows: list[Json], colours: dict[str, int]) -> list[str]:
@@ -198,11 +190,11 @@ def loss(runs: list[str], evaluations: list[Json], fields: list[str]) -> Chart:
     scale = {"zero": False, "nice": True}
     y = {"field": "loss", "type": "quantitative", "title": "loss", "scale": scale, "axis": {"tickCount": 5}}
     smooth = {**y, "field": "smoothed"}
-    told = [{"field": "run", "title": "run"}] if several else []
+    tooltip = [{"field": "run", "title": "run"}] if several else []
     formats = {"loss": ".4f", "smoothed": ".4f", "lr": ".3~e", "grad_norm": ".4~g", "seconds": ".3~g"}
     titles = {"lr": "learning rate", "grad_norm": "gradient norm", "seconds": "s/step"}
-    told += [{"field": "step", "title": "step"}]
-    told += [
+    tooltip += [{"field": "step", "title": "step"}]
+    tooltip += [
         {"field": field, "title": titles.get(field, field), **({"format": formats[field]} if field in formats else {})}
         for field in ("loss", "smoothed", *fields)
     ]
@@ -211,7 +203,7 @@ def loss(runs: list[str], evaluations: list[Json], fields: list[str]) -> Chart:
         layers += [{"mark": {"type": "line", "strokeWidth": 1, "opacity": 0.35}, "encoding": {"y": y}}]
     layers += [
         {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {"y": smooth}},
-        {**_hover(smooth, told), "mark": {"type": "point", "filled": True, "size": 70}},
+        {**_hover(smooth, tooltip), "mark": {"type": "point", "filled": True, "size": 70}},
     ]
     spec: Json = {
         "height": 300,
@@ -235,7 +227,7 @@ def loss(runs: list[str], evaluations: list[Json], fields: list[str]) -> Chart:
             "encoding": {
                 "x": x, "y": {**y, "field": "eval_loss"},
                 "color": colour if several else {"value": "@second"},
-                "tooltip": [*told[:1], *([{"field": "step", "title": "step"}] if several else []),
+                "tooltip": [*tooltip[:1], *([{"field": "step", "title": "step"}] if several else []),
                             {"field": "eval_loss", "title": "evaluation loss", "format": ".4f"}],
             },
         }  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from simpletune.options import Json
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Chart:
     name: str
     title: str
     says: str
-    spec: dict[str, Any]
+    spec: Json
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Report:
     sections: list[Section]
     price: float | None = None
     priced: list[tuple[str, float]] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)
+    data: Json = field(default_factory=dict)
 
 
 def gib(value: float | None) -> str:

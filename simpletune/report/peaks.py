@@ -26,7 +26,8 @@ def memory_section(run: RunRecord) -> Section:
         rows.append(row | ({"mark": mark / 1024, "mark_label": gib(mark / 1024)} if mark is not None else {}))
     ticks = "predicted" if any("mark" in row for row in rows) else ""
     says = f"Peak memory by stage, {run.peak_words}: " + ", ".join(f"{row['name']} {row['label']}" for row in rows)
-    section.charts.append(charts.bars("stages", f"Measured peak, {run.peak_words}", says, rows, "GiB", marks=ticks))
+    spec = charts.bars(rows, "GiB", marks=ticks)
+    section.charts.append(Chart("stages", f"Measured peak, {run.peak_words}", says, spec))
     if ticks:
         section.notes.append("The dark tick in a bar is what was predicted before the run.")
     section.tables.append(_stage_table(run, stages, on_gpu))
@@ -73,7 +74,7 @@ def _kinds_chart(stages: Json) -> Iterator[Chart]:
     ]
     if rows:
         says = "Predicted peak by stage, stacked by kind of memory"
-        yield charts.stacked("kinds", "Predicted peak by kind", says, rows, "MiB", charts.KIND_COLOURS)
+        yield Chart("kinds", "Predicted peak by kind", says, charts.stacked(rows, "MiB", charts.KIND_COLOURS))
 
 
 def _kinds_table(stages: Json) -> Iterator[Table]:

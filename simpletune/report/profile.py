@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simpletune.report import charts
-from simpletune.report.content import Section, Table, seconds
+from simpletune.report.content import Chart, Section, Table, seconds
 from simpletune.report.recorded import Json
 
 OPERATORS = 15
@@ -38,7 +38,7 @@ def _phases(profiles: list[Json]) -> Section:
     if rows:
         says = "Milliseconds a step by phase of the training step, one bar for each traced epoch"
         section.charts.append(
-            charts.stacked("phases", "A traced step", says, rows, "ms a step", charts.PHASE_COLOURS, ",.1f")
+            Chart("phases", "A traced step", says, charts.stacked(rows, "ms a step", charts.PHASE_COLOURS, ",.1f"))
         )
         total = sum(row["value"] for row in rows if row["name"] == rows[-1]["name"])
         last = [row for row in rows if row["name"] == rows[-1]["name"]]

@@ -8,16 +8,14 @@ import os
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from simpletune.config.schema import TrainConfig
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
 from simpletune.runs.folder import CONFIG, ENVIRONMENT, EVALUATION, EVALUATIONS, METRICS, SUMMARY
 
 WARM_UP = 2  # steps left out of medians, as in summary.json
-Json = dict[str, Any]
 
 
 @dataclass

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from simpletune.config.schema import TrainConfig
-from simpletune.options import Option, union_of
+from simpletune.options import Json, Option, union_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def settings_of(config: TrainConfig) -> list[Setting]:
     return [row for row in rows if row.path not in ("$schema", "version")]
 
 
-def plain_settings(settings: dict[str, Any]) -> list[Setting]:
+def plain_settings(settings: Json) -> list[Setting]:
     """The values of a configuration that this version cannot read, without defaults."""
     return [Setting(path, _text(value), "", False, "") for path, value in _flat(settings, "")]
 
@@ -59,13 +58,13 @@ def _rows(option: Option, usual: Option | None, prefix: str, tag: str = "") -> l
     return found
 
 
-def _flat(value: Any, prefix: str) -> list[tuple[str, Any]]:
+def _flat(value: object, prefix: str) -> list[tuple[str, object]]:
     if not isinstance(value, dict):
         return [(prefix, value)]
     return [pair for key, inner in value.items() for pair in _flat(inner, f"{prefix}.{key}" if prefix else key)]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """A value as JSON; of a path of this machine only its last name, because pages are passed on."""
     if isinstance(value, str):
         return f"…/{os.path.basename(value.rstrip('/'))}" if os.path.isabs(value) else value

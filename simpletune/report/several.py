@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simpletune.report import charts, pictures
-from simpletune.report.content import Fact, Report, Section, Table, dollars, gib, seconds
+from simpletune.report.content import Chart, Fact, Report, Section, Table, dollars, gib, seconds
 from simpletune.report.losses import loss_data, loss_section
 from simpletune.report.recorded import Json, RunRecord
 from simpletune.report.settings import plain_settings, settings_of
@@ -74,7 +74,7 @@ def runtime_section(runs: list[RunRecord]) -> Section:
         rows.append({"name": run.name, "value": value, "label": f"{seconds(value)}{percent}" if value else "not known"})
     says = "; ".join(f"{row['name']} {row['label']}" for row in rows)
     unit = "seconds per epoch" if epochs else "seconds per step"
-    section.charts.append(charts.bars("runtime", "", f"{section.title}: {says}", rows, unit, "@runs"))
+    section.charts.append(Chart("runtime", "", f"{section.title}: {says}", charts.bars(rows, unit, "@runs")))
     lengths = sorted({run.steps_per_epoch for run in runs if run.steps_per_epoch})
     if epochs:
         listed = ", ".join(f"{steps:,}" for steps in lengths)
@@ -96,7 +96,7 @@ def peak_section(runs: list[RunRecord]) -> Section:
             {"name": run.name, "value": run.peak, "label": f"{gib(run.peak)}{percent}" if run.peak else "not known"}
         )
     says = "; ".join(f"{row['name']} {row['label']}" for row in rows)
-    section.charts.append(charts.bars("peak", "", f"Peak memory: {says}", rows, "GiB", "@runs"))
+    section.charts.append(Chart("peak", "", f"Peak memory: {says}", charts.bars(rows, "GiB", "@runs")))
     if len(kinds) == 1:
         section.notes.append(f"Of the whole job, {kinds.pop()}: the largest over text, latents, training, pictures.")
     elif kinds:

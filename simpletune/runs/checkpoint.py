@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from torch import nn
 from simpletune.config.schema import TrainConfig
 from simpletune.ema import Average, averaged
 from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
 from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, remove, temporary_path
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
@@ -35,14 +34,37 @@ NAME = re.compile(r"^step-(\d{6,})$")
 
 
 @dataclass(frozen=True)
+class TrainingState:
+    """What a checkpoint is made of.
+
+    Args:
+        step: how many steps are done.
+        config: as the user gave it.
+        model: the transformer with its adapter, not wrapped.
+        optimizer: not wrapped.
+        manifest: what the order of samples depends on (``Plan.manifest``).
+        average: of the weights, if one is kept; it is what is exported.
+        processes: how many train together.
+    """
+
+    step: int
+    config: TrainConfig
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    manifest: list[Json]
+    average: Average | None = None
+    processes: int = 1
+
+
+@dataclass(frozen=True)
 class SavedState:
     """A checkpoint as found on disk."""
 
     folder: Path
     step: int
-    config: dict[str, Any]
-    manifest: list[dict[str, Any]]
-    optimizer: dict[str, Any]
+    config: Json
+    manifest: list[Json]
+    optimizer: Json
     processes: int | None = None
     """How many trained together; None: not known, of older versions."""
 
@@ -57,36 +79,24 @@ def metadata_of(config: TrainConfig, step: int) -> dict[str, str]:
     return {"simpletune_config": config.model_dump_json(by_alias=True), "simpletune_step": str(step)}
 
 
-def save(
-    run: Path,
-    step: int,
-    config: TrainConfig,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    manifest: list[dict[str, Any]],
-    average: Average | None = None,
-    processes: int = 1,
-) -> Path:
+def save(run: Path, state: TrainingState) -> Path:
     """Write a checkpoint and remove the oldest beyond ``checkpoint.keep_last``.
 
     Args:
         run: the run's folder.
-        step: how many steps are done.
-        config: as the user gave it.
-        model: the transformer with its adapter, not wrapped.
-        optimizer: not wrapped.
-        manifest: what the order of samples depends on (``Plan.manifest``).
-        average: of the weights, if one is kept; it is what is exported.
-        processes: how many train together.
+        state: what is saved.
+
+    Returns:
+        The checkpoint's folder.
     """
-    folder = checkpoint_folder(run, step)
-    tensors, scalars = state_to_tensors(optimizer)
-    needed = size_of_state(trained_parameters(model), tensors, average)
-    with atomic_folder(folder, f"saving the checkpoint of step {step}", needed) as part:
-        _write(part, step, config, model, tensors, scalars, manifest, average, processes)
+    folder = checkpoint_folder(run, state.step)
+    tensors, scalars = state_to_tensors(state.optimizer)
+    needed = size_of_state(trained_parameters(state.model), tensors, state.average)
+    with atomic_folder(folder, f"saving the checkpoint of step {state.step}", needed) as part:
+        _write(part, state, tensors, scalars)
     flush_to_disk(folder.parent)
     failpoint("checkpoint.after-rename")
-    remove_oldest(run, config.checkpoint.keep_last)
+    remove_oldest(run, state.config.checkpoint.keep_last)
     return folder
 
 
@@ -112,39 +122,36 @@ def size_of_state(
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _write(
-    part: Path,
-    step: int,
-    config: TrainConfig,
-    model: nn.Module,
-    tensors: dict[str, torch.Tensor],
-    scalars: dict[str, Any],
-    manifest: list[dict[str, Any]],
-    average: Average | None,
-    processes: int,
-) -> None:
-    """The files of a checkpoint, state.json last."""
+def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], scalars: Json) -> None:
+    """Write the files of a checkpoint, state.json last.
+
+    Args:
+        part: the folder that is renamed when it is whole.
+        state: what is saved.
+        tensors: of the optimizer's state.
+        scalars: the plain values of the optimizer's state.
+    """
     failpoint("checkpoint.begun")
-    metadata = metadata_of(config, step)
-    write_safetensors(trained_parameters(model), part / TRAINABLE, metadata)
+    metadata = metadata_of(state.config, state.step)
+    write_safetensors(trained_parameters(state.model), part / TRAINABLE, metadata)
     failpoint("checkpoint.weights")
     write_safetensors(tensors, part / OPTIMIZER, {})
     failpoint("checkpoint.optimizer")
-    if average is not None:
-        write_safetensors(average.tensors(), part / AVERAGE, {})
-    if config.adapter.exports_to_checkpoints:
-        with averaged(average):
-            config.adapter.export(model, part, metadata)
-    state = {
-        "step": step,
-        "config": config.model_dump(mode="json", by_alias=True),
-        "manifest": manifest,
+    if state.average is not None:
+        write_safetensors(state.average.tensors(), part / AVERAGE, {})
+    if state.config.adapter.exports_to_checkpoints:
+        with averaged(state.average):
+            state.config.adapter.export(state.model, part, metadata)
+    values = {
+        "step": state.step,
+        "config": state.config.model_dump(mode="json", by_alias=True),
+        "manifest": state.manifest,
         "optimizer": scalars,
-        "processes": processes,
+        "processes": state.processes,
         "torch": torch.__version__,
         "sha256": {file.name: sha256_of(file) for file in sorted(part.iterdir())},
     }
-    (part / STATE).write_text(json.dumps(state))
+    (part / STATE).write_text(json.dumps(values))
     flush_to_disk(part / STATE)
     failpoint("checkpoint.before-rename")
 
@@ -245,7 +252,7 @@ def read(folder: Path) -> SavedState:
     return saved
 
 
-def _require_kinds(saved: SavedState, checksums: Any) -> None:
+def _require_kinds(saved: SavedState, checksums: object) -> None:
     """The fields of a state.json are of the kinds that were written.
 
     Raises:
@@ -260,7 +267,7 @@ def _require_kinds(saved: SavedState, checksums: Any) -> None:
         raise TypeError("optimizer")
     if saved.processes is not None and type(saved.processes) is not int:
         raise TypeError("processes")
-    if not {TRAINABLE, OPTIMIZER} <= set(checksums):
+    if not isinstance(checksums, dict) or not {TRAINABLE, OPTIMIZER} <= set(checksums):
         raise ValueError("sha256")
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in checksums):
         raise ValueError("a file outside of the checkpoint")

@@ -7,10 +7,9 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
 from simpletune.system.atomic import remove, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
@@ -107,12 +106,12 @@ def open_again(config: TrainConfig, step: int) -> Path:
     return folder
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(folder: Path) -> list[Json]:
     """The rows of metrics.jsonl; a last line that a killed run left half written is left out."""
     return list(read_rows(folder / METRICS))
 
 
-def read_rows(file: Path) -> Iterator[dict[str, Any]]:
+def read_rows(file: Path) -> Iterator[Json]:
     """The rows of a file with a JSON object a line; a last line that is half written is left out."""
     lines = file.read_text().splitlines() if file.exists() else []
     for number, line in enumerate(lines):
@@ -123,7 +122,7 @@ def read_rows(file: Path) -> Iterator[dict[str, Any]]:
                 raise
 
 
-def append_metrics(folder: Path, row: dict[str, Any], name: str = METRICS) -> None:
+def append_metrics(folder: Path, row: Json, name: str = METRICS) -> None:
     """Add one line to metrics.jsonl or another such file; it is closed, so a reader sees the line at once.
 
     Raises:
@@ -143,7 +142,7 @@ def _cut(file: Path, size: int) -> None:
         os.truncate(file, size)
 
 
-def put_evaluation(folder: Path, row: dict[str, Any]) -> None:
+def put_evaluation(folder: Path, row: Json) -> None:
     """Keep an evaluation, in the place of one of the same step: a run that was killed after it does it again."""
     kept = [json.dumps(old) for old in read_rows(folder / EVALUATIONS) if old["step"] != row["step"]]
     write_text(folder / EVALUATIONS, "\n".join([*kept, json.dumps(row)]) + "\n")
@@ -180,6 +179,6 @@ def newest_run(runs: Path) -> Path:
     return found[-1].parent
 
 
-def read_json_or_none(file: Path) -> Any:
-    """A JSON file's value, or None if there is no such file."""
+def read_json_or_none(file: Path) -> Json | None:
+    """A JSON file's object, or None if there is no such file."""
     return json.loads(file.read_text()) if file.exists() else None

@@ -10,11 +10,12 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from simpletune.config.schema import TrainConfig
 from simpletune.hub.fetch import is_hub_name
 from simpletune.models.sd3 import SD3_MEDIUM
+from simpletune.options import Json
 
 if TYPE_CHECKING:
     from simpletune.pipeline.encode import Prepared
@@ -27,7 +28,15 @@ MODEL_PATHS = ("pretrained", "transformer", "vae", "text_encoders")
 RESULT_LINE = re.compile(r'^RESULT = ".*$', re.MULTILINE)
 
 
-def write_card(folder: Path, config: TrainConfig, summary: dict[str, Any], prepared: Prepared) -> Path:
+class Licence(TypedDict, total=False):
+    """The licence fields of a card's front matter, as the hub names them."""
+
+    license: str
+    license_name: str
+    license_link: str
+
+
+def write_card(folder: Path, config: TrainConfig, summary: Json, prepared: Prepared) -> Path:
     """Write a run's model card.
 
     Args:
@@ -86,7 +95,7 @@ def front_matter(config: TrainConfig) -> str:
     return f"---\n{data.to_yaml()}\n---"
 
 
-def licence(config: TrainConfig) -> dict[str, Any]:
+def licence(config: TrainConfig) -> Licence:
     """The licence fields of the front matter: the base's licence also binds what derives from it."""
     base = _hub_base(config)
     if base is None:
@@ -154,7 +163,7 @@ def _introduction(folder: Path, config: TrainConfig, prompt: str) -> str:
     return "\n\n".join(lines)
 
 
-def _rows(config: TrainConfig, summary: dict[str, Any], pictures: int) -> Iterator[tuple[str, str]]:
+def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[str, str]]:
     """The settings that matter, and the figures."""
     train, settings = config.train, config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method"})
     listed = [f"{key} {', '.join(value) if isinstance(value, list) else value}" for key, value in settings.items()]

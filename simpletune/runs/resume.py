@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from pydantic import ValidationError
 
 from simpletune.config.schema import TrainConfig
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
 from simpletune.runs.checkpoint import SavedState
 
 # What a resumed run must share with the one that was saved: its weights, and which samples each step sees.
@@ -19,7 +18,7 @@ PINNED = (
 
 
 def check_resumable(
-    saved: SavedState, config: TrainConfig, manifest: list[dict[str, Any]], processes: int | None = None
+    saved: SavedState, config: TrainConfig, manifest: list[Json], processes: int | None = None
 ) -> list[str]:
     """Compare a configuration and a data set with those of a checkpoint.
 
@@ -54,7 +53,7 @@ def check_resumable(
     return changes
 
 
-def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(config: Json) -> Json:
     """A saved configuration with the defaults of fields that are newer than it: they leave a run as it was."""
     try:
         return TrainConfig.model_validate_json(json.dumps(config)).model_dump(mode="json", by_alias=True)
@@ -62,7 +61,7 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
         return config
 
 
-def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+def _differences(old: object, new: object, path: str = "") -> list[str]:
     """Leaves that differ between two JSON values."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [*old, *(key for key in new if key not in old)]
@@ -70,7 +69,7 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
     return [] if old == new else [f"{path}: {json.dumps(old)} -> {json.dumps(new)}"]
 
 
-def _manifest_changes(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
+def _manifest_changes(old: list[Json], new: list[Json]) -> list[str]:
     before, after = ({(row["file"], row["repeat"]): row for row in rows} for rows in (old, new))
     changes = [f"{file}: removed" for file, repeat in before if (file, repeat) not in after and not repeat]
     changes += [f"{file}: added" for file, repeat in after if (file, repeat) not in before and not repeat]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Sample
 from simpletune.models.sizes import upscaling
+from simpletune.options import Json, shortened
 from simpletune.pipeline.encode import Prepared
 from simpletune.runs.folder import read_metrics
 from simpletune.system.console import duration, say
@@ -17,35 +18,42 @@ from simpletune.system.stage_timer import StageTimer, rounded
 WARM_UP = 2  # steps that are left out of the median: allocators and caches fill
 
 
-def summarise(
-    config: TrainConfig,
-    folder: Path,
-    device: str,
-    stages: StageTimer,
-    seconds: list[float],
-    steps: int,
-    processes: int = 1,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Measured:
+    """What one process measured of a run.
+
+    Args:
+        device: in words.
+        stages: time and memory by stage.
+        seconds: of each step done by this process.
+        processes: how many train together, each at this pace.
+    """
+
+    device: str
+    stages: StageTimer
+    seconds: list[float]
+    processes: int = 1
+
+
+def summarise(config: TrainConfig, folder: Path, steps: int, measured: Measured) -> Json:
     """The measured figures of a run.
 
     Args:
         config: of the run.
         folder: of the run; its metrics hold every step's loss, also those before a resume.
-        device: in words.
-        stages: time and memory by stage.
-        seconds: of each step done by this process.
         steps: of the whole run.
-        processes: how many train together, each at this pace.
+        measured: by this process.
     """
-    rows = read_metrics(folder)
+    rows, stages = read_metrics(folder), measured.stages
     losses = [row["loss"] for row in rows]
-    seconds = seconds or [row["seconds"] for row in rows]  # killed after the last step: there were none to do again
+    # A run that was killed after its last step has no step to do again.
+    seconds = measured.seconds or [row["seconds"] for row in rows]
     tenth = max(1, len(losses) // 10)
     per_step = statistics.median(seconds[WARM_UP:] or seconds)
-    batch = config.train.batch_size * config.train.gradient_accumulation * processes
+    batch = config.train.batch_size * config.train.gradient_accumulation * measured.processes
     return {
         "name": config.name,
-        "device": device,
+        "device": measured.device,
         "steps": steps,
         "seconds_per_step": rounded(per_step),
         "samples_per_second": rounded(batch / per_step),
@@ -63,13 +71,12 @@ def print_data(prepared: Prepared) -> None:
     plan = prepared.plan
     pictures = {sample.picture.name for sample in plan.samples}
     shapes = sorted(plan.buckets, key=lambda size: -len(plan.buckets[size]))
-    listed = ", ".join(f"{w}x{h} ({len(plan.buckets[w, h])})" for w, h in shapes[:6])
-    more = f" and {len(shapes) - 6} more" if len(shapes) > 6 else ""
+    listed = shortened([f"{w}x{h} ({len(plan.buckets[w, h])})" for w, h in shapes], 6)
     say(
         f"data    {len(pictures)} pictures, {len(plan.samples)} samples an epoch, {plan.steps_per_epoch} steps an epoch"
     )
     say(f"        captions from {prepared.captions}")
-    say(f"        {len(shapes)} bucket{'s' if len(shapes) != 1 else ''}: {listed}{more}")
+    say(f"        {len(shapes)} bucket{'s' if len(shapes) != 1 else ''}: {listed}")
     small = sum(_scaled_up(sample) and sample.repeat == 0 for sample in plan.samples)
     if small:
         say(f"        {small} pictures are smaller than their bucket and are scaled up")
@@ -82,9 +89,7 @@ def _scaled_up(sample: Sample) -> bool:
     return upscaling(sample.picture.size, sample.bucket) > 1
 
 
-def print_results(
-    summary: dict[str, Any], folder: Path, profiles: Path, traces: list[Path], places: dict[str, str]
-) -> None:
+def print_results(summary: Json, folder: Path, profiles: Path, traces: list[Path], places: dict[str, str]) -> None:
     """Say how the run went and where everything is; ``places`` are the trackers'."""
     memory = f"peak memory of the process {summary['peak_rss_gib']:.2f} GiB"
     if summary["peak_allocated_gib"] is not None:

@@ -10,7 +10,7 @@ from simpletune.profiling import EpochTraces
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import EVALUATION, SKIPPED, SUMMARY, read_json_or_none, read_rows
 from simpletune.runs.model_card import shareable, write_card
-from simpletune.runs.summary import print_results, summarise
+from simpletune.runs.summary import Measured, print_results, summarise
 from simpletune.system.atomic import write_json
 from simpletune.system.failpoints import failpoint
 from simpletune.training.run import DRAWING, EVALUATING, Run
@@ -26,8 +26,8 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     failpoint("finish.exported")
     eval_after = run.optional(EVALUATING, run.evaluate, run.steps)
     run.optional(DRAWING, run.validate, run.steps)
-    processes = run.accelerator.num_processes
-    summary = summarise(run.config, run.folder, run.device, run.stages, run.seconds, run.steps, processes)
+    measured = Measured(run.device, run.stages, run.seconds, run.accelerator.num_processes)
+    summary = summarise(run.config, run.folder, run.steps, measured)
     summary |= {
         "seconds_total": round(time.perf_counter() - run.started, 2),
         "seconds_setup": round(seconds_setup, 2),

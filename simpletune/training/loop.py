@@ -119,7 +119,7 @@ def is_finished(config: TrainConfig) -> bool:
     if finished_steps(folder) is None:
         return False
     summary, saved = read_json_or_none(folder / SUMMARY), checkpoint.find("auto", folder)
-    if not saved or not summary["steps"] == saved.step == config.steps(summary["steps_per_epoch"]):
+    if not saved or not summary or not summary["steps"] == saved.step == config.steps(summary["steps_per_epoch"]):
         return False
     check_resumable(saved, config, saved.manifest)
     say(f"{folder}: already done, {saved.step} steps. Its result: {summary['output']}")

@@ -94,18 +94,16 @@ class Run:
         """Write a checkpoint."""
         with self.stages.stage("save"):
             require_finite(trained_parameters(self.transformer), self.folder, step)
-            manifest = self.prepared.plan.manifest()
-            optimizer = self.core.optimizer
-            checkpoint.save(
-                self.folder,
-                step,
-                self.config,
-                self.transformer,
-                optimizer,
-                manifest,
-                self.average,
-                self.accelerator.num_processes,
+            state = checkpoint.TrainingState(
+                step=step,
+                config=self.config,
+                model=self.transformer,
+                optimizer=self.core.optimizer,
+                manifest=self.prepared.plan.manifest(),
+                average=self.average,
+                processes=self.accelerator.num_processes,
             )
+            checkpoint.save(self.folder, state)
 
     def optional(self, what: str, call: Callable[..., T], *arguments: object) -> T | None:
         """Do what a run can do without: a failure is a warning, once of each kind, and None; the next time it is tried
