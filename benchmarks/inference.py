@@ -24,7 +24,7 @@ from benchmarks.diffusers_pipeline import Plain
 from benchmarks.inference_rows import ABOUT, BASELINE, BASELINE_LORA, COLUMNS, PICTURES, ROWS, Way
 from benchmarks.table import Results, describe_machine, table
 from simpletune.adapters.lora import Lora
-from simpletune.config.resolve import resolved
+from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.folder import Folder
 from simpletune.drawing.metrics import latent_distance
@@ -180,7 +180,7 @@ def prepare(model: str, device: str, size: tuple[int, int], steps: int, rounds: 
     chosen, reason = choose_device(config.device, "fp32", config.is_demo)
     weights = "bf16" if chosen.type == "cuda" else "fp32"
     config = config.model_copy(update={"precision": precision(weights, weights)})
-    config = resolved(config)
+    config = resolve_folders(config)
     say(f"bench   {model}, {weights} on {reason}")
     text = TextCache(config.model, config.precision.encoder_dtype(), folder / "cache")
     guidance = 3.0 if config.model.blocks() < 12 else 4.5

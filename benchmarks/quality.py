@@ -21,7 +21,7 @@ from PIL import Image
 
 from benchmarks.table import Results, describe_machine
 from simpletune.config.load import read_config
-from simpletune.config.resolve import resolved
+from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import checker, pictures
 from simpletune.pipeline.encode import TextCache
@@ -178,7 +178,7 @@ class Quality:
         """An easel with some weights, on the device that a run would take."""
         config = self.config(options)
         device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
-        return Easel(resolved(config), weights, device)
+        return Easel(resolve_folders(config), weights, device)
 
     def base_row(self, name: str, options: list[str]) -> dict[str, Any]:
         """The base model in one precision: all styles, as prompted."""

@@ -22,7 +22,7 @@ from benchmarks.speed_rows import ABOUT, COLUMNS, CONFIG, ENOUGH, RATES, ROOFLIN
 from benchmarks.table import Results, describe_machine
 from simpletune.cards import peak_tflops
 from simpletune.config.load import read_config
-from simpletune.config.resolve import resolved
+from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.models.flops import Flops, sd3_flops, trained_of
 from simpletune.models.parts import bundled_configs
@@ -122,7 +122,7 @@ def compare(results: Results, rows: Mapping[str, Row]) -> None:
 
 def config_of(overrides: tuple[str, ...]) -> TrainConfig:
     """A row's configuration, its folders resolved."""
-    return resolved(read_config(CONFIG, [*ENOUGH, *overrides])[0])
+    return resolve_folders(read_config(CONFIG, [*ENOUGH, *overrides])[0])
 
 
 def measure(name: str, row: Row, device: torch.device, rates: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from PIL import Image
 from simpletune.adapters.lora import Lora
 from simpletune.cli.main import parse
 from simpletune.config.load import validate
-from simpletune.config.resolve import resolved
+from simpletune.config.resolve import resolve_folders
 from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.sample import Request
 from simpletune.quant.plain import FP32
@@ -43,7 +43,7 @@ def make_run(folder: Path) -> Path:
     run = folder / "first"
     run.mkdir()
     (run / CONFIG).write_text(config.model_dump_json(by_alias=True))
-    model = resolved(config).model
+    model = resolve_folders(config).model
     text = TextCache(model, config.precision.encoder_dtype(), folder / "cache")
     for prompt in (PROMPT, ""):
         text.fill([prompt], torch.device("cpu"))  # each by itself, as the server does: equal to the last bit

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from simpletune.config.load import validate
-from simpletune.config.resolve import resolved
+from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.options import ConfigError, option_classes, union_of
 from simpletune.runs import checkpoint
@@ -83,7 +83,7 @@ def test_trains_saves_resumes_reloads(case: tuple[dict, ...], tiny_config: dict)
     train(validate(data, "second half"), resume="latest")
     torch.testing.assert_close(weights(halves, 4), weights(whole, 4), rtol=0, atol=0)
 
-    config = resolved(validate(data, "reload"))
+    config = resolve_folders(validate(data, "reload"))
     model = config.model.load_transformer(config.precision, torch.device("cpu"))
     optimizer = attach(config, model)
     checkpoint.restore(checkpoint.find("latest", whole), model, optimizer, config.optimizer)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from simpletune.config.load import validate
-from simpletune.config.resolve import resolved
+from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.models.sd3_shapes import parameter_shapes, sd3_medium_config
 from simpletune.optim.adamw import AdamW
@@ -110,7 +110,7 @@ def loaded(tiny_config: dict, **memory: object) -> tuple[nn.Module, torch.optim.
     """The tiny model for full fine-tuning in bf16, and its optimizer."""
     data = make(tiny_config, True, "loaded", "full", "bf16")
     data["memory"] |= memory
-    config = resolved(validate(data, "test"))
+    config = resolve_folders(validate(data, "test"))
     model = config.model.load_transformer(config.precision, torch.device("cpu"))
     return model, attach(config, model, 1)
 
@@ -236,7 +236,7 @@ def test_bytes_of_a_lora_are_those_of_the_arithmetic(
     """Weight, gradient and optimizer state of a LoRA; the table in the documentation is this arithmetic."""
     data = make(tiny_config, False, "bytes", "lora", dtype, optimizer={"name": optimizer})
     data["adapter"]["rank"] = 64  # matrices of 4096 elements: what is smaller keeps fp32 state
-    config = resolved(validate(data, "test"))
+    config = resolve_folders(validate(data, "test"))
     model = config.model.load_transformer(config.precision, torch.device("cpu"))
     optimizer_ = attach(config, model, 1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -267,7 +267,7 @@ def test_a_lora_in_bf16_is_exported_in_bf16_and_loads(tiny_config: dict) -> None
     assert {tensor.dtype for tensor in trained.values()} == {torch.bfloat16}
     exported = load_file(run / "pytorch_lora_weights.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
-    config = resolved(validate(data, "test"))
+    config = resolve_folders(validate(data, "test"))
     model = config.model.load_transformer(config.precision, torch.device("cpu"))
     load_lora(model, run / "pytorch_lora_weights.safetensors")
     for name, parameter in model.named_parameters():

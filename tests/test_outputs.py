@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from simpletune.cli.drawing_arguments import add_arguments, add_compare_arguments
 from simpletune.config.load import validate
-from simpletune.config.resolve import resolved
+from simpletune.config.resolve import resolve_folders
 from simpletune.drawing.compare import compare
 from simpletune.drawing.generate import generate
 from simpletune.lora.attach import load_lora
@@ -39,7 +39,7 @@ def run_with(tiny_config: dict, **changes: dict) -> Path:
 def trained_model(run: Path, tiny_config: dict, **changes: dict) -> torch.nn.Module:
     """The run's model as it stood at its last checkpoint."""
     saved = checkpoint.find("latest", run)
-    config = resolved(validate(saved.config, "saved"))
+    config = resolve_folders(validate(saved.config, "saved"))
     model = config.model.load_transformer(config.precision, torch.device("cpu"))
     checkpoint.restore(saved, model, attach(config, model), config.optimizer)
     return model.eval()

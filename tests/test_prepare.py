@@ -18,7 +18,7 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from simpletune.config.load import validate
-from simpletune.config.resolve import resolved
+from simpletune.config.resolve import resolve_folders
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.pictures import cut, decode
 from simpletune.demo import vocabulary
@@ -100,7 +100,7 @@ def write_picture(file: Path, seed: int, size: tuple[int, int] = (32, 32)) -> No
 
 
 def run(data: dict) -> Prepared:
-    return prepare(resolved(validate(data, "test")), Accelerator(cpu=True), StageTimer(False))
+    return prepare(resolve_folders(validate(data, "test")), Accelerator(cpu=True), StageTimer(False))
 
 
 def files(data: dict) -> list[Path]:
@@ -111,7 +111,7 @@ def files(data: dict) -> list[Path]:
 
 def assert_as_encoded_afresh(data: dict, prepared: Prepared) -> None:
     """Every sample's tensors are those of its own file and its own caption, encoded here without the cache."""
-    config, folder = resolved(validate(data, "test")), Path(data["data"]["path"])
+    config, folder = resolve_folders(validate(data, "test")), Path(data["data"]["path"])
     vae, prompts = config.model.load_vae(CPU, torch.float32), config.model.prompts(torch.float32)
     captions = [sample.picture.caption for sample in prepared.plan.samples]
     parts = {encoder.name: list(prompts.encode(encoder, captions, CPU)) for encoder in prompts.encoders}

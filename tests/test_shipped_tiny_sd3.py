@@ -14,7 +14,7 @@ from diffusers import StableDiffusion3Pipeline
 from benchmarks.quality import Easel, accuracies, prompts_of
 from simpletune import demo
 from simpletune.config.load import validate
-from simpletune.config.resolve import resolved
+from simpletune.config.resolve import resolve_folders
 from simpletune.demo import checker, pictures, train_autoencoder
 from simpletune.runs.weights import BASE
 
@@ -35,7 +35,7 @@ def easel(tmp_path_factory: pytest.TempPathFactory) -> Easel:
         "model": {"pretrained": demo.TINY_SD3, "t5_length": 24}, "data": {"path": "demo:pictures", "resolution": 64},
         "output": {"cache": str(tmp_path_factory.mktemp("cache"))},
     }  # fmt: skip
-    config = resolved(validate(data, "shipped"))
+    config = resolve_folders(validate(data, "shipped"))
     return Easel(config, BASE, CPU)
 
 

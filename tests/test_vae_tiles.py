@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from simpletune.config.load import validate
-from simpletune.config.resolve import resolved
+from simpletune.config.resolve import resolve_folders
 from simpletune.models.parts import use_tiles
 from simpletune.models.sd3 import SD3
 from simpletune.options import ConfigError
@@ -107,7 +107,7 @@ def data(tiny_config: dict, tmp_path: Path) -> dict:
 
 
 def prepared(data: dict) -> Prepared:
-    return prepare(resolved(validate(data, "test")), Accelerator(cpu=True), StageTimer(False))
+    return prepare(resolve_folders(validate(data, "test")), Accelerator(cpu=True), StageTimer(False))
 
 
 def test_latents_in_tiles_never_stand_in_for_whole_ones(data: dict) -> None:
@@ -134,7 +134,7 @@ def test_validation_pictures_are_decoded_in_the_same_tiles(data: dict, monkeypat
     monkeypatch.setattr(SD3, "load_vae", watch)
     data["memory"]["vae_tile"] = TILE
     data["validation"] = {"prompts": ["a red circle"], "steps": 1, "eval_samples": 0}
-    config, run = resolved(validate(data, "test")), prepared(data)
+    config, run = resolve_folders(validate(data, "test")), prepared(data)
     transformer = config.model.load_transformer(config.precision, CPU)
     Previews(config, run.requests, run.text, Path(data["output"]["cache"]) / "samples").draw_tuned(transformer, 1)
     assert tiles == [TILE, TILE]

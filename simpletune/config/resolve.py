@@ -58,7 +58,7 @@ def _demo_problems(path: str, name: str, known: list[str]) -> list[Problem]:
     return [Problem(path, f"{name} is not part of the tool. Known: {', '.join(known)}")]
 
 
-def resolved(config: TrainConfig) -> TrainConfig:
+def resolve_folders(config: TrainConfig) -> TrainConfig:
     """The same configuration with ``demo:`` names replaced by folders, which are made on first use.
 
     What comes from the hub is fetched here, all of it at once, before anything else is begun.
@@ -66,12 +66,12 @@ def resolved(config: TrainConfig) -> TrainConfig:
     Raises:
         UserError: it cannot be fetched, or does not fit on the disk.
     """
-    config = data_resolved(model_resolved(config))
+    config = resolve_data_folder(resolve_model_folder(config))
     config.model.fetch()
     return config
 
 
-def data_resolved(config: TrainConfig) -> TrainConfig:
+def resolve_data_folder(config: TrainConfig) -> TrainConfig:
     """The same configuration with the data's ``demo:`` name replaced by its folder."""
     data = config.data
     if not data.path.startswith(DEMO):
@@ -80,7 +80,7 @@ def data_resolved(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"data": data})
 
 
-def model_resolved(config: TrainConfig) -> TrainConfig:
+def resolve_model_folder(config: TrainConfig) -> TrainConfig:
     """The same configuration with the model's ``demo:`` name replaced by its folder; nothing is fetched."""
     if not config.is_demo:
         return config

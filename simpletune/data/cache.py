@@ -130,7 +130,7 @@ class Cache:
             if isinstance(error, FileNotFoundError):
                 raise
             raise UserError(f"{file} is damaged ({' '.join(str(error).split())[:120]})") from None
-        if key not in self._sound and about.get("crc32") not in (None, checksum(tensors)):  # None: of older versions
+        if key not in self._sound and about.get("crc32") != checksum(tensors):
             raise UserError(f"{file} is damaged (its content does not have its checksum)")
         self._sound.add(key)
         return tensors

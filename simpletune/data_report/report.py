@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from simpletune.config.resolve import data_resolved
+from simpletune.config.resolve import resolve_data_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.data_report.contact_sheet import sheet
 from simpletune.data_report.page import page
@@ -29,7 +29,7 @@ def report(config: TrainConfig, out: Path | None, as_figures: bool = False, show
     Raises:
         UserError: nothing is usable, or the folder cannot be written.
     """
-    resolved = data_resolved(config)
+    resolved = resolve_data_folder(config)
     if as_figures:
         with silent():
             found = scan_dataset(resolved, shown, config.data.path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from simpletune.config.resolve import MODEL_DEMOS, model_resolved
+from simpletune.config.resolve import MODEL_DEMOS, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.hub.download import Repository
 from simpletune.hub.fetch import HubPart, in_cache, is_hub_name
@@ -30,7 +30,7 @@ def _tokenizer_folder(config: TrainConfig) -> Path | None:
     if config.is_demo:
         if config.model.pretrained not in MODEL_DEMOS:
             return None
-        config = model_resolved(config)
+        config = resolve_model_folder(config)
     try:
         field, value = provider(config.model, "tokenizer")
     except (UserError, OSError):  # a single file that is not here, or broken: training says so

@@ -14,7 +14,7 @@ from PIL import Image
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from simpletune.config.resolve import resolved
+from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.folder import Folder
 from simpletune.drawing.shared_base import SharedBase
@@ -178,7 +178,7 @@ def open_session(args: argparse.Namespace) -> InferenceSession:
     config = config.model_copy(update=_changes(config, args))
     device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
     studio = InferenceSession(
-        resolved(config), run, device, reason, StageTimer(cuda=device.type == "cuda"), speed_of(args)
+        resolve_folders(config), run, device, reason, StageTimer(cuda=device.type == "cuda"), speed_of(args)
     )
     _require_streamable(studio.config)
     return studio

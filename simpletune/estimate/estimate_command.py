@@ -9,7 +9,7 @@ from pathlib import Path
 
 from simpletune.cards import Card, card_of
 from simpletune.config.load import read_config
-from simpletune.config.resolve import model_resolved, require_model_rules
+from simpletune.config.resolve import require_model_rules, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.auto_checkpointing import choose
 from simpletune.estimate.chart import write_picture
@@ -33,7 +33,7 @@ def read_for_estimate(file: Path, overrides: Sequence[str]) -> TrainConfig:
     config, notices = read_config(file, list(overrides), needs_data=False)
     for notice in notices:
         print(notice)
-    config = model_resolved(config)
+    config = resolve_model_folder(config)
     require_model_rules(config)
     return config
 

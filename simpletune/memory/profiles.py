@@ -7,9 +7,10 @@ the other stages need, under the card's memory less about a gibibyte for the CUD
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Literal
 
-Json = dict[str, Any]
+from simpletune.options import Json
+
 Name = Literal["4gb", "6gb", "8gb", "12gb", "16gb", "24gb"]
 
 _PLAN: Json = {"modulation": "plan"}

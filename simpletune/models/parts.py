@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from simpletune.models.sd3_shapes import ModelConfig
 from simpletune.models.single_file import PREFIXES, open_file
-from simpletune.options import UserError
+from simpletune.options import UserError, shortened
 from simpletune.system.model_folder import fingerprint
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-
-LISTED = 8
 
 
 @lru_cache(maxsize=1)
@@ -179,7 +177,7 @@ def require_tensor_shapes(part: Part, expected: Mapping[str, torch.Size], found:
     missing, odd = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     sized = [key for key in expected if key in found and found[key] != expected[key]]
     kinds = {"missing": missing, "unexpected": odd, "of another shape": sized}
-    listed = [f"{title}: {', '.join(names[:LISTED])}" for title, names in kinds.items() if names]
+    listed = [f"{title}: {shortened(names)}" for title, names in kinds.items() if names]
     if listed:
         raise UserError(
             f"{part.place} does not fit its configuration ({part.folder or 'SD3 Medium, bundled'}). "

@@ -23,7 +23,7 @@ from simpletune.models.parts import Part
 from simpletune.models.sd3_shapes import ModelConfig
 from simpletune.models.sd3_transformer import empty_transformer, put_module
 from simpletune.models.transformer import Transformer
-from simpletune.options import UserError
+from simpletune.options import UserError, shortened
 from simpletune.quant.precision import WeightPrecision
 from simpletune.system.atomic import flush_to_disk, quarantine, remove, remove_stale, temporary_path
 from simpletune.system.checksums import fingerprint_of_range, sha256_of
@@ -38,7 +38,6 @@ from simpletune.tensors import to_device
 VERSION = 1  # raise when quantisation or the layout of a quantised layer changes
 FILE, ABOUT = "transformer.safetensors", "made_from.json"
 ROOM = 2**30  # bytes left free on the disk: the run itself has checkpoints to write
-LISTED = 4
 
 
 class _DamagedBase(Exception):
@@ -176,7 +175,7 @@ class QuantisedBase:
         reader = WeightReader([self.folder / FILE])
         expected = model.state_dict()
         if odd := sorted(reader.names ^ set(expected)):
-            raise _DamagedBase(f"{FILE} does not fit the model: {', '.join(odd[:LISTED])}")
+            raise _DamagedBase(f"{FILE} does not fit the model: {shortened(odd, 4)}")
         host, owners = torch.device("cpu"), set(names)
         tensors = {}
         for name, shaped in expected.items():

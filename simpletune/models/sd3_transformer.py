@@ -17,14 +17,12 @@ from simpletune.models.sd3_shapes import ModelConfig, parameter_shapes
 from simpletune.models.single_file import OriginalReader
 from simpletune.models.sizes import Size
 from simpletune.models.transformer import Transformer
-from simpletune.options import UserError
+from simpletune.options import UserError, shortened
 from simpletune.quant.precision import WeightPrecision
 from simpletune.system.model_folder import weight_files
 from simpletune.system.rng import key_of
 from simpletune.system.safetensors_file import WeightReader
 from simpletune.tensors import move_own_tensors, own_tensors, set_tensor, to_device
-
-LISTED = 8
 
 
 class TensorSource(Protocol):
@@ -176,7 +174,6 @@ def _compare(model: nn.Module, tensors: TensorSource, place: str) -> None:
     complaints = []
     for title, names in (("missing", expected - tensors.names), ("unexpected", tensors.names - expected)):
         if names:
-            more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-            complaints.append(f"{title}: {', '.join(sorted(names)[:LISTED])}{more}")
+            complaints.append(f"{title}: {shortened(sorted(names))}")
     if complaints:
         raise UserError(f"{place}: the weights do not fit their config.json. " + "; ".join(complaints))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from simpletune.models.original_names import origin_of
 from simpletune.models.sd3_shapes import ModelConfig, parameter_shapes
-from simpletune.options import UserError
+from simpletune.options import UserError, shortened
 from simpletune.system.checksums import fingerprint_of_range
 from simpletune.system.safetensors_file import read_header
 
@@ -30,7 +30,6 @@ PREFIXES = {
 TRANSFORMER_PREFIXES = ("model.diffusion_model.", "")
 FIRST_BLOCK = "joint_blocks.0.x_block.attn.qkv.weight"
 HEAD_WIDTH = 64  # of every SD3; where there is a qk norm, its length tells
-LISTED = 8
 
 # What a file is by the names in it, the most telling first.
 FOREIGN = (
@@ -118,8 +117,7 @@ class SingleFile:
         layers = config["num_layers"]
         wanted = {origin_of(name, layers).name for name in (*parameter_shapes(config), "pos_embed.pos_embed")}
         if missing := sorted(wanted - set(found)):
-            more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
-            raise UserError(f"{self.path} is not a whole SD3 transformer; missing: {', '.join(missing[:LISTED])}{more}")
+            raise UserError(f"{self.path} is not a whole SD3 transformer; missing: {shortened(missing)}")
         return config
 
     def check(self, part: str) -> None:

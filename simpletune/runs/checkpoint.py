@@ -65,8 +65,8 @@ class SavedState:
     config: Json
     manifest: list[Json]
     optimizer: Json
-    processes: int | None = None
-    """How many trained together; None: not known, of older versions."""
+    processes: int
+    """How many trained together."""
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -232,8 +232,8 @@ def read(folder: Path) -> SavedState:
     """
     try:
         state = json.loads((folder / STATE).read_text())
-        fields = {name: state[name] for name in ("step", "config", "manifest", "optimizer")}
-        saved = SavedState(folder, **fields, processes=state.get("processes"))
+        fields = {name: state[name] for name in ("step", "config", "manifest", "optimizer", "processes")}
+        saved = SavedState(folder, **fields)
         checksums = state["sha256"]
         _require_kinds(saved, checksums)
     except FileNotFoundError:
@@ -265,7 +265,7 @@ def _require_kinds(saved: SavedState, checksums: object) -> None:
         raise TypeError("manifest")
     if not isinstance(saved.optimizer, dict) or not {"values", "shared"} <= set(saved.optimizer):
         raise TypeError("optimizer")
-    if saved.processes is not None and type(saved.processes) is not int:
+    if type(saved.processes) is not int:
         raise TypeError("processes")
     if not isinstance(checksums, dict) or not {TRAINABLE, OPTIMIZER} <= set(checksums):
         raise ValueError("sha256")

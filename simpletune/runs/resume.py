@@ -41,7 +41,7 @@ def check_resumable(
         raise UserError(
             "\n".join([f"--resume: {saved.folder} was made with other settings:", *_indent(pinned), remedy])
         )
-    if None not in (processes, saved.processes) and processes != saved.processes:
+    if processes is not None and processes != saved.processes:
         raise UserError(
             f"--resume: {saved.folder} was made by {saved.processes} processes, and now there are {processes}: a step "
             "would see another number of pictures, in another order. Start as many, or a new run under another name"

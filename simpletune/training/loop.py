@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from simpletune.config.resolve import resolved
+from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.models.compile import failure as compiling_failed
 from simpletune.optim.rounding import key_draws
@@ -297,7 +297,7 @@ def prepare_only(config: TrainConfig) -> None:
     accelerator, reason = make_accelerator(config)
     say(f"simpletune {config.name}: prepare on {reason}")
     stages = StageTimer(cuda=accelerator.device.type == "cuda")
-    prepared = prepare(resolved(config), accelerator, stages)
+    prepared = prepare(resolve_folders(config), accelerator, stages)
     print_data(prepared)
     for name, figures in stages.as_json().items():
         say(f"{name:<8}{figures['seconds']:.1f} s")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from simpletune.config.schema import TrainConfig
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.plan import Draw
-from simpletune.options import UserError
+from simpletune.options import UserError, shortened
 from simpletune.runs.checkpoint import list_checkpoints
 from simpletune.runs.folder import SKIPPED, append_metrics, read_rows
 from simpletune.step.batches import Batch, Batches
@@ -121,8 +121,7 @@ class NonFiniteGuard:
         named = trained_parameters(self.core.model).items()
         parameters = [name for name, parameter in named if not math.isfinite(norms.get(parameter, 0.0))]
         if parameters:
-            more = f" and {len(parameters) - LISTED} more" if len(parameters) > LISTED else ""
-            parts.append(f"Not finite in {', '.join(parameters[:LISTED])}{more}")
+            parts.append(f"Not finite in {shortened(parameters, LISTED)}")
         return ". ".join(parts)
 
     def _samples(self, step: int) -> list[str]:
@@ -193,7 +192,7 @@ def require_finite(parameters: Mapping[str, nn.Parameter], folder: Path, step: i
             return
     bad = nonfinite_names((name, (parameter,)) for name, parameter in parameters.items())
     raise UserError(
-        f"step {step}: {len(bad)} trained parameters are not finite ({', '.join(bad[:LISTED])}): no checkpoint is made "
+        f"step {step}: {len(bad)} trained parameters are not finite ({shortened(bad, LISTED)}): no checkpoint is made "
         f"of them. {last_checkpoint_note(folder)}. {_REMEDY}",
         CODE,
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from simpletune.options import Json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-Json = dict[str, Any]
 
 
 class Tracker(Protocol):
