@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ from pathlib import Path
 from simpletune.config.load import read_config
 from simpletune.data.cache import Cache
 from simpletune.models.quantised_cache import QuantisedBase
-from simpletune.training import loop as module
+from simpletune.training.loop import train
 made, save, keep = [], Cache.save, QuantisedBase.keep
 def slow(self, key, tensors):
     time.sleep(0.05)
@@ -41,7 +42,7 @@ config, ready, other = sys.argv[1:]
 Path(ready).touch()
 while not Path(other).exists():
     time.sleep(0.005)
-module.train(read_config(Path(config))[0])
+train(read_config(Path(config))[0])
 print("\\n".join(f"made {file}" for file in made))
 """
 
@@ -98,24 +99,94 @@ def test_what_they_share_is_whole_and_both_trained_alike(pair: tuple[Path, list[
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-def test_where_nothing_can_be_locked_it_is_said_once_and_work_goes_on(tmp_path: Path, capsys, monkeypatch) -> None:
+def fail_with(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the system answers every try to lock with an error."""
+
     def fail(*words: object) -> None:
         raise OSError(number, os.strerror(number))
 
+    monkeypatch.setattr(fcntl, "flock", fail)
+
+
+def test_where_no_lock_file_can_be_made_it_is_said_once_and_work_goes_on(tmp_path: Path, capsys) -> None:
     (tmp_path / "file").touch()
     for _ in range(2):
         with locks.wait_for_lock(tmp_path / "file" / "x.lock", "waiting"):
             pass
+        with locks.exclusive(tmp_path / "file" / "run"):
+            pass
     assert capsys.readouterr().out.count("file cannot be locked (") == 1
-    monkeypatch.setattr(fcntl, "flock", fail)
-    number = errno.ENOLCK
-    with locks.exclusive(tmp_path / "run"):
-        pass
-    assert "is on a file system without locks: let no two runs share it" in capsys.readouterr().out
-    number = errno.EIO
+
+
+@pytest.mark.parametrize("number", locks.UNSUPPORTED, ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_said_once_and_work_goes_on(
+    number: int, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_with(number, monkeypatch)
+    for _ in range(2):
+        with locks.exclusive(tmp_path / "run"), locks.wait_for_lock(tmp_path / "x.lock", "waiting"):
+            pass
+    warning = f"warning {tmp_path} is on a file system without locks: let no two runs share it\n"
+    assert capsys.readouterr().out == warning
+
+
+def test_any_other_error_of_a_lock_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_with(errno.EIO, monkeypatch)
     with pytest.raises(OSError, match="Input/output error"), locks.exclusive(tmp_path / "run"):
         pass
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    with locks.exclusive(tmp_path / "elsewhere" / "run"):
-        pass
-    assert "elsewhere is on a file system without locks" in capsys.readouterr().out
+
+
+COUNT = """
+import sys, time
+from pathlib import Path
+from simpletune.system.locks import wait_for_lock
+counter = Path(sys.argv[1])
+for _ in range(10):
+    with wait_for_lock(counter.with_name("counter.lock"), "waiting"):
+        number = int(counter.read_text())
+        time.sleep(0.01)
+        counter.write_text(str(number + 1))
+"""
+WAIT = """
+import sys
+from pathlib import Path
+from simpletune.system.locks import wait_for_lock
+with wait_for_lock(Path(sys.argv[1]), "waiting"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def start(code: str, file: Path) -> subprocess.Popen[str]:
+    """A process of its own that runs some code with a file."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(file)], cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def test_of_many_that_wait_one_at_a_time_is_let_in(tmp_path: Path) -> None:
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+    processes = [start(COUNT, counter) for _ in range(3)]
+    said = [process.communicate(timeout=60) for process in processes]
+    assert counter.read_text() == "30", said
+
+
+def test_a_killed_process_lets_the_next_one_in(tmp_path: Path) -> None:
+    file = tmp_path / "x.lock"
+    with start(WAIT, file) as first, start(WAIT, file) as second:
+        assert first.stdout is not None and second.stdout is not None
+        running = {first.stdout.readline(): first, second.stdout.readline(): second}
+        assert sorted(running) == ["held\n", "waiting\n"]
+        running["held\n"].kill()
+        assert running["waiting\n"].communicate(timeout=30) == ("held\n", "")
+
+
+def test_ctrl_c_ends_the_waiting(tmp_path: Path) -> None:
+    file = tmp_path / "x.lock"
+    with locks.wait_for_lock(file, "waiting"), start(WAIT, file) as process:
+        assert process.stdout is not None and process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in error and out == ""

@@ -181,8 +181,8 @@ def test_what_is_concealed_and_what_is_not(monkeypatch: pytest.MonkeyPatch, tmp_
 HOLD = """
 import sys, time
 from pathlib import Path
-from simpletune.locks import only_one
-with only_one(Path(sys.argv[1])):
+from simpletune.system.locks import exclusive
+with exclusive(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """

@@ -32,6 +32,7 @@ from simpletune.system.disk import DiskFull, free_bytes
 from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import lock_of, wait_for_lock
 from simpletune.system.model_folder import weight_files
+from simpletune.system.processes import is_first_process
 from simpletune.system.safetensors_file import WeightReader, write_safetensors
 from simpletune.tensors import to_device
 
@@ -95,7 +96,7 @@ class QuantisedBase:
             on_host: whether the module of that name stays in host memory.
             fresh: loads and quantises.
         """
-        if os.environ.get("RANK", "0") != "0":  # of several processes the first writes
+        if not is_first_process():  # which writes
             return fresh()
         with wait_for_lock(lock_of(self.folder), f"{self._what}: waiting for another run that quantises the same"):
             return self.load(on_host) or self.keep(fresh())
@@ -106,7 +107,7 @@ class QuantisedBase:
         Returns:
             The same transformer.
         """
-        if os.environ.get("RANK", "0") != "0":  # of several processes the first writes
+        if not is_first_process():  # which writes
             return model
         part = temporary_path(self.folder, shared=True)
         try:

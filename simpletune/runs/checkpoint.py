@@ -24,6 +24,7 @@ from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, r
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
 from simpletune.system.failpoints import failpoint
+from simpletune.system.processes import is_first_process
 from simpletune.system.redact import redact
 from simpletune.system.safetensors_file import WeightReader, write_safetensors
 from simpletune.tensors import trained_parameters
@@ -214,7 +215,7 @@ def find(resume: str, run: Path) -> SavedState | None:
             try:
                 return read(folder)
             except UserError as error:
-                if os.environ.get("RANK", "0") != "0":  # of several processes the first renames
+                if not is_first_process():  # which renames
                     continue
                 place = quarantine(folder)
                 say(f"resume  {str(error).removeprefix('--resume: ').partition('. ')[0]}: set aside as {place}")

@@ -1,35 +1,38 @@
-"""What a person sees while a run goes on: plain lines, and a progress bar where the output is a terminal."""
+"""What a person sees while a run goes on: plain lines, and progress bars where the output is a terminal."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
 
+from simpletune.system.processes import is_first_process
 from simpletune.system.redact import redact
 
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
 PLAIN_EVERY = 10.0  # seconds between progress lines when the output is no terminal
+LIVE_EVERY = 0.1  # seconds between two drawings of a bar
+BAR_WIDTH = 12  # characters
 WINDOW = 20  # steps that the seconds a step are a mean of
 WARM_UP = 2  # steps that are left out of it
-CLEAR = "\r\x1b[2K"
 _SILENT: list[bool] = []
 
 
-class _Screen:
-    """Whether the terminal's last line is a progress line that the next words must not follow."""
-
-    line_open = False
-
-
 def say(text: str) -> None:
-    """A line on standard output, at once; of several processes only the first speaks."""
-    if os.environ.get("RANK", "0") == "0" and not _SILENT:
-        print(f"{CLEAR if _Screen.line_open else ''}{redact(text)}", flush=True)
-        _Screen.line_open = False
+    """A line on standard output, at once, above any bar; of several processes only the first speaks."""
+    if _SILENT or not is_first_process():
+        return
+    if _Stage.bars is None:
+        print(redact(text), flush=True)
+    else:
+        _Stage.bars.console.out(redact(text), highlight=False)
 
 
 @contextmanager
@@ -42,34 +45,99 @@ def silent() -> Iterator[None]:
         _SILENT.pop()
 
 
+class _Stage:
+    """Shows how far a stage is: a bar where the output is a terminal, elsewhere a plain line now and then.
+
+    Args:
+        total: how many there are to do.
+        shown: when the last line came, by ``time.perf_counter``.
+    """
+
+    bars: ClassVar[Progress | None] = None  # of all stages under way, at the bottom of the terminal
+
+    def __init__(self, total: int, shown: float = float("-inf")):
+        self.live = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._total, self._shown = total, shown
+        self._line = ""
+        self._bar: TaskID | None = None
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time for another line."""
+        return now - self._shown >= (LIVE_EVERY if self.live else PLAIN_EVERY)
+
+    def show(self, now: float, done: int, line: str) -> None:
+        """Draw the bar and the line beside it, or say the line."""
+        self._shown, self._line = now, line
+        if not self.live:
+            say(line)
+        elif not _SILENT and is_first_process():
+            _Stage.bars = _Stage.bars or _start_bars()
+            if self._bar is None:
+                self._bar = _Stage.bars.add_task(line, total=self._total)
+            _Stage.bars.update(self._bar, completed=done, description=line, refresh=True)
+
+    def end(self, keep: bool = False) -> None:
+        """Take the bar away, if there is one.
+
+        Args:
+            keep: leave its last line.
+        """
+        if self._bar is None or _Stage.bars is None:
+            return
+        _Stage.bars.remove_task(self._bar)
+        self._bar = None
+        if not _Stage.bars.tasks:
+            _Stage.bars.stop()
+            _Stage.bars = None
+        if keep:
+            say(self._line)
+
+
+def _start_bars() -> Progress:
+    """The bottom of the terminal, without a bar yet. What others print meanwhile is shown above it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
+
+    line = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
+    console = Console(force_terminal=True, force_interactive=True)
+    bars = Progress(
+        BarColumn(BAR_WIDTH), line,
+        console=console, auto_refresh=False, transient=True, expand=True,
+        redirect_stderr=sys.stderr.isatty(),  # what goes to a file shall go on doing so
+    )  # fmt: skip
+    bars.start()
+    console.show_cursor()  # a second Ctrl-C kills the process, which could not show it again
+    return bars
+
+
 @contextmanager
 def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """Progress with rate and time left; the context gives the function that counts one.
+    """Progress with rate and time left; the context gives the function that counts one, in any thread.
 
     Args:
         what: the stage.
         total: how many there are.
         unit: of what.
     """
-    start = last = time.perf_counter()
-    done = 0
-    live = sys.stdout.isatty()
+    start = time.perf_counter()
+    done, lock, stage = 0, threading.Lock(), _Stage(total, start)
 
     def advance() -> None:
-        nonlocal done, last
-        done += 1
-        now = time.perf_counter()
-        if _SILENT or done == total or now - last < (0.1 if live else PLAIN_EVERY):
-            return
-        last = now
-        rate = done / (now - start)
-        line = f"{what}: {done}/{total} {unit}, {rate:.1f}/s, {duration((total - done) / rate)} left"
-        print(f"{CLEAR}{line}" if live else line, end="" if live else "\n", flush=True)
+        nonlocal done
+        with lock:
+            done += 1
+            now = time.perf_counter()
+            if done < total and stage.is_due(now):
+                rate = done / (now - start)
+                left = duration((total - done) / rate)
+                stage.show(now, done, f"{what}: {done}/{total} {unit}, {rate:.1f}/s, {left} left")
 
-    yield advance
-    seconds = time.perf_counter() - start
-    print(CLEAR if live and not _SILENT else "", end="")
-    say(f"{what}: {done} {unit} in {seconds:.1f} s")
+    try:
+        yield advance
+    finally:
+        stage.end()
+    say(f"{what}: {done} {unit} in {time.perf_counter() - start:.1f} s")
 
 
 def duration(seconds: float) -> str:
@@ -83,7 +151,7 @@ def duration(seconds: float) -> str:
 
 
 class TrainingProgress:
-    """The line that tells how training goes; as a context it ends the line on every way out.
+    """Shows how training goes; as a context it leaves the last line on every way out.
 
     Args:
         steps: steps of the whole run.
@@ -106,20 +174,17 @@ class TrainingProgress:
         self.steps, self.samples, self.memory = steps, samples, memory
         self.every = every or {}
         self.took: dict[str, list[float]] = {name: [seconds] for name, seconds in (took or {}).items()}
-        self.live = sys.stdout.isatty()
         self.loss: float | None = None
+        self._stage = _Stage(steps)
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._warm = start + WARM_UP
-        self._last = 0.0
         self._width = len(f"{steps:,}")
 
     def __enter__(self) -> TrainingProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.live and _Screen.line_open:
-            print(flush=True)
-            _Screen.line_open = False
+        self._stage.end(keep=True)
 
     @contextmanager
     def interrupted(self, name: str) -> Iterator[None]:
@@ -141,32 +206,22 @@ class TrainingProgress:
             self._recent.clear()  # caches and allocators were filling
         self._recent.append(seconds)
         now, final = time.perf_counter(), step == self.steps
-        if not final and now - self._last < (0.1 if self.live else PLAIN_EVERY):
-            return
-        self._last = now
-        parts = self._parts(step)
-        line = "  ".join(parts)
-        if not self.live:
-            print(line, flush=True)
-            return
-        room = shutil.get_terminal_size().columns - 1
-        while len(line) > room and len(parts) > 2:
-            parts.pop()
-            line = "  ".join(parts)
-        print(f"{CLEAR}{line[:room]}", end="\n" if final else "", flush=True)
-        _Screen.line_open = not final
+        if final or self._stage.is_due(now):
+            self._stage.show(now, step, self._text(step, self.loss))
+        if final:
+            self._stage.end(keep=True)
 
-    def _parts(self, step: int) -> list[str]:
-        """What the line says, the dispensable last."""
+    def _text(self, step: int, loss: float) -> str:
+        """The line of a step, the dispensable last: a narrow terminal cuts it off."""
         pace = sum(self._recent) / len(self._recent)
-        parts = [f"train   step {step:>{self._width},}/{self.steps:,}", f"loss {self.loss:.4f}", f"{pace:.3g} s/step"]
+        parts = [f"train   step {step:>{self._width},}/{self.steps:,}", f"loss {loss:.4f}", f"{pace:.3g} s/step"]
         if step < self.steps:
             parts.append(f"{duration(self.left(step, pace))} left")
         parts += [f"{self.samples / pace:.3g} samples/s" if pace else "", self.memory()]
         every = self.every.get("validate")
         if every and step < self.steps:
             parts.append(f"pictures at {min((step // every + 1) * every, self.steps):,}")
-        return [part for part in parts if part]
+        return "  ".join(part for part in parts if part)
 
     def left(self, step: int, pace: float) -> float:
         """Seconds left: the steps, and what interrupts them or follows the last, taking what it took so far."""

@@ -1,4 +1,4 @@
-"""Locks between processes, by ``flock``: the system lets go of them when their process ends, however it ends."""
+"""Locks between processes, by ``flock``: the system releases them when their process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from simpletune.options import UserError
 from simpletune.system.console import say
 
-UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system without locks
 
 
 @contextmanager
@@ -26,16 +28,20 @@ def exclusive(folder: Path) -> Iterator[None]:
         UserError: another process holds it.
     """
     file = folder.with_name(f".{folder.name}.lock")
-    with _opened(file) as handle:
-        if not _lock(handle, file, wait=False):
-            holder = os.pread(handle, 64, 0).decode("ascii", "replace").strip()
-            raise UserError(
-                f"{folder} is in use by another run{f' (process {holder})' if holder else ''}. Wait for its end or "
-                "stop it, or give this run another name: name=..."
-            )
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+    try:
+        lock = _acquire(file)
+    except Timeout:
+        holder = file.read_text(errors="replace").strip()
+        raise UserError(
+            f"{folder} is in use by another run{f' (process {holder})' if holder else ''}. Wait for its end or "
+            "stop it, or give this run another name: name=..."
+        ) from None
+    try:
+        if lock.is_locked:
+            file.write_text(f"{os.getpid()}\n")
         yield
+    finally:
+        lock.release()
 
 
 @contextmanager
@@ -46,18 +52,11 @@ def wait_for_lock(file: Path, waiting: str) -> Iterator[None]:
         file: to lock; made if need be.
         waiting: what to say when it has to be waited for.
     """
+    lock = _acquire(file, waiting)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    except OSError as error:  # read-only, or full: what is to be written there will say more
-        _say_unsupported(file.parent, f"cannot be locked ({error.strerror})")
         yield
-        return
-    with _opened(file) as handle:
-        if not _lock(handle, file, wait=False):
-            say(waiting)
-            _lock(handle, file, wait=True)
-        yield
+    finally:
+        lock.release()
 
 
 def lock_of(folder: Path) -> Path:
@@ -65,36 +64,38 @@ def lock_of(folder: Path) -> Path:
     return folder.parent.parent / ".locks" / f"{folder.parent.name}-{folder.name}.lock"
 
 
-@contextmanager
-def _opened(file: Path) -> Iterator[int]:
-    """The lock's file; closing it, or the end of the process, unlocks."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
+def _acquire(file: Path, waiting: str | None = None) -> FileLock:
+    """Take a lock; where nothing can be locked this is said once, and the lock comes back without being held.
 
+    Args:
+        file: to lock; made if need be.
+        waiting: what to say before waiting for another process; None: do not wait.
 
-def _lock(handle: int, file: Path, wait: bool) -> bool:
-    """Take the lock, as far as the file system knows locks; False: another process has it."""
+    Raises:
+        Timeout: another process holds the lock, and it is not to be waited for.
+    """
+    # A soft lock, filelock's own answer to ENOSYS, would outlive a process that is killed.
+    lock = FileLock(file, thread_local=False, fallback_to_soft=False)
     try:
-        import fcntl
-    except ImportError:  # no such thing on this system
-        _say_unsupported(file.parent)
-        return True
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    except OSError as error:  # read-only, or full: what is to be written there will say more
+        _warn_unlocked(file.parent, f"cannot be locked ({error.strerror})")
+        return lock
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        lock.acquire(blocking=False)
+    except Timeout:
+        if waiting is None:
+            raise
+        say(waiting)
+        lock.acquire()
     except OSError as error:
-        if error.errno in UNSUPPORTED:
-            _say_unsupported(file.parent)
-            return True
-        if isinstance(error, BlockingIOError):
-            return False
-        raise
-    return True
+        if error.errno not in UNSUPPORTED:
+            raise
+        _warn_unlocked(file.parent, "is on a file system without locks")
+    return lock
 
 
 @lru_cache(maxsize=32)
-def _say_unsupported(folder: Path, why: str = "is on a file system without locks") -> None:
+def _warn_unlocked(folder: Path, why: str) -> None:
     say(f"warning {folder} {why}: let no two runs share it")

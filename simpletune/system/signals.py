@@ -25,19 +25,19 @@ class Stopped(KeyboardInterrupt):
 
 
 class _Signals:
-    """What this process was asked and what it does about it; signals belong to the process, and so does this."""
+    """What has come and what to do about it; signals belong to the process, and so does this."""
 
-    listening = False
-    received: int | None = None
-    held = False
-    polled = False
+    listening = False  # whether the handler is installed
+    received: int | None = None  # the first signal that came
+    deferred = False  # a signal does not raise where it comes; stop_if_asked raises later
+    may_stop_in_poll = False  # while deferred, poll raises too
 
 
-def _receive(number: int, frame: FrameType | None) -> None:
+def _handle(number: int, frame: FrameType | None) -> None:
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)
     _Signals.received = number
-    if not _Signals.held:
+    if not _Signals.deferred:
         raise Stopped(number)
     text = f"\n{signal.Signals(number).name}: finishing this step and saving; a second one stops at once\n"
     with suppress(OSError):  # print may be at work in this thread: it does not bear being interrupted by itself
@@ -50,7 +50,7 @@ def listening() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {each: signal.signal(each, _receive) for each in SIGNALS}
+    before = {each: signal.signal(each, _handle) for each in SIGNALS}
     _Signals.received, _Signals.listening = None, True
     try:
         yield
@@ -67,11 +67,11 @@ def deferred_signals(processes: int) -> Iterator[None]:
     Args:
         processes: how many train together. One alone may also stop where it polls; several must stop at the same step.
     """
-    _Signals.held, _Signals.polled = True, processes == 1
+    _Signals.deferred, _Signals.may_stop_in_poll = True, processes == 1
     try:
         yield
     finally:
-        _Signals.held = _Signals.polled = False
+        _Signals.deferred = _Signals.may_stop_in_poll = False
 
 
 def poll() -> None:
@@ -82,12 +82,12 @@ def poll() -> None:
     Raises:
         Stopped: it was.
     """
-    if _Signals.received is not None and (_Signals.polled or not _Signals.held):
+    if _Signals.received is not None and (_Signals.may_stop_in_poll or not _Signals.deferred):
         raise Stopped(_Signals.received)
 
 
 def stop_if_asked() -> None:
-    """After what was held.
+    """Where a run may end: between its stages, and once signals are no longer deferred.
 
     Raises:
         Stopped: a signal came meanwhile.

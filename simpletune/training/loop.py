@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,6 +26,7 @@ from simpletune.system.console import TrainingProgress, say
 from simpletune.system.disk import room_for
 from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import exclusive
+from simpletune.system.processes import is_first_process
 from simpletune.system.rng import reseed_global
 from simpletune.system.signals import SIGNALS, Stopped, deferred_signals, is_listening, received_signal, stop_if_asked
 from simpletune.system.stage_timer import StageTimer
@@ -62,9 +62,8 @@ def train(
         UserError: for anything that the user can mend.
         Stopped: SIGTERM or Ctrl-C came, where ``system.signals.listening`` is on.
     """
-    writes = os.environ.get("RANK", "0") == "0"  # of several processes the first
     folder = run_folder(config)
-    with exclusive(folder) if writes else nullcontext(), room_for("writing what this run leaves", folder):
+    with exclusive(folder) if is_first_process() else nullcontext(), room_for("writing what this run leaves", folder):
         if resume == "auto" and is_finished(config):
             return folder
         began = time.perf_counter() if started is None else started
