@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "simpletune"
 MAX_TOP_LEVEL, MAX_FOLDER = 12, 20
-MAX_FILE, MAX_FUNCTION, MAX_NESTING = 320, 60, 4
+MAX_FILE, MAX_FUNCTION, MAX_NESTING, MAX_ARGUMENTS, MAX_ANY = 320, 60, 4, 6, 150
 
 
 def modules() -> list[Path]:
@@ -81,3 +81,32 @@ def test_files_and_functions_stay_small() -> None:
 def test_no_file_is_named_after_nothing() -> None:
     names = {file.stem for file in modules()}
     assert not names & {"utils", "util", "common", "helpers", "misc", "manager"}
+
+
+def test_functions_take_few_arguments() -> None:
+    many = [
+        f"{file.stem}.{node.name}"
+        for file in modules()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and len(arguments(node)) > MAX_ARGUMENTS
+    ]
+    assert many == []
+
+
+def arguments(node: ast.FunctionDef) -> list[str]:
+    """A function's arguments; of those that PyTorch and Triton call with one argument a tensor, none."""
+    names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    called_by_libraries = names[:1] == ["ctx"] or any("jit" in ast.unparse(each) for each in node.decorator_list)
+    return [] if called_by_libraries else [name for name in names if name not in ("self", "cls")]
+
+
+def test_any_is_rare() -> None:
+    """It says that a type really is open: a JSON object, autograd's context."""
+    folders = [*modules(), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "inference").glob("*.py")]
+    used = sum(
+        isinstance(node, ast.Name) and node.id == "Any"
+        for file in folders
+        for node in ast.walk(ast.parse(file.read_text()))
+    )
+    print(f"Any stands {used} times")
+    assert used <= MAX_ANY
