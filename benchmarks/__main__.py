@@ -41,17 +41,8 @@ def inference(args: argparse.Namespace) -> object:
     """seconds, memory and cost of a picture, beside plain diffusers"""
     from benchmarks import inference
 
-    return inference.run(
-        args.out,
-        args.model or inference.DEMO,
-        minutes=args.minutes,
-        only=args.rows,
-        prices=dict(args.price),
-        size=args.size,
-        steps=args.steps,
-        rounds=args.rounds,
-        device=args.device,
-    )
+    workload = inference.Workload(args.model or inference.DEMO, args.size, args.steps, args.rounds, args.device)
+    return inference.run(args.out, args.minutes, args.rows, dict(args.price), workload)
 
 
 def study(args: argparse.Namespace) -> object:

@@ -9,6 +9,7 @@ Shapes: b samples, c latent channels, h and w an eighth of the picture's, t text
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,21 @@ AUTOENCODER = "autoencoder"
 """The range in a trace around what encodes pictures."""
 
 
+@dataclass(frozen=True)
+class Flags:
+    """Flags of the examples' command line.
+
+    Args:
+        checkpointing: ``--gradient_checkpointing``.
+        precondition: ``--precondition_outputs``: the model's output as an estimate of z_0.
+        lr: ``--learning_rate``, of AdamW.
+    """
+
+    checkpointing: bool = False
+    precondition: bool = True
+    lr: float = 1e-4
+
+
 class DreamBooth:
     """A model that is trained as the examples do it.
 
@@ -36,9 +52,7 @@ class DreamBooth:
         scheduler: FlowMatchEulerDiscreteScheduler.
         accelerator: knows device and mixed precision.
         rank: of the LoRA; None: all weights train, in fp32 under autocast.
-        checkpointing: ``--gradient_checkpointing``.
-        precondition: ``--precondition_outputs``: the model's output as an estimate of z_0.
-        lr: of AdamW.
+        flags: of the examples' command line.
     """
 
     def __init__(
@@ -48,22 +62,21 @@ class DreamBooth:
         scheduler: Any,
         accelerator: Accelerator,
         rank: int | None = 16,
-        checkpointing: bool = False,
-        precondition: bool = True,
-        lr: float = 1e-4,
+        flags: Flags = Flags(),
     ):
-        self.vae, self.scheduler, self.accelerator, self.precondition = vae, scheduler, accelerator, precondition
+        self.vae, self.scheduler, self.accelerator = vae, scheduler, accelerator
+        self.precondition = flags.precondition
         self.dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
         vae.requires_grad_(False).to(accelerator.device, dtype=torch.float32)
         transformer.requires_grad_(rank is None)
         transformer.to(accelerator.device, dtype=torch.float32 if rank is None else self.dtype)
-        if checkpointing:
+        if flags.checkpointing:
             transformer.enable_gradient_checkpointing()
         if rank is not None:
             lora = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=TARGETS)
             transformer.add_adapter(lora)
         self.parameters = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(self.parameters, lr=lr, betas=(0.9, 0.999), weight_decay=1e-4, eps=1e-8)
+        optimizer = torch.optim.AdamW(self.parameters, lr=flags.lr, betas=(0.9, 0.999), weight_decay=1e-4, eps=1e-8)
         schedule = get_scheduler("constant", optimizer=optimizer)
         self.transformer, self.optimizer, self.schedule = accelerator.prepare(transformer, optimizer, schedule)
         self.transformer.train()

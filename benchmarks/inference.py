@@ -80,29 +80,45 @@ class Round:
         return self.encode + self.denoise + self.decode
 
 
+@dataclass(frozen=True)
+class Workload:
+    """What every row draws, and where.
+
+    Args:
+        model: the base model.
+        size: (width, height) in pixels; None: 64 px for the demo model, else 1024.
+        steps: sampling steps; None: 12 for the demo model, else 28.
+        rounds: how many are timed.
+        device: auto, cuda or cpu.
+    """
+
+    model: str = DEMO
+    size: tuple[int, int] | None = None
+    steps: int | None = None
+    rounds: int = 5
+    device: str = "auto"
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether it is the tiny model."""
+        return self.model == DEMO
+
+
 def run(
     folder: Path,
-    model: str = DEMO,
     minutes: float = 8.0,
     only: str = "",
     prices: Mapping[str, float] | None = None,
-    size: tuple[int, int] | None = None,
-    steps: int | None = None,
-    rounds: int = 5,
-    device: str = "auto",
+    workload: Workload = Workload(),
 ) -> Path:
     """Measure all rows, and write JSON and Markdown.
 
     Args:
         folder: of the results.
-        model: the base model.
         minutes: no row is begun after so many.
         only: names of rows must hold this; diffusers is always measured.
         prices: of an hour of this machine, by name: for the cost table.
-        size: (width, height) in pixels; None: 64 px for the demo model, else 1024.
-        steps: sampling steps; None: 12 for the demo model, else 28.
-        rounds: how many are timed.
-        device: auto, cuda or cpu.
+        workload: what every row draws.
 
     Returns:
         The Markdown table.
@@ -112,14 +128,11 @@ def run(
     """
     if not any(only in name for name in ROWS):
         raise UserError(f"--rows: none of the {len(ROWS)} rows holds {only!r}: {', '.join(ROWS)}")
-    small = model == DEMO
-    width, height = size or ((64, 64) if small else (1024, 1024))
-    steps = steps or (12 if small else 28)
     results = Results(folder / "inference", COLUMNS)
     results.rows.clear()  # every row is compared with diffusers in this process
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
-        job = prepare(model, device, (width, height), steps, rounds, Path(place))
+        job = prepare(workload, Path(place))
         baselines: dict[bool, Round] = {}
         beside = Beside(job)
         for name, way in ROWS.items():
@@ -133,7 +146,7 @@ def run(
             results.add(name, {**row, "differs": f"{away:.1e}" if away else "0", "lora": bool(way.lora)})
             say(f"bench   {name}: {row['seconds_per_picture']:.4f} s per picture")
     finish(results, prices or {})
-    return write_page(results, job, model, prices or {})
+    return write_page(results, job, workload.model, prices or {})
 
 
 def write_page(results: Results, job: Job, model: str, prices: Mapping[str, float]) -> Path:
@@ -172,22 +185,27 @@ def peak_words(device: torch.device) -> str:
     return "resident memory of the whole process, libraries and what earlier rows left to the allocator included"
 
 
-def prepare(model: str, device: str, size: tuple[int, int], steps: int, rounds: int, folder: Path) -> Job:
+def prepare(workload: Workload, folder: Path) -> Job:
     """Model, prompts and a LoRA of rank 16 on the attention, whose values are random and small."""
+    width, height = workload.size or ((64, 64) if workload.is_demo else (1024, 1024))
+    steps = workload.steps or (12 if workload.is_demo else 28)
     config = TrainConfig(
-        name="bench", data=Folder(path="demo:pictures"), model=SD3(pretrained=model), device=device  # type: ignore[arg-type]
-    )  # fmt: skip
+        name="bench",
+        data=Folder(path="demo:pictures"),
+        model=SD3(pretrained=workload.model),
+        device=workload.device,  # type: ignore[arg-type]
+    )
     chosen, reason = choose_device(config.device, "fp32", config.is_demo)
     weights = "bf16" if chosen.type == "cuda" else "fp32"
     config = config.model_copy(update={"precision": precision(weights, weights)})
     config = resolve_folders(config)
-    say(f"bench   {model}, {weights} on {reason}")
+    say(f"bench   {workload.model}, {weights} on {reason}")
     text = TextCache(config.model, config.precision.encoder_dtype(), folder / "cache")
     guidance = 3.0 if config.model.blocks() < 12 else 4.5
     prompt = "a flat picture of a large blue heart in the middle, on a cream background"
-    requests = [Request(prompt, seed, "", *size, steps, guidance) for seed in SEEDS]
+    requests = [Request(prompt, seed, "", width, height, steps, guidance) for seed in SEEDS]
     text.fill([prompt, ""], chosen)
-    return Job(config, chosen, requests, random_lora(config, folder / "lora"), text, rounds)
+    return Job(config, chosen, requests, random_lora(config, folder / "lora"), text, workload.rounds)
 
 
 def precision(weights: str, compute: str) -> Any:

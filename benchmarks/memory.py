@@ -140,11 +140,11 @@ def predict_job(overrides: tuple[str, ...]) -> dict[str, Any]:
     """One row of the whole job on fake tensors."""
     from simpletune.estimate.simulate_stages import simulate_stages
 
-    moments = simulate_stages(config_of(overrides), capability=SM_89).stages
-    stage, peak = max(moments.items(), key=lambda item: item[1].bytes)
+    snapshots = simulate_stages(config_of(overrides), capability=SM_89).stages
+    stage, peak = max(snapshots.items(), key=lambda item: item[1].bytes)
     return {
         "table": WHOLE_JOB,
-        **{name: round(moment.bytes / 2**20) for name, moment in moments.items()},
+        **{name: round(snapshot.bytes / 2**20) for name, snapshot in snapshots.items()},
         "predicted_mib": round(peak.bytes / 2**20),
         "by_kind_mib": {kind: round(size / 2**20, 1) for kind, size in peak.by_kind.items()},
         "at": f"{stage}: {peak.phase} {peak.module}".strip(),

@@ -35,12 +35,12 @@ def measure(overrides: tuple[str, ...]) -> dict[str, Any]:
     sizes = [(config.data.resolution, config.data.resolution)]
     transformer = empty_base(config.model, config.memory, config.precision, device, sizes)
     core = assemble(config, transformer, SingleProcess(device))
-    feed = SyntheticBatches(config, core, device=device)
+    synthetic = SyntheticBatches(config, core, device=device)
     transformer.train()
     torch.cuda.reset_peak_memory_stats()
     seconds = []
     for step in range(STEPS):
-        batches = feed.step(step)
+        batches = synthetic.step(step)
         torch.cuda.synchronize()
         clock = time.perf_counter()
         core.step(batches)

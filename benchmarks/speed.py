@@ -227,11 +227,11 @@ def ours(config: TrainConfig, device: torch.device) -> Any:
     if config.memory.crop_positions:
         crop_to(model, [(side, side)], lambda: Drawn(shapes, device), config.precision.base_dtype())
     core = assemble(config, model, SingleProcess(device))
-    feed, count = SyntheticBatches(config, core, device=device), iter(range(10**9))
+    synthetic, count = SyntheticBatches(config, core, device=device), iter(range(10**9))
     model.train()
 
     def step() -> Tensor:
-        batches = feed.step(next(count))
+        batches = synthetic.step(next(count))
         for batch in batches:
             for tensor in (batch.z_0, batch.noise, batch.prompt_embeds):
                 tensor.normal_()
@@ -245,7 +245,7 @@ def theirs(config: TrainConfig, device: torch.device) -> Any:
     """diffusers' step on random pictures and prompts, at a configuration's settings."""
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
 
-    from benchmarks.diffusers_training import DreamBooth
+    from benchmarks.diffusers_training import DreamBooth, Flags
 
     shapes, batch, side = config.model.known_config(), config.train.batch_size, config.data.resolution
     rank = getattr(config.adapter, "rank", None)
@@ -263,7 +263,7 @@ def theirs(config: TrainConfig, device: torch.device) -> Any:
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(parts["scheduler"])
     with accelerator_on(device) as accelerator:
         checkpointing = config.memory.checkpointing == "all"
-        recipe = DreamBooth(model, vae, scheduler, accelerator, rank, checkpointing)
+        recipe = DreamBooth(model, vae, scheduler, accelerator, rank, Flags(checkpointing))
         pixels = torch.rand(batch, 3, side, side, device=device) * 2 - 1
         text = batch, config.model.text_tokens, shapes["joint_attention_dim"]
         prompt_embeds = torch.randn(text, device=device, dtype=torch.bfloat16)

@@ -170,7 +170,7 @@ def test_autograd_functions_and_checkpoints() -> None:
         with phase("backward"):
             y.sum().backward()
     assert count.peaks["recompute"].by_kind["activations"] >= 4 * KIB  # the result and three of the four
-    assert {moment.module for moment in (count.peaks["recompute"], count.peaks["backward"])} == {"chain"}
+    assert {snapshot.module for snapshot in (count.peaks["recompute"], count.peaks["backward"])} == {"chain"}
 
 
 def test_the_peaks_place_and_moment() -> None:

@@ -74,7 +74,8 @@ def test_inference_is_measured_against_diffusers_in_one_process(tmp_path: Path, 
     monkeypatch.setattr(inference, "ROWS", {name: inference.ROWS[name] for name in wanted})
     with pytest.raises(UserError, match="none of the 6 rows holds 'nothing'"):
         inference.run(tmp_path, only="nothing")
-    page = inference.run(tmp_path, size=(32, 32), steps=2, rounds=1, prices={"spot": 0.36}, device="cpu").read_text()
+    workload = inference.Workload(size=(32, 32), steps=2, rounds=1, device="cpu")
+    page = inference.run(tmp_path, prices={"spot": 0.36}, workload=workload).read_text()
     rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
     assert list(rows) == wanted
     for name in ("simpletune, prompts new", "modulation plan", "LoRA r16, fused"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import pair, speed, speed_rows
-from benchmarks.diffusers_training import DreamBooth
+from benchmarks.diffusers_training import DreamBooth, Flags
 from benchmarks.roofline import least_seconds
 from simpletune.config.load import read_config
 from simpletune.demo import tiny_sd3
@@ -98,7 +98,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe(pipeline: Path, accelerator, **options) -> DreamBooth:
+def recipe(pipeline: Path, accelerator, **flags) -> DreamBooth:
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def recipe(pipeline: Path, accelerator, **options) -> DreamBooth:
             (FlowMatchEulerDiscreteScheduler, "scheduler"),
         )
     ]
-    return DreamBooth(*parts, accelerator, rank=4, **options)
+    return DreamBooth(*parts, accelerator, 4, Flags(**flags))
 
 
 def test_the_yardsticks_gradients_are_ours(pipeline: Path, tiny_config: dict) -> None:

@@ -76,11 +76,11 @@ def test_a_device_by_its_name(device: str, tflops: float | None) -> None:
 
 
 def an_estimate(**stages: int) -> Estimate:
-    moments = {
+    snapshots = {
         name: MemorySnapshot(size, {"weights": size}, "backward", "transformer_blocks.1")
         for name, size in stages.items()
     }
-    return Estimate(moments, Needs({}, {}, {}, None), (64, 64))
+    return Estimate(snapshots, Needs({}, {}, {}, None), (64, 64))
 
 
 def test_a_run_fits_to_the_byte() -> None:

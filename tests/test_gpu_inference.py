@@ -65,12 +65,12 @@ def test_pictures_equal_those_of_the_cpu(memory, batch: int, lora: Path, tiny_pi
 
 
 def test_nothing_is_left_on_the_device(lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
-    studio = studio_on("cuda", tiny_pipeline, tmp_path, DrawingSpeed(2))
-    studio.draw(BASE, REQUESTS)
+    session = studio_on("cuda", tiny_pipeline, tmp_path, DrawingSpeed(2))
+    session.draw(BASE, REQUESTS)
     before = torch.cuda.memory_allocated()
-    studio.draw_all([BASE, Weights("a", lora=lora), Weights("fused", lora=lora, merged=True)], REQUESTS)
+    session.draw_all([BASE, Weights("a", lora=lora), Weights("fused", lora=lora, merged=True)], REQUESTS)
     assert torch.cuda.memory_allocated() == before
-    assert studio.stages.peak("peak_allocated_gib") is not None
+    assert session.stages.peak("peak_allocated_gib") is not None
 
 
 def test_compiled_blocks_draw_the_same(lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:

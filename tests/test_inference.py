@@ -199,12 +199,12 @@ def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, l
 
     monkeypatch.setattr(SharedBase, "use", use)
     monkeypatch.setattr(SD3, "load_vae", load_vae)
-    studio = InferenceSession(config, None, CPU, "cpu", StageTimer(cuda=False), DrawingSpeed(batch_size=2))
+    session = InferenceSession(config, None, CPU, "cpu", StageTimer(cuda=False), DrawingSpeed(batch_size=2))
     models = [BASE, Weights("a", lora=loras["a"]), Weights("fused", lora=loras["a"], merged=True)]
-    base, live, fused = studio.draw_all(models, requests())
+    base, live, fused = session.draw_all(models, requests())
     assert [len(drawn.pictures) for drawn in (base, live, fused)] == [3, 3, 3]
     assert latent_distance(live.latents[0], fused.latents[0]) < 1e-5 < latent_distance(live.latents[0], base.latents[0])
-    assert studio.draw(BASE, requests())[0] == base.pictures
+    assert session.draw(BASE, requests())[0] == base.pictures
 
 
 def test_compiled_blocks_draw_the_same(config, text, capsys, monkeypatch) -> None:

@@ -159,12 +159,12 @@ def test_the_summary_has_its_keys_and_says_what_is_reached(tmp_path: Path) -> No
     assert set(values) == KEYS and values["epoch"] == 3
     assert values["tflops"] == pytest.approx(2e6 / 100e-9 / 1e12) and values["peak_tflops"] == 121
     assert values["mfu"] == pytest.approx(values["tflops"] / 121)
-    moments = [
+    snapshots = [
         MemorySnapshot(n * 2**20, {"weights": n * 2**20}, "forward" if n < 900 else "recompute", "x")
         for n in range(1000)
     ]
     file = summary.write(tmp_path, values)
-    summary.add_memory(file, moments)
+    summary.add_memory(file, snapshots)
     again = json.loads(file.read_text())
     assert set(again) == KEYS and summary.PREDICTED in again["notes"]
     assert (again["memory"]["peak_mib"], again["memory"]["at"]) == (999, "recompute x")
@@ -179,8 +179,8 @@ def test_the_summary_has_its_keys_and_says_what_is_reached(tmp_path: Path) -> No
 
 
 def test_a_phase_that_comes_twice_has_its_time_in_two_parts() -> None:
-    moments = [MemorySnapshot(1, {}, phase) for phase in ("forward", "backward", "forward", "recompute", "backward")]
-    timeline = summary.memory_over(moments, {"forward": 4.0, "backward": 8.0})["timeline"]
+    snapshots = [MemorySnapshot(1, {}, phase) for phase in ("forward", "backward", "forward", "recompute", "backward")]
+    timeline = summary.memory_over(snapshots, {"forward": 4.0, "backward": 8.0})["timeline"]
     assert [point["ms"] / 1000 for point in timeline] == [0, 2, 6, 8, 10]
     assert summary.memory_over([], {})["timeline"] == []
 

@@ -129,7 +129,7 @@ def test_weights_gradients_and_states_are_their_arithmetic(tiny_config: dict, th
     assert report.host_bytes == 0
     assert "optimizer" not in report.phases  # the fused update takes nothing
     assert report.phases["clip"].by_kind["gradients"] == trained
-    assert report.peak == max(report.phases.values(), key=lambda moment: moment.bytes)
+    assert report.peak == max(report.phases.values(), key=lambda snapshot: snapshot.bytes)
 
 
 def test_a_lora_is_its_arithmetic(tiny_config: dict, three_blocks: Path) -> None:

@@ -40,8 +40,8 @@ def load_vae(config: TrainConfig) -> torch.nn.Module:
     return config.model.load_vae(CPU, config.precision.encoder_dtype(), config.memory.vae_tile)
 
 
-def bytes_of(moment: MemorySnapshot) -> dict[str, int]:
-    return {kind: size for kind, size in moment.by_kind.items() if size}
+def bytes_of(snapshot: MemorySnapshot) -> dict[str, int]:
+    return {kind: size for kind, size in snapshot.by_kind.items() if size}
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
@@ -49,7 +49,7 @@ def test_text_encoders_take_the_same_bytes_real_and_fake(weights: str, tiny_conf
     config = with_options(tiny_config, weights)
     dtype, part = config.precision.encoder_dtype(), config.model.part
     with fake_tensors(), without_collection():
-        clip_l, clip_g, t5 = (bytes_of(moment) for _, _, moment in text_moments(config))
+        clip_l, clip_g, t5 = (bytes_of(snapshot) for _, _, snapshot in text_moments(config))
     assert clip_l == bytes_of(of_clip(load_text_model(part("text_encoder"), dtype).eval()))
     assert clip_g == bytes_of(of_clip(load_text_model(part("text_encoder_2"), dtype).eval()))
     assert t5 == bytes_of(of_t5(LayeredT5(part("text_encoder_3"), dtype, CPU), config.model.t5_length))

@@ -98,9 +98,9 @@ def test_every_step_is_written_down_before_its_checkpoint(tiny_config: dict, mon
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Batches are fetched ahead on the CPU too."""
-    monkeypatch.setattr(train_module, "Prefetcher", lambda feed, steps, on: Prefetcher(feed, steps, True))
+    monkeypatch.setattr(train_module, "Prefetcher", lambda batches, steps, on: Prefetcher(batches, steps, True))
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 @pytest.mark.usefixtures("ahead")
@@ -115,7 +115,7 @@ def test_a_run_with_batches_fetched_ahead_is_the_same_run(tiny_config: dict, mon
     settings: dict = {"train": {"batch_size": 2}, "memory": {"modulation": "plan", "modulation_window": 3}}
     run = run_with(tiny_config, name="ahead", **settings)
     assert len(threads) == 2
-    monkeypatch.setattr(train_module, "Prefetcher", lambda feed, steps, on: Prefetcher(feed, steps, False))
+    monkeypatch.setattr(train_module, "Prefetcher", lambda batches, steps, on: Prefetcher(batches, steps, False))
     plain = run_with(tiny_config, name="plain", **settings)
     torch.testing.assert_close(saved_weights(run, 4), saved_weights(plain, 4), rtol=0, atol=0)
 

@@ -27,7 +27,7 @@ def page(found: DatasetReport, title: str) -> str:
         (bucket, [(seen, _embedded(seen.tile)) for seen in group if seen.tile is not None])
         for bucket, group in tiles(found)
     ]
-    return page_template("dataset", shown=shown).render(
+    return page_template("data_report", shown=shown).render(
         found=found,
         title=title,
         groups=groups,
@@ -38,7 +38,7 @@ def page(found: DatasetReport, title: str) -> str:
         plural=plural,
         listed=LISTED,
         style=(ASSETS / "report" / "page.css").read_text(encoding="utf-8"),
-        more=(ASSETS / "dataset" / "page.css").read_text(encoding="utf-8"),
+        more=(ASSETS / "data_report" / "page.css").read_text(encoding="utf-8"),
         made_by=f"simpletune {__version__}",
     )
 

@@ -36,7 +36,7 @@ SCALES = (0.5, 1.0)
 PAGE, SHEET, FIGURES = "compare.html", "grid.png", "compare.json"
 
 
-def models_to_compare(studio: InferenceSession, args: argparse.Namespace) -> list[Weights]:
+def models_to_compare(session: InferenceSession, args: argparse.Namespace) -> list[Weights]:
     """The base first, then what the arguments name, or the run's result; each once.
 
     Raises:
@@ -49,15 +49,15 @@ def models_to_compare(studio: InferenceSession, args: argparse.Namespace) -> lis
         models += [lora_weights(name, each) for each in (scales if scale is None else [scale])]
     if args.checkpoints:
         runs = [Path(name) for name in args.models if (Path(name) / "checkpoints").is_dir()]
-        if not runs and studio.run is None:
+        if not runs and session.run is None:
             raise UserError("--checkpoints: no run is given. Give one: --run FOLDER")
-        if not runs and studio.run is not None:
-            runs = [studio.run]
+        if not runs and session.run is not None:
+            runs = [session.run]
         models += [w for run in runs for scale in args.scale or [1.0] for w in checkpoints_of(run, scale)]
     if len(models) == 1 and not args.models:
-        if studio.run is None:
+        if session.run is None:
             raise UserError("--lora: no LoRA is given, and no run. Give one of them")
-        models += dict.fromkeys(result_of(studio.run, scale) for scale in scales)
+        models += dict.fromkeys(result_of(session.run, scale) for scale in scales)
     return list(dict.fromkeys(models))
 
 
@@ -93,41 +93,41 @@ def compare(args: argparse.Namespace) -> Path:
     Returns:
         The grid.
     """
-    studio = open_session(args)
-    models = models_to_compare(studio, args)
-    requests = requests_of(studio, args, studio.config.validation.prompts or (None,))
-    folder = args.output or (studio.run / "compare" if studio.run else Path("inference-out") / "compare")
-    columns = studio.draw_all(models, requests)
-    figures = [figures_of(studio, column, columns[0]) for column in columns]
-    add_scores(studio, args, columns, requests, figures)
+    session = open_session(args)
+    models = models_to_compare(session, args)
+    requests = requests_of(session, args, session.config.validation.prompts or (None,))
+    folder = args.output or (session.run / "compare" if session.run else Path("inference-out") / "compare")
+    columns = session.draw_all(models, requests)
+    figures = [figures_of(session, column, columns[0]) for column in columns]
+    add_scores(session, args, columns, requests, figures)
     for column, figure in zip(columns, figures, strict=True):
-        save_pictures(folder, column, requests, figure, studio.speed.lossy())
+        save_pictures(folder, column, requests, figure, session.speed.lossy())
         away = np.mean(figure["difference_from_base"])
         seconds = figure["seconds_per_picture"]
         say(f"{column.weights.label}: {seconds:.2f} s per picture, mean difference from the base {away:.4f}")
-    sheet, precision = folder / SHEET, studio.config.precision.weights
+    sheet, precision = folder / SHEET, session.config.precision.weights
     rows = [(caption(request), [column.pictures[n] for column in columns]) for n, request in enumerate(requests)]
     grid(rows, [column.weights.title for column in columns]).save(sheet)
     about = {
-        "precision": precision, "device": studio.reason, "peak_memory": studio.memory(),
-        **studio.speed.lossy(), "stages": studio.stages.as_json(),
+        "precision": precision, "device": session.reason, "peak_memory": session.memory(),
+        **session.speed.lossy(), "stages": session.stages.as_json(),
         "pictures": [{**request.__dict__, "image": request.image and str(request.image)} for request in requests],
     }  # fmt: skip
     write_json(folder / FIGURES, {**about, "models": figures})
     page = write_page(folder / PAGE, columns, requests, figures, about)
     warn_of_precisions(figures)
-    say(f"{sheet}: {len(models)} models, {len(requests)} pictures each, {precision} weights on {studio.reason}")
+    say(f"{sheet}: {len(models)} models, {len(requests)} pictures each, {precision} weights on {session.reason}")
     say(f"  {page}: with a slider, offline")
-    say(f"  peak memory {studio.memory()}")
+    say(f"  peak memory {session.memory()}")
     return sheet
 
 
-def figures_of(studio: InferenceSession, column: GeneratedImages, base: GeneratedImages) -> ModelFigures:
+def figures_of(session: InferenceSession, column: GeneratedImages, base: GeneratedImages) -> ModelFigures:
     """What one model took, and how far its pictures are from the base's."""
     return {
         "weights": column.weights.label,
         "title": column.weights.title,
-        "precision": precision_of(studio.config, column.weights).weights,
+        "precision": precision_of(session.config, column.weights).weights,
         "seconds_per_picture": column.denoise + column.decode,
         "seconds": {"denoise": column.denoise, "decode": column.decode},
         "difference_from_base": [pixel_difference(a, b) for a, b in zip(column.pictures, base.pictures, strict=True)],
@@ -136,7 +136,7 @@ def figures_of(studio: InferenceSession, column: GeneratedImages, base: Generate
 
 
 def add_scores(
-    studio: InferenceSession,
+    session: InferenceSession,
     args: argparse.Namespace,
     columns: Sequence[GeneratedImages],
     requests: Sequence[Request],
@@ -144,21 +144,21 @@ def add_scores(
 ) -> None:
     """Cosines by the encoders that the user named, added to the figures, one encoder in memory at a time."""
     if args.clip:
-        with studio.stages.stage("clip"):
-            clip = Clip(args.clip, studio.device)
+        with session.stages.stage("clip"):
+            clip = Clip(args.clip, session.device)
             prompts = clip.of_prompts([request.prompt for request in requests])
             seen = [clip.of_pictures(column.pictures) for column in columns]
             del clip
-            free_memory(studio.device)
+            free_memory(session.device)
         for figure, pictures in zip(figures, seen, strict=True):
             figure["clip_prompt"] = (pictures * prompts).sum(-1).tolist()
             figure["clip_base"] = (pictures * seen[0]).sum(-1).tolist()
     if args.dino:
-        with studio.stages.stage("dino"):
-            dino = Dino(args.dino, studio.device)
+        with session.stages.stage("dino"):
+            dino = Dino(args.dino, session.device)
             seen = [dino.of_pictures(column.pictures) for column in columns]
             del dino
-            free_memory(studio.device)
+            free_memory(session.device)
         for figure, pictures in zip(figures, seen, strict=True):
             figure["dino_base"] = (pictures * seen[0]).sum(-1).tolist()
 

@@ -25,11 +25,11 @@ from simpletune.runs.weights import (
 from simpletune.system.console import say
 
 
-def request_of(studio: InferenceSession, args: argparse.Namespace, prompt: str | None) -> Request:
+def request_of(session: InferenceSession, args: argparse.Namespace, prompt: str | None) -> Request:
     """The picture that the run's first validation picture is, changed by the arguments."""
-    option = studio.config.validation
-    width, height = args.size or studio.config.picture_size()
-    prompt = prompt or default_prompt(studio)
+    option = session.config.validation
+    width, height = args.size or session.config.picture_size()
+    prompt = prompt or default_prompt(session)
     request = Request(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
     request = replace(request, **given(args, "seed", "negative_prompt", "steps", "guidance", "image", "strength"))
     if request.image is None and given(args, "strength"):
@@ -38,7 +38,7 @@ def request_of(studio: InferenceSession, args: argparse.Namespace, prompt: str |
 
 
 def requests_of(
-    studio: InferenceSession, args: argparse.Namespace, default: Sequence[str | None] = (None,)
+    session: InferenceSession, args: argparse.Namespace, default: Sequence[str | None] = (None,)
 ) -> list[Request]:
     """Every prompt with every seed.
 
@@ -46,22 +46,22 @@ def requests_of(
         default: prompts where none is given; None: the run's first.
     """
     prompts = args.prompt or default
-    first = [request_of(studio, args, prompt) for prompt in prompts]
+    first = [request_of(session, args, prompt) for prompt in prompts]
     return [replace(request, seed=request.seed + number) for request in first for number in range(args.seeds)]
 
 
-def default_prompt(studio: InferenceSession) -> str:
+def default_prompt(session: InferenceSession) -> str:
     """The run's first validation prompt; where it drew with the first caption, that one."""
-    if studio.config.validation.prompts:
-        return studio.config.validation.prompts[0]
-    if studio.run is None:
+    if session.config.validation.prompts:
+        return session.config.validation.prompts[0]
+    if session.run is None:
         raise UserError('--prompt: say what to draw, as in --prompt "a lighthouse at dusk"')
-    for file in sorted((studio.run / "samples" / "base").glob("*.png")):
+    for file in sorted((session.run / "samples" / "base").glob("*.png")):
         return Image.open(file).text["prompt"]  # type: ignore[attr-defined]
-    return studio.config.data.scan(Path(studio.config.data.path)).pictures[0].caption
+    return session.config.data.scan(Path(session.config.data.path)).pictures[0].caption
 
 
-def weights_of(studio: InferenceSession, args: argparse.Namespace) -> tuple[str, Weights]:
+def weights_of(session: InferenceSession, args: argparse.Namespace) -> tuple[str, Weights]:
     """The weights that arguments ask for, and the picture's name.
 
     Raises:
@@ -72,16 +72,16 @@ def weights_of(studio: InferenceSession, args: argparse.Namespace) -> tuple[str,
     if args.lora:
         asked = [split_scale(text, args.scale) for text in args.lora]
         loras = [lora_weights(name, args.scale if scale is None else scale) for name, scale in asked]
-        return "lora", _fused(studio, args, together(loras))
-    if studio.run is None:
+        return "lora", _fused(session, args, together(loras))
+    if session.run is None:
         raise UserError("--lora: no file is given, and no run. Give a LoRA, or --base")
     if args.full:
-        return "full", full_model_of(studio.run)
-    weights = result_of(studio.run, args.scale)
-    return ("full" if weights.transformer else "lora"), _fused(studio, args, weights)
+        return "full", full_model_of(session.run)
+    weights = result_of(session.run, args.scale)
+    return ("full" if weights.transformer else "lora"), _fused(session, args, weights)
 
 
-def _fused(studio: InferenceSession, args: argparse.Namespace, weights: Weights) -> Weights:
+def _fused(session: InferenceSession, args: argparse.Namespace, weights: Weights) -> Weights:
     """With ``--fuse``: the LoRA added to the base's weights, W + scale B A, so that it costs no time.
 
     Raises:
@@ -89,7 +89,7 @@ def _fused(studio: InferenceSession, args: argparse.Namespace, weights: Weights)
     """
     if not given(args, "fuse") or not args.fuse or weights.lora is None:
         return weights
-    precision = studio.config.precision
+    precision = session.config.precision
     if not precision.trainable:
         raise UserError(
             f"--fuse: into {precision.weights} weights a LoRA cannot be added: rounding them again would lose most of "
@@ -107,23 +107,23 @@ def generate(args: argparse.Namespace) -> Path:
     Returns:
         The PNG; of several the first.
     """
-    studio = open_session(args)
-    name, weights = weights_of(studio, args)
-    requests = requests_of(studio, args)
-    (drawn,) = studio.draw_all([weights], requests)
-    folder = studio.run / "inference" if studio.run else Path("inference-out")
+    session = open_session(args)
+    name, weights = weights_of(session, args)
+    requests = requests_of(session, args)
+    (drawn,) = session.draw_all([weights], requests)
+    folder = session.run / "inference" if session.run else Path("inference-out")
     first = args.output or folder / f"{name}.png"
     files = [first.with_stem(f"{first.stem}-{number:03d}") for number in range(len(requests))]
     files = files if len(files) > 1 else [first]
-    precision = getattr(precision_of(studio.config, weights), "weights")  # noqa: B009 members own it
-    more = {"weights": weights.label, "precision": precision, **studio.speed.lossy()}
+    precision = getattr(precision_of(session.config, weights), "weights")  # noqa: B009 members own it
+    more = {"weights": weights.label, "precision": precision, **session.speed.lossy()}
     for file, picture, request in zip(files, drawn.pictures, requests, strict=True):
         save_png(picture, file, request, **more)
-        say(f"{file}: {weights.label}, {precision} weights on {studio.reason}")
+        say(f"{file}: {weights.label}, {precision} weights on {session.reason}")
         say(f"  prompt {request.prompt!r}, seed {request.seed}, {request.steps} steps, guidance {request.guidance:g}")
-    for text in studio.speed.lossy().values():
+    for text in session.speed.lossy().values():
         say(f"  lossy: {text}")
-    say(f"  {drawn.denoise + drawn.decode:.2f} s per picture, peak memory {studio.memory()}")
-    compiling = " (with the compiling)" if studio.speed.compiled else ""
+    say(f"  {drawn.denoise + drawn.decode:.2f} s per picture, peak memory {session.memory()}")
+    compiling = " (with the compiling)" if session.speed.compiled else ""
     say(f"  denoise {drawn.denoise:.2f} s{compiling}, decode {drawn.decode:.2f} s")
     return files[0]

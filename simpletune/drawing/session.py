@@ -177,11 +177,11 @@ def open_session(args: argparse.Namespace) -> InferenceSession:
         config = run_config(run)
     config = config.model_copy(update=_changes(config, args))
     device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
-    studio = InferenceSession(
+    session = InferenceSession(
         resolve_folders(config), run, device, reason, StageTimer(cuda=device.type == "cuda"), speed_of(args)
     )
-    _require_streamable(studio.config)
-    return studio
+    _require_streamable(session.config)
+    return session
 
 
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One base in memory, and the LoRAs that take turns on it: a comparison of ten strengths loads the weights once."""
+"""One base in memory, shared by several LoRAs: a comparison of ten strengths loads its weights once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from simpletune.runs.weights import BASE, Weights, load_weights
 
 
 class SharedBase:
-    """The transformer, with the weights of whoever's turn it is.
+    """A transformer that is loaded once and drawn with by turns: by itself, or with one set of LoRAs at a time.
 
     Between LoRAs on one base only the LoRA is changed; at the base's turn none is attached, so that the base is what it
     would be in a process that has never seen one. Other weights (a full model, a LoRA folded in) are loaded when their

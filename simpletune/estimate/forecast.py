@@ -122,7 +122,7 @@ def compare_with_measured(estimate: Estimate, measured: Measured) -> Comparison:
         estimate: the prediction.
         measured: by stage, ``peak_allocated_gib`` among the figures; None without CUDA.
     """
-    stages = {name: snapshot_json(moment) for name, moment in estimate.stages.items()}
+    stages = {name: snapshot_json(snapshot) for name, snapshot in estimate.stages.items()}
     for name, stage in stages.items():
         peak = measured.get(name, {}).get("peak_allocated_gib")
         if peak is not None:

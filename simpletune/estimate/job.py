@@ -38,7 +38,7 @@ class Estimate:
     """A prediction.
 
     Args:
-        stages: the largest moment of ``text``, ``latents``, ``train`` and, where there is one, ``validate``.
+        stages: the largest snapshot of ``text``, ``latents``, ``train`` and, where there is one, ``validate``.
         needs: beside the card's memory.
         size: width and height of the training pictures in pixels that it is for.
     """
@@ -49,12 +49,12 @@ class Estimate:
 
     @property
     def peak(self) -> MemorySnapshot:
-        """The largest moment of the whole job."""
-        return max(self.stages.values(), key=lambda moment: moment.bytes)
+        """The largest snapshot of the whole job."""
+        return max(self.stages.values(), key=lambda snapshot: snapshot.bytes)
 
     @property
     def peak_stage(self) -> str:
-        """The stage of the largest moment."""
+        """The stage of the largest snapshot."""
         return max(self.stages, key=lambda name: self.stages[name].bytes)
 
     def needed(self) -> int:
@@ -73,7 +73,7 @@ class Estimate:
     def as_json(self, card: Card | None = None, reserved: int = 0) -> dict[str, object]:
         """What ``estimate --json`` prints; memory in MiB of 2^20 bytes, host, disk and download in GiB of 2^30."""
         figures: dict[str, object] = {
-            "stages": {name: snapshot_json(moment) for name, moment in self.stages.items()},
+            "stages": {name: snapshot_json(snapshot) for name, snapshot in self.stages.items()},
             "peak_allocated_mib": mib(self.peak.bytes),
             "peak_stage": self.peak_stage,
             "allowances_mib": {"cuda_context": mib(CONTEXT), "fragmentation": mib(int(FRAGMENTED * self.peak.bytes))},
@@ -105,7 +105,7 @@ def largest_peak(card: Card, reserved: int = 0) -> int:
 
 
 class SnapshotJson(TypedDict):
-    """A moment, as JSON."""
+    """A snapshot, as JSON."""
 
     peak_allocated_mib: float
     by_kind: dict[str, float]
@@ -115,10 +115,14 @@ class SnapshotJson(TypedDict):
     """Of the prediction, as a share of what was measured."""
 
 
-def snapshot_json(moment: MemorySnapshot) -> SnapshotJson:
-    """A moment in MiB."""
-    kinds = {kind: mib(size) for kind, size in sorted(moment.by_kind.items(), key=lambda item: -item[1]) if size}
-    return {"peak_allocated_mib": mib(moment.bytes), "by_kind": kinds, "at": f"{moment.phase} {moment.module}".strip()}
+def snapshot_json(snapshot: MemorySnapshot) -> SnapshotJson:
+    """A snapshot in MiB."""
+    kinds = {kind: mib(size) for kind, size in sorted(snapshot.by_kind.items(), key=lambda item: -item[1]) if size}
+    return {
+        "peak_allocated_mib": mib(snapshot.bytes),
+        "by_kind": kinds,
+        "at": f"{snapshot.phase} {snapshot.module}".strip(),
+    }
 
 
 def mib(size: int) -> float:
@@ -160,7 +164,7 @@ def _restored(data: dict[str, Any]) -> JobReport:
     sizes = {name: train[name] for name in ("host_bytes", "trained_bytes", "state_bytes", "average_bytes", "seconds")}
     report = StepReport(
         peak=MemorySnapshot(**train["peak"]),
-        phases={name: MemorySnapshot(**moment) for name, moment in train["phases"].items()},
+        phases={name: MemorySnapshot(**snapshot) for name, snapshot in train["phases"].items()},
         steady=MemorySnapshot(**train["steady"]),
         trained={name: tuple(shape) for name, shape in train["trained"].items()},
         **sizes,

@@ -34,9 +34,9 @@ class StepReport:
     """What training takes on the device, in bytes as ``torch.cuda.max_memory_allocated`` counts them."""
 
     peak: MemorySnapshot
-    """The largest moment."""
+    """The largest snapshot."""
     phases: Mapping[str, MemorySnapshot]
-    """The largest moment of each phase."""
+    """The largest snapshot of each phase."""
     steady: MemorySnapshot
     """What lives between two steps."""
     host_bytes: int
@@ -59,12 +59,12 @@ class SimulatedRun:
 
     Args:
         core: assembled.
-        feed: of its micro-batches.
+        batches: its micro-batches.
         average: of what trains, if one is kept.
     """
 
     core: StepCore
-    feed: SyntheticBatches
+    batches: SyntheticBatches
     average: Average | None
 
 
@@ -91,7 +91,7 @@ def simulate(
     extra = 0 if capability is None else cublas_workspace(capability)
     return StepReport(
         peak=with_workspace(report.peak, extra),
-        phases={name: with_workspace(moment, extra) for name, moment in report.phases.items()},
+        phases={name: with_workspace(snapshot, extra) for name, snapshot in report.phases.items()},
         steady=with_workspace(report.steady, extra),
         host_bytes=report.host_bytes,
         trained=report.trained,
@@ -140,10 +140,10 @@ def take_steps(
     accounting.forget_peak()
     hooks = accounting.watch_gradients(core.parameters) + accounting.watch_modules(places(transformer))
     transformer.train()
-    feed = SyntheticBatches(config, core, size)
+    synthetic = SyntheticBatches(config, core, size)
     for step in range(steps):
-        accounting.forget_moments()
-        batches = feed.step(step)
+        accounting.forget_snapshots()
+        batches = synthetic.step(step)
         accounting.register((tensor for batch in batches for tensor in batch_tensors(batch)), "activations")
         with attention_by("math" if config.speed.attention == "math" else "auto"):  # the rest take what flash takes
             core.step(batches)
@@ -164,7 +164,7 @@ def take_steps(
         average_bytes=sum(value.nbytes for value in average.tensors().values()) if average else 0,
         seconds=time.perf_counter() - started,
     )
-    return report, SimulatedRun(core, feed, average)
+    return report, SimulatedRun(core, synthetic, average)
 
 
 def make_states(accounting: Accounting, core: StepCore) -> None:
@@ -220,9 +220,9 @@ def states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (value for value in values if isinstance(value, Tensor))
 
 
-def with_workspace(moment: MemorySnapshot, extra: int) -> MemorySnapshot:
-    """A moment with what libraries keep for good."""
-    by_kind = dict(moment.by_kind)
+def with_workspace(snapshot: MemorySnapshot, extra: int) -> MemorySnapshot:
+    """A snapshot with what libraries keep for good."""
+    by_kind = dict(snapshot.by_kind)
     if extra:
         by_kind["workspace"] = by_kind.get("workspace", 0) + extra
-    return MemorySnapshot(moment.bytes + extra, by_kind, moment.phase, moment.module)
+    return MemorySnapshot(snapshot.bytes + extra, by_kind, snapshot.phase, snapshot.module)

@@ -46,7 +46,7 @@ class JobReport:
     """What the whole job takes."""
 
     stages: Mapping[str, MemorySnapshot]
-    """The largest moment of ``text``, ``latents``, ``train`` and, where something is drawn or evaluated, ``validate``.
+    """The largest snapshot of each stage: ``text``, ``latents``, ``train``, and ``validate`` where there is one.
     Text is the largest of its encoders, named as its place; validate's phase is ``sample``, ``decode`` or
     ``evaluate``."""
     train: StepReport
@@ -56,8 +56,8 @@ class JobReport:
 
     @property
     def peak(self) -> MemorySnapshot:
-        """The largest moment of all."""
-        return max(self.stages.values(), key=lambda moment: moment.bytes)
+        """The largest snapshot of all."""
+        return max(self.stages.values(), key=lambda snapshot: snapshot.bytes)
 
 
 def simulate_stages(
@@ -79,16 +79,16 @@ def simulate_stages(
         texts = list(text_moments(config))
         parts = {name: size for name, size, _ in texts} | {"vae": half_bytes(vae)}
         train, validate = train_and_validate(config, size)
-        moments = {
-            "text": max((moment for _, _, moment in texts), key=lambda moment: moment.bytes),
+        snapshots = {
+            "text": max((snapshot for _, _, snapshot in texts), key=lambda snapshot: snapshot.bytes),
             "latents": of_encoding(config.model, vae, size),
             "train": train.peak,
             **({} if validate is None else {"validate": validate}),
         }
     if capability is not None:
-        extra = {name: cublas_workspace(capability, 1 if name in ("text", "latents") else 2) for name in moments}
-        moments = {name: with_workspace(moment, extra[name]) for name, moment in moments.items()}
-    return JobReport(moments, train, parts)
+        extra = {name: cublas_workspace(capability, 1 if name in ("text", "latents") else 2) for name in snapshots}
+        snapshots = {name: with_workspace(snapshot, extra[name]) for name, snapshot in snapshots.items()}
+    return JobReport(snapshots, train, parts)
 
 
 def half_bytes(model: nn.Module, without: str = "") -> int:
@@ -114,18 +114,18 @@ def counted(weights: Iterable[Tensor]) -> Iterator[Accounting]:
 
 
 def text_moments(config: TrainConfig) -> Iterator[tuple[str, int, MemorySnapshot]]:
-    """Each text encoder's part, its size in 2 bytes a parameter, and its largest moment over batches of prompts."""
+    """Each text encoder's part, its size in 2 bytes a parameter, and its largest snapshot over batches of prompts."""
     dtype = config.precision.encoder_dtype()
     for encoder in ENCODERS[: 3 if config.model.t5 else 2]:
         part = known_part(config.model, encoder.model)
         if encoder.is_t5:
             t5 = LayeredT5(part, dtype, CPU, EmptyT5(part, dtype))
             t5.model.to("meta")  # accelerate's empty weights are on the CPU, if they are fake
-            size, moment = half_bytes(t5.model, EMBEDDINGS[1]), of_t5(t5, config.model.t5_length)
+            size, snapshot = half_bytes(t5.model, EMBEDDINGS[1]), of_t5(t5, config.model.t5_length)
         else:
             clip = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(part.config())).eval().to(dtype)
-            size, moment = half_bytes(clip), of_clip(clip)
-        yield encoder.model, size, replace(moment, phase="text", module=encoder.name)
+            size, snapshot = half_bytes(clip), of_clip(clip)
+        yield encoder.model, size, replace(snapshot, phase="text", module=encoder.name)
 
 
 def of_clip(model: CLIPTextModelWithProjection) -> MemorySnapshot:
@@ -174,34 +174,34 @@ def train_and_validate(config: TrainConfig, size: Size) -> tuple[StepReport, Mem
         report, run = take_steps(accounting, config, transformer, size)
         with accounting.allocating(HOST), averaged(run.average):
             transformer.eval()
-            moments = []
+            snapshots = []
             if config.validation.eval_samples:
-                moments.append(of_evaluating(accounting, run, transformer))
+                snapshots.append(of_evaluating(accounting, run, transformer))
             if config.validation.prompts != []:
-                moments.append(of_drawing(accounting, config, run.feed, transformer, vae))
-    return report, max(moments, key=lambda moment: moment.bytes, default=None)
+                snapshots.append(of_drawing(accounting, config, run.batches, transformer, vae))
+    return report, max(snapshots, key=lambda snapshot: snapshot.bytes, default=None)
 
 
 def of_evaluating(accounting: Accounting, run: SimulatedRun, transformer: Transformer) -> MemorySnapshot:
     """The evaluation loss: one sample after the other, forward only."""
     accounting.forget_peak()
     with accounting.allocating("activations"), torch.no_grad(), phase("evaluate"):
-        run.core.loss(transformer, run.feed.one_by_one())
+        run.core.loss(transformer, run.batches.one_by_one())
     return accounting.peak
 
 
 def of_drawing(
-    accounting: Accounting, config: TrainConfig, feed: SyntheticBatches, transformer: Transformer, vae: nn.Module
+    accounting: Accounting, config: TrainConfig, batches: SyntheticBatches, transformer: Transformer, vae: nn.Module
 ) -> MemorySnapshot:
     """As a validation draws each of its pictures: the autoencoder is loaded before sampling begins."""
     option = config.validation
     width, height = config.picture_size()
     request = Request("", 0, "", width, height, min(SIMULATED, option.steps), option.guidance)
-    batch = feed.batch(1)
+    batch = batches.batch(1)
     text = batch.prompt_embeds[0], batch.pooled[0]
     accounting.register(all_tensors(vae), "weights")
     accounting.forget_peak()
-    model, modulation = ShapesOnlyModel(feed.shapes["in_channels"]), feed.core.modulation
+    model, modulation = ShapesOnlyModel(batches.shapes["in_channels"]), batches.core.modulation
     whole = None if modulation is None else WholeWindowModulation(modulation, option.steps, request.steps)
     with accounting.allocating("activations"), torch.no_grad():
         with phase("sample"):

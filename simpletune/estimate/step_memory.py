@@ -27,4 +27,4 @@ def moments_of_step(config: TrainConfig, size: Size) -> list[MemorySnapshot]:
         transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
         with Accounting(temporaries(), keep=True) as accounting:
             take_steps(accounting, config, transformer, size)
-    return accounting.moments or []
+    return accounting.snapshots or []

@@ -30,31 +30,33 @@ def as_text(name: str, estimate: Estimate, card: Card | None, reserved: int = 0)
     return "\n".join(lines)
 
 
-def bars(moments: Mapping[str, MemorySnapshot]) -> list[str]:
-    """A bar for each moment, its kinds by their signs, and the legend."""
-    longest = max(moment.bytes for moment in moments.values())
-    title = max(len(name) for name in moments)
+def bars(snapshots: Mapping[str, MemorySnapshot]) -> list[str]:
+    """A bar for each snapshot, its kinds by their signs, and the legend."""
+    longest = max(snapshot.bytes for snapshot in snapshots.values())
+    title = max(len(name) for name in snapshots)
     lines = []
-    for name, moment in moments.items():
-        drawn = "".join(SIGNS[kind] * share for kind, share in _shares(moment, round(WIDTH * moment.bytes / longest)))
-        lines.append(f"  {name:<{title}} {moment.bytes / MIB:>8,.0f}  {drawn:<{WIDTH}}  {place(moment)}".rstrip())
-    present = [kind for kind in KINDS if any(moment.by_kind.get(kind) for moment in moments.values())]
+    for name, snapshot in snapshots.items():
+        drawn = "".join(
+            SIGNS[kind] * share for kind, share in _shares(snapshot, round(WIDTH * snapshot.bytes / longest))
+        )
+        lines.append(f"  {name:<{title}} {snapshot.bytes / MIB:>8,.0f}  {drawn:<{WIDTH}}  {place(snapshot)}".rstrip())
+    present = [kind for kind in KINDS if any(snapshot.by_kind.get(kind) for snapshot in snapshots.values())]
     lines.append("  " + " " * title + "           " + "  ".join(f"{SIGNS[kind]} {kind}" for kind in present))
     return lines
 
 
-def place(moment: MemorySnapshot) -> str:
-    """Where a moment is, in words: ``backward, block 23``."""
-    where = moment.module.replace("transformer_blocks.", "block ")
-    return ", ".join(part for part in (moment.phase, where) if part)
+def place(snapshot: MemorySnapshot) -> str:
+    """Where a snapshot is, in words: ``backward, block 23``."""
+    where = snapshot.module.replace("transformer_blocks.", "block ")
+    return ", ".join(part for part in (snapshot.phase, where) if part)
 
 
-def _shares(moment: MemorySnapshot, width: int) -> Iterator[tuple[str, int]]:
+def _shares(snapshot: MemorySnapshot, width: int) -> Iterator[tuple[str, int]]:
     """So many characters for each kind, adding up to a width; what rounds to nothing gets none."""
     done = drawn = 0
     for kind in KINDS:
-        done += moment.by_kind.get(kind, 0)
-        upto = round(width * done / max(moment.bytes, 1))
+        done += snapshot.by_kind.get(kind, 0)
+        upto = round(width * done / max(snapshot.bytes, 1))
         yield kind, upto - drawn
         drawn = upto
 

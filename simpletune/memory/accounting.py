@@ -54,7 +54,7 @@ class Accounting(TorchDispatchMode):
 
     Args:
         temporaries: what kernels allocate within a call, by operation.
-        keep: whether every moment is kept, not only the largest.
+        keep: whether every snapshot is kept, not only the largest.
     """
 
     def __init__(self, temporaries: Temporaries | None = None, keep: bool = False):
@@ -69,11 +69,11 @@ class Accounting(TorchDispatchMode):
         self._module = ""
         self._inside = 0  # watched modules whose forward pass is running
         self.peak = MemorySnapshot()
-        """The largest moment so far; of equal ones the last, in which states exist and carry their kinds."""
+        """The largest snapshot so far; of equal ones the last, in which states exist and carry their kinds."""
         self.peaks: dict[str, MemorySnapshot] = {}
-        """The largest moment of each phase."""
-        self.moments: list[MemorySnapshot] | None = [] if keep else None
-        """All moments since the last ``forget_moments``, in order."""
+        """The largest snapshot of each phase."""
+        self.snapshots: list[MemorySnapshot] | None = [] if keep else None
+        """All snapshots since the last ``forget_snapshots``, in order."""
 
     def __enter__(self) -> Accounting:
         _ACTIVE.append(self)
@@ -115,17 +115,17 @@ class Accounting(TorchDispatchMode):
     def current(self) -> MemorySnapshot:
         """What lives now."""
         by_kind = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}
-        return MemorySnapshot(self._total, by_kind, self._moment_name(), self._module)
+        return MemorySnapshot(self._total, by_kind, self._snapshot_name(), self._module)
 
     def forget_peak(self) -> None:
         """Begin a new peak: what came before belonged to another stage."""
         self.peak, self.peaks = MemorySnapshot(), {}
         self._look()
 
-    def forget_moments(self) -> None:
-        """Keep moments from now on: those of another step begin."""
-        if self.moments is not None:
-            self.moments = [self.current]
+    def forget_snapshots(self) -> None:
+        """Keep snapshots from now on: those of another step begin."""
+        if self.snapshots is not None:
+            self.snapshots = [self.current]
 
     @property
     def host_bytes(self) -> int:
@@ -224,7 +224,7 @@ class Accounting(TorchDispatchMode):
                 if storage.visit >= visit and storage.kind == "workspace":
                     self._move(storage, "optimizer")
 
-    def _moment_name(self) -> str:
+    def _snapshot_name(self) -> str:
         phase = self._phase()
         return "recompute" if phase == "backward" and self._inside else phase
 
@@ -265,22 +265,22 @@ class Accounting(TorchDispatchMode):
             self._total += size
 
     def _look(self, temporary: int = 0) -> None:
-        """Keep this moment if it is the largest so far, with what a kernel held meanwhile."""
+        """Keep this snapshot if it is the largest so far, with what a kernel held meanwhile."""
         temporary = rounded(temporary)
-        total, name = self._total + temporary, self._moment_name()
+        total, name = self._total + temporary, self._snapshot_name()
         larger = total >= self.peak.bytes or total >= self.peaks.get(name, MemorySnapshot()).bytes
-        if not larger and self.moments is None:
+        if not larger and self.snapshots is None:
             return
         now = self.current
         by_kind = dict(now.by_kind)
         if temporary:
             by_kind["workspace"] = by_kind.get("workspace", 0) + temporary
-        moment = MemorySnapshot(total, by_kind, now.phase, now.module)
-        if self.moments is not None:
-            self.moments.append(moment)
+        snapshot = MemorySnapshot(total, by_kind, now.phase, now.module)
+        if self.snapshots is not None:
+            self.snapshots.append(snapshot)
         if larger:
-            self.peaks[name] = moment
-            self.peak = max(moment, self.peak, key=lambda moment: moment.bytes)
+            self.peaks[name] = snapshot
+            self.peak = max(snapshot, self.peak, key=lambda snapshot: snapshot.bytes)
 
     def _resized(self, resize: Resize) -> Resize:
         """``UntypedStorage.resize_`` is no operation that a dispatch mode sees."""

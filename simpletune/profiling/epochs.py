@@ -123,17 +123,17 @@ class EpochTraces:
         """Put a predicted step's memory into the summaries, if there are any.
 
         Args:
-            predicted: gives what lives in one step, moment by moment; it may fail.
+            predicted: gives what lives in one step, in order; it may fail.
         """
         if not self.summaries:
             return
         from simpletune.profiling import summary
 
-        moments = self._guard(predicted)
-        if not moments:
+        snapshots = self._guard(predicted)
+        if not snapshots:
             return
         for file in self.summaries:
-            self._guard(summary.add_memory, file, moments)
+            self._guard(summary.add_memory, file, snapshots)
 
     @property
     def _failed(self) -> bool:

@@ -18,8 +18,8 @@ JSON, MARKDOWN = "summary.json", "summary.md"
 MIB = 2**20
 POINTS = 400
 PREDICTED = (
-    "memory: predicted, one step of this run on fake tensors; its moments are spread evenly over the measured time of "
-    "their phase"
+    "memory: predicted, one step of this run on fake tensors; its snapshots are spread evenly over the measured "
+    "time of their phase"
 )
 
 
@@ -63,38 +63,38 @@ def summarise(
     }
 
 
-def add_memory(file: Path, moments: Sequence[MemorySnapshot]) -> None:
+def add_memory(file: Path, snapshots: Sequence[MemorySnapshot]) -> None:
     """Put a predicted step's memory into a summary.
 
     Args:
         file: summary.json.
-        moments: of the step, in order.
+        snapshots: of the step, in order.
     """
     values = json.loads(file.read_text())
-    values["memory"] = memory_over(moments, values["phases"])
+    values["memory"] = memory_over(snapshots, values["phases"])
     values["notes"] = [note for note in values["notes"] if note != PREDICTED] + [PREDICTED]
     write(file.parent, values)
 
 
-def memory_over(moments: Sequence[MemorySnapshot], phases: dict[str, float]) -> Json:
-    """The memory of a step over its time: the moments of a phase are spread evenly over the seconds that it took.
+def memory_over(snapshots: Sequence[MemorySnapshot], phases: dict[str, float]) -> Json:
+    """The memory of a step over its time: the snapshots of a phase are spread evenly over the seconds that it took.
 
     Args:
-        moments: in order.
+        snapshots: in order.
         phases: seconds by phase.
     """
-    if not moments:
+    if not snapshots:
         return {"peak_mib": 0.0, "at": "", "timeline": []}
-    peak = max(moments, key=lambda moment: moment.bytes)
-    timed = list(_timed(moments, phases))
+    peak = max(snapshots, key=lambda snapshot: snapshot.bytes)
+    timed = list(_timed(snapshots, phases))
     points = [
         {
             "ms": round(1000 * second, 6),
-            "phase": moment.phase,
-            "total_mib": mib(moment.bytes),
-            "by_kind": {kind: mib(size) for kind, size in moment.by_kind.items()},
+            "phase": snapshot.phase,
+            "total_mib": mib(snapshot.bytes),
+            "by_kind": {kind: mib(size) for kind, size in snapshot.by_kind.items()},
         }
-        for second, moment in thin(timed, POINTS)
+        for second, snapshot in thin(timed, POINTS)
     ]
     return {"peak_mib": mib(peak.bytes), "at": f"{peak.phase} {peak.module}".strip(), "timeline": points}
 
@@ -104,25 +104,25 @@ def mib(size: int) -> float:
     return round(size / MIB, 3)
 
 
-def _timed(moments: Sequence[MemorySnapshot], phases: dict[str, float]) -> Iterator[tuple[float, MemorySnapshot]]:
-    """Each moment with its second. A phase that comes several times in a step has its time in equal parts."""
-    runs = [(name, list(run)) for name, run in groupby(moments, key=_measured_phase)]
+def _timed(snapshots: Sequence[MemorySnapshot], phases: dict[str, float]) -> Iterator[tuple[float, MemorySnapshot]]:
+    """Each snapshot with its second. A phase that comes several times in a step has its time in equal parts."""
+    runs = [(name, list(run)) for name, run in groupby(snapshots, key=_measured_phase)]
     visits = [name for name, _ in runs]
     second = 0.0
     for name, run in runs:
         taken = phases.get(name, 0.0) / visits.count(name)
-        for number, moment in enumerate(run):
-            yield second + taken * number / len(run), moment
+        for number, snapshot in enumerate(run):
+            yield second + taken * number / len(run), snapshot
         second += taken
 
 
-def _measured_phase(moment: MemorySnapshot) -> str:
+def _measured_phase(snapshot: MemorySnapshot) -> str:
     """Recomputation is part of the backward pass; what is in no phase takes the time of none."""
-    return "backward" if moment.phase == "recompute" else moment.phase
+    return "backward" if snapshot.phase == "recompute" else snapshot.phase
 
 
 def thin(timed: Sequence[tuple[float, MemorySnapshot]], points: int) -> list[tuple[float, MemorySnapshot]]:
-    """At most so many moments: of each stretch of equal length the largest, so that the peak stays."""
+    """At most so many snapshots: of each stretch of equal length the largest, so that the peak stays."""
     if len(timed) <= points:
         return list(timed)
     edges = [number * len(timed) // points for number in range(points + 1)]

@@ -35,8 +35,8 @@ def write_trace(export: Callable[[str], object], folder: Path, max_mb: float) ->
         TooLarge: it would be larger than that; nothing is left of it.
         OSError: it cannot be written; nothing is left of it.
     """
-    with TemporaryDirectory(dir=folder, prefix=".trace-") as aside:
-        raw, packed = Path(aside) / "raw.json", Path(aside) / "packed.json.gz"
+    with TemporaryDirectory(dir=folder, prefix=".trace-") as temporary:
+        raw, packed = Path(temporary) / "raw.json", Path(temporary) / "packed.json.gz"
         export(str(raw))
         require_whole(raw)
         pack(raw, packed, max_mb)

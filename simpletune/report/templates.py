@@ -16,7 +16,7 @@ def page_template(kind: str, **filters: Callable[..., str]) -> Template:
     """The template ``assets/KIND/page.html``; a name that it does not get is an error.
 
     Args:
-        kind: ``report``, ``compare`` or ``dataset``.
+        kind: ``report``, ``compare`` or ``data_report``.
         filters: by the names that the template knows them by.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

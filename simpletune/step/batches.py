@@ -113,21 +113,20 @@ class Batches:
 
 
 class Prefetcher:
-    """Gives a feed's steps in order, each fetched by a thread while the one before is computed. A context: leaving it
-    ends the thread, on every way out.
+    """Gives the batches of each step in order; a thread fetches the next step's while one is computed.
 
-    What fetching raises is raised at the step that it belongs to. The batches are the feed's own, for they depend on
-    the step alone; on the device there is one at a time, as without.
+    A context: leaving it ends the thread, on every way out. An error while fetching is raised at its step.
+    Batches depend on the step alone, so they are the same as without prefetching, and one at a time is on the device.
 
     Args:
-        feed: whose steps.
+        batches: where they come from.
         steps: how many the run has.
-        on: if not, the feed is asked when a step is due.
+        on: if not, a step's batches are fetched when it is due.
     """
 
-    def __init__(self, feed: Batches, steps: int, on: bool = True):
-        self._feed, self._steps = feed, steps
-        self._thread = ThreadPoolExecutor(1, "feed") if on else None
+    def __init__(self, batches: Batches, steps: int, on: bool = True):
+        self._batches, self._steps = batches, steps
+        self._thread = ThreadPoolExecutor(1, "prefetch") if on else None
         self._coming: tuple[int, Future[list[Batch]]] | None = None
 
     def __enter__(self) -> Prefetcher:
@@ -140,9 +139,9 @@ class Prefetcher:
     def step(self, step: int) -> list[Batch]:
         """The micro-batches of one step, on the device; the next one's are fetched from now on."""
         if self._thread is None:
-            return self._feed.step(step)
+            return self._batches.step(step)
         known, self._coming = self._coming, None
-        fetched = known[1].result() if known is not None and known[0] == step else self._feed.fetch(step)
+        fetched = known[1].result() if known is not None and known[0] == step else self._batches.fetch(step)
         if step + 1 < self._steps:
-            self._coming = step + 1, self._thread.submit(self._feed.fetch, step + 1)
-        return self._feed.place(step, fetched)
+            self._coming = step + 1, self._thread.submit(self._batches.fetch, step + 1)
+        return self._batches.place(step, fetched)

@@ -21,7 +21,7 @@ DRAW = Draw(View(Picture("", "", (64, 64), "", bytes), (64, 64), (0.5, 0.5), Fal
 
 
 class SyntheticBatches:
-    """Micro-batches without values, in the shapes and types in which the feed gives them.
+    """Micro-batches without values, in the shapes and types of the real ones.
 
     Args:
         config: of the run.

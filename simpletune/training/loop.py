@@ -53,7 +53,7 @@ def train(
             if the run is finished.
         started: when the process started, by ``time.perf_counter``.
         force: begin even what does not fit on the device, by prediction.
-        foresee: predict the memory on the CPU too.
+        estimate_first: predict the memory on the CPU too.
 
     Returns:
         The run's folder.

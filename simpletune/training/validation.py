@@ -108,7 +108,7 @@ class Previews:
 
 @torch.no_grad()
 def evaluation_loss(
-    transformer: Transformer, loss: Callable[[nn.Module, Batch], torch.Tensor], feed: Batches, count: int
+    transformer: Transformer, loss: Callable[[nn.Module, Batch], torch.Tensor], batches: Batches, count: int
 ) -> float | None:
     """The mean loss over a fixed set of (picture, noise level, noise); None if the set is empty."""
     if count == 0:
@@ -117,7 +117,7 @@ def evaluation_loss(
     transformer.eval()
     losses = []
     try:
-        for batch in feed.one_by_one(feed.plan.evaluation(count)):
+        for batch in batches.one_by_one(batches.plan.evaluation(count)):
             poll()
             losses.append(loss(transformer, batch))
     finally:
