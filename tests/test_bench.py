@@ -128,6 +128,11 @@ def test_a_price_that_cannot_be_is_refused_with_the_rule(price: str, capsys) -> 
     assert f"{price} is not NAME=PRICE, such as spot=0.35" in capsys.readouterr().err
 
 
+def test_a_users_mistake_is_a_message_and_an_exit_code(tmp_path: Path, capsys) -> None:
+    assert benchmarks.main(["inference", "--rows", "nothing", "--out", str(tmp_path)]) == 2
+    assert "error: --rows: none of the" in capsys.readouterr().err
+
+
 def test_an_argument_of_another_grid_is_refused(capsys) -> None:
     with pytest.raises(SystemExit):
         benchmarks.main(["memory", "--price", "spot=0.5"])

@@ -204,6 +204,7 @@ def test_any_bytes_as_an_index(tmp_path: Path, data: bytes) -> None:
 
 STATE = {
     "step": 1, "config": {"name": "a"}, "manifest": [], "optimizer": {"values": {}, "shared": {}}, "torch": "2",
+    "processes": 1,
     "sha256": {checkpoint.TRAINABLE: "0", checkpoint.OPTIMIZER: "0"},
 }  # fmt: skip
 

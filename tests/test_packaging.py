@@ -24,7 +24,10 @@ from simpletune.options import UserError
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OWN = {"simpletune", "benchmarks", "inference", "_venv"}  # inference/_venv.py
-NOT_DECLARED = {"triton": "torch for CUDA brings the version it needs; int8_kernel.py runs on CUDA only"}
+NOT_DECLARED = {
+    "triton": "torch for CUDA brings the version it needs; int8_kernel.py runs on CUDA only",
+    "pydantic-core": "part of pydantic, whose documentation names PydanticKnownError there",
+}
 NEVER_IMPORTED = {
     "tensorboard": "torch.utils.tensorboard imports it",
     "torch-tb-profiler": "TensorBoard's plugin for traces",

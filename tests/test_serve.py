@@ -289,6 +289,12 @@ def test_a_body_that_does_not_fit(body: bytes, status: int, told: str, live: Run
     assert told in answer.json()["error"]["message"]
 
 
+def test_info_tells_the_page_what_may_be_asked_for(stub: Running) -> None:
+    about = stub.client.get("/info").json()
+    assert set(about) == {"loras", "standard", "limits", "status"} and about["status"] == "ready"
+    assert about["limits"]["steps"] >= about["standard"]["steps"]
+
+
 def test_what_is_no_request_of_ours(stub: Running) -> None:
     body = b'{"instances": [{"prompt": "a"}]}'
     ask = stub.client.request
