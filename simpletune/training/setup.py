@@ -110,7 +110,6 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     say(f"simpletune {config.name} on {reason}: {precision.weights} weights, {precision.describe_matmul()}")
     resolved = resolve_folders(config)
     require_model_rules(resolved)
-
     data = plan_data(resolved, accelerator.num_processes)
     if main:
         require_room(resolved, data.plan, start, options.force)
@@ -129,6 +128,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
 
     with stages.stage("load"):
         model = load_model(fitted, prepared, accelerator, saved)
+    attention = settle_attention(resolved, prepared.plan.largest(), device)
     modulation = model.core.modulation
     batches = Batches(prepared, config.train.seed, device, accelerator.process_index, modulation)
     trackers = open_trackers(config, folder, start, main)
@@ -145,7 +145,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         trackers=trackers,
         start=start,
         steps=steps,
-        attention=settle_attention(resolved, prepared.plan.largest(), device),
+        attention=attention,
         started=options.started,
         guard=NonFiniteGuard(config, folder, model.core, batches, start, trackers.warn),
         predicted=predicted,
