@@ -27,8 +27,8 @@ from simpletune.adapters.lora import Lora
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.folder import Folder
-from simpletune.drawing.metrics import latent_distance
 from simpletune.drawing.shared_base import SharedBase
+from simpletune.drawing.similarity import latent_distance
 from simpletune.memory import Memory
 from simpletune.models.sd3 import SD3
 from simpletune.options import UserError

@@ -241,17 +241,17 @@ class Quality:
             "of": len(with_trigger),
         }
 
-    def trigger_row(self, options: list[str]) -> dict[str, Any]:
+    def trigger_row(self) -> dict[str, Any]:
         """What the base makes of the trigger word, before anything taught it."""
         prompts = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
         return {**accuracies(self.base_pictures(prompts), prompts), "of": self.count}
 
     def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """Every row's name and how it is measured."""
-        rows = {
+        rows: dict[str, Callable[[], dict[str, Any]]] = {
             f"base, {name}": partial(self.base_row, f"base, {name}", options) for name, options in PRECISIONS.items()
         }
-        rows["base, fp32, the trigger word"] = partial(self.trigger_row, PRECISIONS["fp32"])
+        rows["base, fp32, the trigger word"] = self.trigger_row
         return rows | {name: partial(self.tuned_row, name, options) for name, options in TUNED.items()}
 
 

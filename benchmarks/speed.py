@@ -33,8 +33,8 @@ from simpletune.pipeline.load import stays_on_host
 from simpletune.profiling.events import read_events
 from simpletune.profiling.kinds import shares
 from simpletune.profiling.option import Profile
+from simpletune.profiling.schedule import Place
 from simpletune.profiling.window import Window
-from simpletune.profiling.windows import Place
 from simpletune.step.core import assemble
 from simpletune.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.system.console import say

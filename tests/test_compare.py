@@ -16,8 +16,8 @@ from simpletune.cli.drawing_arguments import add_arguments, add_compare_argument
 from simpletune.config.load import validate
 from simpletune.drawing.compare import compare, models_to_compare, named
 from simpletune.drawing.generate import default_prompt, generate, weights_of
-from simpletune.drawing.metrics import Dino
 from simpletune.drawing.session import open_session
+from simpletune.drawing.similarity import Dino
 from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
 from simpletune.quant.plain import FP32

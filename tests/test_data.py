@@ -18,7 +18,7 @@ from simpletune.data.folder import Folder
 from simpletune.data.pictures import MAX_PIXELS, cut, decode, picture_size
 from simpletune.data.plan import make_samples
 from simpletune.data.source import Picture, UnusablePicture
-from simpletune.models.sizes import bucket_sizes, covering_size, nearest_bucket
+from simpletune.models.buckets import bucket_sizes, covering_size, nearest_bucket
 from simpletune.options import UserError
 from simpletune.pipeline.encode import report_rejected
 

@@ -20,7 +20,7 @@ from simpletune.data.folder import Folder
 from simpletune.data.pictures import decode, picture_size
 from simpletune.data.source import Rejected, Scan, UnusablePicture
 from simpletune.data.table import Table
-from simpletune.data.walk import MAX_BYTES, read_regular, shown, walk
+from simpletune.data.walk import MAX_BYTES, printable, read_regular, walk
 from simpletune.options import UserError
 from simpletune.pipeline.encode import report_rejected
 
@@ -259,10 +259,10 @@ def test_names_of_every_kind_are_read_and_shown_in_one_line(tmp_path: Path) -> N
     for name in names:
         (tmp_path / name).write_bytes(PICTURE)
     assert {picture.name for picture in scan(tmp_path, prompt="x").pictures} == set(names)
-    assert shown("two\nlines.png") == "two\\nlines.png"
-    assert shown("esc\x1b[2J.png") == "esc\\x1b[2J.png"
-    assert shown("fox 🦊 ä.png") == "fox 🦊 ä.png"
-    assert len(shown("n" * 251 + ".png")) == 120
+    assert printable("two\nlines.png") == "two\\nlines.png"
+    assert printable("esc\x1b[2J.png") == "esc\\x1b[2J.png"
+    assert printable("fox 🦊 ä.png") == "fox 🦊 ä.png"
+    assert len(printable("n" * 251 + ".png")) == 120
     with pytest.raises(UserError) as error:
         report_rejected([Rejected(name, "why") for name in names], "stop")
     assert len(str(error.value).splitlines()) == len(names) + 2

@@ -15,8 +15,8 @@ from simpletune.cli.main import main
 from simpletune.config.load import validate
 from simpletune.data.source import UnusablePicture
 from simpletune.data_report import scan as look_at
-from simpletune.data_report.near_duplicates import BITS, likeness, near_duplicates
-from simpletune.data_report.scan import TILE, spread
+from simpletune.data_report.near_duplicates import BITS, hash_of, near_duplicates
+from simpletune.data_report.scan import TILE, evenly_spaced
 from simpletune.training.loop import train
 
 
@@ -122,7 +122,7 @@ def scene_tile(name: str, folder: Path) -> Image.Image:
 def test_the_number_of_tiles_is_bounded(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", config, "--out", str(tmp_path / "out"), "--pictures", "3"]) == 0
     assert (tmp_path / "out" / "data.html").read_text().count("<img ") == 3
-    assert spread(10, 3) == [0, 3, 6] and spread(2, 5) == [0, 1] and spread(5, 0) == []
+    assert evenly_spaced(10, 3) == [0, 3, 6] and evenly_spaced(2, 5) == [0, 1] and evenly_spaced(5, 0) == []
 
 
 def test_nothing_usable_is_exit_2_with_the_reasons(
@@ -148,15 +148,15 @@ def test_likeness_survives_scaling_and_jpeg_and_tells_others_apart(tmp_path: Pat
     for number, image in enumerate(scenes):
         image.resize((70, 70)).save(tmp_path / f"{number}.jpg", quality=60)
         again.append(Image.open(tmp_path / f"{number}.jpg").convert("RGB"))
-    groups = near_duplicates([likeness(image) for image in [*scenes, *again]])
+    groups = near_duplicates([hash_of(image) for image in [*scenes, *again]])
     found = sum(group == [number, number + 40] for number in range(40) for group in groups)
     assert found >= 36 and len(groups) == found
     grey = np.asarray(scenes[0].convert("L"))
     scenes[0] = Image.fromarray(grey).convert("RGB")
     tinted = [grey // 2 + 120, grey // 2, grey // 2]  # as bright as before in the same places: the same bits
     recoloured = Image.fromarray(np.stack(tinted, axis=-1))
-    assert (likeness(scenes[0]).bits ^ likeness(recoloured).bits).bit_count() <= BITS
-    assert near_duplicates([likeness(scenes[0]), likeness(recoloured)]) == []
+    assert (hash_of(scenes[0]).bits ^ hash_of(recoloured).bits).bit_count() <= BITS
+    assert near_duplicates([hash_of(scenes[0]), hash_of(recoloured)]) == []
 
 
 def test_a_run_keeps_what_it_left_out(config: str, capsys: pytest.CaptureFixture[str]) -> None:

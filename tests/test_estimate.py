@@ -12,11 +12,11 @@ from simpletune.cards import CARDS, GIB, Card, card_named_by_driver, card_of, pe
 from simpletune.cli.main import main
 from simpletune.config.load import validate
 from simpletune.estimate import forecast as forecasting
-from simpletune.estimate import job as estimating
+from simpletune.estimate import predict as estimating
 from simpletune.estimate.disk_needs import checkpoint_bytes, disk_needs
 from simpletune.estimate.forecast import cheapest_change, compare_with_measured, forecast, print_comparison
-from simpletune.estimate.job import CONTEXT, FRAGMENTED, MIB, Estimate, estimate
 from simpletune.estimate.needs import Needs
+from simpletune.estimate.predict import CONTEXT, FRAGMENTED, MIB, Estimate, estimate
 from simpletune.estimate.simulate_stages import simulate_stages
 from simpletune.estimate.terminal import bars
 from simpletune.memory.snapshot import MemorySnapshot

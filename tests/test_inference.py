@@ -22,9 +22,9 @@ from simpletune.data.folder import Folder
 from simpletune.drawing import shared_base
 from simpletune.drawing.compare import compare
 from simpletune.drawing.generate import generate
-from simpletune.drawing.metrics import latent_distance
 from simpletune.drawing.session import DrawingSpeed, InferenceSession
 from simpletune.drawing.shared_base import SharedBase
+from simpletune.drawing.similarity import latent_distance
 from simpletune.memory import Memory
 from simpletune.models.compile import compile_blocks
 from simpletune.models.sd3 import SD3
@@ -34,7 +34,7 @@ from simpletune.pipeline.sample import Request, Sampler, batches, encode_starts
 from simpletune.quant.int8 import Int8
 from simpletune.quant.nf4 import Nf4
 from simpletune.quant.plain import FP32
-from simpletune.runs.weights import BASE, Weights, load_weights, split_scale, together
+from simpletune.runs.weights import BASE, Weights, combine, load_weights, split_scale
 from simpletune.system.stage_timer import StageTimer
 
 CPU = torch.device("cpu")
@@ -104,8 +104,8 @@ def test_a_picture_does_not_depend_on_its_batch(guidance: float, config, text) -
     alone, together = (
         Sampler(transformer, config.model, FP32(), batch_size=size).latents(some, text.load) for size in (1, 3)
     )
-    assert together[2].shape == (1, 16, 4, 8)
-    for a, b in zip(alone, together, strict=True):
+    assert combine[2].shape == (1, 16, 4, 8)
+    for a, b in zip(alone, combine, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
     assert latent_distance(alone[0], alone[1]) > 0.1
 
@@ -158,7 +158,7 @@ def test_loras_share_one_base(memory, precision, config, text, loras, monkeypatc
         "base": BASE, "a": Weights("a", lora=loras["a"]), "half": Weights("half", lora=loras["a"], scale=0.5),
         "b": Weights("b", lora=loras["b"]), "all": Weights("all", lora=loras["all"]),
     }  # fmt: skip
-    models["both"] = together([models["half"], models["b"]])
+    models["both"] = combine([models["half"], models["b"]])
     shared, loads = SharedBase(config, CPU, {SIZE}), []
     monkeypatch.setattr(shared_base, "load_weights", lambda *given: loads.append(given) or load_weights(*given))
     order = ["a", "base", "half", "both", "half", "b", "base", "all", "base"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -19,8 +20,7 @@ from simpletune.cli import main as cli_main
 from simpletune.options import UserError
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import EVALUATIONS, read_metrics
-from simpletune.system import atomic, failpoints
-from simpletune.system import signals as stopping
+from simpletune.system import atomic, failpoints, signals
 from simpletune.system.failpoints import InjectedError
 from simpletune.training import loop
 
@@ -43,7 +43,7 @@ def fail_at(moment: str, tiny_config: dict, count: int = 1, **changes: dict) -> 
 def stop_at(moment: str, tiny_config: dict, name: str, count: int = 1, **changes: dict) -> int:
     """Start by --resume auto; the run is sent a signal at a moment. Its exit code."""
     failpoints.arm(moment, name, count)
-    with pytest.raises(stopping.Stopped) as caught, stopping.listening():
+    with pytest.raises(signals.Stopped) as caught, signals.listening():
         run_with(tiny_config, "auto", **changes)
     return caught.value.code
 
@@ -58,10 +58,10 @@ def test_sigterm_finishes_the_step_and_one_command_continues_it(
 ) -> None:
     whole = run_with(tiny_config, name="whole", ema={"decay": 0.9})
     command = ["train", str(write_config(tiny_config)), 'ema={"decay": 0.9}', "--resume", "auto"]
-    before = [signal.getsignal(number) for number in stopping.SIGNALS]
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
     failpoints.arm("step.begun", "term", 2)
     assert cli_main.main(command) == 143
-    assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == before
     said = capsys.readouterr()
     assert "finish at most one step and save once" in said.out and "step 2 of 4 is saved" in said.out
     assert f"stopped by SIGTERM. To continue: simpletune train {command[1]} 'ema=" in said.err
@@ -104,7 +104,7 @@ def test_a_signal_while_preparing_stops_at_once_and_keeps_what_is_encoded(tiny_c
 
 def test_the_second_signal_is_the_system_s(tiny_config: dict) -> None:
     handlers = []
-    failpoints.arm("checkpoint.weights", lambda: handlers.append([signal.getsignal(n) for n in stopping.SIGNALS]))
+    failpoints.arm("checkpoint.weights", lambda: handlers.append([signal.getsignal(n) for n in signals.SIGNALS]))
     stop_at("step.begun", tiny_config, "term")
     assert handlers == [[signal.SIG_DFL, signal.SIG_DFL]]
 
@@ -119,7 +119,7 @@ def test_a_lost_exception_still_stops_the_run(tiny_config: dict) -> None:
         Untidy()  # what its __del__ raises, Python prints and forgets
 
     failpoints.arm("data.scanned", lose)
-    with pytest.raises(stopping.Stopped), stopping.listening():
+    with pytest.raises(signals.Stopped), signals.listening():
         run_with(tiny_config, "auto")
 
 
@@ -188,6 +188,32 @@ def test_an_older_run_and_its_traces_move_together_even_when_killed_between(tiny
     assert runs_of(tiny_config) == ["tiny", "tiny.1", "tiny.2", "tiny.4"] and (profiles / "tiny.4").is_dir()
 
 
+def test_a_folder_that_cannot_be_renamed_leaves_the_older_one(tmp_path: Path, monkeypatch) -> None:
+    folder, replace = tmp_path / "checkpoint", os.replace
+    with atomic.atomic_folder(folder) as part:
+        (part / "weights").write_text("old")
+
+    def fails(source: Path, target: Path) -> None:
+        if (Path(source) / "weights").is_file() and (Path(source) / "weights").read_text() == "new":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError), atomic.atomic_folder(folder) as part:
+        (part / "weights").write_text("new")
+    assert (folder / "weights").read_text() == "old" and list(tmp_path.iterdir()) == [folder]
+
+
+def test_processes_that_write_the_same_json_have_a_file_each_until_it_is_whole(tmp_path: Path, monkeypatch) -> None:
+    """Predictions in the cache are written by every process that makes them."""
+    seen: list[str] = []
+    monkeypatch.setattr(atomic, "flush_to_disk", lambda path: seen.append(path.name))
+    for number in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda number=number: number)
+        atomic.write_json(tmp_path / "peaks.json", {"a": number}, shared=True)
+    assert len(set(seen)) == 2 and json.loads((tmp_path / "peaks.json").read_text()) == {"a": 2}
+
+
 def test_left_over_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
     target = tmp_path / "x.safetensors"
     mine = atomic.temporary_path(target, shared=True)
@@ -219,7 +245,7 @@ def test_several_processes_stop_at_the_same_step(
     monkeypatch.setattr(loop, "log_steps", lambda *args, **named: seen.append(honest(*args, **named)) or seen[-1])
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     monkeypatch.setattr(Accelerator, "reduce", reduce)
-    with nullcontext() if expected[-1] is None else pytest.raises(stopping.Stopped):
+    with nullcontext() if expected[-1] is None else pytest.raises(signals.Stopped):
         run_with(tiny_config)
     run = Path(tiny_config["output"]["runs"]) / "tiny"
     assert seen == expected and [row["step"] for row in read_metrics(run)] == list(range(1, len(seen) + 1))

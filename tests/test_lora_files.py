@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from simpletune.lora.describe import describe, in_words
 from simpletune.lora.header import ADAPTER_METADATA, open_lora
-from simpletune.lora.names import KOHYA, WRITTEN, layers_of, layout_of, original_module
+from simpletune.lora.layouts import KOHYA, WRITTEN, layers_of, layout_of, original_module
 from simpletune.lora.read import read_lora
 from simpletune.lora.updates import Update, fuse, split
 from simpletune.lora.write import in_original_names, tensors_of, write_lora

@@ -13,9 +13,9 @@ from simpletune.cards import FOUND, GIB, Card, card_of
 from simpletune.cli.main import main
 from simpletune.config.load import read_config
 from simpletune.estimate.estimate_command import read_for_estimate
-from simpletune.estimate.job import CONTEXT, MIB, estimate, needed
 from simpletune.estimate.levers import with_changes
 from simpletune.estimate.planning import Search, batch_table, block_options, candidate_lists, differing, largest_peak
+from simpletune.estimate.predict import CONTEXT, MIB, estimate, needed
 from simpletune.estimate.simulate import simulate
 from simpletune.estimate.step_time import predict_step_time
 from simpletune.memory.device_terms import cublas_workspace

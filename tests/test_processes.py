@@ -22,7 +22,7 @@ from simpletune.data.plan import Draw, GlobalBatch, Plan, make_plan
 from simpletune.demo import pictures, tiny_sd3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
-from simpletune.step.core import keep_to_itself
+from simpletune.step.core import ignore_frozen_in_ddp
 from simpletune.training.loop import train
 
 LEVERS = {"resident_blocks": 1, "offload_checkpoint_inputs": True}
@@ -215,6 +215,6 @@ def test_what_is_not_finite_in_the_second_process_is_named_by_the_first(
 def test_frozen_tensors_are_not_exchanged() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     model[0].weight.requires_grad_(False)
-    keep_to_itself(model)
+    ignore_frozen_in_ddp(model)
     kept = set(model._ddp_params_and_buffers_to_ignore)  # type: ignore[arg-type]
     assert kept == {"0.weight", "1.running_mean", "1.running_var", "1.num_batches_tracked"}

@@ -17,8 +17,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.demo import tiny_sd3
 from simpletune.estimate import auto_checkpointing
 from simpletune.estimate.auto_checkpointing import choose, choose_on, with_checkpointed
-from simpletune.estimate.job import needed
 from simpletune.estimate.levers import LEVERS, changed, savings
+from simpletune.estimate.predict import needed
 from simpletune.estimate.simulate import simulate
 from simpletune.memory import Memory
 from simpletune.memory.device_terms import cublas_workspace
@@ -27,7 +27,7 @@ from simpletune.options import ConfigError, UserError
 from simpletune.step.core import StepCore, assemble
 from simpletune.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.training.loop import train
-from simpletune.training.out_of_memory import resident
+from simpletune.training.out_of_memory import memory_by_kind
 
 MIB = 2**20
 SIZE = (256, 256)  # of the runs of config_of
@@ -224,7 +224,7 @@ def test_resident_counts_each_kind(config_of) -> None:
     frozen = sum(t.nbytes for t in (*transformer.parameters(), *transformer.buffers()))
     core = assemble(config, transformer, SingleProcess(cpu))
     core.step(SyntheticBatches(config, core).step(0))
-    kinds = resident(transformer, core.optimizer, cpu)
+    kinds = memory_by_kind(transformer, core.optimizer, cpu)
     trained = sum(parameter.nbytes for parameter in core.parameters)
     assert kinds["frozen weights"] == frozen and kinds["trained weights"] == trained and kinds["gradients"] == 0
     assert 2 * trained <= kinds["optimizer state"] <= 2 * trained + 8 * len(core.parameters)

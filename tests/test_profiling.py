@@ -19,7 +19,7 @@ from simpletune.profiling import summary, trace_file
 from simpletune.profiling.aggregate import figures, peak_of_memory
 from simpletune.profiling.events import Recording, Span, read_events, self_times
 from simpletune.profiling.option import Profile
-from simpletune.profiling.windows import Place, place_window, spread
+from simpletune.profiling.schedule import Place, evenly_spaced, place_window
 
 KEYS = {
     "epoch", "steps", "seconds_per_step", "phases", "idle", "operators", "kernels", "flops_per_step", "tflops",
@@ -32,9 +32,9 @@ def never(step: int) -> bool:
 
 
 def test_traces_are_spread() -> None:
-    assert spread(3, 5) == [0, 1, 2]
-    assert spread(11, 5) == [0, 2, 5, 8, 10]
-    assert spread(9, 1) == [0] and spread(9, 0) == []
+    assert evenly_spaced(3, 5) == [0, 1, 2]
+    assert evenly_spaced(11, 5) == [0, 2, 5, 8, 10]
+    assert evenly_spaced(9, 1) == [0] and evenly_spaced(9, 0) == []
 
 
 @pytest.mark.parametrize(

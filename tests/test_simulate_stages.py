@@ -12,12 +12,12 @@ from simpletune.config.schema import TrainConfig
 from simpletune.estimate.simulate import simulate
 from simpletune.estimate.simulate_stages import (
     WholeWindowModulation,
-    counted,
+    accounting_of,
     of_clip,
     of_encoding,
     of_t5,
     simulate_stages,
-    text_moments,
+    text_snapshots,
 )
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import MemorySnapshot, rounded
@@ -49,7 +49,7 @@ def test_text_encoders_take_the_same_bytes_real_and_fake(weights: str, tiny_conf
     config = with_options(tiny_config, weights)
     dtype, part = config.precision.encoder_dtype(), config.model.part
     with fake_tensors(), without_collection():
-        clip_l, clip_g, t5 = (bytes_of(snapshot) for _, _, snapshot in text_moments(config))
+        clip_l, clip_g, t5 = (bytes_of(snapshot) for _, _, snapshot in text_snapshots(config))
     assert clip_l == bytes_of(of_clip(load_text_model(part("text_encoder"), dtype).eval()))
     assert clip_g == bytes_of(of_clip(load_text_model(part("text_encoder_2"), dtype).eval()))
     assert t5 == bytes_of(of_t5(LayeredT5(part("text_encoder_3"), dtype, CPU), config.model.t5_length))
@@ -65,7 +65,7 @@ def test_the_autoencoder_takes_the_same_bytes_real_and_fake(tile: int | None, ti
     assert stages["train"] == simulate(config, SIZE).peak
     assert stages["validate"].by_kind["weights"] == steady.by_kind["weights"] + weights
     assert stages["validate"].bytes > steady.bytes + weights
-    with counted(all_tensors(vae)) as accounting, torch.no_grad():
+    with accounting_of(all_tensors(vae)) as accounting, torch.no_grad():
         config.model.decode_latents(vae, torch.zeros(1, 16, SIZE[1] // 8, SIZE[0] // 8))
     assert stages["validate"].bytes >= steady.bytes + accounting.peak.bytes  # and the prompt's tokens
 
@@ -73,7 +73,7 @@ def test_the_autoencoder_takes_the_same_bytes_real_and_fake(tile: int | None, ti
 def test_layers_of_t5_stand_on_the_device_one_at_a_time(tiny_pipeline: Path, tiny_config: dict) -> None:
     config = with_options(tiny_config)
     t5 = LayeredT5(config.model.part("text_encoder_3"), torch.float32, CPU)
-    with counted(()) as accounting:
+    with accounting_of(()) as accounting:
         for number, block in enumerate(t5.model.encoder.block):
             with t5._loaded(block, f"encoder.block.{number}."):
                 loaded = accounting.current.bytes

@@ -9,7 +9,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from simpletune.adapters.lora_product import AddedInPlace
+from simpletune.adapters.lora_product import InPlaceLoraVariant
 
 ADAPTER = "default"  # PEFT's name for the first adapter; the only one in training
 
@@ -27,7 +27,7 @@ def compute_in_output_type(model: nn.Module, dtype: torch.dtype = torch.float32)
     for _, layer in lora_layers(model):
         layer.cast_input_dtype_enabled = False
         for adapter in layer.lora_A:
-            layer.lora_variant[adapter] = AddedInPlace()
+            layer.lora_variant[adapter] = InPlaceLoraVariant()
             for pair in (layer.lora_A, layer.lora_B):
                 pair[adapter].weight = nn.Parameter(pair[adapter].weight.detach().to(dtype))
 

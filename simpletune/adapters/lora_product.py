@@ -76,7 +76,7 @@ def add_update(
     return added
 
 
-class AddedInPlace(LoraVariant):
+class InPlaceLoraVariant(LoraVariant):
     """PEFT's hook for another way to apply an update: it calls ``forward`` with the layer's output."""
 
     @staticmethod

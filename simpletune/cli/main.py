@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable
 
 from simpletune import __version__
-from simpletune.cli import data, draw, estimate, lora, report, serve, share, train
+from simpletune.cli import data, draw, estimate, lora, report, serve, train
+from simpletune.cli import push as share
 from simpletune.options import UserError
 from simpletune.system.devices import prepare_environment
 from simpletune.system.redact import redact

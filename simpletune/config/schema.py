@@ -15,8 +15,8 @@ from simpletune.ema import Ema
 from simpletune.flow import Objective
 from simpletune.memory import Memory
 from simpletune.models import Model
+from simpletune.models.buckets import STEP
 from simpletune.models.sd3_shapes import Shape, is_conditioning
-from simpletune.models.sizes import STEP
 from simpletune.optim import Optimizer
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.schedule import Constant, Schedule

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from simpletune.data.source import Rejected, UnusablePicture
-from simpletune.data.walk import OUTSIDE, SUFFIXES, Links, is_text, leads_out, read_regular
+from simpletune.data.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, read_regular
 from simpletune.options import UserError
 
 METADATA = "metadata.jsonl"
@@ -45,7 +45,7 @@ def txt_caption(root: Path, links: Links, file: Path) -> str:
     if not os.path.lexists(text_file):
         raise UnusablePicture(f"has no caption: {text_file.name} is missing")
     what = f"its caption {text_file.name}"
-    if links == "inside" and text_file.is_symlink() and leads_out(text_file, root):
+    if links == "inside" and text_file.is_symlink() and is_outside(text_file, root):
         raise UnusablePicture(f"{what} {OUTSIDE}")
     try:
         caption = read_regular(text_file, MAX_BYTES).decode("utf-8-sig")

@@ -12,7 +12,7 @@ from typing import Literal
 from simpletune.data.captions import METADATA, filename_caption, jsonl_caption, read_metadata, txt_caption
 from simpletune.data.pictures import picture_size
 from simpletune.data.source import Picture, Rejected, Scan, Source, UnusablePicture
-from simpletune.data.walk import OUTSIDE, SUFFIXES, Links, is_text, leads_out, read_regular, readable, walk
+from simpletune.data.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, read_regular, readable, walk
 from simpletune.options import Problem, UserError
 
 
@@ -72,7 +72,7 @@ class Folder(Source):
             has_txt = any(os.path.lexists(file.with_suffix(".txt")) for file in files)
             kind = "jsonl" if os.path.lexists(path / METADATA) else "txt" if has_txt else "filename"
         if kind == "jsonl":
-            if self.links == "inside" and leads_out(path / METADATA, path):
+            if self.links == "inside" and is_outside(path / METADATA, path):
                 raise UserError(f"data.captions: {path / METADATA} {OUTSIDE}")
             metadata = read_metadata(path / METADATA)
             names = {file.relative_to(path).as_posix() for file in files}

@@ -7,8 +7,8 @@ import struct
 from typing import TYPE_CHECKING
 
 from simpletune.data.source import UnusablePicture
-from simpletune.data.truncation import late_text, looks_whole
-from simpletune.models.sizes import Size, covering_size
+from simpletune.data.truncation import has_text_after_pixels, seems_complete
+from simpletune.models.buckets import Size, covering_size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,7 +53,7 @@ def picture_size(data: bytes) -> Size:
         turned = _exif(image, data).get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
     except DAMAGE as error:
         raise UnusablePicture(f"is damaged ({error})") from None
-    if not looks_whole(data, image.format):
+    if not seems_complete(data, image.format):
         decode(data)
     return (image.height, image.width) if turned else (image.width, image.height)
 
@@ -62,7 +62,7 @@ def _exif(image: Image.Image, data: bytes) -> Image.Exif:
     """The EXIF. Pillow decodes a PNG to look behind its pixels; here only if there is something behind them."""
     from PIL import Image
 
-    if image.format == "PNG" and not late_text(data):
+    if image.format == "PNG" and not has_text_after_pixels(data):
         return Image.Image.getexif(image)
     return image.getexif()
 

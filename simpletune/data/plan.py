@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from simpletune.data.source import Picture, Rejected, Source
 from simpletune.flow import Objective
-from simpletune.models.sizes import Size, nearest_bucket, upscaling
+from simpletune.models.buckets import Size, nearest_bucket, upscaling
 from simpletune.options import Json, UserError
 from simpletune.system.rng import stream
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from simpletune.models.sizes import STEP, Size
+from simpletune.models.buckets import STEP, Size
 from simpletune.options import Option
 
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from simpletune.data.captions import checked
 from simpletune.data.pictures import picture_size
 from simpletune.data.source import Picture, Rejected, Scan, Source, UnusablePicture
-from simpletune.data.walk import leads_out, read_regular
+from simpletune.data.walk import is_outside, read_regular
 from simpletune.options import Problem, UserError
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _bytes_of(value: object, file: Path) -> bytes:
     if isinstance(value, str):
         if "\0" in value:
             raise UnusablePicture(f"its path {value!r} is none that a file can have")
-        if leads_out(file.parent / value, file.parent):
+        if is_outside(file.parent / value, file.parent):
             raise UnusablePicture(f"its path {value!r} leads out of the data set's folder")
         try:
             return read_regular(file.parent / value)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 TEXT = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # a PNG's chunks that may tell how the picture is turned
 
 
-def looks_whole(data: bytes, kind: str | None) -> bool:
+def seems_complete(data: bytes, kind: str | None) -> bool:
     """Whether the end is there and the sums that the format has are right. False only asks for a closer look.
 
     Args:
@@ -22,7 +22,7 @@ def looks_whole(data: bytes, kind: str | None) -> bool:
     return kind == "WEBP" and len(data) >= 8 + int.from_bytes(data[4:8], "little")
 
 
-def late_text(data: bytes) -> bool:
+def has_text_after_pixels(data: bytes) -> bool:
     """Whether a PNG has text or EXIF behind its pixels."""
     pixels = False
     for name, _, _ in _png_chunks(data):

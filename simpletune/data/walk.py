@@ -37,7 +37,7 @@ class FoundFiles:
     left_alone: Counter[str] = field(default_factory=Counter)
 
 
-def leads_out(path: str | Path, root: str | Path) -> bool:
+def is_outside(path: str | Path, root: str | Path) -> bool:
     """Whether a path, links resolved, lies outside of a folder."""
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
@@ -68,7 +68,7 @@ def walk(root: Path, links: Links) -> FoundFiles:
             else:
                 _take_file(entry, root, links, found)
         if links == "inside":
-            outside = [path for path in linked if leads_out(path, root)]
+            outside = [path for path in linked if is_outside(path, root)]
             found.rejected += [Rejected(_relative(path, root), OUTSIDE, "folder") for path in outside]
             linked = []
     found.pictures.sort(key=lambda file: file.relative_to(root).as_posix())
@@ -98,7 +98,7 @@ def _take_file(entry: os.DirEntry[str], root: Path, links: Links, found: FoundFi
         found.left_alone[suffix] += 1
     if suffix not in SUFFIXES:
         return
-    if links == "inside" and entry.is_symlink() and leads_out(entry.path, root):
+    if links == "inside" and entry.is_symlink() and is_outside(entry.path, root):
         found.rejected.append(Rejected(_relative(entry.path, root), OUTSIDE))
     else:
         found.pictures.append(Path(entry.path))
@@ -142,7 +142,7 @@ def readable(name: str) -> str:
     return name.encode("utf-8", "replace").decode()
 
 
-def shown(name: str) -> str:
+def printable(name: str) -> str:
     """A name or a text as it can stand in one line of a terminal: line breaks and other control characters escaped, the
     middle of a very long one left out."""
     cut = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME // 2]}...{name[-LONGEST_NAME // 2 + 3 :]}"

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from PIL import Image, ImageDraw, ImageFont
 
-from simpletune.data.walk import shown
+from simpletune.data.walk import printable
 from simpletune.data_report.scan import TILE, DatasetReport, ScannedImage
 from simpletune.sheets import shorten_to_width
 
@@ -39,7 +39,7 @@ def sheet(found: DatasetReport) -> Image.Image:
             left, upper = GAP + column * (TILE + GAP), top + LINE + GAP // 2 + line * _row_height(group)
             assert seen.tile is not None
             image.paste(seen.tile, (left, upper))
-            label = shorten_to_width(shown(seen.picture.name), TILE, pen, font)
+            label = shorten_to_width(printable(seen.picture.name), TILE, pen, font)
             pen.text((left, upper + seen.tile.height + 1), label, "dimgray", font)
         top += height
     return image

@@ -17,7 +17,7 @@ BLOCK = 1024  # pictures that are compared with all others at once
 
 
 @dataclass(frozen=True)
-class Likeness:
+class PictureHash:
     """What a picture is compared by.
 
     Args:
@@ -29,35 +29,35 @@ class Likeness:
     colours: bytes
 
 
-def likeness(image: Image.Image) -> Likeness:
-    """The likeness of an RGB picture."""
+def hash_of(image: Image.Image) -> PictureHash:
+    """The hash of an RGB picture."""
     import numpy as np
     from PIL import Image
 
     grey = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX), dtype=np.int16)
     rising = (grey[:, 1:] > grey[:, :-1]).ravel()
     small = image.resize((8, 8), Image.Resampling.BOX)
-    return Likeness(int.from_bytes(np.packbits(rising).tobytes(), "big"), small.tobytes())
+    return PictureHash(int.from_bytes(np.packbits(rising).tobytes(), "big"), small.tobytes())
 
 
-def near_duplicates(likenesses: Sequence[Likeness]) -> list[list[int]]:
+def near_duplicates(hashes: Sequence[PictureHash]) -> list[list[int]]:
     """Groups of pictures that are nearly the same, by their places.
 
     Args:
-        likenesses: of each picture.
+        hashes: of each picture.
 
     Returns:
         Groups of two and more; what is alike by way of a third stands in one group.
     """
     import numpy as np
 
-    bits = np.array([each.bits for each in likenesses], dtype=np.uint64)
+    bits = np.array([each.bits for each in hashes], dtype=np.uint64)
     joined = np.arange(len(bits))
     for start in range(0, len(bits), BLOCK):
         distances = np.bitwise_count(bits[start : start + BLOCK, None] ^ bits[None, :])
         for row, column in np.argwhere(distances <= BITS):
             one, other = start + int(row), int(column)
-            if one < other and _same_colours(likenesses[one], likenesses[other]):
+            if one < other and _same_colours(hashes[one], hashes[other]):
                 _join(joined, one, other)
     groups = defaultdict(list)
     for place in range(len(bits)):
@@ -65,7 +65,7 @@ def near_duplicates(likenesses: Sequence[Likeness]) -> list[list[int]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _same_colours(one: Likeness, other: Likeness) -> bool:
+def _same_colours(one: PictureHash, other: PictureHash) -> bool:
     import numpy as np
 
     first, second = (np.frombuffer(each.colours, dtype=np.uint8).astype(np.int16) for each in (one, other))

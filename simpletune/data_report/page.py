@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from PIL import Image
 
 from simpletune import __version__
-from simpletune.data.walk import shown
+from simpletune.data.walk import printable
 from simpletune.data_report.contact_sheet import tiles
 from simpletune.data_report.scan import DatasetReport
 from simpletune.data_report.text import aspects, limit_in_words, outcome, plural, sizes
@@ -27,7 +27,7 @@ def page(found: DatasetReport, title: str) -> str:
         (bucket, [(seen, _embedded(seen.tile)) for seen in group if seen.tile is not None])
         for bucket, group in tiles(found)
     ]
-    return page_template("data_report", shown=shown).render(
+    return page_template("data_report", shown=printable).render(
         found=found,
         title=title,
         groups=groups,
@@ -58,16 +58,16 @@ def _bars(rows: list[tuple[str, int]]) -> list[tuple[str, int, float]]:
 
 def _tables(found: DatasetReport) -> Iterator[PageTable]:
     """The tables that have rows."""
-    joined = [("\n".join(shown(name) for name in group),) for group in found.exact]
-    near = [("\n".join(shown(name) for name in group),) for group in found.near]
+    joined = [("\n".join(printable(name) for name in group),) for group in found.exact]
+    near = [("\n".join(printable(name) for name in group),) for group in found.near]
     small = [
-        (shown(s.picture.name), f"{s.picture.size[0]} x {s.picture.size[1]}", f"{s.bucket[0]} x {s.bucket[1]}",
+        (printable(s.picture.name), f"{s.picture.size[0]} x {s.picture.size[1]}", f"{s.bucket[0]} x {s.bucket[1]}",
          f"{s.upscale:.2f}")
         for s in found.small
     ]  # fmt: skip
-    same = [(shown(caption), str(len(names))) for caption, names in found.same_caption.items()]
+    same = [(printable(caption), str(len(names))) for caption, names in found.same_caption.items()]
     every: list[PageTable] = [
-        ("Cannot be used", "", ("what", "why"), [(shown(r.name), r.reason) for r in found.rejected]),
+        ("Cannot be used", "", ("what", "why"), [(printable(r.name), r.reason) for r in found.rejected]),
         ("Scaled up", "smaller than their bucket", ("picture", "size", "bucket", "times"), small),
         ("The same bytes", "trained on more often than others", ("pictures",), joined),
         ("Nearly the same", "by difference hash and colours: look at them", ("pictures",), near),
@@ -76,7 +76,7 @@ def _tables(found: DatasetReport) -> Iterator[PageTable]:
             "Captions that are too long",
             f"of more than {limit_in_words(found)}: the CLIP encoders see only the beginning",
             ("picture", "length"),
-            [(shown(name), f"{length:,}") for name, length in found.long],
+            [(printable(name), f"{length:,}") for name, length in found.long],
         ),
     ]
     yield from (table for table in every if table[3])

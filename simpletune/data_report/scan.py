@@ -16,9 +16,9 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.pictures import cut, decode
 from simpletune.data.plan import Plan, View, make_plan, too_small, without
 from simpletune.data.source import Picture, Rejected, UnusablePicture
-from simpletune.data_report.near_duplicates import Likeness, likeness, near_duplicates
+from simpletune.data_report.near_duplicates import PictureHash, hash_of, near_duplicates
 from simpletune.data_report.token_counts import LIMIT, token_counts
-from simpletune.models.sizes import Size, covering_size, upscaling
+from simpletune.models.buckets import Size, covering_size, upscaling
 from simpletune.system.console import progress
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ class ScannedImage:
     Args:
         picture: as it was found.
         bucket: the size it is cut to.
-        likeness: what it is compared by.
+        hash: what it is compared by.
         tile: what training sees of it, small; None: it is not among those shown.
     """
 
     picture: Picture
     bucket: Size
-    likeness: Likeness
+    hash: PictureHash
     tile: Image.Image | None = None
 
     @property
@@ -138,18 +138,18 @@ def scan_dataset(config: TrainConfig, shown: int, name: str = "") -> DatasetRepo
     plan = make_plan(config, pictures, 1)
     firsts = {sample.picture.name: plan.view(sample, 0) for sample in plan.samples if sample.repeat == 0}
     ordered = sorted(firsts.values(), key=lambda view: (view.bucket, view.picture.name))
-    chosen = {ordered[place].picture.name for place in spread(len(ordered), shown)}
+    chosen = {ordered[place].picture.name for place in evenly_spaced(len(ordered), shown)}
     with progress("look", len(firsts), "pictures") as advance, ThreadPoolExecutor(THREADS) as pool:
         for result in pool.map(lambda view: _scan_picture(view, view.picture.name in chosen, advance), firsts.values()):
             (found.usable if isinstance(result, ScannedImage) else found.rejected).append(result)  # type: ignore[arg-type]
     if found.usable:
         _compare(found)
         _read_captions(found, config)
-        _count(found, make_plan(config, [seen.picture for seen in found.usable], 1), config)
+        _count(found, make_plan(config, [seen.picture for seen in found.usable], 1))
     return found
 
 
-def spread(count: int, room: int) -> list[int]:
+def evenly_spaced(count: int, room: int) -> list[int]:
     """At most so many of the places 0 to count - 1, evenly spread."""
     return sorted({place * count // min(room, count) for place in range(min(room, count))}) if room else []
 
@@ -162,7 +162,7 @@ def _scan_picture(view: View, tile: bool, advance: Callable[[], None]) -> Scanne
         return Rejected(view.picture.name, str(reason))
     finally:
         advance()
-    return ScannedImage(view.picture, view.bucket, likeness(image), _tile(image, view) if tile else None)
+    return ScannedImage(view.picture, view.bucket, hash_of(image), _tile(image, view) if tile else None)
 
 
 def _tile(image: Image.Image, view: View) -> Image.Image:
@@ -179,7 +179,7 @@ def _compare(found: DatasetReport) -> None:
         by_digest[seen.picture.digest].append(seen)
     found.exact = [[seen.picture.name for seen in group] for group in by_digest.values() if len(group) > 1]
     firsts = [group[0] for group in by_digest.values()]
-    groups = near_duplicates([seen.likeness for seen in firsts])
+    groups = near_duplicates([seen.hash for seen in firsts])
     found.near = [[firsts[place].picture.name for place in group] for group in groups]
 
 
@@ -200,7 +200,7 @@ def _read_captions(found: DatasetReport, config: TrainConfig) -> None:
     ]
 
 
-def _count(found: DatasetReport, plan: Plan, config: TrainConfig) -> None:
+def _count(found: DatasetReport, plan: Plan) -> None:
     lost: dict[Size, list[float]] = defaultdict(list)
     for seen in found.usable:
         lost[seen.bucket].append(seen.lost)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from simpletune.data.walk import shown
+from simpletune.data.walk import printable
 from simpletune.data_report.scan import LONG, DatasetReport
 from simpletune.data_report.token_counts import LIMIT
 from simpletune.options import Json, first_lines, shortened
@@ -65,30 +65,30 @@ def text(found: DatasetReport) -> str:
 
 def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
     total = len(found.usable) + sum(each.kind == "picture" for each in found.rejected)
-    yield "data", f"{shown(found.path)}: {plural(total, 'picture')}, {len(found.usable)} usable"
-    yield "captions", shown(f"from {found.captions}")
+    yield "data", f"{printable(found.path)}: {plural(total, 'picture')}, {len(found.usable)} usable"
+    yield "captions", printable(f"from {found.captions}")
     if found.left_alone:
         counted = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.left_alone.items()))
         yield "not read", f"{counted}: convert them to jpg, png or webp if they belong to it"
     if found.rejected:
         yield "unusable", f"{plural(len(found.rejected), 'entry').replace('entrys', 'entries')}; {outcome(found)}"
-        yield from _listed([f"{shown(each.name)}: {each.reason}" for each in found.rejected])
+        yield from _listed([f"{printable(each.name)}: {each.reason}" for each in found.rejected])
     if found.small:
         yield "small", f"{plural(len(found.small), 'picture')} scaled up to fill a bucket"
-        yield from _listed([f"{shown(seen.picture.name)}: {seen.upscale:.2f} times" for seen in found.small])
+        yield from _listed([f"{printable(seen.picture.name)}: {seen.upscale:.2f} times" for seen in found.small])
     for title, groups, what in (
         ("duplicate", found.exact, "with the same bytes"),
         ("alike", found.near, "nearly the same"),
     ):
         if groups:
             yield title, f"{plural(len(groups), 'group')} of pictures {what}"
-            yield from _listed([shortened([shown(name) for name in group], LISTED) for group in groups])
+            yield from _listed([shortened([printable(name) for name in group], LISTED) for group in groups])
     if found.same_caption:
         yield "same text", f"{plural(len(found.same_caption), 'caption')} with several pictures"
-        yield from _listed([f"{len(names)} times: {shown(c)}" for c, names in found.same_caption.items()])
+        yield from _listed([f"{len(names)} times: {printable(c)}" for c, names in found.same_caption.items()])
     if found.long:
         yield "too long", f"{plural(len(found.long), 'caption')} of more than {limit_in_words(found)}"
-        yield from _listed([f"{shown(name)}: {length:,}" for name, length in found.long])
+        yield from _listed([f"{printable(name)}: {length:,}" for name, length in found.long])
     if found.usable:
         yield from _measures(found)
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from simpletune.drawing.compare_page import write_page
 from simpletune.drawing.generate import InferenceSession, open_session, requests_of
-from simpletune.drawing.metrics import Clip, Dino, ModelFigures, latent_distance, pixel_difference
 from simpletune.drawing.session import GeneratedImages
+from simpletune.drawing.similarity import Clip, Dino, ModelFigures, latent_distance, pixel_difference
 from simpletune.options import UserError
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.sample import Request, save_png

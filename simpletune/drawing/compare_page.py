@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from simpletune.drawing.metrics import Measure, ModelFigures
 from simpletune.drawing.session import GeneratedImages
+from simpletune.drawing.similarity import Measure, ModelFigures
 from simpletune.pipeline.sample import Request
 from simpletune.report.templates import page_template
+from simpletune.system.atomic import write_text
 
 LOSSLESS = 256  # pixels; larger pictures are embedded as WebP, the PNGs lie beside the page
 MEASURES: dict[Measure, tuple[str, str]] = {
@@ -64,7 +65,7 @@ def write_page(
     text = page_template("compare").render(
         models=models, rows=rows, measures=list(shown.values()), about=about, small=small
     )
-    file.write_text(text, encoding="utf-8")
+    write_text(file, text)
     return file
 
 

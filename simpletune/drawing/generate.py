@@ -9,18 +9,18 @@ from pathlib import Path
 
 from PIL import Image
 
-from simpletune.drawing.session import InferenceSession, given, open_session
+from simpletune.drawing.session import InferenceSession, given_arguments, open_session
 from simpletune.options import UserError
 from simpletune.pipeline.sample import Request, save_png
 from simpletune.runs.weights import (
     BASE,
     Weights,
+    combine,
     full_model_of,
     lora_weights,
     precision_of,
     result_of,
     split_scale,
-    together,
 )
 from simpletune.system.console import say
 
@@ -31,8 +31,10 @@ def request_of(session: InferenceSession, args: argparse.Namespace, prompt: str 
     width, height = args.size or session.config.picture_size()
     prompt = prompt or default_prompt(session)
     request = Request(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
-    request = replace(request, **given(args, "seed", "negative_prompt", "steps", "guidance", "image", "strength"))
-    if request.image is None and given(args, "strength"):
+    request = replace(
+        request, **given_arguments(args, "seed", "negative_prompt", "steps", "guidance", "image", "strength")
+    )
+    if request.image is None and given_arguments(args, "strength"):
         raise UserError(f"--strength: {args.strength:g} is for a starting picture. Give one: --image FILE")
     return request
 
@@ -72,7 +74,7 @@ def weights_of(session: InferenceSession, args: argparse.Namespace) -> tuple[str
     if args.lora:
         asked = [split_scale(text, args.scale) for text in args.lora]
         loras = [lora_weights(name, args.scale if scale is None else scale) for name, scale in asked]
-        return "lora", _fused(session, args, together(loras))
+        return "lora", _fused(session, args, combine(loras))
     if session.run is None:
         raise UserError("--lora: no file is given, and no run. Give a LoRA, or --base")
     if args.full:
@@ -87,7 +89,7 @@ def _fused(session: InferenceSession, args: argparse.Namespace, weights: Weights
     Raises:
         UserError: the base is quantised.
     """
-    if not given(args, "fuse") or not args.fuse or weights.lora is None:
+    if not given_arguments(args, "fuse") or not args.fuse or weights.lora is None:
         return weights
     precision = session.config.precision
     if not precision.trainable:
@@ -115,7 +117,7 @@ def generate(args: argparse.Namespace) -> Path:
     first = args.output or folder / f"{name}.png"
     files = [first.with_stem(f"{first.stem}-{number:03d}") for number in range(len(requests))]
     files = files if len(files) > 1 else [first]
-    precision = getattr(precision_of(session.config, weights), "weights")  # noqa: B009 members own it
+    precision = precision_of(session.config, weights).weights
     more = {"weights": weights.label, "precision": precision, **session.speed.lossy()}
     for file, picture, request in zip(files, drawn.pictures, requests, strict=True):
         save_png(picture, file, request, **more)

@@ -184,7 +184,7 @@ def open_session(args: argparse.Namespace) -> InferenceSession:
     return session
 
 
-def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+def given_arguments(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """The arguments of these names that were given."""
     return {name: value for name in names if (value := vars(args).get(name)) is not None}
 
@@ -193,14 +193,14 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
     """The sections of a run's configuration that arguments change."""
     changes: dict[str, object] = {}
     model: dict[str, object] = {"pretrained": args.model, "init": "pretrained"} if args.model else {}
-    if given(args, "no_t5"):
+    if given_arguments(args, "no_t5"):
         model["t5"] = False
     if model:
         changes["model"] = config.model.model_copy(update=model)
     if args.precision:
         compute = {} if args.precision in ("bf16", "fp32") else {"compute": config.precision.compute}
         changes["precision"] = TypeAdapter(Precision).validate_python({"weights": args.precision, **compute})
-    memory = given(args, *MEMORY)
+    memory = given_arguments(args, *MEMORY)
     if memory:
         changes["memory"] = config.memory.model_copy(update=memory)
     if args.device:
@@ -210,8 +210,8 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
 
 def speed_of(args: argparse.Namespace) -> DrawingSpeed:
     """What arguments ask for to be faster."""
-    asked = given(args, "batch_size", "reuse_guidance")
-    if given(args, "compile") and args.compile and given(args, "resident_blocks"):
+    asked = given_arguments(args, "batch_size", "reuse_guidance")
+    if given_arguments(args, "compile") and args.compile and given_arguments(args, "resident_blocks"):
         raise UserError(
             "--compile: compiled blocks expect their weights in one place, and --resident-blocks moves them. "
             "Leave one of them out"

@@ -12,9 +12,9 @@ from simpletune.config.schema import TrainConfig
 from simpletune.lora.attach import load_loras
 from simpletune.lora.header import open_lora
 from simpletune.lora.read import updates_of
+from simpletune.models.buckets import Size
 from simpletune.models.compile import compile_blocks
 from simpletune.models.sd3_shapes import is_conditioning
-from simpletune.models.sizes import Size
 from simpletune.models.transformer import Transformer
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.modulation_plan import Modulation

@@ -13,11 +13,11 @@ import torch
 from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.forecast import card_at_hand
-from simpletune.estimate.job import MIB, key_of_prediction, largest_peak
+from simpletune.estimate.predict import MIB, key_of_prediction, largest_peak
 from simpletune.estimate.simulate import simulate
 from simpletune.memory.checkpointing import fewest_checkpointed, fewest_that_fit
 from simpletune.memory.device_terms import cublas_workspace
-from simpletune.models.sizes import Size
+from simpletune.models.buckets import Size
 from simpletune.options import UserError
 from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
@@ -50,7 +50,7 @@ class Peaks:
         if count not in self._known:
             self._known[count] = simulate(with_checkpointed(self._config, count), self._size).peak.bytes
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self._file, {str(each): self._known[each] for each in sorted(self._known)})
+            write_json(self._file, {str(each): self._known[each] for each in sorted(self._known)}, shared=True)
         return self._known[count]
 
 

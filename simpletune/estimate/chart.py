@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from simpletune.cards import Card
-from simpletune.estimate.job import Estimate
+from simpletune.estimate.predict import Estimate
 from simpletune.memory.snapshot import KINDS
 from simpletune.options import UserError
 

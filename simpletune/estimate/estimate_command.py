@@ -13,9 +13,9 @@ from simpletune.config.resolve import require_model_rules, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.auto_checkpointing import choose
 from simpletune.estimate.chart import write_picture
-from simpletune.estimate.job import Estimate, estimate
+from simpletune.estimate.predict import Estimate, estimate
 from simpletune.estimate.terminal import as_text, comparison
-from simpletune.models.sizes import Size
+from simpletune.models.buckets import Size
 from simpletune.options import UserError
 from simpletune.system.console import silent
 

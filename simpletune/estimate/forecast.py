@@ -9,11 +9,11 @@ import torch
 
 from simpletune.cards import Card, card_named_by_driver
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.job import CONTEXT, MIB, Estimate, SnapshotJson, estimate, snapshot_json
 from simpletune.estimate.levers import LEVERS, changed
 from simpletune.estimate.planning import Search, differing
+from simpletune.estimate.predict import CONTEXT, MIB, Estimate, SnapshotJson, estimate, snapshot_json
 from simpletune.estimate.terminal import place
-from simpletune.models.sizes import Size
+from simpletune.models.buckets import Size
 from simpletune.options import UserError
 from simpletune.system.console import say
 
@@ -53,11 +53,11 @@ def card_at_hand(device: torch.device) -> tuple[Card, int]:
     """The CUDA device as a card, and the bytes of it that other programs hold."""
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
-    held = max(0, total - free - torch.cuda.memory_reserved(device) - _own_context(device))
+    held = max(0, total - free - torch.cuda.memory_reserved(device) - _own_context())
     return card_named_by_driver(properties.name, total, (properties.major, properties.minor)), held
 
 
-def _own_context(device: torch.device) -> int:
+def _own_context() -> int:
     """Bytes that this process's own CUDA context takes already: it is among the allowances."""
     return CONTEXT if torch.cuda.is_initialized() else 0
 

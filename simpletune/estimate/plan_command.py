@@ -12,8 +12,8 @@ from simpletune.cards import CARDS, Card, card_of
 from simpletune.config.load import merge, read_json
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
-from simpletune.estimate.job import MIB
 from simpletune.estimate.planning import PlanResult, Search, batch_table, differing
+from simpletune.estimate.predict import MIB
 from simpletune.estimate.step_time import StepTime
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.job import Estimate, estimate, largest_peak, needed
 from simpletune.estimate.levers import with_changes
+from simpletune.estimate.predict import Estimate, estimate, largest_peak, needed
 from simpletune.estimate.simulate import StepReport, simulate
 from simpletune.estimate.step_time import StepTime, predict_step_time
 from simpletune.memory.device_terms import cublas_workspace

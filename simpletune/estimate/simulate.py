@@ -18,8 +18,8 @@ from simpletune.memory.accounting import Accounting
 from simpletune.memory.device_terms import cublas_workspace, temporaries
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import HOST, MemorySnapshot
+from simpletune.models.buckets import Size
 from simpletune.models.sd3_shapes import Shape
-from simpletune.models.sizes import Size
 from simpletune.models.transformer import Transformer
 from simpletune.pipeline.load import empty_base
 from simpletune.step.attention import attention_by
@@ -130,7 +130,7 @@ def take_steps(
     with accounting.allocating("optimizer"):
         core = assemble(config, transformer, SingleProcess(CPU))
     take_cuda_paths(core.optimizer)
-    register_trained(accounting, core, transformer, base)
+    register_trained(accounting, transformer, base)
     updates_stream = config.memory.resident_blocks is not None and config.adapter.trains_base
     steps = 2 if updates_stream else 1
     if not updates_stream:
@@ -180,7 +180,7 @@ def make_states(accounting: Accounting, core: StepCore) -> None:
     accounting.register(host_counters(core.optimizer), HOST)
 
 
-def register_trained(accounting: Accounting, core: StepCore, transformer: Transformer, base: list[Tensor]) -> None:
+def register_trained(accounting: Accounting, transformer: Transformer, base: list[Tensor]) -> None:
     """What the model has gained since it was loaded is the adapter."""
     known = {id(tensor) for tensor in base}
     gained = [tensor for tensor in all_tensors(transformer) if id(tensor) not in known]

@@ -22,11 +22,11 @@ from simpletune.memory.accounting import Accounting
 from simpletune.memory.device_terms import cublas_workspace, temporaries
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import HOST, MemorySnapshot
+from simpletune.models.buckets import Size
 from simpletune.models.parts import Part, use_tiles
 from simpletune.models.sd3 import SD3, SD3_MEDIUM
 from simpletune.models.sd3_sources import provider
 from simpletune.models.sd3_text import BATCH, ENCODERS, clip_outputs
-from simpletune.models.sizes import Size
 from simpletune.models.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
 from simpletune.models.transformer import Transformer
 from simpletune.pipeline.load import empty_base
@@ -76,8 +76,8 @@ def simulate_stages(
     size = size or (config.data.resolution, config.data.resolution)
     with fake_tensors(), without_collection(), silent():
         vae = empty_autoencoder(config)
-        texts = list(text_moments(config))
-        parts = {name: size for name, size, _ in texts} | {"vae": half_bytes(vae)}
+        texts = list(text_snapshots(config))
+        parts = {name: size for name, size, _ in texts} | {"vae": bytes_in_16_bit(vae)}
         train, validate = train_and_validate(config, size)
         snapshots = {
             "text": max((snapshot for _, _, snapshot in texts), key=lambda snapshot: snapshot.bytes),
@@ -91,7 +91,7 @@ def simulate_stages(
     return JobReport(snapshots, train, parts)
 
 
-def half_bytes(model: nn.Module, without: str = "") -> int:
+def bytes_in_16_bit(model: nn.Module, without: str = "") -> int:
     """A model's parameters, each in 2 bytes.
 
     Args:
@@ -106,14 +106,14 @@ def known_part(model: SD3, name: str) -> Part:
 
 
 @contextmanager
-def counted(weights: Iterable[Tensor]) -> Iterator[Accounting]:
+def accounting_of(weights: Iterable[Tensor]) -> Iterator[Accounting]:
     """Count a stage that trains nothing: what it allocates is activations."""
     with Accounting(temporaries()) as accounting, accounting.allocating("activations"):
         accounting.register(weights, "weights")
         yield accounting
 
 
-def text_moments(config: TrainConfig) -> Iterator[tuple[str, int, MemorySnapshot]]:
+def text_snapshots(config: TrainConfig) -> Iterator[tuple[str, int, MemorySnapshot]]:
     """Each text encoder's part, its size in 2 bytes a parameter, and its largest snapshot over batches of prompts."""
     dtype = config.precision.encoder_dtype()
     for encoder in ENCODERS[: 3 if config.model.t5 else 2]:
@@ -121,16 +121,16 @@ def text_moments(config: TrainConfig) -> Iterator[tuple[str, int, MemorySnapshot
         if encoder.is_t5:
             t5 = LayeredT5(part, dtype, CPU, EmptyT5(part, dtype))
             t5.model.to("meta")  # accelerate's empty weights are on the CPU, if they are fake
-            size, snapshot = half_bytes(t5.model, EMBEDDINGS[1]), of_t5(t5, config.model.t5_length)
+            size, snapshot = bytes_in_16_bit(t5.model, EMBEDDINGS[1]), of_t5(t5, config.model.t5_length)
         else:
             clip = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(part.config())).eval().to(dtype)
-            size, snapshot = half_bytes(clip), of_clip(clip)
+            size, snapshot = bytes_in_16_bit(clip), of_clip(clip)
         yield encoder.model, size, replace(snapshot, phase="text", module=encoder.name)
 
 
 def of_clip(model: CLIPTextModelWithProjection) -> MemorySnapshot:
     """A loaded CLIP encoder over two batches of prompts: the first one's outputs live until the second's are there."""
-    with counted(all_tensors(model)) as accounting:
+    with accounting_of(all_tensors(model)) as accounting:
         ids = torch.zeros((2 * BATCH, model.config.max_position_embeddings), dtype=torch.int64)
         for _ in clip_outputs(model, ids, CPU, BATCH):
             pass
@@ -139,7 +139,7 @@ def of_clip(model: CLIPTextModelWithProjection) -> MemorySnapshot:
 
 def of_t5(t5: LayeredT5, length: int) -> MemorySnapshot:
     """A T5 encoder, layer by layer, over two batches of prompts of so many tokens."""
-    with counted(()) as accounting:
+    with accounting_of(()) as accounting:
         ids = torch.zeros((2 * BATCH, length), dtype=torch.int64)
         accounting.register([ids], HOST)
         for _ in t5.encode(ids, BATCH):
@@ -161,7 +161,7 @@ def empty_autoencoder(config: TrainConfig) -> nn.Module:
 
 def of_encoding(model: SD3, vae: nn.Module, size: Size) -> MemorySnapshot:
     """A loaded autoencoder over one picture."""
-    with counted(all_tensors(vae)) as accounting, torch.no_grad(), phase("encode"):
+    with accounting_of(all_tensors(vae)) as accounting, torch.no_grad(), phase("encode"):
         model.encode_pictures(vae, torch.zeros(1, 3, size[1], size[0]))
     return accounting.peak
 

@@ -8,12 +8,12 @@ from simpletune.memory.accounting import Accounting
 from simpletune.memory.device_terms import temporaries
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import MemorySnapshot
-from simpletune.models.sizes import Size
+from simpletune.models.buckets import Size
 from simpletune.pipeline.load import empty_base
 from simpletune.system.startup import without_collection
 
 
-def moments_of_step(config: TrainConfig, size: Size) -> list[MemorySnapshot]:
+def snapshots_of_step(config: TrainConfig, size: Size) -> list[MemorySnapshot]:
     """What lives on the device, allocation by allocation, in a step that has optimizer states.
 
     Counting every allocation would slow a real step many times over, so it is one on fake tensors, as ``simulate``

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.simulate import StepReport
+from simpletune.models.buckets import Size
 from simpletune.models.flops import sd3_flops, trained_of
-from simpletune.models.sizes import Size
 
 SUSTAINED = 0.5  # of a card's dense peak: 57 of an L4's 121 TFLOP/s in products of this model's size
 TFLOPS, BANDWIDTH = 60.0, 300.0  # sustained TFLOP/s and GB/s of a card that is known by its memory only: an L4's

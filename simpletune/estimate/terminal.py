@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from simpletune.cards import Card
-from simpletune.estimate.job import CONTEXT, FRAGMENTED, MIB, Estimate
+from simpletune.estimate.predict import CONTEXT, FRAGMENTED, MIB, Estimate
 from simpletune.memory.snapshot import KINDS, MemorySnapshot
 
 WIDTH = 40  # characters of the longest bar

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from simpletune.lora.families import is_sd3
 from simpletune.lora.header import LoraHeader
-from simpletune.lora.names import BARE, COMFY, DIFFUSERS, KOHYA, ONETRAINER, PEFT
+from simpletune.lora.layouts import BARE, COMFY, DIFFUSERS, KOHYA, ONETRAINER, PEFT
 
 DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE = "diffusers", "ComfyUI", "Forge", "simpletune"
 TOOLS = (DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE)

@@ -10,7 +10,7 @@ from pathlib import Path
 from simpletune.lora.compatibility import verdicts
 from simpletune.lora.families import kind_of_model
 from simpletune.lora.header import LISTED, LoraHeader, natural, open_lora
-from simpletune.lora.names import ALPHA, TITLES
+from simpletune.lora.layouts import ALPHA, TITLES
 from simpletune.lora.values import scan_values
 from simpletune.options import Json, UserError, shortened
 from simpletune.system.model_folder import weight_files

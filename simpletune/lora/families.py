@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from simpletune.lora.names import OTHER_METHODS, layers_of, layout_of, split_key
+from simpletune.lora.layouts import OTHER_METHODS, layers_of, layout_of, split_key
 
 SD3_WIDTHS = {1536: "Stable Diffusion 3 Medium", 2432: "Stable Diffusion 3.5 Large"}
 MEDIUM_35 = "Stable Diffusion 3.5 Medium"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from simpletune.lora.families import family_of_lora, is_lora, kind_of_model, other_methods
-from simpletune.lora.names import ALPHA, DOWN, PEFT, TEXT_ENCODERS, UP, Layout, layers_of, layout_of, split_key
+from simpletune.lora.layouts import ALPHA, DOWN, PEFT, TEXT_ENCODERS, UP, Layout, layers_of, layout_of, split_key
 from simpletune.options import Json, UserError, shortened
 from simpletune.system.safetensors_file import TYPES, read_header
 

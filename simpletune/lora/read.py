@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from simpletune.lora.header import LoraHeader, open_lora
-from simpletune.lora.names import DOWN, UP, halves_swapped
+from simpletune.lora.layouts import DOWN, UP, halves_swapped
 from simpletune.lora.updates import Update, split, swap_halves
 from simpletune.options import UserError
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simpletune.lora.header import ADAPTER_METADATA, natural
-from simpletune.lora.names import ALPHA, DIFFUSERS, DOWN, UP, WRITTEN, Layout, halves_swapped, original_module
+from simpletune.lora.layouts import ALPHA, DIFFUSERS, DOWN, UP, WRITTEN, Layout, halves_swapped, original_module
 from simpletune.lora.updates import Update, Updates, fuse, swap_halves
 from simpletune.options import UserError
 from simpletune.system.safetensors_file import write_safetensors

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from simpletune.models.sizes import STEP, Size
+from simpletune.models.buckets import STEP, Size
 
 TABLE = "pos_embed.pos_embed"
 

@@ -83,7 +83,7 @@ class QuantisedBase:
             self._check_bytes()
             model = self._read(on_host)
         except (_DamagedBase, UserError, OSError, SafetensorError) as error:
-            self._set_aside(str(error))
+            self._quarantine(str(error))
             return None
         say(f"{self._what} read from {self.folder}, quantised before")
         model.eval().requires_grad_(False)
@@ -186,7 +186,7 @@ class QuantisedBase:
         model.load_state_dict(tensors, assign=True)
         return model
 
-    def _set_aside(self, reason: str) -> None:
+    def _quarantine(self, reason: str) -> None:
         """Rename a damaged folder, so that it can be looked at and is not read again."""
         try:
             place = quarantine(self.folder)

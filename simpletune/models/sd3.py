@@ -15,10 +15,10 @@ from pydantic import Field
 
 from simpletune.hub.fetch import fetch, is_hub_name
 from simpletune.models import sd3_sources
+from simpletune.models.buckets import Size
 from simpletune.models.parts import Part, load_autoencoder, use_tiles
 from simpletune.models.sd3_shapes import ModelConfig, Shape, parameter_shapes, sd3_medium_config, timestep_of
 from simpletune.models.single_file import open_file
-from simpletune.models.sizes import Size
 from simpletune.options import Option, Problem
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from accelerate import init_empty_weights
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
+from simpletune.models.buckets import Size
 from simpletune.models.positions import TABLE, crop_positions
 from simpletune.models.sd3_shapes import ModelConfig, parameter_shapes
 from simpletune.models.single_file import OriginalReader
-from simpletune.models.sizes import Size
 from simpletune.models.transformer import Transformer
 from simpletune.options import UserError, shortened
 from simpletune.quant.precision import WeightPrecision

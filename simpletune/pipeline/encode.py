@@ -18,8 +18,8 @@ from simpletune.data.pictures import cut, decode
 from simpletune.data.plan import Plan, View, make_plan, without
 from simpletune.data.source import Rejected, UnusablePicture
 from simpletune.models import Model
+from simpletune.models.buckets import Size
 from simpletune.models.sd3_text import Encoder
-from simpletune.models.sizes import Size
 from simpletune.options import UserError
 from simpletune.pipeline.plan_data import PlannedData, plan_data, report_rejected
 from simpletune.pipeline.sample import Request

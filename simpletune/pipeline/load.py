@@ -10,8 +10,8 @@ import torch
 from simpletune.config.schema import TrainConfig
 from simpletune.memory import Memory
 from simpletune.models import Model
+from simpletune.models.buckets import Size
 from simpletune.models.sd3_shapes import is_conditioning
-from simpletune.models.sizes import Size
 from simpletune.models.transformer import Transformer
 from simpletune.pipeline.modulation_plan import Modulation, detach_modulation
 from simpletune.quant.precision import WeightPrecision

@@ -10,7 +10,7 @@ from pathlib import Path
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan, make_plan, too_small, without
 from simpletune.data.source import Picture, Rejected
-from simpletune.data.walk import shown
+from simpletune.data.walk import printable
 from simpletune.options import UserError
 from simpletune.system.console import say
 from simpletune.system.failpoints import failpoint
@@ -60,7 +60,7 @@ def report_rejected(rejected: Sequence[Rejected], on_error: str) -> None:
     """
     if not rejected:
         return
-    listed = [f"  {shown(each.name)}: {each.reason}" for each in rejected[:20]]
+    listed = [f"  {printable(each.name)}: {each.reason}" for each in rejected[:20]]
     if len(rejected) > len(listed):
         listed.append(f"  and {len(rejected) - len(listed)} more (simpletune data CONFIG lists all)")
     kinds = ", ".join(

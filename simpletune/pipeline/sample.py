@@ -84,7 +84,7 @@ class Request:
         return 0 if self.image is None else int(max(self.steps - self.steps * self.strength, 0))
 
     @property
-    def together(self) -> tuple[object, ...]:
+    def batch_key(self) -> tuple[object, ...]:
         """Requests of which this is equal can be drawn in one batch."""
         return self.width, self.height, self.steps, self.guidance, self.skipped, self.image is None
 
@@ -143,7 +143,7 @@ class Sampler:
         v_negative + g (v_positive - v_negative) (arXiv:2207.12598), both halves in one batch.
 
         Args:
-            requests: alike in size, steps, guidance and strength (``Request.together``).
+            requests: alike in size, steps, guidance and strength (``Request.batch_key``).
             positive: embeddings of each prompt.
             negative: embeddings of each negative prompt.
             start: z_0 of the starting pictures, where there are any.
@@ -274,7 +274,7 @@ def batches(requests: Sequence[Request], batch_size: int) -> list[list[int]]:
     """Numbers of requests that are drawn together: alike, and at most so many."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, request in enumerate(requests):
-        alike.setdefault(request.together, []).append(number)
+        alike.setdefault(request.batch_key, []).append(number)
     return [group[i : i + batch_size] for group in alike.values() for i in range(0, len(group), batch_size)]
 
 

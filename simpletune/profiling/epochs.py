@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.profiling.option import Profile
-from simpletune.profiling.windows import Place, place_window, spread
+from simpletune.profiling.schedule import Place, evenly_spaced, place_window
 from simpletune.system.console import say
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class EpochTraces:
     ):
         self.option, self.folder, self.facts, self.warn = option, folder, facts or Facts(), warn
         self.steps, self.steps_per_epoch = steps, steps_per_epoch
-        self.epochs = spread(-(-steps // steps_per_epoch), option.max_traces)
+        self.epochs = evenly_spaced(-(-steps // steps_per_epoch), option.max_traces)
         self.written: list[Path] = []
         """The traces."""
         self.summaries: list[Path] = []

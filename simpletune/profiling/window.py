@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.profiling.option import Profile
-from simpletune.profiling.windows import Place
+from simpletune.profiling.schedule import Place
 
 if TYPE_CHECKING:
     from torch import nn

@@ -45,7 +45,7 @@ def report_of(run: RunRecord, price: float | None) -> Report:
     data = {"losses": [loss_data(run)], "pictures": picture_data(found), "settings": settings}
     return Report(
         run.name,
-        lead(run),
+        summary_sentence(run),
         str(run.settings.get("about", "")),
         run.notes,
         headline(run),
@@ -56,7 +56,7 @@ def report_of(run: RunRecord, price: float | None) -> Report:
     )
 
 
-def lead(run: RunRecord) -> str:
+def summary_sentence(run: RunRecord) -> str:
     """What the run was, in a sentence."""
     config = run.config
     if config is None:

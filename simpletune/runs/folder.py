@@ -75,7 +75,7 @@ def _is_worth_keeping(entry: Path) -> bool:
 def finished_steps(folder: Path) -> int | None:
     """How many steps the run had that was last finished in a folder, card and report included; None if none was."""
     summary = read_json_or_none(folder / SUMMARY)
-    return summary["steps"] if summary and summary["complete"] else None
+    return summary["steps"] if summary and summary.get("complete") else None
 
 
 def open_again(config: TrainConfig, step: int) -> Path:

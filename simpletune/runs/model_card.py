@@ -16,6 +16,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.hub.fetch import is_hub_name
 from simpletune.models.sd3 import SD3_MEDIUM
 from simpletune.options import Json
+from simpletune.system.atomic import write_text
 
 if TYPE_CHECKING:
     from simpletune.pipeline.encode import Prepared
@@ -63,7 +64,7 @@ def write_card(folder: Path, config: TrainConfig, summary: Json, prepared: Prepa
         _licence_text(config),
     ]
     file = folder / CARD
-    file.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    write_text(file, "\n\n".join(sections) + "\n")
     return file
 
 

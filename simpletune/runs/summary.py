@@ -8,7 +8,7 @@ from pathlib import Path
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Sample
-from simpletune.models.sizes import upscaling
+from simpletune.models.buckets import upscaling
 from simpletune.options import Json, shortened
 from simpletune.pipeline.encode import Prepared
 from simpletune.runs.folder import read_metrics

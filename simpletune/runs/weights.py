@@ -11,7 +11,7 @@ from simpletune.adapters.lora import OUTPUT as LORA_FILE
 from simpletune.config.schema import TrainConfig, cache_of_bases
 from simpletune.hub.fetch import is_hub_name
 from simpletune.hub.files import repository_file
-from simpletune.models.sizes import Size
+from simpletune.models.buckets import Size
 from simpletune.options import UserError
 from simpletune.quant.plain import BF16, FP32
 from simpletune.quant.precision import WeightPrecision
@@ -132,7 +132,7 @@ def checkpoints_of(run: Path, scale: float = 1.0) -> list[Weights]:
     return states
 
 
-def together(all_of_them: list[Weights]) -> Weights:
+def combine(all_of_them: list[Weights]) -> Weights:
     """LoRAs that are drawn with at once: their updates add up."""
     first, *rest = all_of_them
     label = " + ".join(weights.label for weights in all_of_them)

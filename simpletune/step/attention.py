@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletune.config.schema import TrainConfig
-from simpletune.models.sizes import Size
+from simpletune.models.buckets import Size
 from simpletune.options import UserError
 from simpletune.speed import Kernel
 from simpletune.system.console import say

@@ -67,12 +67,14 @@ class StepCore:
         with phase("loss"):
             return flow_loss(velocity, velocity_target(batch.z_0, batch.noise))
 
-    def step(self, batches: list[Batch], gate: Callable[[Tensor, Tensor], bool] | None = None) -> tuple[Tensor, Tensor]:
+    def step(
+        self, batches: list[Batch], allows_update: Callable[[Tensor, Tensor], bool] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """One optimizer step.
 
         Args:
             batches: its micro-batches.
-            gate: is asked, with what is returned, whether to update the weights; None: they are updated.
+            allows_update: is asked, with what is returned, whether to update the weights; None: they are updated.
 
         Returns:
             The mean loss and the norm of all gradients together, before clipping; both still on the device.
@@ -89,7 +91,7 @@ class StepCore:
             self.losses.append(loss.detach())
         with phase("clip"):
             norm = self.norm()
-            updates = gate is None or gate(mean, norm)
+            updates = allows_update is None or allows_update(mean, norm)
             if updates:
                 self.clip(norm)
         with phase("optimizer"):  # with memory.optimizer_in_backward there is no gradient left: nothing happens here
@@ -135,13 +137,13 @@ def assemble(config: TrainConfig, transformer: Transformer, accelerator: Acceler
     modulation = modulation_of(transformer, config.memory, config.precision, accelerator.device)
     optimizer = attach(config, transformer, sizes)
     if accelerator.num_processes > 1:
-        keep_to_itself(transformer)
+        ignore_frozen_in_ddp(transformer)
     return StepCore(
         config, accelerator.prepare_model(transformer, device_placement=False), optimizer, accelerator, modulation
     )
 
 
-def keep_to_itself(transformer: nn.Module) -> None:
+def ignore_frozen_in_ddp(transformer: nn.Module) -> None:
     """Let processes exchange only what trains: each has loaded the same base, which may lie in host memory.
 
     PyTorch would send every frozen weight once, and every quantised one, a buffer, again in each forward pass.

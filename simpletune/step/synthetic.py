@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Draw, View
 from simpletune.data.source import Picture
-from simpletune.models.sizes import Size
+from simpletune.models.buckets import Size
 from simpletune.pipeline.modulation_plan import ModulationPlan
 from simpletune.step.batches import Batch
 from simpletune.step.core import StepCore

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: written under a temporary name, flushed, renamed.
+"""Files and folders that are whole or not there: written under a temporary name, then renamed; files are flushed.
 
 The temporary name is ``.NAME.part``; where several processes may write the same target, it also names its writer.
 """
@@ -105,24 +105,29 @@ def _refuse_if_filled(folder: Path) -> None:
         raise FileExistsError(f"{folder} exists and is not empty: nothing is overwritten. Remove it or name another.")
 
 
-def write_text(file: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
-    with atomic_file(file, len(text)) as part:
+def write_text(file: Path, text: str, shared: bool = False) -> None:
+    """Write a text file, whole or not at all; ``shared`` as for ``atomic_file``."""
+    with atomic_file(file, len(text), shared) as part:
         part.write_text(text, encoding="utf-8")
 
 
-def write_json(file: Path, value: Any) -> None:
-    """Write a JSON file, indented, whole or not at all."""
-    write_text(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def write_json(file: Path, value: Any, shared: bool = False) -> None:
+    """Write a JSON file, indented, whole or not at all; ``shared`` as for ``atomic_file``."""
+    write_text(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", shared)
 
 
 def replace_folder(part: Path, folder: Path) -> None:
-    """Rename a finished folder over an older one, which is removed last: a kill loses neither."""
+    """Rename a finished folder over an older one, which is removed last and put back if the renaming fails."""
     old = folder.with_name(f".{folder.name}.old.part")
     remove(old)
     if folder.exists():
         os.replace(folder, old)
-    os.replace(part, folder)
+    try:
+        os.replace(part, folder)
+    except OSError:
+        if old.exists():
+            os.replace(old, folder)
+        raise
     remove(old)
 
 

@@ -85,6 +85,7 @@ class _Stage:
         if self._bar is None or _Stage.bars is None:
             return
         _Stage.bars.remove_task(self._bar)
+        _Stage.bars.refresh()
         self._bar = None
         if not _Stage.bars.tasks:
             _Stage.bars.stop()

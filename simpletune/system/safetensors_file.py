@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from simpletune.options import UserError
-from simpletune.system.atomic import atomic_file, flush_to_disk, temporary_path
+from simpletune.options import UserError, shortened
+from simpletune.system.atomic import atomic_file
 from simpletune.system.failpoints import failpoint
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class SafetensorsWriter:
     """
 
     def __init__(self, file: Path, entries: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]):
-        self._file, self._part = file, temporary_path(file, shared=True)
+        self._file = file
         self._entries: dict[str, Any] = {}
         offset = 0
         for name, (kind, shape) in sorted(entries.items(), key=lambda entry: (-bytes_of(entry[1][0]), entry[0])):
@@ -169,8 +169,7 @@ class SafetensorsWriter:
         text += b" " * (-len(text) % 8)
         self._start, self._open = 8 + len(text), set(self._entries)
         self.size = self._start + offset
-        self._handle = open(self._part, "wb")  # noqa: SIM115 closed in __exit__
-        self._handle.write(len(text).to_bytes(8, "little") + text)
+        self._head = len(text).to_bytes(8, "little") + text
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor, cast to its entry's type; in any order, each once.
@@ -196,16 +195,18 @@ class SafetensorsWriter:
         self._open.remove(name)
 
     def __enter__(self) -> SafetensorsWriter:
+        with ExitStack() as stack:
+            part = stack.enter_context(atomic_file(self._file, self.size, shared=True))
+            self._handle = stack.enter_context(open(part, "wb"))
+            self._handle.write(self._head)
+            self._contexts = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._handle.close()
-        if kind is None and not self._open:
-            flush_to_disk(self._part)
-            os.replace(self._part, self._file)
-            return
-        self._part.unlink(missing_ok=True)
-        if kind is None:
-            raise ValueError(f"never written: {', '.join(sorted(self._open)[:4])}")
+        if kind is None and self._open:
+            unwritten = ValueError(f"never written: {shortened(sorted(self._open), 4)}")
+            self._contexts.__exit__(ValueError, unwritten, None)
+            raise unwritten
+        self._contexts.__exit__(kind, error, trace)

@@ -21,7 +21,7 @@ class Stage:
     peak_reserved_gib: float | None = None
     peak_rss_gib: float = 0.0
 
-    def take(self, other: Stage) -> None:
+    def merge(self, other: Stage) -> None:
         """Add another visit of the same stage: times add up, the larger peak stays."""
         self.seconds += other.seconds
         self.peak_rss_gib = max(self.peak_rss_gib, other.peak_rss_gib)
@@ -67,7 +67,7 @@ class StageTimer:
 
             measured.peak_allocated_gib = torch.cuda.max_memory_allocated() / GIB
             measured.peak_reserved_gib = torch.cuda.max_memory_reserved() / GIB
-        self.by_name.setdefault(name, Stage()).take(measured)
+        self.by_name.setdefault(name, Stage()).merge(measured)
 
     def peak(self, name: str) -> float | None:
         """The largest of the stages' peaks."""

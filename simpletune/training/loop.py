@@ -31,7 +31,7 @@ from simpletune.system.rng import reseed_global
 from simpletune.system.signals import SIGNALS, Stopped, deferred_signals, is_listening, received_signal, stop_if_asked
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.finish import finish
-from simpletune.training.out_of_memory import out_of_memory, resident
+from simpletune.training.out_of_memory import memory_by_kind, out_of_memory
 from simpletune.training.pending_steps import DeviceEvent, MetricsQueue, PendingStep, global_figures
 from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import traces_of
@@ -63,7 +63,7 @@ def train(
         Stopped: SIGTERM or Ctrl-C came, where ``system.signals.listening`` is on.
     """
     folder = run_folder(config)
-    with exclusive(folder) if is_first_process() else nullcontext(), room_for("writing what this run leaves", folder):
+    with room_for("writing what this run leaves", folder), exclusive(folder) if is_first_process() else nullcontext():
         if resume == "auto" and is_finished(config):
             return folder
         began = time.perf_counter() if started is None else started
@@ -72,7 +72,7 @@ def train(
             try:
                 validate_train_finish(run)
             except torch.OutOfMemoryError as error:
-                kinds = resident(run.transformer, run.core.optimizer, run.accelerator.device)
+                kinds = memory_by_kind(run.transformer, run.core.optimizer, run.accelerator.device)
                 raise out_of_memory(run.core.config, kinds, error) from None
             except RuntimeError as error:
                 failed = compiling_failed(error)
@@ -93,8 +93,8 @@ def validate_train_finish(run: Run) -> None:
         write_json(run.folder / EVALUATION, {"eval_loss": run.optional(EVALUATING, run.evaluate, 0)})
         run.optional(DRAWING, run.validate, 0)
     elif run.main and run.start < run.steps and due(run.config.validation.every, run.start):
-        if not run.has_looked(run.start):  # the run was stopped while it did
-            run.look(run.start)
+        if not run.is_validated(run.start):  # the run was stopped while it did
+            run.evaluate_and_draw(run.start)
     seconds_setup = time.perf_counter() - run.started
     announce_stops(run)
     stop_if_asked()
@@ -265,7 +265,7 @@ def save_and_validate(run: Run, done: int, progress: TrainingProgress, stops: bo
         return
     try:
         with progress.interrupted("validate"):
-            run.look(done)
+            run.evaluate_and_draw(done)
     except Stopped:
         if not saves:
             run.save(done)

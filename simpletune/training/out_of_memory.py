@@ -16,7 +16,7 @@ MIB = 2**20
 SHOWN = 3
 
 
-def resident(transformer: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
+def memory_by_kind(transformer: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
     """Bytes on the device by kind: weights, trained weights, gradients, optimizer; on CUDA also all the rest.
 
     Args:

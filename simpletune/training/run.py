@@ -28,7 +28,7 @@ from simpletune.training.trackers import Trackers
 from simpletune.training.validation import Previews, evaluation_loss
 
 if TYPE_CHECKING:
-    from simpletune.estimate.job import Estimate
+    from simpletune.estimate.predict import Estimate
     from simpletune.models.transformer import Transformer
 
 T = TypeVar("T")
@@ -140,12 +140,12 @@ class Run:
             self.trackers.scalars(step, {"eval_loss": loss})
         return loss
 
-    def look(self, step: int) -> None:
+    def evaluate_and_draw(self, step: int) -> None:
         """Evaluate and draw in the course of training."""
         self.optional(EVALUATING, self.evaluate, step)
         self.optional(DRAWING, self.validate, step)
 
-    def has_looked(self, step: int) -> bool:
+    def is_validated(self, step: int) -> bool:
         """Whether evaluation and pictures after ``step`` steps are there, as far as they are asked for."""
         evaluated = not self.config.validation.eval_samples or was_evaluated(self.folder, step)
         return evaluated and self.previews.has_drawn(step)

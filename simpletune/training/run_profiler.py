@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from simpletune.config.schema import Profile, profile_folder
-from simpletune.estimate.step_memory import moments_of_step
+from simpletune.estimate.step_memory import snapshots_of_step
 from simpletune.memory.snapshot import MemorySnapshot
+from simpletune.models.buckets import Size
 from simpletune.models.flops import sd3_flops, trained_of
-from simpletune.models.sizes import Size
 from simpletune.profiling import EpochTraces, Facts
 from simpletune.tensors import trained_parameters
 
@@ -63,6 +63,6 @@ def add_memory(run: Run, traces: EpochTraces) -> None:
     """Put the predicted memory of a step into the summaries, if there are any. It takes a second or a few."""
 
     def predicted() -> list[MemorySnapshot]:
-        return moments_of_step(run.core.config, run.prepared.plan.largest())
+        return snapshots_of_step(run.core.config, run.prepared.plan.largest())
 
     traces.add_memory(predicted)

@@ -50,7 +50,7 @@ from simpletune.training.trackers import open_trackers
 from simpletune.training.validation import Previews
 
 if TYPE_CHECKING:
-    from simpletune.estimate.job import Estimate
+    from simpletune.estimate.predict import Estimate
     from simpletune.models.transformer import Transformer
 
 PATIENCE = timedelta(days=2)  # of the others while one process fills the cache or draws; NCCL's own: 10 minutes

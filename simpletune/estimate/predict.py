@@ -21,7 +21,7 @@ from simpletune.estimate.simulate import StepReport
 from simpletune.estimate.simulate_stages import JobReport, simulate_stages
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.snapshot import MemorySnapshot
-from simpletune.models.sizes import Size
+from simpletune.models.buckets import Size
 from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
@@ -152,7 +152,7 @@ def estimate(config: TrainConfig, capability: tuple[int, int], size: Size | None
     if cached is None:
         job = simulate_stages(config, size, capability)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, asdict(job))
+        write_json(file, asdict(job), shared=True)
     else:
         job = _restored(cached)
     return Estimate(job.stages, needs_of(config, job), size)

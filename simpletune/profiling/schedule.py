@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from simpletune.profiling.option import Profile
 
 
-def spread(epochs: int, traces: int) -> list[int]:
+def evenly_spaced(epochs: int, traces: int) -> list[int]:
     """Which epochs are traced: evenly spread, the first and the last among them."""
     if traces >= epochs:
         return list(range(epochs))
