@@ -101,11 +101,11 @@ def test_a_picture_does_not_depend_on_its_batch(guidance: float, config, text) -
     some = requests(5, guidance=guidance)
     some[2] = replace(some[2], width=64)  # another size: it goes alone
     assert batches(some, 3) == [[0, 1, 3], [4], [2]]
-    alone, together = (
+    alone, batched = (
         Sampler(transformer, config.model, FP32(), batch_size=size).latents(some, text.load) for size in (1, 3)
     )
-    assert combine[2].shape == (1, 16, 4, 8)
-    for a, b in zip(alone, combine, strict=True):
+    assert batched[2].shape == (1, 16, 4, 8)
+    for a, b in zip(alone, batched, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
     assert latent_distance(alone[0], alone[1]) > 0.1
 

@@ -329,7 +329,7 @@ def test_a_failing_profiler_is_in_the_runs_warnings(tiny_config: dict, monkeypat
 
 
 def test_a_failing_prediction_leaves_the_rest(tiny_config: dict, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("simpletune.training.run_profiler.moments_of_step", raise_error)
+    monkeypatch.setattr("simpletune.training.run_profiler.snapshots_of_step", raise_error)
     run = run_with(tiny_config, profile={"max_traces": 1})
     assert len(warnings_of(run)) == 1 and traced(tmp_path) == {"epoch-000": (2, True)}
 
@@ -346,7 +346,7 @@ def test_with_no_traces_nothing_of_it_is_loaded(tiny_config: dict, tmp_path: Pat
     for name in (*(f"simpletune.profiling.{name}" for name in ours), "torch_tb_profiler"):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not there
     monkeypatch.setattr(torch.profiler, "profile", fail)
-    monkeypatch.setattr("simpletune.training.run_profiler.moments_of_step", raise_error)
+    monkeypatch.setattr("simpletune.training.run_profiler.snapshots_of_step", raise_error)
     run = run_with(tiny_config, profile={"max_traces": 0})
     assert warnings_of(run) == [] and traced(tmp_path) == {}
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
@@ -82,8 +83,7 @@ def train(
             except Stopped:
                 announce_stopped(run)
                 raise
-        run.accelerator.wait_for_everyone()
-        run.accelerator.end_training()  # takes leave of the other processes
+        leave(run.accelerator)
         return run.folder
 
 
@@ -143,6 +143,22 @@ def stop_together(run: Run) -> None:
     asked = torch.tensor(received_signal() is not None, dtype=torch.float32, device=run.accelerator.device)
     if run.accelerator.reduce(asked, "sum").item() > 0:  # after the save
         raise Stopped(received_signal() or SIGNALS[0])
+
+
+def leave(accelerator: Accelerator) -> None:
+    """Wait for the other processes and close the process group.
+
+    A reference to the group stays until the process ends. Without it the last one is dropped with the DDP model, in a
+    thread that holds the GIL and joins gloo's; that one may still free the barrier's tensors, for which it needs the
+    GIL. Both then wait forever (seen with torch 2.13.0 on the CPU).
+    """
+    accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        _closed_groups.append(torch.distributed.group.WORLD)
+    accelerator.end_training()
+
+
+_closed_groups: list[torch.distributed.ProcessGroup | None] = []
 
 
 def announce_stopped(run: Run) -> None:
