@@ -148,9 +148,10 @@ for _ in range(10):
         counter.write_text(str(number + 1))
 """
 WAIT = """
-import sys
+import signal, sys
 from pathlib import Path
 from simpletune.system.locks import wait_for_lock
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so do their children
 with wait_for_lock(Path(sys.argv[1]), "waiting"):
     print("held", flush=True)
     sys.stdin.read()
