@@ -151,7 +151,7 @@ WAIT = """
 import signal, sys
 from pathlib import Path
 from simpletune.system.locks import wait_for_lock
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so do their children
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a background job starts
 with wait_for_lock(Path(sys.argv[1]), "waiting"):
     print("held", flush=True)
     sys.stdin.read()
