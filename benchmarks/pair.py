@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.table import Results, describe_machine, table
 from simpletune.runs.folder import METRICS, SUMMARY
 from simpletune.system.console import say
-from simpletune.system.devices import usable_cores
+from simpletune.system.threads import usable_cores
 
 PROMPT = "a glim picture of a large blue heart in the middle, on a cream background"
 PICTURES, SIZE, STEPS, LAYERS, WARM_UP = 5, 256, 20, 6, 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from simpletune.options import Option
 
@@ -23,3 +25,7 @@ class Speed(Option):
     prefetch: bool = True
     """The next step's pictures, embeddings and noise are read and drawn by a thread while a step is computed. Exact. On
     the CPU, where that thread would take a core from the step, nothing is fetched ahead."""
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    """CPU threads. auto: what OMP_NUM_THREADS says; without it, on the CPU one for each 50 million parameters of the
+    transformer, at most one a core, and with a GPU one a core. A resumed run keeps its number: with another one the
+    last bits differ."""

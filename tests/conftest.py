@@ -13,6 +13,7 @@ from hypothesis import settings
 from simpletune.demo import pictures, tiny_sd3
 from simpletune.system.devices import prepare_environment
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
 prepare_environment()
 settings.register_profile("repeatable", derandomize=True)  # a change that breaks nothing must not find an old defect
 settings.load_profile("default" if os.environ.get("SIMPLETUNE_FUZZ") else "repeatable")

@@ -25,6 +25,7 @@ from simpletune.quant import Precision
 from simpletune.runs.weights import Weights, find_run, precision_of, run_config
 from simpletune.system.devices import choose_device
 from simpletune.system.stage_timer import StageTimer
+from simpletune.system.threads import choose_threads, use_threads
 
 MEMORY = ("modulation", "resident_blocks", "vae_tile")
 
@@ -177,9 +178,10 @@ def open_session(args: argparse.Namespace) -> InferenceSession:
         config = run_config(run)
     config = config.model_copy(update=_changes(config, args))
     device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
-    session = InferenceSession(
-        resolve_folders(config), run, device, reason, StageTimer(cuda=device.type == "cuda"), speed_of(args)
-    )
+    config = resolve_folders(config)
+    threads, _ = choose_threads(config.speed.threads, config.model.parameter_count(), device.type == "cpu")
+    use_threads(threads)
+    session = InferenceSession(config, run, device, reason, StageTimer(cuda=device.type == "cuda"), speed_of(args))
     _require_streamable(session.config)
     return session
 

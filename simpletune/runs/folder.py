@@ -153,18 +153,24 @@ def was_evaluated(folder: Path, step: int) -> bool:
     return any(row["step"] == step for row in read_rows(folder / EVALUATIONS))
 
 
-def put_chosen_blocks(config: TrainConfig, chosen: TrainConfig) -> None:
-    """Keep what ``memory.checkpointing: auto`` has come to, for the run's next start."""
+def put_chosen(config: TrainConfig, fitted: TrainConfig, threads: int) -> None:
+    """Keep what ``auto`` has come to, for the run's next start.
+
+    Args:
+        config: with folders resolved.
+        fitted: the same with the number of checkpointed blocks that ``memory.checkpointing: auto`` has come to.
+        threads: of the CPU.
+    """
+    found = {"threads": threads}
     if config.memory.checkpointing == "auto":
         blocks = config.model.blocks()
-        found = {"checkpointed": chosen.memory.checkpointed(blocks), "blocks": blocks}
-        write_text(run_folder(config) / CHOSEN, json.dumps(found) + "\n")
+        found |= {"checkpointed": fitted.memory.checkpointed(blocks), "blocks": blocks}
+    write_text(run_folder(config) / CHOSEN, json.dumps(found) + "\n")
 
 
-def chosen_blocks(config: TrainConfig) -> int | None:
-    """What was chosen at the run's last start; None if nothing was."""
-    kept = read_json_or_none(run_folder(config) / CHOSEN)
-    return kept["checkpointed"] if kept else None
+def read_chosen(config: TrainConfig) -> dict[str, int]:
+    """What was chosen at the run's last start: ``threads``, ``checkpointed``; empty if nothing was."""
+    return read_json_or_none(run_folder(config) / CHOSEN) or {}
 
 
 def newest_run(runs: Path) -> Path:

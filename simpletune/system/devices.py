@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.options import UserError
+from simpletune.system.threads import prepare_threads
 
 if TYPE_CHECKING:
     import torch
@@ -16,22 +16,12 @@ if TYPE_CHECKING:
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 
 
-def usable_cores() -> int:
-    """Cores that this process may use: a container's quota counts, which torch does not see."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such file, or "max": no quota
-        return cores
-
-
 def prepare_environment() -> None:
     """Settings that must stand before torch and CUDA start: threads, and memory segments that grow.
 
     Segments of a fixed size fragment when pictures of many shapes take turns. What the user has set stays.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
+    prepare_threads()
     if ALLOCATOR not in os.environ and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ[ALLOCATOR] = "expandable_segments:True"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

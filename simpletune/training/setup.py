@@ -24,12 +24,12 @@ from simpletune.runs.folder import (
     CONFIG,
     DATA,
     ENVIRONMENT,
-    chosen_blocks,
     clear_unsaved,
     finished_steps,
     open_again,
     open_fresh,
-    put_chosen_blocks,
+    put_chosen,
+    read_chosen,
 )
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
@@ -43,6 +43,7 @@ from simpletune.system.environment import describe_machine
 from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import stop_if_asked
 from simpletune.system.stage_timer import StageTimer
+from simpletune.system.threads import choose_threads, use_threads
 from simpletune.tensors import trained_parameters
 from simpletune.training.nonfinite import NonFiniteGuard
 from simpletune.training.run import Run
@@ -110,6 +111,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     say(f"simpletune {config.name} on {reason}: {precision.weights} weights, {precision.describe_matmul()}")
     resolved = resolve_folders(config)
     require_model_rules(resolved)
+    threads = settle_threads(resolved, device, resumed=saved is not None)
     data = plan_data(resolved, accelerator.num_processes)
     if main:
         require_room(resolved, data.plan, start, options.force)
@@ -123,7 +125,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     folder = run_folder(config)
     if main:
         open_folder(config, prepared, saved, anew=options.resume == "auto")
-        put_chosen_blocks(resolved, fitted)
+        put_chosen(resolved, fitted, threads)
     stop_if_asked()
 
     with stages.stage("load"):
@@ -152,13 +154,24 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     )
 
 
+def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> int:
+    """Set the number of CPU threads and say which, where the CPU computes; a resumed run keeps its own."""
+    kept = read_chosen(config).get("threads") if resumed else None
+    on_cpu = device.type == "cpu"
+    threads, why = choose_threads(config.speed.threads, config.model.parameter_count(), on_cpu, kept)
+    if on_cpu:
+        say(f"threads {threads} ({why})")
+    use_threads(threads)
+    return threads
+
+
 def fit_checkpointing(config: TrainConfig, device: torch.device, plan: Plan, resumed: bool) -> TrainConfig:
     """The configuration with a number of checkpointed blocks where it says ``auto``; a resumed run keeps its own."""
     if config.memory.checkpointing != "auto":
         return config
     from simpletune.estimate.auto_checkpointing import choose_on
 
-    return choose_on(config, device, plan.largest(), chosen_blocks(config) if resumed else None)
+    return choose_on(config, device, plan.largest(), read_chosen(config).get("checkpointed") if resumed else None)
 
 
 def predict(config: TrainConfig, device: torch.device, plan: Plan, options: StartOptions) -> Estimate | None:
