@@ -90,6 +90,56 @@ def test_the_checker_reads_real_pictures(capsys: pytest.CaptureFixture[str]) -> 
     assert min(itertools.chain(*(shares.values() for shares in table.values()))) >= 0.98
 
 
+def share_striped(images: list[Image.Image]) -> float:
+    return sum(checker.read(image).style == "striped" for image in images) / len(images)
+
+
+@pytest.mark.parametrize("style", pictures.STYLES)
+def test_stripes_are_found_in_striped_pictures_alone(style: str) -> None:
+    images = [draw(scene, seed=index) for index, scene in enumerate(sample_scenes(100, seed=6, style=style))]
+    assert share_striped(images) >= 0.98 if style == "striped" else share_striped(images) == 0.0
+
+
+def test_noise_has_no_stripes() -> None:
+    rng = np.random.default_rng(0)
+    assert share_striped([Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)) for _ in range(50)]) == 0.0
+    softer = [rng.integers(0, 255, (size, size, 3), dtype=np.uint8) for size in (8, 16, 24) for _ in range(20)]
+    assert share_striped([Image.fromarray(canvas).resize((64, 64)) for canvas in softer]) == 0.0
+
+
+@pytest.mark.parametrize("angle", [0, 45, 90, 135])
+def test_an_outlined_shape_with_one_half_tinted_is_not_striped(angle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its colours are those of stripes, in their shares."""
+    monkeypatch.setattr(pictures, "_striped", lambda *arguments: half_tinted(*arguments, angle=angle))
+    images = [draw(scene, seed=index) for index, scene in enumerate(sample_scenes(60, seed=6, style="striped"))]
+    assert share_striped(images) == 0.0
+
+
+def half_tinted(
+    distance: np.ndarray, colour: np.ndarray, background: np.ndarray, pixels: int, *_: object, angle: int
+) -> np.ndarray:
+    inside = distance < 0.0
+    q, p = np.mgrid[:pixels, :pixels][::-1]
+    place = np.cos(np.radians(angle)) * q + np.sin(np.radians(angle)) * p
+    canvas = np.broadcast_to(background, (pixels, pixels, 3)).copy()
+    canvas[distance < pictures.OUTLINE] = pictures.outline_colour(background)
+    canvas[inside] = colour
+    canvas[inside & (place < np.median(place[inside]))] = colour + (255.0 - colour) * pictures.TINT
+    return canvas
+
+
+@pytest.mark.parametrize("change", ["direction", "STRIPE_PERIOD", "OUTLINE", "TINT"])
+def test_other_stripes_are_not_the_styles(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stripes the other way, twice as wide, without an outline, hardly paler."""
+    scenes = sample_scenes(60, seed=6, style="striped")
+    if change != "direction":
+        monkeypatch.setattr(pictures, change, {"STRIPE_PERIOD": 0.28, "OUTLINE": 0.0, "TINT": 0.15}[change])
+    images = [draw(scene, seed=index) for index, scene in enumerate(scenes)]
+    if change == "direction":
+        images = [image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for image in images]
+    assert share_striped(images) <= 0.05
+
+
 def test_the_checker_says_no_to_other_pictures() -> None:
     scenes = sample_scenes(60, seed=3)
     images = [draw(scene, seed=index) for index, scene in enumerate(scenes)]

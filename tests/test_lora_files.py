@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from simpletune.lora.describe import describe, in_words
+from simpletune.cli.main import main
+from simpletune.lora.describe import describe, file_of, in_words
 from simpletune.lora.header import ADAPTER_METADATA, open_lora
 from simpletune.lora.layouts import KOHYA, WRITTEN, layers_of, layout_of, original_module
 from simpletune.lora.read import read_lora
@@ -294,7 +296,17 @@ FOREIGN = {
     "Flux": pair("lora_unet_double_blocks_0_img_attn_qkv", 3072, 9216),
     "Flux or Qwen-Image": pair("transformer.transformer_blocks.0.attn.to_q", 3072, 3072, "lora_A lora_B"),
     "Stable Diffusion XL ": pair("lora_te2_x", 8, 8) | pair("lora_unet_down_blocks_0_attentions_0_proj_in", 640, 640),
-    "a U-Net": pair("lora_unet_down_blocks_0_attentions_0_proj_in", 640, 640),
+    "a U-Net": pair("lora_unet_down_blocks_1_attentions_0_proj_in", 640, 640),
+    # As kohya's scripts name them; each key alone tells.
+    "Stable Diffusion XL  ": pair("lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q", 640, 640),
+    "Stable Diffusion XL   ": pair("lora_te1_text_model_encoder_layers_0_mlp_fc1", 768, 3072)
+    | pair("lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q", 640, 640),
+    "Stable Diffusion XL    ": pair(
+        "unet.mid_block.attentions.0.transformer_blocks.9.attn1.to_q", 9, 9, "lora_A lora_B"
+    ),
+    "Stable Diffusion 1.5 or 2": pair("lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q", 320, 320),
+    "Stable Diffusion 1.5 ": pair("lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q", 320, 320)
+    | pair("lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_v", 768, 1280),
     "PixArt or LTX": pair("transformer.transformer_blocks.0.attn1.to_q", 1152, 1152, "lora_A lora_B"),
     "Wan": pair("diffusion_model.blocks.0.self_attn.q", 1536, 1536, "lora_A lora_B"),
 }
@@ -306,6 +318,50 @@ def test_a_lora_of_another_model_is_refused_by_its_name(family: str, tmp_path: P
     with pytest.raises(UserError, match=f"is a LoRA for {family.strip()} .*Give one for Stable Diffusion 3"):
         read_lora(tmp_path / "x.safetensors")
     assert describe(tmp_path / "x.safetensors")["family"].startswith(family.strip())
+
+
+@pytest.mark.parametrize("alpha", [float("nan"), float("inf"), float("-inf"), 1e38, -1e38])
+def test_a_scale_that_no_training_gives_is_refused(alpha: float, tmp_path: Path) -> None:
+    file = sd3_file(tmp_path, **{"lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.tensor(alpha)})
+    with pytest.raises(UserError, match=re.escape(f"attn_qkv.alpha gives a scale of {alpha / 2:g}. A scale is finite")):
+        read_lora(file)
+    assert "refuses" in in_words(describe(file))
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(.*)*x", ".*" * 5 + "x", "a" * 201])
+def test_a_pattern_that_could_match_for_ever_is_refused(pattern: str, tmp_path: Path) -> None:
+    settings = {"r": 2, "lora_alpha": 2, "rank_pattern": {pattern: 4}}
+    tensors = pair("transformer.transformer_blocks.0.attn.to_q", 1536, 1536, "lora_A lora_B")
+    save_file(tensors, tmp_path / "x.safetensors", {"lora_adapter_metadata": json.dumps(settings)})
+    with pytest.raises(UserError, match="could take for ever"):
+        read_lora(tmp_path / "x.safetensors")
+
+
+SHAPES = [(), (0,), (4,), (4, 0), (0, 4), (2, 1536), (4608, 2), (2, 2, 1, 1)]
+
+
+@pytest.mark.parametrize("down", SHAPES, ids=str)
+def test_factors_of_any_shape_are_described_and_refused_in_words(down: tuple[int, ...], tmp_path: Path) -> None:
+    for up in SHAPES:
+        for module in ("lora_unet_joint_blocks_0_x_block_attn_qkv", "lora_unet_down_blocks_0_x_attn2_to_k"):
+            tensors = {f"{module}.lora_down.weight": torch.ones(down), f"{module}.lora_up.weight": torch.ones(up)}
+            save_file(tensors | {f"{module}.alpha": torch.tensor(1.0)}, tmp_path / "x.safetensors")
+            assert "x.safetensors" in in_words(describe(tmp_path / "x.safetensors"))
+            if module.endswith("qkv") and (down, up) == ((2, 1536), (4608, 2)):
+                continue
+            with pytest.raises(UserError):
+                read_lora(tmp_path / "x.safetensors")
+
+
+def test_what_would_steer_a_terminal_is_shown_and_not_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steering = "\x1b]0;owned\x07\x1b[2J\u202e"
+    save_file({f"{steering}.lora_down.weight": torch.ones(2, 2), f"{steering}.lora_up.weight": torch.ones(2, 2)},
+              tmp_path / "x.safetensors", {steering: steering})  # fmt: skip
+    for words, code in ((["inspect"], 0), (["export", "--format", "kohya"], 2)):
+        assert main([words[0], str(tmp_path / "x.safetensors"), *words[1:]]) == code
+        printed = "".join(capsys.readouterr())
+        assert r"\x1b]0;owned\x07" in printed and r"\u202e" in printed
+        assert not set(printed) & {"\x1b", "\x07", "\u202e"}
 
 
 @pytest.mark.parametrize(
@@ -434,12 +490,20 @@ def test_inspect_in_words(tmp_path: Path) -> None:
     text = in_words(describe(file))
     for line in ("LoRA, kohya (lora_unet_*)", "Stable Diffusion 3 Medium (attention of width 1536", "in tensors: 2",
                  "diffusers  silently nothing", "ComfyUI    yes", "Forge      yes", "lora_up.weight: 2 values are NaN",
+                 "simpletune refuses; values are NaN", "NaN reaches the model",
                  "3 in 1 modules: attn.to_k (1), attn.to_q (1), attn.to_v (1)"):  # fmt: skip
         assert line in text
     assert "not_finite" not in describe(file, values=False)
     zeros = sd3_file(tmp_path, **{"lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight": torch.zeros(4608, 2)})
     assert "1 of 1 modules are zero: untrained" in in_words(describe(zeros))
     assert describe(sd3_file(tmp_path))["not_finite"] == {}
+
+
+def test_inspect_finds_the_result_of_a_full_run(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "samples.safetensors").touch()
+    save_file(pair("x", 4, 4), file := tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert file_of(tmp_path) == file
 
 
 def test_names_of_layers_go_back_and_forth() -> None:

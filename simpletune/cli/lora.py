@@ -17,9 +17,10 @@ def inspect(args: argparse.Namespace) -> None:
     import json
 
     from simpletune.lora.describe import describe, file_of, in_words
+    from simpletune.system.printable import printable
 
     about = describe(file_of(Path(args.file)), values=not args.header_only)
-    print(json.dumps(about, indent=2) if args.json else in_words(about))
+    print(json.dumps(about, indent=2) if args.json else printable(in_words(about)))
 
 
 def inspect_arguments(parser: argparse.ArgumentParser) -> None:

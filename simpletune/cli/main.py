@@ -12,6 +12,7 @@ from simpletune.cli import data, draw, estimate, lora, report, serve, train
 from simpletune.cli import push as share
 from simpletune.options import UserError
 from simpletune.system.devices import prepare_environment
+from simpletune.system.printable import printable
 from simpletune.system.redact import redact
 from simpletune.system.signals import Stopped
 
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         VERBS[args.verb][0](args)
     except UserError as error:
-        print(f"error: {redact(str(error))}", file=sys.stderr)
+        print(f"error: {printable(redact(str(error)))}", file=sys.stderr)
         return error.code
     except BrokenPipeError:  # the reader of a pipe, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

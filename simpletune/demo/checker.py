@@ -20,6 +20,7 @@ from simpletune.demo.pictures import (
     POSITIONS,
     RGB,
     SIZES,
+    STRIPE_PERIOD,
     TINT,
     Scene,
     outline_colour,
@@ -29,9 +30,16 @@ from simpletune.demo.shapes import DISTANCES, Field
 PIXELS = 64
 ATTRIBUTES = ("shape", "colour", "background", "size", "position", "style")
 
+_TIMES = (0.5, 0.625, 0.8, 1.0, 1.25, 1.6, 2.0)
 _UNEVEN = 3.0  # standard deviation of the background, of 255
 _NEAR = 34.0  # how far a pixel may lie from a colour, of 255 in each channel's units, to count as it
-_PALE, _INKED = 0.1, 0.1  # shares of the figure in the pale tint and in the outline's colour when striped
+_OUTLINED = 0.3  # share of the figure's rim in the outline's colour when striped; noise has 0.22 at most
+_CONTRAST = 0.25  # standard deviation of the figure between its colour (0) and its tint (1)
+_EXPLAINED = 0.25  # share of that variance in the stripes' own wave; of a square wave's it is 0.81
+_RIVAL = 0.75  # least that the stripes' own wave explains, of what the best of `_WAVES` does
+_STRIPES = (np.pi / 4, STRIPE_PERIOD)
+_WAVES = [(angle, STRIPE_PERIOD * times) for angle in np.arange(12) * np.pi / 12 for times in _TIMES]
+"""Directions (every 15 degrees, 0 along x) and periods (shares of the side) among which stripes must stand out."""
 
 Mask = NDArray[np.bool_]  # [p, q]
 Pixels = NDArray[np.float64]  # [n, 3]
@@ -66,7 +74,7 @@ def read(image: Image.Image) -> Reading:
     colour = _figure_colour(canvas[apart])
     fill = _array(COLOURS[colour])
     tint = fill + (255.0 - fill) * TINT
-    striped = _is_striped(_box(canvas, apart), fill, tint, line, ground)
+    striped = _is_striped(canvas, _box(apart), [fill, tint, line, ground])
     mask = _despeckled(_nearer_to_any(canvas, [fill, tint, line] if striped else [fill], ground))
     style = "striped" if striped else "painted" if _unevenness(canvas, mask) > _UNEVEN else "flat"
     shape, radius, centre, fit = _best_shape(mask, OUTLINE if striped else 0.0)
@@ -104,12 +112,15 @@ def _border(canvas: Field) -> Pixels:
     return np.asarray(canvas[frame])
 
 
-def _box(canvas: Field, mask: Mask) -> Pixels:
-    """The pixels of the smallest upright rectangle around a mask."""
-    if not mask.any():
-        return canvas[:0].reshape(-1, 3)
-    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
-    return canvas[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].reshape(-1, 3)
+def _box(mask: Mask) -> Mask:
+    """The smallest upright rectangle around a mask."""
+    rows, columns = np.asarray(mask.any(axis=1)), np.asarray(mask.any(axis=0))
+    return np.asarray(_spanned(rows)[:, None] & _spanned(columns))
+
+
+def _spanned(line: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """All from the first to the last that is set."""
+    return np.asarray(np.maximum.accumulate(line) & np.maximum.accumulate(line[::-1])[::-1])
 
 
 def _nearest(value: Field, table: dict[str, RGB]) -> str:
@@ -125,12 +136,45 @@ def _figure_colour(figure: Pixels) -> str:
     return max(COLOURS, key=lambda name: _closeness(figure, _array(COLOURS[name])))
 
 
-def _is_striped(box: Pixels, fill: Field, tint: Field, line: Field, ground: Field) -> bool:
-    kinds = np.stack([fill, tint, line, ground])  # [4, 3]
-    nearest = np.linalg.norm(box[:, None] - kinds, axis=-1).argmin(axis=1)  # [n]
-    filled, pale, inked, _ = np.bincount(nearest, minlength=4)
-    figure = max(1, filled + pale + inked)
-    return bool(pale > _PALE * figure and inked > _INKED * figure)
+def _is_striped(canvas: Field, box: Mask, kinds: Sequence[Field]) -> bool:
+    """Whether a figure has an outline and, inside it, stripes of the style's direction and period.
+
+    Args:
+        canvas: the picture [p, q, 3].
+        box: where the figure is.
+        kinds: the colours [3] of figure, tint, outline and background.
+    """
+    nearest = np.linalg.norm(canvas[:, :, None] - np.stack(kinds), axis=-1).argmin(axis=-1)  # [p, q]
+    inside, inked = box & (nearest < 2), box & (nearest == 2)
+    rim = _grown(_grown(inside)) & ~inside
+    if not rim.any() or inked[rim].mean() < _OUTLINED:
+        return False
+    fill, tint = kinds[:2]
+    paleness = np.clip((canvas[inside] - fill) @ (tint - fill) / np.sum((tint - fill) ** 2), -0.25, 1.25)  # [n]
+    if paleness.std() < _CONTRAST:
+        return False
+    y, x = (np.argwhere(inside).T + 0.5) / PIXELS  # [n] each
+    own = _explained(paleness, x, y, _STRIPES)
+    return own >= _EXPLAINED and all(own >= _RIVAL * _explained(paleness, x, y, wave) for wave in _WAVES)
+
+
+def _explained(values: Field, x: Field, y: Field, wave: tuple[float, float]) -> float:
+    """Share of the variance of values [n] at places x, y [n] that a sine of any phase explains (least squares).
+
+    Args:
+        wave: direction in radians, 0 along x, and period.
+    """
+    angle, period = wave
+    turn = 2.0 * np.pi * (np.cos(angle) * x + np.sin(angle) * y) / period
+    basis = np.stack([np.cos(turn), np.sin(turn), np.ones_like(turn)], axis=1)  # [n, 3]
+    rest = values - basis @ np.linalg.lstsq(basis, values)[0]
+    return float(1.0 - rest.var() / values.var())
+
+
+def _grown(mask: Mask) -> Mask:
+    """A mask and the pixels beside it, above it and below it."""
+    padded = np.pad(mask, 1)
+    return np.asarray(mask | padded[:-2, 1:-1] | padded[2:, 1:-1] | padded[1:-1, :-2] | padded[1:-1, 2:])
 
 
 def _nearer_to_any(canvas: Field, parts: Sequence[Field], ground: Field) -> Mask:

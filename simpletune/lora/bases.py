@@ -159,4 +159,9 @@ def locate(name: str) -> Part:
         return Part("transformer", path)
     if is_single_file(name) and not path.is_file():
         raise UserError(f"{name} does not exist. Check the path")
-    return Model().model_copy(update={"pretrained": name}).part("transformer")
+    if (path.is_absolute() or name.startswith(".")) and not path.exists():
+        raise UserError(f"{name} does not exist. Give a folder, a .safetensors file or a hub name")
+    try:
+        return Model().model_copy(update={"pretrained": name}).part("transformer")
+    except UserError as error:  # which names the option of a configuration
+        raise UserError(str(error).removeprefix("model.pretrained: "), error.code) from None

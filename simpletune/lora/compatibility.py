@@ -32,17 +32,21 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
 
 
-def verdicts(header: LoraHeader, refusal: str | None) -> list[Verdict]:
+def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> list[Verdict]:
     """What each tool does with an SD3 LoRA.
 
     Args:
         header: of the file.
         refusal: why simpletune refuses it; None: it does not.
+        damaged: whether it holds NaN or infinite values.
     """
     own = Verdict(SIMPLETUNE, "refuses", [refusal]) if refusal else Verdict(SIMPLETUNE, "yes")
     if not is_sd3(header.family[0]):
         return [own]
-    return [_diffusers(header), _comfyui(header), _forge(header), own]
+    others = [_diffusers(header), _comfyui(header), _forge(header)]
+    for verdict in others if damaged else ():
+        verdict.notes.append("NaN reaches the model: pictures are black or noise")
+    return [*others, own]
 
 
 def _diffusers(header: LoraHeader) -> Verdict:

@@ -20,12 +20,14 @@ LONG = 60
 
 
 def file_of(path: Path) -> Path:
-    """The weight file that a path means: itself, or in a folder the LoRA of a run, or a model's weights."""
+    """The weight file that a path means: itself; in a folder, the result of a run, or a model's weights."""
     if not path.is_dir():
         return path
     from simpletune.adapters.lora import OUTPUT
 
-    return path / OUTPUT if (path / OUTPUT).is_file() else weight_files(path)[0]
+    if (path / OUTPUT).is_file():
+        return path / OUTPUT
+    return weight_files(path / "transformer" if (path / "transformer").is_dir() else path)[0]
 
 
 def describe(file: Path, values: bool = True) -> Json:
@@ -48,7 +50,8 @@ def describe(file: Path, values: bool = True) -> Json:
     about["types"] = dict(Counter(entry["dtype"] for entry in header.entries.values()))
     if not header.is_lora:
         return about | {"kind": "model", **_model(header)}
-    return about | {"kind": "lora", **_lora(header), **(_values(header) if values else {})}
+    found = _values(header) if values else {}
+    return about | {"kind": "lora", **_lora(header, damaged=bool(found.get("not_finite"))), **found}
 
 
 def _model(header: LoraHeader) -> Json:
@@ -66,14 +69,15 @@ def _model(header: LoraHeader) -> Json:
     }
 
 
-def _lora(header: LoraHeader) -> Json:
+def _lora(header: LoraHeader, damaged: bool) -> Json:
     family, shown = header.family
-    whole = [module for module in header.modules.values() if {"down", "up"} <= set(module.keys)]
+    whole = [m for m in header.modules.values() if {"down", "up"} <= set(m.keys)]
     refusal = None
     try:
         open_lora(header.file)
     except UserError as error:
         refusal = str(error).removeprefix(f"{header.file}").lstrip(": ").removeprefix("is ")
+    refusal = refusal or ("values are NaN or infinite" if damaged else None)
     return {
         "method": ", ".join(header.methods) or ("DoRA" if (header.settings or {}).get("use_dora") else "LoRA"),
         "layout": header.layout.name if header.layout else None,
@@ -90,7 +94,7 @@ def _lora(header: LoraHeader) -> Json:
         "text_encoder_keys": len(header.text),
         "unmatched": header.unmatched,
         "incomplete": header.halves,
-        "tools": [vars(verdict) for verdict in verdicts(header, refusal)],
+        "tools": [vars(verdict) for verdict in verdicts(header, refusal, damaged)],
         "metadata": _short(header.metadata),
     }
 

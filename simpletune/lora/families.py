@@ -23,6 +23,11 @@ LORAS = (
     (r"lora_prior_|prior\.", "Stable Cascade"),
 )
 UNET = re.compile(r"(down_blocks|up_blocks|mid_block|input_blocks|output_blocks|middle_block)")
+# Keys that only one of the U-Nets has: kohya's scripts use the original names for XL alone, and its blocks are deeper.
+ONLY_XL = re.compile(
+    r"^lora_te[12]_|text_encoder_2\.|^lora_unet_(input|output|middle)_block|transformer_blocks[._][1-9]\d?[._]"
+)
+NOT_XL = re.compile(r"down_blocks[._]0[._]attentions|input_blocks[._][12][._]1[._]|up_blocks[._]3[._]")
 UNET_BY_TEXT_WIDTH = {
     768: "Stable Diffusion 1.5",
     1024: "Stable Diffusion 2",
@@ -74,11 +79,11 @@ def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
         shapes: of the file's tensors, by key.
     """
     names = list(shapes)
+    if (key := _first(UNET.pattern, names)) is not None:  # before the others, which share names of its attention
+        return _unet(shapes, key)
     for pattern, family in LORAS:
         if (key := _first(pattern, names)) is not None:
             return family, key
-    if (key := _first(UNET.pattern, names)) is not None:
-        return _unet(shapes, key)
     if not _sd3_modules(names):
         return "no model that is known here", names[0] if names else "nothing"
     if (key := _first(DUAL.pattern, names)) is not None:
@@ -126,7 +131,7 @@ def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
             widths[shape[1]] += 1
         if split and split[1] == "up" and re.search(r"joint_blocks.*x_block.*adaLN|blocks[._]\d+[._]norm1[._]", name):
             down = shapes.get(name.replace("lora_up", "lora_down").replace("lora_B", "lora_A"))
-            if down and shape[0] == 9 * down[1]:
+            if down and len(shape) == len(down) == 2 and shape[0] == 9 * down[1]:
                 return MEDIUM_35, f"nine modulation vectors: {name} {list(shape)}"
     if not widths:
         return "Stable Diffusion 3 (of which size, its layers do not tell)", "the names of its layers"
@@ -139,12 +144,14 @@ def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
 
 
 def _unet(shapes: Mapping[str, tuple[int, ...]], key: str) -> tuple[str, str]:
-    """Which U-Net, by the width of the text that its cross-attention reads."""
+    """Which U-Net, by the width of the text that its cross-attention reads, or by keys that only one has."""
     for name, shape in shapes.items():
         split = split_key(name)
-        if split and split[1] == "down" and re.search(r"attn2.*to_k", name) and len(shape) >= 2:
+        if split and split[1] == "down" and re.search(r"attn2.*to_[kv]", name) and len(shape) >= 2:
             if family := UNET_BY_TEXT_WIDTH.get(shape[1]):
                 return family, f"cross-attention over text of width {shape[1]}: {name}"
-    if any(name.startswith("lora_te2_") or "text_encoder_2." in name for name in shapes):
-        return "Stable Diffusion XL", "a second text encoder beside a U-Net"
+    if (only := _first(ONLY_XL.pattern, list(shapes))) is not None:
+        return "Stable Diffusion XL", only
+    if (only := _first(NOT_XL.pattern, list(shapes))) is not None:
+        return "Stable Diffusion 1.5 or 2", only
     return "a U-Net (Stable Diffusion 1, 2 or XL)", key

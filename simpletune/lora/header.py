@@ -20,6 +20,9 @@ from simpletune.system.safetensors_file import TYPES, read_header
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 ADAPTER_METADATA = "lora_adapter_metadata"  # diffusers' name for PEFT's settings in the header
 LISTED = 6
+LONGEST_PATTERN = 200  # characters
+LARGEST_SCALE = 1e6
+"""Alpha over rank, at most; files that people train have 0.001 to 100."""
 
 
 class TensorEntry(TypedDict):
@@ -113,8 +116,8 @@ class LoraHeader:
         return [module.name for module in self.modules.values() if not {DOWN, UP} <= set(module.keys)]
 
     def rank(self, module: Module) -> int:
-        """A module's rank: the rows of its first factor."""
-        return self.shapes[module.keys[DOWN]][0]
+        """A module's rank: the rows of its first factor; 0 for a factor that is one number."""
+        return (self.shapes[module.keys[DOWN]] or (0,))[0]
 
     @cached_property
     def settings(self) -> Json | None:
@@ -139,7 +142,7 @@ class LoraHeader:
         """What a module's product is multiplied by: its own alpha before the header's, over its rank; else 1."""
         rank = self.rank(module)
         if module.alpha is not None:
-            return module.alpha / rank
+            return module.alpha / rank if rank else math.nan
         return self.header_scale(module)
 
     def header_scale(self, module: Module) -> float:
@@ -221,6 +224,7 @@ def open_lora(file: Path) -> LoraHeader:
     if header.odd_alphas:
         raise UserError(f"{file}: {header.odd_alphas[0]}. The file is damaged")
     _require_shapes(header)
+    _require_scales(header)
     return header
 
 
@@ -236,6 +240,16 @@ def _require_shapes(header: LoraHeader) -> None:
         if down[0] != up[1] or up[0] % len(module.layers) or 0 in (*down, *up):
             raise UserError(
                 f"{header.file}: {module.name} has {list(down)} and {list(up)}, which do not fit each other"
+            )
+
+
+def _require_scales(header: LoraHeader) -> None:
+    for module in header.modules.values():
+        scale = header.scale(module)
+        if not abs(scale) <= LARGEST_SCALE:  # NaN, too
+            raise UserError(
+                f"{header.file}: {module.keys.get(ALPHA, module.name)} gives a scale of {scale:g}. A scale is finite "
+                f"and at most {LARGEST_SCALE:g}. The file is damaged"
             )
 
 
@@ -266,6 +280,11 @@ def _checked(found: object, where: str) -> Json:
 def _pattern(patterns: Mapping[str, float] | None, layer: str, default: float | None) -> float | None:
     """PEFT's rule: the first pattern that matches the end of a layer's name."""
     for pattern, value in (patterns or {}).items():
+        if len(pattern) > LONGEST_PATTERN or len(re.findall(r"[*+?{]", pattern)) > 4 or re.search(r"\)[*+?{]", pattern):
+            raise UserError(
+                f"the pattern {pattern[:40]!r} in a LoRA's settings could take for ever to match: at most "
+                f"{LONGEST_PATTERN} characters, 4 repetitions, none of a group. Use the layers' names"
+            )
         try:
             fits = re.match(rf"(.*\.)?({pattern})$", layer)
         except re.error:

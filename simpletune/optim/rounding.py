@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from simpletune.system.rng import key_of
 
 GROUP = 1 << 22
-"""Elements that step together at most: 32 MiB of temporaries, less than one large matrix of SD3 takes by itself."""
+"""Elements that step together at most: 36 MiB of temporaries, less than one large matrix of SD3 takes by itself."""
 SMALL = GROUP // 4
 """Elements up to which a parameter joins a group: larger ones keep a GPU busy by themselves."""
 ALIGNED = 128
@@ -36,7 +36,8 @@ def key_draws(optimizer: torch.optim.Optimizer, seed: int, step: int) -> None:
 def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """fp32 to bf16, up or down at random so that the mean is x.
 
-    A random number below 2^16 is added to the bits that bf16 cuts off. Infinities stay what they are.
+    A random number below 2^16 is added to the bits that bf16 cuts off. Infinities and NaN stay what they are: the bits
+    of CUDA's NaN, 0x7fffffff, would carry over into the sign and become -0.0.
 
     Args:
         x: of any shape.
@@ -44,8 +45,20 @@ def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Ten
     """
     bits = x.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=x.device, generator=generator)
-    rounded = (noise.add_(bits)).bitwise_and_(-(1 << 16)).view(torch.float32)
-    return rounded.to(torch.bfloat16)
+    return _cut(noise.add_(bits), x.isnan()).to(torch.bfloat16)
+
+
+def _cut(bits: Tensor, nan: Tensor) -> Tensor:
+    """Clear what bf16 does not hold, in place; NaN where there was NaN.
+
+    Args:
+        bits: of fp32 numbers, as int32, with noise added.
+        nan: where there was NaN before the noise.
+
+    Returns:
+        The same memory as fp32.
+    """
+    return bits.bitwise_and_(-(1 << 16)).view(torch.float32).masked_fill_(nan, torch.nan)
 
 
 def padded(tensor: Tensor) -> int:
@@ -172,7 +185,8 @@ class RoundedOptimizer(torch.optim.Optimizer):
         for number, gradient in zip(numbers, gradients, strict=True):  # done with: the memory is the noise's
             noise = gradient.view(torch.int32)
             noise.random_(0, 1 << 16, generator=self._generator(number, flat.device))
-        flat.view(torch.int32).add_(rest.view(torch.int32)).bitwise_and_(-(1 << 16))  # as in stochastic_round
+        nan = flat.isnan()
+        _cut(flat.view(torch.int32).add_(rest.view(torch.int32)), nan)  # as in stochastic_round
         torch._foreach_copy_(own, weights)
 
     def _step_inner(self, numbers: list[int], generator: torch.Generator | None) -> None:

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from simpletune.serve.metrics import CONTENT_TYPE, Metrics
 from simpletune.serve.requests import Capabilities, RequestError, read_requests
 from simpletune.serve.worker import Job, Worker
+from simpletune.system.printable import printable
 
 PAGE = Path(__file__).parent / "page"
 PAGE_FILES = {
@@ -46,7 +47,7 @@ HEADERS = {
 
 def to_stderr(line: str) -> None:
     """Write a line, at once."""
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
+from simpletune.system.printable import printable
 from simpletune.system.processes import is_first_process
 from simpletune.system.redact import redact
 
@@ -29,10 +30,11 @@ def say(text: str) -> None:
     """A line on standard output, at once, above any bar; of several processes only the first speaks."""
     if _SILENT or not is_first_process():
         return
+    text = printable(redact(text))
     if _Stage.bars is None:
-        print(redact(text), flush=True)
+        print(text, flush=True)
     else:
-        _Stage.bars.console.out(redact(text), highlight=False)
+        _Stage.bars.console.out(text, highlight=False)
 
 
 @contextmanager
