@@ -26,13 +26,13 @@ class Measured:
         device: in words.
         stages: time and memory by stage.
         seconds: of each step done by this process.
-        processes: how many train together, each at this pace.
+        samples: of a step, in all processes; the mean over an epoch.
     """
 
     device: str
     stages: StageTimer
     seconds: list[float]
-    processes: int = 1
+    samples: float
 
 
 def summarise(config: TrainConfig, folder: Path, steps: int, measured: Measured) -> Json:
@@ -50,13 +50,12 @@ def summarise(config: TrainConfig, folder: Path, steps: int, measured: Measured)
     seconds = measured.seconds or [row["seconds"] for row in rows]
     tenth = max(1, len(losses) // 10)
     per_step = statistics.median(seconds[WARM_UP:] or seconds)
-    batch = config.train.batch_size * config.train.gradient_accumulation * measured.processes
     return {
         "name": config.name,
         "device": measured.device,
         "steps": steps,
         "seconds_per_step": rounded(per_step),
-        "samples_per_second": rounded(batch / per_step),
+        "samples_per_second": rounded(measured.samples / per_step),
         "peak_allocated_gib": rounded(stages.peak("peak_allocated_gib")),
         "peak_reserved_gib": rounded(stages.peak("peak_reserved_gib")),
         "peak_rss_gib": rounded(stages.peak("peak_rss_gib")),
