@@ -69,7 +69,7 @@ def test_each_sample_counts_once_an_epoch(options: dict, epoch: int) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(plans(), st.integers(0, 40))
+@given(plans(), st.integers(0, 12))
 def test_a_plan_taken_up_at_any_step_goes_on_as_if_it_had_begun_at_the_first(options: dict, start: int) -> None:
     whole, resumed = make_plan(**options), make_plan(**options)
     before = [rows_of(whole, step) for step in range(start + 4)]

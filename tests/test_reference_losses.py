@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from launching import Launcher
 
 from simpletune.config.load import validate

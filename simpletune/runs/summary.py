@@ -76,6 +76,8 @@ def print_data(prepared: Prepared) -> None:
     )
     say(f"        captions from {prepared.captions}")
     say(f"        {len(shapes)} bucket{'s' if len(shapes) != 1 else ''}: {listed}")
+    if plan.fillers:
+        say(f"        {plan.fillers} rows an epoch are fillers: they complete micro-batches, and count nothing")
     small = sum(_scaled_up(sample) and sample.repeat == 0 for sample in plan.samples)
     if small:
         say(f"        {small} pictures are smaller than their bucket and are scaled up")

@@ -152,7 +152,8 @@ def test_losses_norms_and_gradients_equal_diffusers(method: str, pipeline: Path,
     model, names = train.lora_method(model, lora, settings.lora_alpha) if file else train.full_method(model)
     trained = [model.weights[name].requires_grad_() for name in names]
     counts = [len(batch.samples) for batch in data.steps[0]]
-    total = sum(train.micro_batch_loss(model, data, settings, b) * n for b, n in zip(data.steps[0], counts, strict=True))
+    parts = [train.micro_batch_loss(model, data, settings, batch) for batch in data.steps[0]]
+    total = sum(part * count for part, count in zip(parts, counts, strict=True))
     mine = dict(zip(names, torch.autograd.grad(total / sum(counts), trained), strict=True))
     theirs = {name.replace(".default.", "."): gradient for name, gradient in gradients.items()}
     assert mine.keys() == theirs.keys()
