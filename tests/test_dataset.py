@@ -84,13 +84,13 @@ def test_all_that_is_odd_is_found(config: str, capsys: pytest.CaptureFixture[str
 
 
 def test_buckets_and_epochs_by_hand(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Seven squares in batches of three: two are repeated; 200x50 in 128x32 fits exactly, and wraps twice."""
+    """Seven squares in batches of three: two fillers; 200x50 in 128x32 fits exactly, and has two fillers more."""
     found = look(config, "data.repeats=1", capsys=capsys)
     assert found["buckets"] == [
-        {"size": [64, 64], "pictures": 7, "samples": 7, "batches": 3, "repeated": 2, "cut_away": 0.0},
-        {"size": [128, 32], "pictures": 1, "samples": 1, "batches": 1, "repeated": 2, "cut_away": 0.0},
+        {"size": [64, 64], "pictures": 7, "samples": 7, "batches": 3, "fillers": 2, "cut_away": 0.0},
+        {"size": [128, 32], "pictures": 1, "samples": 1, "batches": 1, "fillers": 2, "cut_away": 0.0},
     ]
-    assert found["epoch"] == {"steps": 3, "pictures_a_step": 3, "dropped": 0, "repeated": 4}
+    assert found["epoch"] == {"steps": 4, "pictures_a_step": 3, "dropped": 0, "fillers": 4}
     square = look(config, "data.aspect=square", "data.max_upscale=null", capsys=capsys)
     assert {row["name"]: row["cut_away"] for row in square["usable"]}["<img src=x>.png"] == 0.75
     assert square["scaled_up"] == {"tiny.png": 5.3333, "<img src=x>.png": 1.28}

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from launching import Launcher
 
 from simpletune.config.load import validate
 from simpletune.demo import pictures, tiny_sd3
@@ -51,12 +52,11 @@ def reference_losses(pipeline: Path, data: Path, folder: Path, changes: dict, lo
     return json.loads(answer.stdout)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("sigma", ["logit_normal", "uniform"])
-def test_first_losses(inputs: tuple[Path, Path], method: str, sigma: str, tiny_config: dict, tmp_path: Path) -> None:
+def config_of(inputs: tuple[Path, Path], tiny_config: dict, method: str, sigma: str) -> dict:
+    """The run that ``reference_losses`` computes."""
     pipeline, data = inputs
     objective = {"sigma": sigma, "shift": 1.7} | ({} if sigma == "uniform" else {"logit_mean": 0.2, "logit_std": 0.9})
-    config = tiny_config | {
+    return tiny_config | {
         "model": {"pretrained": str(pipeline), "t5_length": 8, "t5": method == "full"},
         "data": {"path": str(data), "resolution": 48, "caption_dropout": 0.3},
         "adapter": {"method": "full"} if method == "full" else {"method": "lora", "rank": 3, "alpha": 4.5},
@@ -67,13 +67,35 @@ def test_first_losses(inputs: tuple[Path, Path], method: str, sigma: str, tiny_c
         },
         "memory": {"checkpointing": "all"},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("sigma", ["logit_normal", "uniform"])
+def test_first_losses(inputs: tuple[Path, Path], method: str, sigma: str, tiny_config: dict, tmp_path: Path) -> None:
+    config = config_of(inputs, tiny_config, method, sigma)
     lora = initial_lora(config, tmp_path) if method == "lora" else None
     run = train(validate(config, "ours"))
     ours = [row["loss"] for row in read_metrics(run)]
     changes = {"t5": method == "full", "sigma": sigma} | ({} if lora is None else {"lora_alpha": 4.5})
-    theirs = reference_losses(pipeline, data, tmp_path, changes, lora)
+    theirs = reference_losses(*inputs, tmp_path, changes, lora)
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert len(set(ours)) == STEPS
+
+
+@pytest.mark.parametrize("batch_size, accumulation", [(2, 1), (2, 2), (4, 1)])
+def test_losses_of_two_processes(
+    inputs: tuple[Path, Path], batch_size: int, accumulation: int, tiny_config: dict, tmp_path: Path
+) -> None:
+    """Unequal counts in the processes, and one without a sample; later losses follow from the gradients."""
+    portions = {"batch_size": batch_size}
+    config = config_of(inputs, tiny_config, "full", "uniform")
+    config["train"] |= portions | {"gradient_accumulation": accumulation}
+    with Launcher(tmp_path / "jobs") as launcher:
+        outcome = launcher.train(config, config)
+    assert outcome.codes == [0, 0], outcome.said
+    ours = [row["loss"] for row in read_metrics(Path(config["output"]["runs"]) / config["name"])]
+    changes = portions | {"accumulation": accumulation, "processes": 2, "sigma": "uniform"}
+    assert ours == pytest.approx(reference_losses(*inputs, tmp_path, changes), rel=1e-5)
 
 
 def initial_lora(config: dict, folder: Path) -> Path:

@@ -41,7 +41,8 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield "speed", f"attention {config.speed.attention}, {ahead}{', blocks compiled' * config.speed.compile}"
     steps = f"{train.epochs} epochs" if train.epochs else f"{config.steps(1)} steps"
     batch = train.batch_size * train.gradient_accumulation
-    yield "runs", f"{steps} of {batch} picture{'s' if batch > 1 else ''}, seed {train.seed}, device {config.device}"
+    portion = f"up to {batch} pictures" if batch > 1 else "1 picture"
+    yield "runs", f"{steps} of {portion}, seed {train.seed}, device {config.device}"
     optimizer, schedule = config.optimizer, config.schedule
     warm = f" after {schedule.warmup_steps} warm-up steps" if schedule.warmup_steps else ""
     yield "optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.name}{warm}"

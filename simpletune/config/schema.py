@@ -36,11 +36,12 @@ class Train(Option):
     steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps; or give epochs."""
     epochs: Annotated[int, Field(ge=1)] | None = None
-    """Passes over the data; or give steps."""
+    """Epochs: every sample (each picture ``data.repeats`` times) counts once in each; or give steps."""
     batch_size: Annotated[int, Field(ge=1)] = 1
     """Pictures in one forward pass, all of one shape."""
     gradient_accumulation: Annotated[int, Field(ge=1)] = 1
-    """Forward passes per step; the batch that counts is batch_size times this."""
+    """Forward passes per step; the batch that counts is batch_size times this. The last step of an epoch has those that
+    are left."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Everything random follows from it and the step."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -55,12 +55,14 @@ class Draw:
         caption: the prompt; empty when dropped.
         sigma: the noise level in (0, 1), shifted.
         noise_key: the parts of the noise's key.
+        weight: 1: a sample of the epoch; 0: a filler, which keeps the micro-batch's shape and counts nothing.
     """
 
     view: View
     caption: str
     sigma: float
     noise_key: tuple[int | str, ...]
+    weight: int = 1
 
 
 def bucket_of(picture: Picture, source: Source) -> Size:
@@ -118,7 +120,7 @@ def make_plan(config: TrainConfig, pictures: Sequence[Picture], processes: int) 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples of one optimizer step.
+    """The most samples that one optimizer step has.
 
     Args:
         batch_size: samples in a micro-batch.
@@ -129,11 +131,6 @@ class GlobalBatch:
     batch_size: int
     accumulation: int = 1
     processes: int = 1
-
-    @property
-    def samples(self) -> int:
-        """Samples in a step, over all micro-batches and processes."""
-        return self.batch_size * self.accumulation * self.processes
 
 
 class Plan:
@@ -151,55 +148,89 @@ class Plan:
         if not samples:
             raise ValueError("a plan needs at least one sample")
         self.samples, self.source, self.objective = list(samples), source, objective
-        self.seed, self._samples_per_step = seed, batch.samples
+        self.seed = seed
         self.batch_size, self.accumulation, self.processes = batch.batch_size, batch.accumulation, batch.processes
         self.shift = objective.shift_at(source.resolution)
         self.buckets: dict[Size, list[int]] = defaultdict(list)
         for index, sample in enumerate(self.samples):
             self.buckets[sample.bucket].append(index)
-        self._pass = lru_cache(maxsize=2)(self._order_of_pass)
+        self._micros = sum(math.ceil(len(members) / self.batch_size) for members in self.buckets.values())
+        self._epoch = lru_cache(maxsize=2)(self._order_of_epoch)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in an epoch: samples over the global batch, rounded up."""
-        return math.ceil(len(self.samples) / self._samples_per_step)
+        """Steps in an epoch: its micro-batches over those of a step, rounded up."""
+        return math.ceil(self._micros / self._micros_per_step)
+
+    @property
+    def samples_per_step(self) -> float:
+        """Samples in a step, the mean over an epoch."""
+        return len(self.samples) / self.steps_per_epoch
+
+    @property
+    def fillers(self) -> int:
+        """Rows of an epoch's micro-batches that are no samples."""
+        return self._micros * self.batch_size - len(self.samples)
+
+    @property
+    def _micros_per_step(self) -> int:
+        return self.accumulation * self.processes
 
     def largest(self) -> Size:
         """The size of the bucket with the most pixels."""
         return max(self.buckets, key=lambda size: size[0] * size[1])
 
-    def _order_of_pass(self, number: int) -> list[list[int]]:
-        """The micro-batches (sample indices) of one pass over the data; a bucket's last one wraps within the bucket."""
+    def _order_of_epoch(self, number: int) -> list[list[int]]:
+        """The micro-batches (sample indices) of one epoch; the last one of a bucket may be short."""
         batches = []
         for (width, height), members in sorted(self.buckets.items()):
             order = stream(self.seed, "bucket-order", number, width, height).permutation(len(members))
-            for start in range(0, len(members), self.batch_size):
-                places = range(start, start + self.batch_size)
-                batches.append([members[order[place % len(members)]] for place in places])
+            shuffled = [members[place] for place in order]
+            batches += [shuffled[start : start + self.batch_size] for start in range(0, len(members), self.batch_size)]
         return [batches[place] for place in stream(self.seed, "pass-order", number).permutation(len(batches))]
 
+    def _places(self, step: int) -> tuple[int, range]:
+        """The epoch of a step, and which of the epoch's micro-batches are its own; at least one."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        first = within * self._micros_per_step
+        return epoch, range(first, min(first + self._micros_per_step, self._micros))
+
+    def micros(self, step: int) -> int:
+        """How many micro-batches of a step hold samples, in one process at least: those after them are left out."""
+        return math.ceil(len(self._places(step)[1]) / self.processes)
+
+    def samples_in(self, step: int) -> int:
+        """How many samples a step has, over all micro-batches and processes."""
+        epoch, places = self._places(step)
+        return sum(len(self._epoch(epoch)[place]) for place in places)
+
     def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
-        """The draws of one micro-batch, all from one bucket.
+        """The draws of one micro-batch, all from one bucket, always ``batch_size``: fillers stand last.
+
+        Fillers repeat the micro-batch's own samples, and a micro-batch of fillers alone repeats the step's last one.
 
         Args:
             step: counts optimizer steps from 0.
             micro: which micro-batch of the step's accumulation.
             process: which process.
         """
-        number = (step * self.accumulation + micro) * self.processes + process
-        pass_length = len(self._pass(0))
-        pass_number, place = divmod(number, pass_length)
-        indices = self._pass(pass_number)[place]
-        return [
-            self._draw(self.samples[index], pass_number, step, micro, number * self.batch_size + row)
-            for row, index in enumerate(indices)
+        epoch, places = self._places(step)
+        asked = micro * self.processes + process
+        place = min(asked, len(places) - 1)
+        number = step * self._micros_per_step + place
+        draws = [
+            self._draw(self.samples[index], epoch, step, place // self.processes, number * self.batch_size + row)
+            for row, index in enumerate(self._epoch(epoch)[places[place]])
         ]
+        real = len(draws) if place == asked else 0
+        rows = [draws[row % len(draws)] for row in range(self.batch_size)]
+        return rows[:real] + [replace(draw, weight=0) for draw in rows[real:]]
 
-    def _draw(self, sample: Sample, pass_number: int, step: int, micro: int, index: int) -> Draw:
+    def _draw(self, sample: Sample, epoch: int, step: int, micro: int, index: int) -> Draw:
         key = (step, micro, index)
         dropped = stream(self.seed, "dropout", *key).random() < self.source.caption_dropout
         return Draw(
-            view=self.view(sample, (pass_number * self.source.repeats + sample.repeat) % self.source.variants),
+            view=self.view(sample, (epoch * self.source.repeats + sample.repeat) % self.source.variants),
             caption="" if dropped else sample.picture.caption,
             sigma=self.objective.draw_sigma(stream(self.seed, "sigma", *key), self.shift),
             noise_key=("noise", *key),

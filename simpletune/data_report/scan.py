@@ -59,13 +59,13 @@ class ScannedImage:
 
 @dataclass(frozen=True)
 class BucketRow:
-    """A bucket: how many pictures and samples it has, its batches in a pass, samples repeated to fill the last one."""
+    """A bucket: its pictures, its samples and batches in an epoch, and the rows without weight in the last batch."""
 
     size: Size
     pictures: int
     samples: int
     batches: int
-    repeated: int
+    fillers: int
     lost: float
 
 
@@ -212,7 +212,7 @@ def _count(found: DatasetReport, plan: Plan) -> None:
             pictures=len(shares),
             samples=len(members),
             batches=batches,
-            repeated=batches * plan.batch_size - len(members),
+            fillers=batches * plan.batch_size - len(members),
             lost=sum(shares) / len(shares),
         )
         found.buckets.append(row)

@@ -96,17 +96,18 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
 def _measures(found: DatasetReport) -> Iterator[tuple[str, str]]:
     yield "sizes", ", ".join(f"{name}: {count}" for name, count in sizes(found) if count)
     yield "aspects", ", ".join(f"{name}: {count}" for name, count in aspects(found) if count)
-    yield "buckets", f"{len(found.buckets)}; pictures, batches, repeated to fill the last batch, cut away"
+    yield "buckets", f"{len(found.buckets)}; pictures, batches, fillers in the last batch, cut away"
     yield from _listed([
-        f"{row.size[0]}x{row.size[1]}: {row.pictures}, {row.batches}, {row.repeated}, {row.lost:.1%}"
+        f"{row.size[0]}x{row.size[1]}: {row.pictures}, {row.batches}, {row.fillers}, {row.lost:.1%}"
         for row in found.buckets
     ])  # fmt: skip
-    batches, repeated = sum(row.batches for row in found.buckets), sum(row.repeated for row in found.buckets)
+    batches, fillers = sum(row.batches for row in found.buckets), sum(row.fillers for row in found.buckets)
     samples = sum(row.samples for row in found.buckets)
     yield (
         "an epoch",
-        f"{plural(found.steps, 'step')} of {found.batch}; {plural(samples, 'sample')} in {plural(batches, 'batch')}, "
-        f"{repeated} repeated, 0 dropped".replace("batchs", "batches"),
+        f"{plural(found.steps, 'step')} of up to {found.batch}; {plural(samples, 'sample')} in "
+        f"{plural(batches, 'batch')}, "
+        f"{plural(fillers, 'filler')} without weight, 0 dropped".replace("batchs", "batches"),
     )
 
 
@@ -133,9 +134,9 @@ def as_json(found: DatasetReport) -> Json:
         "sizes": dict(sizes(found)) if found.usable else {}, "aspects": dict(aspects(found)),
         "buckets": [
             {"size": row.size, "pictures": row.pictures, "samples": row.samples, "batches": row.batches,
-             "repeated": row.repeated, "cut_away": round(row.lost, 4)}
+             "fillers": row.fillers, "cut_away": round(row.lost, 4)}
             for row in found.buckets
         ],
         "epoch": {"steps": found.steps, "pictures_a_step": found.batch, "dropped": 0,
-                  "repeated": sum(row.repeated for row in found.buckets)},
+                  "fillers": sum(row.fillers for row in found.buckets)},
     }  # fmt: skip

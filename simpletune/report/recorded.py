@@ -71,7 +71,7 @@ class RunRecord:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Pictures a second; of an unfinished run those of one process."""
+        """Pictures a second; of an unfinished run those of one process, in full micro-batches."""
         if "samples_per_second" in self.summary:
             return self.summary["samples_per_second"]
         train = self.settings.get("train", {})

@@ -26,13 +26,13 @@ class Measured:
         device: in words.
         stages: time and memory by stage.
         seconds: of each step done by this process.
-        processes: how many train together, each at this pace.
+        samples: of a step, in all processes; the mean over an epoch.
     """
 
     device: str
     stages: StageTimer
     seconds: list[float]
-    processes: int = 1
+    samples: float
 
 
 def summarise(config: TrainConfig, folder: Path, steps: int, measured: Measured) -> Json:
@@ -50,13 +50,12 @@ def summarise(config: TrainConfig, folder: Path, steps: int, measured: Measured)
     seconds = measured.seconds or [row["seconds"] for row in rows]
     tenth = max(1, len(losses) // 10)
     per_step = statistics.median(seconds[WARM_UP:] or seconds)
-    batch = config.train.batch_size * config.train.gradient_accumulation * measured.processes
     return {
         "name": config.name,
         "device": measured.device,
         "steps": steps,
         "seconds_per_step": rounded(per_step),
-        "samples_per_second": rounded(batch / per_step),
+        "samples_per_second": rounded(measured.samples / per_step),
         "peak_allocated_gib": rounded(stages.peak("peak_allocated_gib")),
         "peak_reserved_gib": rounded(stages.peak("peak_reserved_gib")),
         "peak_rss_gib": rounded(stages.peak("peak_rss_gib")),
@@ -77,6 +76,8 @@ def print_data(prepared: Prepared) -> None:
     )
     say(f"        captions from {prepared.captions}")
     say(f"        {len(shapes)} bucket{'s' if len(shapes) != 1 else ''}: {listed}")
+    if plan.fillers:
+        say(f"        {plan.fillers} rows an epoch are fillers: they complete micro-batches, and count nothing")
     small = sum(_scaled_up(sample) and sample.repeat == 0 for sample in plan.samples)
     if small:
         say(f"        {small} pictures are smaller than their bucket and are scaled up")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,12 +27,16 @@ class Batch:
     pooled: Tensor  # [b, p]; with a modulation plan its rows, [b, m]
     names: tuple[str, ...]
     """The pictures' names, for messages."""
+    fillers: int = 0
+    """The last rows, which keep the shape and count nothing."""
+    parts: float = 1.0
+    """What its mean loss is divided by to be its part of the step's loss; infinite where all rows are fillers."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """A batch of other tensors, each made from one of this one's."""
         tensors = (self.z_0, self.noise, self.sigma, self.prompt_embeds, self.pooled)
         z_0, noise, sigma, prompt_embeds, pooled = map(change, tensors)
-        return Batch(z_0, noise, sigma, prompt_embeds, pooled, self.names)
+        return replace(self, z_0=z_0, noise=noise, sigma=sigma, prompt_embeds=prompt_embeds, pooled=pooled)
 
 
 class Batches:
@@ -64,9 +69,18 @@ class Batches:
         return self.place(step, self.fetch(step))
 
     def fetch(self, step: int) -> list[Batch]:
-        """What can be done of them ahead, and beside the computation: on the host, pinned where that serves."""
-        micros = range(self.plan.accumulation)
-        return [self._fetched(self.plan.micro_batch(step, micro, self.process)) for micro in micros]
+        """What can be done of them ahead, and beside the computation: on the host, pinned where that serves.
+
+        A step's loss is the mean over its samples in all processes, and processes average their gradients.
+        """
+        share = self.plan.samples_in(step) / self.plan.processes
+        found = []
+        for micro in range(self.plan.micros(step)):
+            draws = self.plan.micro_batch(step, micro, self.process)
+            real = sum(draw.weight for draw in draws)
+            parts = share / real if real else math.inf
+            found.append(replace(self._fetched(draws), fillers=len(draws) - real, parts=parts))
+        return found
 
     def place(self, step: int, fetched: list[Batch]) -> list[Batch]:
         """Fetched micro-batches on the device, with their modulations; the host does not wait for the copies."""
@@ -74,7 +88,7 @@ class Batches:
         if self.modulations is None:
             return batches
         rows = self.modulations.of_step(step)  # [micro-batches, b, m]
-        return [replace(batch, pooled=own) for batch, own in zip(batches, rows, strict=True)]
+        return [replace(batch, pooled=own) for batch, own in zip(batches, rows[: len(batches)], strict=True)]
 
     def one_by_one(self, draws: Sequence[Draw]) -> Iterator[Batch]:
         """A batch of one for each draw."""

@@ -56,7 +56,10 @@ class StepCore:
         self.norms = torch.empty(0)  # of their gradients
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of one micro-batch: a scalar in fp32 (arXiv:2403.03206, eq. 13 and section 2)."""
+        """The loss of one micro-batch: a scalar in fp32 (arXiv:2403.03206, eq. 13 and section 2).
+
+        The mean over its samples; over its fillers where it holds nothing else.
+        """
         precision = self.config.precision
         with phase("noise"):
             z_t = interpolate(batch.z_0, batch.noise, batch.sigma)
@@ -65,7 +68,10 @@ class StepCore:
                 model, z_t, batch.sigma, batch.prompt_embeds, batch.pooled, precision.compute_dtype()
             )
         with phase("loss"):
-            return flow_loss(velocity, velocity_target(batch.z_0, batch.noise))
+            target = velocity_target(batch.z_0, batch.noise)
+            if 0 < batch.fillers < len(target):
+                velocity, target = velocity[: -batch.fillers], target[: -batch.fillers]
+            return flow_loss(velocity, target)
 
     def step(
         self, batches: list[Batch], allows_update: Callable[[Tensor, Tensor], bool] | None = None
@@ -77,28 +83,29 @@ class StepCore:
             allows_update: is asked, with what is returned, whether to update the weights; None: they are updated.
 
         Returns:
-            The mean loss and the norm of all gradients together, before clipping; both still on the device.
+            The loss, whose mean over the processes is the mean over the step's samples, and the norm of all gradients
+            together, before clipping; both still on the device.
         """
-        mean = torch.zeros((), device=batches[0].z_0.device)
+        total = torch.zeros((), device=batches[0].z_0.device)
         self.losses = []
         for number, batch in enumerate(batches, 1):
             with self.accelerator.no_sync(self.model) if number < len(batches) else nullcontext():
                 with phase("forward"):
-                    loss = self.loss(self.model, batch) / len(batches)
+                    loss = self.loss(self.model, batch) / batch.parts
                 with phase("backward"):
                     self.accelerator.backward(loss)
-            mean += loss.detach()
+            total += loss.detach()
             self.losses.append(loss.detach())
         with phase("clip"):
             norm = self.norm()
-            updates = allows_update is None or allows_update(mean, norm)
+            updates = allows_update is None or allows_update(total, norm)
             if updates:
                 self.clip(norm)
         with phase("optimizer"):  # with memory.optimizer_in_backward there is no gradient left: nothing happens here
             if updates:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        return mean, norm
+        return total, norm
 
     def norm(self) -> Tensor:
         """The norm of all gradients together; not finite if one of them is not."""

@@ -41,7 +41,7 @@ class SyntheticBatches:
 
     def step(self, step: int) -> list[Batch]:
         """The micro-batches of one step."""
-        batches = [self.batch() for _ in range(self.accumulation)]
+        batches = [replace(self.batch(), parts=self.accumulation) for _ in range(self.accumulation)]
         if self.modulations is None:
             return batches
         rows = self.modulations.of_step(step)

@@ -159,7 +159,7 @@ class TrainingProgress:
     Args:
         steps: steps of the whole run.
         start: the step the run starts from.
-        samples: pictures a step, of all processes.
+        samples: pictures a step, of all processes; the mean over an epoch.
         memory: tells the memory in use, in words.
         every: steps between what interrupts training (``validate``, ``save``); None: it comes at the end only.
         took: seconds that one such interruption is known to take.
@@ -169,7 +169,7 @@ class TrainingProgress:
         self,
         steps: int,
         start: int,
-        samples: int = 1,
+        samples: float = 1,
         memory: Callable[[], str] = str,
         every: dict[str, int | None] | None = None,
         took: dict[str, float] | None = None,

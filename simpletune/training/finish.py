@@ -26,7 +26,7 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     failpoint("finish.exported")
     eval_after = run.optional(EVALUATING, run.evaluate, run.steps)
     run.optional(DRAWING, run.validate, run.steps)
-    measured = Measured(run.device, run.stages, run.seconds, run.accelerator.num_processes)
+    measured = Measured(run.device, run.stages, run.seconds, run.prepared.plan.samples_per_step)
     summary = summarise(run.config, run.folder, run.steps, measured)
     summary |= {
         "seconds_total": round(time.perf_counter() - run.started, 2),

@@ -295,8 +295,7 @@ def is_interrupted(config: TrainConfig, step: int) -> bool:
 
 def progress_of(run: Run) -> TrainingProgress:
     """What a person sees of the loop."""
-    train, first = run.config.train, run.stages.by_name.get("validate")
-    samples = train.batch_size * train.gradient_accumulation * run.accelerator.num_processes
+    samples, first = run.prepared.plan.samples_per_step, run.stages.by_name.get("validate")
     every = {"save": run.config.checkpoint.every, "validate": run.config.validation.every}
     took = {"validate": first.seconds} if first else {}
     return TrainingProgress(run.steps, run.start, samples, run.stages.memory_now, every, took)

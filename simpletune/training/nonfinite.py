@@ -126,12 +126,12 @@ class NonFiniteGuard:
 
     def _samples(self, step: int) -> list[str]:
         """The names of a step's samples, in all processes."""
-        return self._gathered([draw.view.picture.name for draw in self._draws(step)])
+        return self._gathered([draw.view.picture.name for draw in self._draws(step) if draw.weight])
 
     def _draws(self, step: int) -> list[Draw]:
         """What a step's micro-batches are made of, in this process."""
         plan, process = self.batches.plan, self.accelerator.process_index
-        return [draw for micro in range(plan.accumulation) for draw in plan.micro_batch(step, micro, process)]
+        return [draw for micro in range(plan.micros(step)) for draw in plan.micro_batch(step, micro, process)]
 
     def _gathered(self, found: list[T]) -> list[T]:
         """What was found in all processes: each sees only its own samples."""

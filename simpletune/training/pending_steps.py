@@ -58,7 +58,7 @@ def global_figures(loss: Tensor, norm: Tensor, accelerator: Accelerator, stop: b
     """A step's figures over all processes, on the device.
 
     Args:
-        loss: its mean loss in this process.
+        loss: as ``StepCore.step`` returns it.
         norm: of all its gradients, the same in all processes.
         accelerator: knows the processes.
         stop: whether this process was asked to stop.

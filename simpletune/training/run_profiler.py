@@ -53,7 +53,7 @@ def flops_of_steps(run: Run) -> Callable[[int], float]:
 
     def of_step(step: int) -> float:
         plan, process = run.prepared.plan, run.accelerator.process_index
-        draws = [plan.micro_batch(step, micro, process)[0] for micro in range(plan.accumulation)]
+        draws = [plan.micro_batch(step, micro, process)[0] for micro in range(plan.micros(step))]
         return float(sum(of_size(draw.view.bucket) for draw in draws))
 
     return of_step

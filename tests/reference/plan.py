@@ -37,6 +37,7 @@ class Settings:
     mean: float | None = None
     std: float | None = None
     max_aspect: float = 4.0
+    processes: int = 1
     lora_alpha: float | None = None
     """Needed by the method "lora"; the rank is lora_A's."""
 
@@ -94,27 +95,28 @@ def pass_order(seed: int, number: int, members: Sequence[Bucket], batch_size: in
         n = len(inside)
         permutation = stream(seed, "bucket-order", number, *size).permutation(n)
         for j in range(math.ceil(n / batch_size)):
-            places = range(j * batch_size, (j + 1) * batch_size)
-            # A bucket that is no multiple of the batch size wraps within itself.
-            listed.append(tuple(inside[permutation[place % n]] for place in places))
+            # Of a bucket that is no multiple of the batch size the last micro-batch is short.
+            listed.append(tuple(inside[place] for place in permutation[j * batch_size : (j + 1) * batch_size]))
     order = stream(seed, "pass-order", number).permutation(len(listed))
     return [listed[i] for i in order]
 
 
 def micro_batches(settings: Settings, members: Sequence[Bucket]) -> list[list[MicroBatch]]:
-    """The micro-batches of every step: `steps` lists of `accumulation` each."""
-    wanted = settings.steps * settings.accumulation
-    queue: list[tuple[int, ...]] = []
-    number = 0
-    while len(queue) < wanted:
-        queue += pass_order(settings.seed, number, members, settings.batch_size)
-        number += 1
-    steps = []
-    for step in range(settings.steps):
-        k = step * settings.accumulation
-        rows = enumerate(queue[k : k + settings.accumulation])
-        steps.append([MicroBatch(step, m, row, (k + m) * settings.batch_size) for m, row in rows])
-    return steps
+    """The micro-batches of every step, of all processes; the last step of an epoch has those that are left."""
+    size = settings.accumulation * settings.processes
+    steps: list[list[MicroBatch]] = []
+    epoch = 0
+    while len(steps) < settings.steps:
+        listed = pass_order(settings.seed, epoch, members, settings.batch_size)
+        for start in range(0, len(listed), size):
+            step = len(steps)
+            rows = enumerate(listed[start : start + size])
+            first = step * size
+            steps.append([
+                MicroBatch(step, n // settings.processes, row, (first + n) * settings.batch_size) for n, row in rows
+            ])  # fmt: skip
+        epoch += 1
+    return steps[: settings.steps]
 
 
 def draw_noise(settings: Settings, step: int, micro: int, index: int, shape: tuple[int, ...]) -> np.ndarray:

@@ -103,13 +103,13 @@ def steps(model: mmdit.MMDiT, names: list[str], data: Prepared, settings: Settin
     m = [torch.zeros_like(parameter) for parameter in trained]
     v = [torch.zeros_like(parameter) for parameter in trained]
     for number, batches in enumerate(data.steps, start=1):
-        total = 0.0
+        total, samples = 0.0, sum(len(batch.samples) for batch in batches)
         gradients = [torch.zeros_like(parameter) for parameter in trained]
         for batch in batches:
-            loss = micro_batch_loss(model, data, settings, batch)
-            parts = torch.autograd.grad(loss / settings.accumulation, trained)
+            loss = micro_batch_loss(model, data, settings, batch) * len(batch.samples) / samples
+            parts = torch.autograd.grad(loss, trained)
             gradients = [gradient + part for gradient, part in zip(gradients, parts, strict=True)]
-            total += loss.item() / settings.accumulation
+            total += loss.item()
         norm = clip(gradients, settings.clip_norm)
         with torch.no_grad():
             for state in zip(trained, gradients, m, v, strict=True):
@@ -155,7 +155,7 @@ def losses(
         lora: for "lora", a safetensors file with `<module>.lora_A.weight` and `<module>.lora_B.weight` to start from.
 
     Returns:
-        One loss a step, the mean over its micro-batches.
+        One loss a step, the mean over its samples.
 
     Raises:
         ValueError: an unknown method or density, or a LoRA file that does not fit the transformer.
