@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from simpletune.report import charts, pictures
 from simpletune.report.content import Chart, Fact, Report, Section, Table, dollars, gib, seconds
+from simpletune.report.ended import resumes
 from simpletune.report.losses import loss_data, loss_section
 from simpletune.report.recorded import Json, RunRecord
 from simpletune.report.settings import plain_settings, settings_of
+from simpletune.system.console import duration
 
 NAMES = ("name", "about", "output.runs", "output.profiles", "output.cache", "output.report")
 WEIGHTY = (
@@ -113,12 +115,13 @@ def table_section(runs: list[RunRecord], price: float | None) -> Section:
         "% of first",
         "s/epoch",
         "samples/s",
+        "time",
         "peak",
         "% of first",
         "loss",
         "evaluation loss",
     ]
-    head += ["1,000 steps"] if price else []
+    head += ["1,000 steps", "all of it"] if price else []
     rows = []
     for run in runs:
         trained = run.summary.get("trainable_parameters")
@@ -131,15 +134,18 @@ def table_section(runs: list[RunRecord], price: float | None) -> Section:
             _percent(run.seconds_per_step, runs[0].seconds_per_step),
             seconds(run.seconds_per_epoch),
             f"{run.samples_per_second:.3g}" if run.samples_per_second else "",
+            duration(run.seconds_total) if run.seconds_total is not None else "",
             gib(run.peak),
             _percent(run.peak, runs[0].peak if run.peak_key == runs[0].peak_key else None),
             f"{final:.4f}" if final is not None else "",
             f"{run.evaluations[-1][1]:.4f}" if run.evaluations else "",
         ]
-        cells += [dollars(run.seconds_per_step * 1000 / 3600 * price) if run.seconds_per_step else ""] if price else []
+        paid = [run.seconds_per_step * 1000 if run.seconds_per_step else None, run.seconds_total] if price else []
+        cells += [dollars(time / 3600 * (price or 0)) if time is not None else "" for time in paid]
         rows.append(tuple(cells))
     note = f"Percentages are of the first, {runs[0].name}." + (f" Cost at ${price:g} an hour." if price else "")
-    return Section("figures", "Figures", notes=[note], tables=[Table("Runs", tuple(head), rows)])
+    several = [f"{run.name}: {words}; its time and peak are of all of them." for run in runs if (words := resumes(run))]
+    return Section("figures", "Figures", notes=[note, *several], tables=[Table("Runs", tuple(head), rows)])
 
 
 def _percent(value: float | None, first: float | None) -> str:

@@ -20,6 +20,7 @@ from simpletune.pipeline.encode import Prepared, encode
 from simpletune.pipeline.load import load_base
 from simpletune.pipeline.plan_data import plan_data
 from simpletune.runs import checkpoint
+from simpletune.runs.attempts import AttemptRecorder, close_killed
 from simpletune.runs.folder import (
     CONFIG,
     DATA,
@@ -61,13 +62,13 @@ class StartOptions:
     """How a run is started, beside its configuration.
 
     Args:
-        started: when the process started, by ``time.perf_counter``.
+        attempt: the record of this process.
         resume: ``latest``, ``auto`` or a checkpoint's folder; None: begin anew.
         force: begin even what does not fit on the device or the disk, by prediction.
         estimate_first: predict the memory on the CPU too.
     """
 
-    started: float
+    attempt: AttemptRecorder
     resume: str | None = None
     force: bool = False
     estimate_first: bool = False
@@ -123,6 +124,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     folder = run_folder(config)
     if main:
         open_folder(config, prepared, saved, anew=options.resume == "auto")
+        options.attempt.begin(reason, start, stages)
         put_chosen_blocks(resolved, fitted)
     stop_if_asked()
 
@@ -146,7 +148,8 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         start=start,
         steps=steps,
         attention=attention,
-        started=options.started,
+        started=options.attempt.began,
+        attempt=options.attempt,
         guard=NonFiniteGuard(config, folder, model.core, batches, start, trackers.warn),
         predicted=predicted,
     )
@@ -207,6 +210,7 @@ def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.Saved
         saved: the checkpoint that it continues from, if any.
         anew: an unfinished run without a checkpoint makes room.
     """
+    close_killed(run_folder(config))
     if anew and not saved:
         clear_unsaved(config)
     folder = open_again(config, saved.step) if saved else open_fresh(config)
