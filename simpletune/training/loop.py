@@ -222,7 +222,7 @@ def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> bool:
         Whether a process was asked to stop when it was launched.
     """
     loss, norm, asked = done.read()
-    run.to_first_step = run.to_first_step or done.finished - run.started
+    run.to_first_step = run.to_first_step or done.finished - run.attempt.began
     if run.guard.check(done, loss, norm) and run.main:
         row = {"loss": loss, "lr": done.lr, "seconds": round(done.seconds, 6), "grad_norm": norm}
         epoch = done.step // run.prepared.plan.steps_per_epoch

@@ -55,7 +55,6 @@ class Run:
         steps: steps of the whole run.
         total: parameters of the base model.
         attention: the kernel that computes it.
-        started: when the process started, by ``time.perf_counter``.
         attempt: the record of this process.
         guard: against NaN and infinity.
         predicted: its memory, if it was predicted.
@@ -79,7 +78,6 @@ class Run:
     steps: int
     total: int
     attention: str
-    started: float
     attempt: AttemptRecorder
     guard: NonFiniteGuard
     predicted: Estimate | None = None

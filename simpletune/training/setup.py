@@ -127,7 +127,6 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         options.attempt.begin(reason, start, stages)
         put_chosen_blocks(resolved, fitted)
     stop_if_asked()
-
     with stages.stage("load"):
         model = load_model(fitted, prepared, accelerator, saved)
     attention = settle_attention(resolved, prepared.plan.largest(), device)
@@ -148,7 +147,6 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         start=start,
         steps=steps,
         attention=attention,
-        started=options.attempt.began,
         attempt=options.attempt,
         guard=NonFiniteGuard(config, folder, model.core, batches, start, trackers.warn),
         predicted=predicted,
