@@ -263,5 +263,6 @@ def test_several_runs_show_time_and_resumes(tiny_config: dict, tmp_path: Path) -
     shutil.copytree(folder, tmp_path / "other")
     report = make_report([folder, tmp_path / "other"], price=1.0)
     (figures,) = [section for section in report.sections if section.name == "figures"]
-    assert "time" in figures.tables[0].head
-    assert any("tiny" in note and "2 attempts" in note and "step 3" in note for note in figures.notes)
+    (time,) = [table for table in figures.tables if "time" in table.head]
+    assert [row[0] for row in time.rows] == ["tiny", "other"] and "$" in time.rows[0][2]
+    assert time.rows[0][3:] == ("2 attempts; resumed from step 3", "finished")

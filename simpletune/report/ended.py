@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from simpletune.report.content import Section, Table, gib, seconds
+from simpletune.report.content import Section, Table, gib
 from simpletune.runs.attempts import Attempt
+from simpletune.system.console import duration
 from simpletune.system.stage_timer import largest_peak
 
 if TYPE_CHECKING:
@@ -25,17 +26,17 @@ def state_notes(run: RunRecord) -> list[str]:
     if last == "finished" or (run.summary and not run.attempts):
         return []
     of = f" of {run.steps_asked:,}" if run.steps_asked else ""
-    steps = f"{run.steps_done:,}{of} steps are recorded"
+    steps = f"Recorded: {run.steps_done:,}{of} steps"
     if run.held:
-        return [f"This run is still running: {steps} so far."]
+        return [f"This run is still running. {steps} so far."]
     if not run.attempts:
-        return [f"This run has no end: it was stopped or killed, or it failed, and how is not recorded. {steps}."]
+        return [f"This run is not finished: how it ended is not recorded. {steps}."]
     attempt = run.attempts[-1]
     if attempt.ended == "failed":
         lines = without_folders(attempt.reason).splitlines() or ["no reason is recorded"]
         return [f"This run failed: {lines[0]}", *lines[1:], f"{steps}."]
     if attempt.ended == "stopped":
-        return [f"This run was {attempt.in_words()}: {steps}."]
+        return [f"This run was {attempt.in_words()}. {steps}."]
     return [f"This run was killed, or its machine went down: it left no end. {steps}."]
 
 
@@ -48,8 +49,17 @@ def resumes(run: RunRecord) -> str:
     """How many attempts a run took and from which steps it was resumed, in words; empty: it was one."""
     if len(run.attempts) < 2:
         return ""
-    steps = ", ".join(f"{attempt.from_step:,}" for attempt in run.attempts[1:])
-    return f"{len(run.attempts)} attempts; resumed from step {steps}"
+    steps = [f"{attempt.from_step:,}" for attempt in run.attempts[1:]]
+    return f"{len(run.attempts)} attempts; resumed from step{'s' * (len(steps) > 1)} {', '.join(steps)}"
+
+
+def outcome(run: RunRecord) -> str:
+    """How a run ended, in a few words."""
+    if run.attempts and run.attempts[-1].ended:
+        return run.attempts[-1].in_words()
+    if run.attempts:
+        return "running" if run.held else "killed"
+    return "running" if run.held else "finished" if run.summary else "not recorded"
 
 
 def attempts_section(run: RunRecord) -> Section | None:
@@ -67,7 +77,7 @@ def attempts_section(run: RunRecord) -> Section | None:
     head = ("started (UTC)", "steps", "time", "peak memory", "device", "how it ended")
     cells = [
         (f"{row.started:%Y-%m-%d %H:%M}", _steps(row),
-         seconds(row.seconds), _peak(row), row.device, _ending(row, run.held and row is rows[-1]))
+         duration(row.seconds), _peak(row), row.device, _ending(row, run.held and row is rows[-1]))
         for row in rows
     ]  # fmt: skip
     section.tables.append(Table("Attempts", head, cells))

@@ -171,6 +171,10 @@ def picture_section(run: RunRecord, found: list[pictures.ValidationPicture]) -> 
         section.block = ""
         section.notes.append("This run drew no validation pictures (validation.prompts).")
         return section
+    if not any(picture.step for picture in found):
+        section.block = ""
+        section.notes.append("Only the base was drawn so far.")
+        return section
     steps = sorted({picture.step for picture in found})
     shown = pictures.spread_steps([step for step in steps if step], STEPS_SHOWN)
     choose = " Choose the step with the slider." if len(shown) > 1 else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simpletune.report import charts, pictures
 from simpletune.report.content import Chart, Fact, Report, Section, Table, dollars, gib, seconds
-from simpletune.report.ended import resumes
+from simpletune.report.ended import outcome, resumes
 from simpletune.report.losses import loss_data, loss_section
 from simpletune.report.recorded import Json, RunRecord
 from simpletune.report.settings import plain_settings, settings_of
@@ -115,13 +115,12 @@ def table_section(runs: list[RunRecord], price: float | None) -> Section:
         "% of first",
         "s/epoch",
         "samples/s",
-        "time",
         "peak",
         "% of first",
         "loss",
         "evaluation loss",
     ]
-    head += ["1,000 steps", "all of it"] if price else []
+    head += ["1,000 steps"] if price else []
     rows = []
     for run in runs:
         trained = run.summary.get("trainable_parameters")
@@ -134,18 +133,28 @@ def table_section(runs: list[RunRecord], price: float | None) -> Section:
             _percent(run.seconds_per_step, runs[0].seconds_per_step),
             seconds(run.seconds_per_epoch),
             f"{run.samples_per_second:.3g}" if run.samples_per_second else "",
-            duration(run.seconds_total) if run.seconds_total is not None else "",
             gib(run.peak),
             _percent(run.peak, runs[0].peak if run.peak_key == runs[0].peak_key else None),
             f"{final:.4f}" if final is not None else "",
             f"{run.evaluations[-1][1]:.4f}" if run.evaluations else "",
         ]
-        paid = [run.seconds_per_step * 1000 if run.seconds_per_step else None, run.seconds_total] if price else []
-        cells += [dollars(time / 3600 * (price or 0)) if time is not None else "" for time in paid]
+        cells += [dollars(run.seconds_per_step * 1000 / 3600 * price) if run.seconds_per_step else ""] if price else []
         rows.append(tuple(cells))
     note = f"Percentages are of the first, {runs[0].name}." + (f" Cost at ${price:g} an hour." if price else "")
-    several = [f"{run.name}: {words}; its time and peak are of all of them." for run in runs if (words := resumes(run))]
-    return Section("figures", "Figures", notes=[note, *several], tables=[Table("Runs", tuple(head), rows)])
+    tables = [Table("Runs", tuple(head), rows), _time_table(runs, price)]
+    return Section("figures", "Figures", notes=[note], tables=tables)
+
+
+def _time_table(runs: list[RunRecord], price: float | None) -> Table:
+    """What each run took over all of its attempts, and how it ended."""
+    rows = []
+    for run in runs:
+        time = run.seconds_total
+        cost = [dollars(time / 3600 * price) if time is not None else ""] if price else []
+        took = duration(time) if time is not None else ""
+        rows.append((run.name, took, *cost, resumes(run) or ("1 attempt" if run.attempts else ""), outcome(run)))
+    head = ("run", "time", *(["cost"] if price else []), "attempts", "how it ended")
+    return Table("Time of the whole job", head, rows)
 
 
 def _percent(value: float | None, first: float | None) -> str:
