@@ -221,6 +221,25 @@ def test_a_record_that_cannot_be_written_does_not_hide_why(
     assert "warning" in capsys.readouterr().out
 
 
+def test_what_comes_after_the_end_does_not_make_it_a_failure(tiny_config: dict, monkeypatch) -> None:
+    def gone(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("simpletune.training.finish.print_results", gone)
+    with pytest.raises(BrokenPipeError):
+        run_with(tiny_config)
+    assert rows_of(folder_of(tiny_config))[0]["ended"] == "finished"
+
+
+def test_damaged_metrics_do_not_keep_a_run_from_beginning_anew(tiny_config: dict) -> None:
+    fail_at("step.begun", tiny_config, count=3)
+    folder = folder_of(tiny_config)
+    forget_end(folder)
+    (folder / METRICS).write_text('{"step"\n{"step": 2}\n')
+    run_with(tiny_config, "auto")
+    assert [row["ended"] for row in rows_of(folder)] == ["killed", "finished"]
+
+
 def test_a_damaged_record_is_set_aside_and_said(tiny_config: dict, capsys: pytest.CaptureFixture[str]) -> None:
     run_with(tiny_config)
     folder = folder_of(tiny_config)

@@ -107,7 +107,10 @@ def close_killed(folder: Path) -> None:
         say(f"warning {folder / ATTEMPTS} is damaged: set aside as {place}. The attempts so far are not counted")
         return
     if attempts and attempts[-1].ended is None:
-        *before, last = known(attempts, read_rows(folder / METRICS))
+        try:
+            *before, last = known(attempts, read_rows(folder / METRICS))
+        except ValueError:  # damaged metrics: who opens them next says so
+            *before, last = attempts
         _write(folder, [*before, last.model_copy(update={"ended": "killed"})])
 
 
@@ -200,6 +203,10 @@ class AttemptRecorder:
         changes |= {"last_step": self.last_step, "seconds": self._seconds(), "stages": figures}
         self._rows[-1] = self._rows[-1].model_copy(update=changes)
         _write(self.folder, self._rows)
+
+    def close(self) -> None:
+        """Leave the record as it is: the run is finished, whatever comes."""
+        self._stages = None
 
     def _seconds(self) -> float:
         return round(time.perf_counter() - self.began, 2)

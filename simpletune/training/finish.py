@@ -58,6 +58,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
     failpoint("finish.reported")
     places = {**page, **run.trackers.finish(summary)}
     write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": True})
+    run.attempt.close()
     if page and len(warnings) > said:
         write_page(run)
     print_results(summary, run.folder, profile_folder(run.config), traces.written, places)

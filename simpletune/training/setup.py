@@ -208,7 +208,8 @@ def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.Saved
         saved: the checkpoint that it continues from, if any.
         anew: an unfinished run without a checkpoint makes room.
     """
-    close_killed(run_folder(config))
+    if anew or saved:
+        close_killed(run_folder(config))
     if anew and not saved:
         clear_unsaved(config)
     folder = open_again(config, saved.step) if saved else open_fresh(config)
