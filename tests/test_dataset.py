@@ -13,8 +13,10 @@ from PIL import Image, ImageDraw
 
 from simpletune.cli.main import main
 from simpletune.config.load import validate
+from simpletune.config.resolve import resolve_data_folder
 from simpletune.data.source import UnusablePicture
 from simpletune.data_report import scan as look_at
+from simpletune.data_report.look_alikes import EACH, GROUPS, SIDE, look_alikes
 from simpletune.data_report.near_duplicates import BITS, hash_of, near_duplicates
 from simpletune.data_report.scan import TILE, evenly_spaced
 from simpletune.training.loop import train
@@ -105,7 +107,12 @@ def test_page_and_sheet_hold_the_pictures_and_escape_what_was_typed(
     assert "unusable   3 entries; training would stop (data.on_error=stop)" in said
     assert f"{out / 'data.html'}, {out / 'sheet.png'}, {out / 'data.json'}" in said
     page = (out / "data.html").read_text()
-    assert page.count('<img src="data:image/webp;base64,') == 8
+    same, near, tiles = (page.index(head) for head in ("The same bytes", "Nearly the same", "As training sees them"))
+    counts = [
+        part.count('<img src="data:image/webp;base64,') for part in (page[same:near], page[near:tiles], page[tiles:])
+    ]
+    assert counts == [1, 2, 8]  # one picture stands for the same bytes, with all names
+    assert "p0.png\nsame.png" in page[same:near]
     assert "<script" not in page and "<img src=x>" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "http://" not in page and "https://" not in page
@@ -121,7 +128,8 @@ def scene_tile(name: str, folder: Path) -> Image.Image:
 
 def test_the_number_of_tiles_is_bounded(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", config, "--out", str(tmp_path / "out"), "--pictures", "3"]) == 0
-    assert (tmp_path / "out" / "data.html").read_text().count("<img ") == 3
+    page = (tmp_path / "out" / "data.html").read_text()
+    assert page[page.index("As training sees them") :].count("<img ") == 3
     assert evenly_spaced(10, 3) == [0, 3, 6] and evenly_spaced(2, 5) == [0, 1] and evenly_spaced(5, 0) == []
 
 
@@ -157,6 +165,17 @@ def test_likeness_survives_scaling_and_jpeg_and_tells_others_apart(tmp_path: Pat
     recoloured = Image.fromarray(np.stack(tinted, axis=-1))
     assert (hash_of(scenes[0]).bits ^ hash_of(recoloured).bits).bit_count() <= BITS
     assert near_duplicates([hash_of(scenes[0]), hash_of(recoloured)]) == []
+
+
+def test_only_so_many_look_alikes_are_drawn(config: str) -> None:
+    found = look_at.scan_dataset(resolve_data_folder(validate(json.loads(Path(config).read_text()), "x")), 0)
+    names = [seen.picture.name for seen in found.usable]
+    found.exact, found.near = [], [names] * 300
+    drawn: list[Image.Image] = []
+    (kind,) = look_alikes(found, lambda image: str(drawn.append(image)))
+    assert len(drawn) == GROUPS * EACH and max(drawn[0].size) == SIDE
+    assert kind.groups[0].others == names[EACH:] and kind.groups[-1].shown == []
+    assert len(kind.groups) + kind.more == 300
 
 
 def test_a_run_keeps_what_it_left_out(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,7 @@ from simpletune.quant.int8_quanto import Int8Quanto
 from simpletune.quant.plain import BF16, FP32
 from simpletune.quant.precision import WeightPrecision
 from simpletune.runs import checkpoint
+from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
 from simpletune.training.loop import train
 from simpletune.training.setup import StartOptions, set_up
@@ -184,8 +185,8 @@ def test_resuming_amid_a_window_is_bit_for_bit(done: int, name: str, config_json
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict) -> None:
-    run = set_up(validate(config_json, "test"), StartOptions(0.0))
+def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict, tmp_path: Path) -> None:
+    run = set_up(validate(config_json, "test"), StartOptions(AttemptRecorder(tmp_path, 0.0)))
     run.trackers.__exit__(None, None, None)
     asked: list[int] = []
     planned = run.batches.modulations

@@ -14,7 +14,7 @@ import pytest
 from simpletune.cli.main import main
 from simpletune.config.load import validate
 from simpletune.options import UserError
-from simpletune.report import make_report, write_report
+from simpletune.report import charts, make_report, write_report
 from simpletune.report.losses import averaged, sparkline
 from simpletune.report.pictures import LARGEST, ROOM, data_uri, side_for, spread_steps
 from simpletune.report.settings import settings_of
@@ -183,11 +183,11 @@ def test_an_unfinished_run_shows_what_there_is(tmp_path: Path) -> None:
     with open(folder / "metrics.jsonl", "a") as handle:
         handle.write('{"step": 10, "lo')
     report = make_report([folder])
-    assert "9 of 40 steps" in report.status[0] and "still going, or it was stopped" in report.status[0]
+    assert "9 of 40 steps" in report.status[0] and "is not recorded" in report.status[0]  # of an older version
     facts = {fact.name: fact.value for fact in report.facts}
     assert facts["Peak of the whole job"] == "not known" and facts["Seconds a step"] == "0.500 s"
     write_report(report, folder / "report.html")
-    assert "Peaks by stage are written at the end of a run" in (folder / "report.md").read_text()
+    assert "No peak of a stage is recorded" in (folder / "report.md").read_text()
 
 
 def test_a_summary_of_an_earlier_end_is_left_out(tmp_path: Path) -> None:
@@ -261,6 +261,30 @@ def test_long_runs_are_thinned_and_drawn_as_text() -> None:
     assert [(row["step"], row["loss"]) for row in averaged(rows, 2)] == [(50, 25.5), (100, 75.5)]
     assert averaged(rows, 100) is rows
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" and len(sparkline([1.0] * 5000)) <= 60
+
+
+def test_names_of_phases_do_not_overlap() -> None:
+    """At the width of a phone: noise and loss are short phases before long ones."""
+    spans = {"data": 4.0, "noise": 2.0, "forward": 130.0, "loss": 3.0, "backward": 210.0, "clip": 1.0, "optimizer": 3.0}
+    phases, at = [], 0.0
+    for name, ms in spans.items():
+        phases.append({"name": name, "from": at, "to": at + ms, "peak": 100.0})
+        at += ms
+    lanes = charts.label_lanes(phases)
+    assert sorted(row["name"] for lane in lanes.values() for row in lane) == sorted(spans)
+    for lane in lanes.values():
+        taken = 0.0
+        for row in lane:
+            wide = 6 * len(row["name"])
+            left = row["at"] / at * 280 - (wide if row["end"] else 0)
+            assert left >= taken and left + wide <= 281, row
+            taken = left + wide
+    many = [
+        {**phase, "from": n * 10 + phase["from"] / 40, "to": n * 10 + phase["to"] / 40}
+        for n in range(30)
+        for phase in phases
+    ]
+    assert max(charts.label_lanes(many)) < charts.LANES  # of many accumulated batches some names are left out
 
 
 @pytest.mark.parametrize("broken", [False, True])

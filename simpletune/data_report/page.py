@@ -11,6 +11,7 @@ from PIL import Image
 from simpletune import __version__
 from simpletune.data.walk import printable
 from simpletune.data_report.contact_sheet import tiles
+from simpletune.data_report.look_alikes import look_alikes
 from simpletune.data_report.scan import DatasetReport
 from simpletune.data_report.text import aspects, limit_in_words, outcome, plural, sizes
 from simpletune.report.templates import ASSETS, page_template
@@ -33,6 +34,7 @@ def page(found: DatasetReport, title: str) -> str:
         groups=groups,
         rows={row.size: row for row in found.buckets},
         tables=list(_tables(found)),
+        alike=look_alikes(found, _embedded),
         charts=_charts(found) if found.usable else [],
         outcome=outcome(found),
         plural=plural,
@@ -58,8 +60,6 @@ def _bars(rows: list[tuple[str, int]]) -> list[tuple[str, int, float]]:
 
 def _tables(found: DatasetReport) -> Iterator[PageTable]:
     """The tables that have rows."""
-    joined = [("\n".join(printable(name) for name in group),) for group in found.exact]
-    near = [("\n".join(printable(name) for name in group),) for group in found.near]
     small = [
         (printable(s.picture.name), f"{s.picture.size[0]} x {s.picture.size[1]}", f"{s.bucket[0]} x {s.bucket[1]}",
          f"{s.upscale:.2f}")
@@ -69,8 +69,6 @@ def _tables(found: DatasetReport) -> Iterator[PageTable]:
     every: list[PageTable] = [
         ("Cannot be used", "", ("what", "why"), [(printable(r.name), r.reason) for r in found.rejected]),
         ("Scaled up", "smaller than their bucket", ("picture", "size", "bucket", "times"), small),
-        ("The same bytes", "trained on more often than others", ("pictures",), joined),
-        ("Nearly the same", "by difference hash and colours: look at them", ("pictures",), near),
         ("Captions that several pictures have", "", ("caption", "pictures"), same),
         (
             "Captions that are too long",

@@ -9,6 +9,7 @@ from simpletune.report.content import Chart
 KIND_COLOURS = {kind: number for number, kind in enumerate(KINDS)}
 PHASE_COLOURS = {"data": 6, "noise": 8, "forward": 0, "loss": 1, "backward": 4, "clip": 5, "optimizer": 3}
 BAR = 26  # pixels a row
+NARROWEST, LETTER, LANE, LANES = 280, 6.3, 14, 5  # pixels: a plot on a phone, a letter, a row of labels; rows at most
 
 
 def bars(rows: list[Json], axis: str, colour: str = "@first", marks: str = "") -> Json:
@@ -101,14 +102,23 @@ def timeline(rows: list[Json], phases: list[Json]) -> Chart:
     shown = _shown(rows, KIND_COLOURS)
     order = {part: number for number, part in enumerate(shown)}
     top = max((phase["peak"] for phase in phases), default=0)
-    x = {"field": "ms", "type": "quantitative", "title": "ms into the step", "axis": {"tickCount": 6, "grid": False}}
+    lanes = label_lanes(phases)
+    room = 1 + max(0.15, LANE * (1 + max(lanes, default=0)) / 200)  # the labels stand above what is drawn
+    end = max((phase["to"] for phase in phases), default=0)
+    x = {
+        "field": "ms",
+        "type": "quantitative",
+        "title": "ms into the step",
+        "axis": {"tickCount": 6, "grid": False},
+        "scale": {"domain": [0, end or 1], "nice": False},
+    }
     area = {
         "data": {"values": [{**row, "order": order[row["part"]]} for row in rows]},
         "mark": {"type": "area", "interpolate": "step-after", "opacity": 0.92},
         "encoding": {
             "x": x,
             "y": {"field": "value", "type": "quantitative", "stack": "zero", "title": "MiB", "axis": {"tickCount": 5},
-                  "scale": {"domainMax": 1.15 * top or 1}},
+                  "scale": {"domainMax": room * top or 1}},
             "color": _part_colours(shown, KIND_COLOURS),
             "order": {"field": "order"},
             "tooltip": [{"field": "part", "title": "kind"}, {"field": "value", "title": "MiB", "format": ",.1f"},
@@ -120,15 +130,50 @@ def timeline(rows: list[Json], phases: list[Json]) -> Chart:
         "layer": [
             {"mark": {"type": "rule", "color": "@muted", "strokeDash": [3, 3]}, "encoding": {"x": {"field": "from",
              "type": "quantitative"}}},
-            {"mark": {"type": "text", "align": "left", "dx": 4, "dy": 4, "baseline": "top", "color": "@muted",
-                      "fontSize": 11, "clip": True},
-             "encoding": {"x": {"field": "from", "type": "quantitative"}, "y": {"value": 0},
-                          "text": {"field": "name"}}},
+            *(_labels(lane, named) for lane, named in lanes.items()),
         ],
     }  # fmt: skip
     spec = {"height": 240, "layer": [area, borders]}
     says = "Memory in MiB over the milliseconds of one training step, stacked by kind, with the phases' borders"
     return Chart("timeline", "Memory over one step", says, spec)
+
+
+def label_lanes(phases: list[Json]) -> dict[int, list[Json]]:
+    """Phases by the row that their names stand in, so that no two overlap on a phone; a name without room is left out.
+
+    Args:
+        phases: ``name``, ``from`` and ``to`` in ms.
+
+    Returns:
+        By row from the top: ``name``, ``at`` in ms, and ``end``: whether the name ends there (no room after it).
+    """
+    scale = NARROWEST / (max((phase["to"] for phase in phases), default=0) or 1)
+    taken: dict[int, float] = {}
+    found: dict[int, list[Json]] = {}
+    for phase in phases:
+        width = LETTER * len(phase["name"]) + 8
+        ends = phase["from"] * scale + width > NARROWEST
+        left = phase["to"] * scale - width if ends else phase["from"] * scale
+        lane = next((lane for lane in range(LANES) if taken.get(lane, 0.0) <= left), None)
+        if lane is not None and phase["name"]:
+            taken[lane] = left + width
+            found.setdefault(lane, []).append(
+                {"name": phase["name"], "at": phase["to" if ends else "from"], "end": ends}
+            )
+    return found
+
+
+def _labels(lane: int, named: list[Json]) -> Json:
+    """A row of phases' names."""
+    mark = {"type": "text", "baseline": "top", "color": "@muted", "fontSize": 11, "dy": 2 + LANE * lane}
+    encoding = {
+        "x": {"field": "at", "type": "quantitative"}, "y": {"value": 0}, "text": {"field": "name"},
+    }  # fmt: skip
+    layers: list[Json] = []
+    for end, side in ((False, {"align": "left", "dx": 4}), (True, {"align": "right", "dx": -2})):
+        if rows := [row for row in named if row["end"] is end]:
+            layers.append({"data": {"values": rows}, "mark": {**mark, **side}, "encoding": encoding})
+    return {"layer": layers}
 
 
 def line(name: str, title: str, field: str, axis: str, rows: list[Json], format: str) -> Chart:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from simpletune.report import charts, pictures
 from simpletune.report.content import Fact, Report, Section, Table, gib, seconds
+from simpletune.report.ended import attempts_section, resumes
 from simpletune.report.losses import loss_data, loss_section
 from simpletune.report.peaks import memory_section
 from simpletune.report.profile import profile_sections
@@ -29,13 +30,14 @@ def report_of(run: RunRecord, price: float | None) -> Report:
     settings = settings_of(run.config) if run.config else plain_settings(run.settings)
     settings = [row for row in settings if row.path != "about"]  # stands under the title
     found = list(pictures.validation_pictures(run.folder))
-    warned = warnings_section(run)
+    warned, attempts = warnings_section(run), attempts_section(run)
     sections = [
         *([warned] if run.summary.get("warnings") else []),  # first, where there are any
         picture_section(run, found),
         loss_section([run]),
         step_section(run),
         memory_section(run),
+        *([attempts] if attempts else []),
         *profile_sections(run.profiles),
         settings_section(settings, known=run.config is not None),
         environment_section(run),
@@ -75,7 +77,7 @@ def summary_sentence(run: RunRecord) -> str:
 def headline(run: RunRecord) -> list[Fact]:
     """The figures that are asked for first."""
     unknown = "not known"
-    peak = f"{run.peak_words}, in stage {run.peak_stage}" if run.peak else "written at a run's end"
+    peak = f"{run.peak_words}, in stage {run.peak_stage}" if run.peak else "not recorded"
     pace = "median; warm-up, validation and saving left out"
     rate = f"{run.samples_per_second:.3g}" if run.samples_per_second else unknown
     facts = [
@@ -87,10 +89,11 @@ def headline(run: RunRecord) -> list[Fact]:
         trained, total = run.summary["trainable_parameters"], run.summary["total_parameters"]
         facts.append(Fact("Trained share", f"{100 * run.share:.3g}%", f"{trained:,} of {total:,} parameters"))
     facts += _losses(run)
-    if "seconds_total" in run.summary:
-        setup = run.summary.get("seconds_setup")
-        note = f"of it {duration(setup)} before the first step" if setup is not None else ""
-        facts.append(Fact("Whole job", duration(run.summary["seconds_total"]), note))
+    if run.seconds_total is not None:
+        setup = run.seconds_setup
+        parts = [f"of it {duration(setup)} before the first step" if setup is not None else "", resumes(run)]
+        name = "Whole job" if run.summary else "Time so far"
+        facts.append(Fact(name, duration(run.seconds_total), "; ".join(part for part in parts if part)))
     return facts
 
 
@@ -111,8 +114,8 @@ def priced(run: RunRecord) -> list[tuple[str, float]]:
     found = []
     if run.seconds_per_step:
         found += [("the steps", run.seconds_per_step * run.steps_done), ("1,000 steps", run.seconds_per_step * 1000)]
-    if "seconds_total" in run.summary:
-        found.append(("the whole job", run.summary["seconds_total"]))
+    if run.seconds_total is not None:
+        found.append(("the whole job" if run.summary else "the time so far", run.seconds_total))
     return found
 
 
@@ -167,6 +170,10 @@ def picture_section(run: RunRecord, found: list[pictures.ValidationPicture]) -> 
     if not found:
         section.block = ""
         section.notes.append("This run drew no validation pictures (validation.prompts).")
+        return section
+    if not any(picture.step for picture in found):
+        section.block = ""
+        section.notes.append("Only the base was drawn so far.")
         return section
     steps = sorted({picture.step for picture in found})
     shown = pictures.spread_steps([step for step in steps if step], STEPS_SHOWN)
@@ -226,7 +233,7 @@ def warnings_section(run: RunRecord) -> Section:
     """What the run warned of."""
     section = Section("warnings", "Warnings")
     warnings = [str(text) for text in run.summary.get("warnings", [])]
-    section.notes += warnings or (["None."] if run.summary else ["Warnings are written at a run's end."])
+    section.notes += warnings or (["None."] if run.summary else ["Warnings are written when a run is finished."])
     return section
 
 

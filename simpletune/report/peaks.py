@@ -15,7 +15,7 @@ def memory_section(run: RunRecord) -> Section:
     predicted = run.summary.get("predicted") or {}
     stages = predicted.get("stages", {})
     if not run.stages:
-        section.notes.append("Peaks by stage are written at the end of a run.")
+        section.notes.append("No peak of a stage is recorded.")
         return section
     on_gpu = run.peak_key == "peak_allocated_gib"
     rows: list[Json] = []

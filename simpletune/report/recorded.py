@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,9 +12,11 @@ from pydantic import ValidationError
 
 from simpletune.config.schema import TrainConfig
 from simpletune.options import Json, UserError
-from simpletune.runs.folder import CONFIG, ENVIRONMENT, EVALUATION, EVALUATIONS, METRICS, SUMMARY
-
-WARM_UP = 2  # steps left out of medians, as in summary.json
+from simpletune.report.ended import state_notes
+from simpletune.runs.attempts import Attempt, known, median_seconds, merged_stages, read_attempts, total_seconds
+from simpletune.runs.folder import ATTEMPTS, CONFIG, ENVIRONMENT, EVALUATION, EVALUATIONS, METRICS, SUMMARY
+from simpletune.system.locks import is_held
+from simpletune.system.stage_timer import stages_as_json
 
 
 @dataclass
@@ -32,6 +33,8 @@ class RunRecord:
         summary: summary.json; empty while the run goes on, or if it was stopped.
         environment: machine and versions.
         profiles: summaries of the traced epochs.
+        attempts: what each process of the run did; none are recorded of a run by an older version.
+        held: whether a process holds the run's folder now.
         notes: what is missing or broken.
     """
 
@@ -44,6 +47,8 @@ class RunRecord:
     summary: Json
     environment: dict[str, str]
     profiles: list[Json]
+    attempts: list[Attempt] = field(default_factory=list)
+    held: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -66,8 +71,7 @@ class RunRecord:
         """Median, without the warm-up."""
         if "seconds_per_step" in self.summary:
             return self.summary["seconds_per_step"]
-        times = [row["seconds"] for row in self.metrics if "seconds" in row]
-        return statistics.median(times[WARM_UP:] or times) if times else None
+        return median_seconds(self.metrics, self.attempts)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -94,13 +98,27 @@ class RunRecord:
 
     @property
     def stages(self) -> dict[str, Json]:
-        """Time and peaks by stage."""
-        return self.summary.get("stages", {})
+        """Time and peaks by stage, over all processes; of an unfinished run as far as they are recorded."""
+        return self.summary.get("stages") or stages_as_json(merged_stages(self.attempts))
+
+    @property
+    def seconds_total(self) -> float | None:
+        """Time of all processes; of an unfinished run so far."""
+        if "seconds_total" in self.summary:
+            return self.summary["seconds_total"]
+        return total_seconds(self.attempts) if self.attempts else None
+
+    @property
+    def seconds_setup(self) -> float | None:
+        """Of that, before the first step of each process."""
+        if "seconds_total" in self.summary:
+            return self.summary.get("seconds_setup")
+        return sum(attempt.seconds_setup for attempt in self.attempts)
 
     @property
     def peak_key(self) -> str:
         """Which peak stands for the run: the GPU's, or without one the process's."""
-        on_gpu = self.summary.get("peak_allocated_gib") is not None
+        on_gpu = any(figures.get("peak_allocated_gib") is not None for figures in [self.summary, *self.stages.values()])
         return "peak_allocated_gib" if on_gpu else "peak_rss_gib"
 
     @property
@@ -113,7 +131,8 @@ class RunRecord:
     @property
     def peak(self) -> float | None:
         """The peak of the whole job, in GiB."""
-        return self.summary.get(self.peak_key)
+        peaks = [figures.get(self.peak_key) for figures in [self.summary, *self.stages.values()]]
+        return max((peak for peak in peaks if peak is not None), default=None)
 
     @property
     def peak_stage(self) -> str:
@@ -146,6 +165,7 @@ def read_run(folder: Path) -> RunRecord:
     notes: list[str] = []
     settings = _read_object(folder / CONFIG, notes)
     metrics = _read_rows(folder / METRICS, ("step", "loss"), notes)
+    attempts = known(_attempts(folder, notes), metrics)
     found = RunRecord(
         folder=folder,
         name=folder.resolve().name,
@@ -156,13 +176,14 @@ def read_run(folder: Path) -> RunRecord:
         summary=_read_object(folder / SUMMARY, notes, expected=False),
         environment=_read_object(folder / ENVIRONMENT, notes, expected=False),
         profiles=_profiles(folder, settings, notes),
+        attempts=attempts,
+        held=is_held(folder),
         notes=notes,
     )
     if found.summary and found.summary.get("steps", 0) < found.steps_done:
         notes.append(f"{SUMMARY} is of an earlier end, at step {found.summary['steps']}: it is left out.")
         found.summary = {}
-    if not found.summary:
-        notes.insert(0, _unfinished(found))
+    notes[:0] = state_notes(found)
     found.evaluations = _evaluations(folder, found, notes)
     return found
 
@@ -182,12 +203,12 @@ def read_runs(folders: list[Path]) -> list[RunRecord]:
     return runs
 
 
-def _unfinished(run: RunRecord) -> str:
-    of = f" of {run.steps_asked:,}" if run.steps_asked else ""
-    return (
-        f"This run has no {SUMMARY}: it is still going, or it was stopped. {run.steps_done:,}{of} steps are recorded; "
-        "peaks and times by stage are written at a run's end."
-    )
+def _attempts(folder: Path, notes: list[str]) -> list[Attempt]:
+    try:
+        return read_attempts(folder)
+    except (ValueError, OSError) as error:
+        notes.append(f"{ATTEMPTS} cannot be read ({str(error).splitlines()[0]}).")
+        return []
 
 
 def _read_object(file: Path, notes: list[str], expected: bool = True) -> Json:

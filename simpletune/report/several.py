@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from simpletune.report import charts, pictures
 from simpletune.report.content import Chart, Fact, Report, Section, Table, dollars, gib, seconds
+from simpletune.report.ended import outcome, resumes
 from simpletune.report.losses import loss_data, loss_section
 from simpletune.report.recorded import Json, RunRecord
 from simpletune.report.settings import plain_settings, settings_of
+from simpletune.system.console import duration
 
 NAMES = ("name", "about", "output.runs", "output.profiles", "output.cache", "output.report")
 WEIGHTY = (
@@ -139,7 +141,20 @@ def table_section(runs: list[RunRecord], price: float | None) -> Section:
         cells += [dollars(run.seconds_per_step * 1000 / 3600 * price) if run.seconds_per_step else ""] if price else []
         rows.append(tuple(cells))
     note = f"Percentages are of the first, {runs[0].name}." + (f" Cost at ${price:g} an hour." if price else "")
-    return Section("figures", "Figures", notes=[note], tables=[Table("Runs", tuple(head), rows)])
+    tables = [Table("Runs", tuple(head), rows), _time_table(runs, price)]
+    return Section("figures", "Figures", notes=[note], tables=tables)
+
+
+def _time_table(runs: list[RunRecord], price: float | None) -> Table:
+    """What each run took over all of its attempts, and how it ended."""
+    rows = []
+    for run in runs:
+        time = run.seconds_total
+        cost = [dollars(time / 3600 * price) if time is not None else ""] if price else []
+        took = duration(time) if time is not None else ""
+        rows.append((run.name, took, *cost, resumes(run) or ("1 attempt" if run.attempts else ""), outcome(run)))
+    head = ("run", "time", *(["cost"] if price else []), "attempts", "how it ended")
+    return Table("Time of the whole job", head, rows)
 
 
 def _percent(value: float | None, first: float | None) -> str:

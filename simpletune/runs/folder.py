@@ -18,16 +18,18 @@ from simpletune.system.failpoints import failpoint
 METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.json", "eval_before.json"
 EVALUATIONS, ENVIRONMENT, DATA, SKIPPED = "evaluations.jsonl", "environment.json", "data.json", "skipped.jsonl"
 SAMPLES, CHECKPOINTS = "samples", "checkpoints"
-CHOSEN = "chosen.json"
+CHOSEN, ATTEMPTS = "chosen.json", "attempts.json"
 # What a run writes before it has saved anything; wandb keeps its own copy.
-WRITTEN_FIRST = {METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, CHOSEN, "wandb"}
+WRITTEN_FIRST = {
+    METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, CHOSEN, ATTEMPTS, "wandb",
+}  # fmt: skip
 LEFT_OVER = re.compile(r"^\..*\.part$")
 
 
 def open_fresh(config: TrainConfig) -> Path:
     """Make the run's folder. An older one is moved to NAME.1, NAME.2, ...: nothing is lost."""
     folder, traces = run_folder(config), profile_folder(config)
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and any(entry.name != ATTEMPTS for entry in folder.iterdir()):
         number = next(n for n in range(1, 10**6) if _is_free(folder, traces, n))
         aside = folder.with_name(f"{folder.name}.{number}")
         if traces.exists():
@@ -56,12 +58,14 @@ def _is_free(folder: Path, traces: Path, number: int) -> bool:
 def clear_unsaved(config: TrainConfig) -> None:
     """Remove what a run left that was stopped before its first checkpoint: beginning it anew then moves nothing aside.
 
-    A folder that holds a checkpoint, under whatever name, a result or anything that no run writes is left alone.
+    A folder that holds a checkpoint, under whatever name, a result or anything that no run writes is left alone. The
+    record of its attempts stays: their time was spent on this run.
     """
     folder, traces = run_folder(config), profile_folder(config)
     if not folder.is_dir() or any(_is_worth_keeping(entry) for entry in folder.iterdir()):
         return
-    for entry in [traces, *(entry for entry in folder.iterdir() if not entry.name.endswith("lock"))]:
+    kept = [entry for entry in folder.iterdir() if entry.name == ATTEMPTS or entry.name.endswith("lock")]
+    for entry in [traces, *(entry for entry in folder.iterdir() if entry not in kept)]:
         remove(entry)
         failpoint("run.cleared")
 

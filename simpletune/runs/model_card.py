@@ -17,6 +17,7 @@ from simpletune.hub.fetch import is_hub_name
 from simpletune.models.sd3 import SD3_MEDIUM
 from simpletune.options import Json
 from simpletune.system.atomic import write_text
+from simpletune.system.console import duration
 
 if TYPE_CHECKING:
     from simpletune.pipeline.encode import Prepared
@@ -179,6 +180,12 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     yield "pictures", f"{pictures} from {cell(code(last_name(config.data.path)))}"
     yield "precision", f"{config.precision.weights} weights, {config.precision.compute} products"
     yield "seed", str(train.seed)
+    several = f", in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
+    yield "time", f"{duration(summary['seconds_total'])}{several}"
+    peak, where = summary["peak_allocated_gib"], "on the GPU"
+    if peak is None:
+        peak, where = summary["peak_rss_gib"], "of the process (no GPU)"
+    yield "peak memory", f"{peak:.2f} GiB {where}"
     before, after = summary["eval_loss_before"], summary["eval_loss_after"]
     if before is not None and after is not None:
         yield "evaluation loss", f"{before:.4f} before, {after:.4f} after"

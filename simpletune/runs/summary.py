@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,27 +12,24 @@ from simpletune.data.plan import Sample
 from simpletune.models.buckets import upscaling
 from simpletune.options import Json, shortened
 from simpletune.pipeline.encode import Prepared
+from simpletune.runs.attempts import Attempt, median_seconds, merged_stages
 from simpletune.runs.folder import read_metrics
 from simpletune.system.console import duration, say
-from simpletune.system.stage_timer import StageTimer, rounded
-
-WARM_UP = 2  # steps that are left out of the median: allocators and caches fill
+from simpletune.system.stage_timer import largest_peak, rounded, stages_as_json
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one process measured of a run.
+    """What was measured of a run.
 
     Args:
         device: in words.
-        stages: time and memory by stage.
-        seconds: of each step done by this process.
+        attempts: time and memory by stage, of each attempt.
         samples: of a step, in all processes; the mean over an epoch.
     """
 
     device: str
-    stages: StageTimer
-    seconds: list[float]
+    attempts: Sequence[Attempt]
     samples: float
 
 
@@ -40,26 +38,24 @@ def summarise(config: TrainConfig, folder: Path, steps: int, measured: Measured)
 
     Args:
         config: of the run.
-        folder: of the run; its metrics hold every step's loss, also those before a resume.
+        folder: of the run; its metrics hold every step's loss and time, also those before a resume.
         steps: of the whole run.
-        measured: by this process.
+        measured: over all of its attempts.
     """
-    rows, stages = read_metrics(folder), measured.stages
+    rows, stages = read_metrics(folder), merged_stages(measured.attempts)
     losses = [row["loss"] for row in rows]
-    # A run that was killed after its last step has no step to do again.
-    seconds = measured.seconds or [row["seconds"] for row in rows]
     tenth = max(1, len(losses) // 10)
-    per_step = statistics.median(seconds[WARM_UP:] or seconds)
+    per_step = median_seconds(rows, measured.attempts) or 0.0
     return {
         "name": config.name,
         "device": measured.device,
         "steps": steps,
         "seconds_per_step": rounded(per_step),
-        "samples_per_second": rounded(measured.samples / per_step),
-        "peak_allocated_gib": rounded(stages.peak("peak_allocated_gib")),
-        "peak_reserved_gib": rounded(stages.peak("peak_reserved_gib")),
-        "peak_rss_gib": rounded(stages.peak("peak_rss_gib")),
-        "stages": stages.as_json(),
+        "samples_per_second": rounded(measured.samples / per_step) if per_step else None,
+        "peak_allocated_gib": rounded(largest_peak(stages, "peak_allocated_gib")),
+        "peak_reserved_gib": rounded(largest_peak(stages, "peak_reserved_gib")),
+        "peak_rss_gib": rounded(largest_peak(stages, "peak_rss_gib")),
+        "stages": stages_as_json(stages),
         "first_loss": statistics.fmean(losses[:tenth]),
         "final_loss": statistics.fmean(losses[-tenth:]),
     }
@@ -96,8 +92,11 @@ def print_results(summary: Json, folder: Path, profiles: Path, traces: list[Path
     if summary["peak_allocated_gib"] is not None:
         memory = f"peak on the GPU {summary['peak_allocated_gib']:.2f} GiB of the whole job, {memory}"
     first = summary["seconds_to_first_step"]
-    begun = "" if first is None else f", the first step after {first:.1f} s"
-    say(f"\ndone in {duration(summary['seconds_total'])}{begun}: {summary['seconds_per_step']:.3g} s a step, {memory}")
+    last = " of the last" if summary["attempts"] > 1 else ""
+    begun = "" if first is None else f", the first step{last} after {first:.1f} s"
+    took = duration(summary["seconds_total"])
+    took += f" in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
+    say(f"\ndone in {took}{begun}: {summary['seconds_per_step']:.3g} s a step, {memory}")
     if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
         say(f"  evaluation loss {summary['eval_loss_before']:.4f} before, {summary['eval_loss_after']:.4f} after")
     rows = {

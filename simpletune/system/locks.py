@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ def exclusive(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process holds it.
     """
-    file = folder.with_name(f".{folder.name}.lock")
+    file = _lock_beside(folder)
     try:
         lock = _acquire(file)
     except Timeout:
@@ -42,6 +43,25 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process, this one included, holds a folder by ``exclusive``."""
+    try:
+        handle = os.open(_lock_beside(folder.resolve()), os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in UNSUPPORTED
+    finally:
+        os.close(handle)
+    return False
+
+
+def _lock_beside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
 
 
 @contextmanager

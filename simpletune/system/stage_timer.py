@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -71,8 +71,7 @@ class StageTimer:
 
     def peak(self, name: str) -> float | None:
         """The largest of the stages' peaks."""
-        peaks = [value for stage in self.by_name.values() if (value := getattr(stage, name)) is not None]
-        return max(peaks, default=None)
+        return largest_peak(self.by_name, name)
 
     def memory_now(self) -> str:
         """The peak of the stage so far in words: allocated on the GPU, or without one of the process."""
@@ -84,7 +83,17 @@ class StageTimer:
 
     def as_json(self) -> dict[str, Any]:
         """Every stage's figures, rounded to what is measured."""
-        return {name: {key: rounded(value) for key, value in asdict(s).items()} for name, s in self.by_name.items()}
+        return stages_as_json(self.by_name)
+
+
+def largest_peak(stages: Mapping[str, Stage], name: str) -> float | None:
+    """The largest of the stages' peaks of one kind: that of the whole job."""
+    return max((value for stage in stages.values() if (value := getattr(stage, name)) is not None), default=None)
+
+
+def stages_as_json(stages: Mapping[str, Stage]) -> dict[str, Any]:
+    """Every stage's figures, rounded to what is measured."""
+    return {name: {key: rounded(value) for key, value in asdict(s).items()} for name, s in stages.items()}
 
 
 def rounded(value: float | None) -> float | None:

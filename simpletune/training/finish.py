@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 from simpletune.config.schema import profile_folder
 from simpletune.ema import averaged
 from simpletune.profiling import EpochTraces
 from simpletune.runs import checkpoint
+from simpletune.runs.attempts import total_seconds
 from simpletune.runs.folder import EVALUATION, SKIPPED, SUMMARY, read_json_or_none, read_rows
 from simpletune.runs.model_card import shareable, write_card
 from simpletune.runs.summary import Measured, print_results, summarise
@@ -17,7 +16,7 @@ from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import add_memory
 
 
-def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
+def finish(run: Run, traces: EpochTraces) -> None:
     """Export, then look: what is trained is saved, and safe, before the last pictures are drawn."""
     failpoint("finish.saved")
     with run.stages.stage("save"), averaged(run.average):
@@ -26,11 +25,14 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     failpoint("finish.exported")
     eval_after = run.optional(EVALUATING, run.evaluate, run.steps)
     run.optional(DRAWING, run.validate, run.steps)
-    measured = Measured(run.device, run.stages, run.seconds, run.prepared.plan.samples_per_step)
+    run.attempt.update(ended="finished")
+    attempts = run.attempt.all
+    measured = Measured(run.device, attempts, run.prepared.plan.samples_per_step)
     summary = summarise(run.config, run.folder, run.steps, measured)
     summary |= {
-        "seconds_total": round(time.perf_counter() - run.started, 2),
-        "seconds_setup": round(seconds_setup, 2),
+        "attempts": len(attempts),
+        "seconds_total": total_seconds(attempts),
+        "seconds_setup": round(sum(attempt.seconds_setup for attempt in attempts), 2),
         "seconds_to_first_step": None if run.to_first_step is None else round(run.to_first_step, 2),
         "attention": run.attention,
         "trainable_parameters": sum(parameter.numel() for parameter in run.core.parameters),
@@ -45,7 +47,7 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     if run.predicted is not None:
         from simpletune.estimate.forecast import compare_with_measured
 
-        summary["predicted"] = compare_with_measured(run.predicted, summary["stages"])
+        summary["predicted"] = compare_with_measured(run.predicted, run.stages.as_json())
     warnings = run.trackers.warnings
     # Written again below: a tracker may take minutes to close.
     write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
@@ -56,6 +58,7 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     failpoint("finish.reported")
     places = {**page, **run.trackers.finish(summary)}
     write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": True})
+    run.attempt.close()
     if page and len(warnings) > said:
         write_page(run)
     print_results(summary, run.folder, profile_folder(run.config), traces.written, places)

@@ -11,11 +11,11 @@ from accelerate import Accelerator
 
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.models.compile import failure as compiling_failed
 from simpletune.optim.rounding import key_draws
 from simpletune.pipeline.encode import prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.runs import checkpoint
+from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import EVALUATION, SUMMARY, append_metrics, finished_steps, read_json_or_none
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
@@ -31,8 +31,8 @@ from simpletune.system.processes import is_first_process
 from simpletune.system.rng import reseed_global
 from simpletune.system.signals import SIGNALS, Stopped, deferred_signals, is_listening, received_signal, stop_if_asked
 from simpletune.system.stage_timer import StageTimer
+from simpletune.training.ending import explained
 from simpletune.training.finish import finish
-from simpletune.training.out_of_memory import memory_by_kind, out_of_memory
 from simpletune.training.pending_steps import DeviceEvent, MetricsQueue, PendingStep, global_figures
 from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import traces_of
@@ -64,25 +64,14 @@ def train(
         Stopped: SIGTERM or Ctrl-C came, where ``system.signals.listening`` is on.
     """
     folder = run_folder(config)
-    with room_for("writing what this run leaves", folder), exclusive(folder) if is_first_process() else nullcontext():
+    attempt = AttemptRecorder(folder, time.perf_counter() if started is None else started)
+    lock = exclusive(folder) if is_first_process() else nullcontext()
+    with lock, attempt, room_for("writing what this run leaves", folder):
         if resume == "auto" and is_finished(config):
             return folder
-        began = time.perf_counter() if started is None else started
-        run = set_up(config, StartOptions(began, resume, force, estimate_first))
-        with run.trackers, attention_by(config.speed.attention):
-            try:
-                validate_train_finish(run)
-            except torch.OutOfMemoryError as error:
-                kinds = memory_by_kind(run.transformer, run.core.optimizer, run.accelerator.device)
-                raise out_of_memory(run.core.config, kinds, error) from None
-            except RuntimeError as error:
-                failed = compiling_failed(error)
-                if failed is None:
-                    raise
-                raise failed from error
-            except Stopped:
-                announce_stopped(run)
-                raise
+        run = set_up(config, StartOptions(attempt, resume, force, estimate_first))
+        with run.trackers, attention_by(config.speed.attention), explained(run):
+            validate_train_finish(run)
         leave(run.accelerator)
         return run.folder
 
@@ -95,7 +84,7 @@ def validate_train_finish(run: Run) -> None:
     elif run.main and run.start < run.steps and due(run.config.validation.every, run.start):
         if not run.is_validated(run.start):  # the run was stopped while it did
             run.evaluate_and_draw(run.start)
-    seconds_setup = time.perf_counter() - run.started
+    run.attempt.set_up()
     announce_stops(run)
     stop_if_asked()
     with deferred_signals(run.accelerator.num_processes):
@@ -105,7 +94,7 @@ def validate_train_finish(run: Run) -> None:
         stop_together(run)
     stop_if_asked()
     if run.main:
-        finish(run, seconds_setup, traces)
+        finish(run, traces)
 
 
 def is_finished(config: TrainConfig) -> bool:
@@ -159,15 +148,6 @@ def leave(accelerator: Accelerator) -> None:
 
 
 _closed_groups: list[torch.distributed.ProcessGroup | None] = []
-
-
-def announce_stopped(run: Run) -> None:
-    """Say what a run that was asked to stop has kept."""
-    if not run.main:
-        return
-    found = checkpoint.list_checkpoints(run.folder)
-    kept = f"step {found[-1][0]} of {run.steps} is saved: {found[-1][1]}" if found else "before the first step"
-    say(f"stopped: {kept}")
 
 
 def loop(run: Run) -> EpochTraces:
@@ -242,12 +222,12 @@ def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> bool:
         Whether a process was asked to stop when it was launched.
     """
     loss, norm, asked = done.read()
-    run.seconds.append(done.seconds)
-    run.to_first_step = run.to_first_step or done.finished - run.started
+    run.to_first_step = run.to_first_step or done.finished - run.attempt.began
     if run.guard.check(done, loss, norm) and run.main:
         row = {"loss": loss, "lr": done.lr, "seconds": round(done.seconds, 6), "grad_norm": norm}
         epoch = done.step // run.prepared.plan.steps_per_epoch
         append_metrics(run.folder, {"step": done.step + 1, "epoch": epoch, **row})
+        run.attempt.last_step = done.step + 1
         run.trackers.scalars(done.step + 1, row)
         progress.update(done.step + 1, loss, done.seconds)
     return asked

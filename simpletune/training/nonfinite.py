@@ -85,7 +85,7 @@ class NonFiniteGuard:
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradients' norm is {norm}"
         about = self._about(done, what)
         if not self.skips:
-            raise UserError(f"{about}. {last_checkpoint_note(self.folder)}. {_REMEDY}", CODE)
+            raise UserError(f"{about}. {how_to_go_on(self.folder)}", CODE)
         self._in_a_row += 1
         names = self._samples(done.step)
         if self.accelerator.is_main_process:
@@ -94,7 +94,7 @@ class NonFiniteGuard:
         if self._in_a_row >= IN_A_ROW:
             raise UserError(
                 f"{about}. It is the {self._in_a_row}th in a row that train.on_nonfinite=skip would leave out: the run "
-                f"ends. {last_checkpoint_note(self.folder)}. {_REMEDY}",
+                f"ends. {how_to_go_on(self.folder)}",
                 CODE,
             )
         self.warn(f"{about}. Left out: the weights are as before (train.on_nonfinite=skip)")
@@ -147,13 +147,12 @@ class NonFiniteGuard:
                 yield f"Set aside, to be made again: {cache.quarantine(key)}"
 
 
-_REMEDY = "Lower optimizer.lr, or look at these samples; then continue with --resume latest, or start again"
-
-
-def last_checkpoint_note(folder: Path) -> str:
-    """Which checkpoint there is to go back to."""
-    found = list_checkpoints(folder)
-    return f"The last checkpoint is kept: {found[-1][1]}" if found else "There is no checkpoint yet"
+def how_to_go_on(folder: Path) -> str:
+    """What to change, and which checkpoint there is to go back to."""
+    found, change = list_checkpoints(folder), "Lower optimizer.lr, or look at these samples"
+    if found:
+        return f"The last checkpoint is kept: {found[-1][1]}. {change}; then continue with --resume latest"
+    return f"There is no checkpoint yet. {change}; then start again"
 
 
 def _nonfinite_inputs(batch: Batch, row: int) -> str:
@@ -193,6 +192,6 @@ def require_finite(parameters: Mapping[str, nn.Parameter], folder: Path, step: i
     bad = nonfinite_names((name, (parameter,)) for name, parameter in parameters.items())
     raise UserError(
         f"step {step}: {len(bad)} trained parameters are not finite ({shortened(bad, LISTED)}): no checkpoint is made "
-        f"of them. {last_checkpoint_note(folder)}. {_REMEDY}",
+        f"of them. {how_to_go_on(folder)}",
         CODE,
     )

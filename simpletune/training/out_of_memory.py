@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.levers import savings
 from simpletune.options import UserError
+from simpletune.runs.checkpoint import list_checkpoints
 from simpletune.tensors import plain_tensors, trained_parameters
 
 MIB = 2**20
@@ -50,13 +52,14 @@ def _bytes(tensors: Sequence[object], device: torch.device) -> int:
     return sum(seen.values())
 
 
-def out_of_memory(config: TrainConfig, kinds: dict[str, int], error: Exception) -> UserError:
+def out_of_memory(config: TrainConfig, kinds: dict[str, int], error: Exception, folder: Path) -> UserError:
     """The error that ends a run whose device is full.
 
     Args:
         config: of the run, with demo names resolved.
         kinds: bytes by kind.
         error: what the device said.
+        folder: of the run.
     """
     lines = ["the device's memory is full: " + str(error).partition("\n")[0]]
     lines += [f"  {kind:<26} {size / MIB:>8,.0f} MiB" for kind, size in kinds.items()]
@@ -67,7 +70,11 @@ def out_of_memory(config: TrainConfig, kinds: dict[str, int], error: Exception) 
             f"  {' '.join(saving.lever.overrides):<60} -{saving.saved_bytes / MIB:,.0f} MiB ({saving.lever.costs})"
             for saving in found
         ]
-    lines.append(
-        "What is finished is kept; after the change, start again, or continue with --resume latest where it may"
-    )
+    if saved := list_checkpoints(folder):
+        lines.append(
+            f"The last checkpoint is kept: {saved[-1][1]}. After a change of memory.* continue with --resume latest; "
+            "after one of adapter, precision or train.batch_size start again"
+        )
+    else:
+        lines.append("There is no checkpoint yet: after the change start again")
     return UserError("\n".join(lines), code=5)

@@ -14,6 +14,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.ema import Average, averaged
 from simpletune.pipeline.encode import Prepared, free_memory
 from simpletune.runs import checkpoint
+from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import (
     put_evaluation,
     was_evaluated,
@@ -54,10 +55,9 @@ class Run:
         steps: steps of the whole run.
         total: parameters of the base model.
         attention: the kernel that computes it.
-        started: when the process started, by ``time.perf_counter``.
+        attempt: the record of this process.
         guard: against NaN and infinity.
         predicted: its memory, if it was predicted.
-        seconds: of each step done by this process.
         to_first_step: seconds from the start to the end of the first step done by this process.
         failed: (what, kind of error) of what the run can do without.
     """
@@ -78,10 +78,9 @@ class Run:
     steps: int
     total: int
     attention: str
-    started: float
+    attempt: AttemptRecorder
     guard: NonFiniteGuard
     predicted: Estimate | None = None
-    seconds: list[float] = field(default_factory=list)
     to_first_step: float | None = None
     failed: set[tuple[str, type]] = field(default_factory=set)
 
@@ -104,6 +103,7 @@ class Run:
                 processes=self.accelerator.num_processes,
             )
             checkpoint.save(self.folder, state)
+        self.attempt.update()
 
     def optional(self, what: str, call: Callable[..., T], *arguments: object) -> T | None:
         """Do what a run can do without: a failure is a warning, once of each kind, and None; the next time it is tried
@@ -144,6 +144,7 @@ class Run:
         """Evaluate and draw in the course of training."""
         self.optional(EVALUATING, self.evaluate, step)
         self.optional(DRAWING, self.validate, step)
+        self.attempt.update()
 
     def is_validated(self, step: int) -> bool:
         """Whether evaluation and pictures after ``step`` steps are there, as far as they are asked for."""

@@ -20,6 +20,7 @@ from simpletune.pipeline.encode import Prepared, encode
 from simpletune.pipeline.load import load_base
 from simpletune.pipeline.plan_data import plan_data
 from simpletune.runs import checkpoint
+from simpletune.runs.attempts import AttemptRecorder, close_killed
 from simpletune.runs.folder import (
     CONFIG,
     DATA,
@@ -62,13 +63,13 @@ class StartOptions:
     """How a run is started, beside its configuration.
 
     Args:
-        started: when the process started, by ``time.perf_counter``.
+        attempt: the record of this process.
         resume: ``latest``, ``auto`` or a checkpoint's folder; None: begin anew.
         force: begin even what does not fit on the device or the disk, by prediction.
         estimate_first: predict the memory on the CPU too.
     """
 
-    started: float
+    attempt: AttemptRecorder
     resume: str | None = None
     force: bool = False
     estimate_first: bool = False
@@ -125,9 +126,9 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     folder = run_folder(config)
     if main:
         open_folder(config, prepared, saved, anew=options.resume == "auto")
+        options.attempt.begin(reason, start, stages)
         put_chosen(resolved, fitted, threads)
     stop_if_asked()
-
     with stages.stage("load"):
         model = load_model(fitted, prepared, accelerator, saved)
     attention = settle_attention(resolved, prepared.plan.largest(), device)
@@ -148,7 +149,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         start=start,
         steps=steps,
         attention=attention,
-        started=options.started,
+        attempt=options.attempt,
         guard=NonFiniteGuard(config, folder, model.core, batches, start, trackers.warn),
         predicted=predicted,
     )
@@ -220,6 +221,8 @@ def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.Saved
         saved: the checkpoint that it continues from, if any.
         anew: an unfinished run without a checkpoint makes room.
     """
+    if anew or saved:
+        close_killed(run_folder(config))
     if anew and not saved:
         clear_unsaved(config)
     folder = open_again(config, saved.step) if saved else open_fresh(config)

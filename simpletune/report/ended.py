@@ -1,0 +1,108 @@
+"""How a run ended, or that it still runs, and its attempts: the first start and each resume."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from simpletune.report.content import Section, Table, gib
+from simpletune.runs.attempts import Attempt
+from simpletune.system.console import duration
+from simpletune.system.stage_timer import largest_peak
+
+if TYPE_CHECKING:
+    from simpletune.report.recorded import RunRecord
+
+ABSOLUTE = re.compile(r"(?<![\w/.:])/(?:[^\s/:,;'\"]+/)+(?=[^\s/])")
+
+
+def state_notes(run: RunRecord) -> list[str]:
+    """Whether a run still runs, was stopped or killed, or went wrong, for all to see first; nothing of a finished one.
+
+    Args:
+        run: as its folder tells it.
+    """
+    last = run.attempts[-1].ended if run.attempts else None
+    if last == "finished" or (run.summary and not run.attempts):
+        return []
+    of = f" of {run.steps_asked:,}" if run.steps_asked else ""
+    steps = f"Recorded: {run.steps_done:,}{of} steps"
+    if run.held:
+        return [f"This run is still running. {steps} so far."]
+    if not run.attempts:
+        return [f"This run is not finished: how it ended is not recorded. {steps}."]
+    attempt = run.attempts[-1]
+    if attempt.ended == "failed":
+        lines = without_folders(attempt.reason).splitlines() or ["no reason is recorded"]
+        return [f"This run failed: {lines[0]}", *lines[1:], f"{steps}."]
+    if attempt.ended == "stopped":
+        return [f"This run was {attempt.in_words()}. {steps}."]
+    return [f"This run was killed, or its machine went down: it left no end. {steps}."]
+
+
+def without_folders(text: str) -> str:
+    """A message with the last names of absolute paths only: pages are passed on."""
+    return ABSOLUTE.sub("…/", text)
+
+
+def resumes(run: RunRecord) -> str:
+    """How many attempts a run took and from which steps it was resumed, in words; empty: it was one."""
+    if len(run.attempts) < 2:
+        return ""
+    steps = [f"{attempt.from_step:,}" for attempt in run.attempts[1:]]
+    return f"{len(run.attempts)} attempts; resumed from step{'s' * (len(steps) > 1)} {', '.join(steps)}"
+
+
+def outcome(run: RunRecord) -> str:
+    """How a run ended, in a few words."""
+    if run.attempts and run.attempts[-1].ended:
+        return run.attempts[-1].in_words()
+    if run.attempts:
+        return "running" if run.held else "killed"
+    return "running" if run.held else "finished" if run.summary else "not recorded"
+
+
+def attempts_section(run: RunRecord) -> Section | None:
+    """A row for each attempt; None: it was one, and finished."""
+    rows = run.attempts
+    before = f"Nothing is recorded of the attempts that did steps 1 to {rows[0].from_step:,}." if rows else ""
+    unknown = bool(rows) and rows[0].from_step > 0
+    if not unknown and (not rows or (len(rows) == 1 and rows[0].ended == "finished")):
+        return None
+    section = Section("attempts", "Attempts", notes=[before] if unknown else [])
+    if len(rows) > 1:
+        section.notes.append("Time, cost and memory on this page are of all of these together.")
+    for earlier, later in zip(rows, rows[1:], strict=False):
+        section.notes.append(_resumed(earlier, later))
+    head = ("started (UTC)", "steps", "time", "peak memory", "device", "how it ended")
+    cells = [
+        (f"{row.started:%Y-%m-%d %H:%M}", _steps(row),
+         duration(row.seconds), _peak(row), row.device, _ending(row, run.held and row is rows[-1]))
+        for row in rows
+    ]  # fmt: skip
+    section.tables.append(Table("Attempts", head, cells))
+    return section
+
+
+def _resumed(earlier: Attempt, later: Attempt) -> str:
+    verb = "Resumed" if later.from_step else "Begun anew"
+    lost = earlier.last_step - later.from_step
+    again = f"; {lost:,} step{'s' * (lost != 1)} done again" if lost > 0 else ""
+    return f"{verb} on {later.started:%Y-%m-%d} at {later.started:%H:%M} UTC from step {later.from_step:,}{again}."
+
+
+def _peak(row: Attempt) -> str:
+    on_gpu = largest_peak(row.stages, "peak_allocated_gib")
+    return gib(on_gpu if on_gpu is not None else largest_peak(row.stages, "peak_rss_gib"))
+
+
+def _steps(row: Attempt) -> str:
+    return f"{row.from_step + 1:,} to {row.last_step:,}" if row.last_step > row.from_step else "none"
+
+
+def _ending(row: Attempt, held: bool) -> str:
+    if row.ended is None:
+        return "running" if held else "killed"
+    if row.ended == "failed" and row.reason:
+        return f"failed: {without_folders(row.reason).splitlines()[0]}"
+    return row.in_words()
