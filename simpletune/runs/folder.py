@@ -153,18 +153,21 @@ def was_evaluated(folder: Path, step: int) -> bool:
     return any(row["step"] == step for row in read_rows(folder / EVALUATIONS))
 
 
-def put_chosen_blocks(config: TrainConfig, chosen: TrainConfig) -> None:
-    """Keep what ``memory.checkpointing: auto`` has come to, for the run's next start."""
+def put_chosen(config: TrainConfig, chosen: TrainConfig) -> None:
+    """Keep what ``auto`` under ``memory`` has come to, for the run's next start."""
+    found: Json = {}
     if config.memory.checkpointing == "auto":
         blocks = config.model.blocks()
-        found = {"checkpointed": chosen.memory.checkpointed(blocks), "blocks": blocks}
+        found |= {"checkpointed": chosen.memory.checkpointed(blocks), "blocks": blocks}
+    if config.memory.modulation == "auto":
+        found["modulation"] = chosen.memory.modulation
+    if found:
         write_text(run_folder(config) / CHOSEN, json.dumps(found) + "\n")
 
 
-def chosen_blocks(config: TrainConfig) -> int | None:
-    """What was chosen at the run's last start; None if nothing was."""
-    kept = read_json_or_none(run_folder(config) / CHOSEN)
-    return kept["checkpointed"] if kept else None
+def chosen_before(config: TrainConfig) -> Json:
+    """What was chosen at the run's last start; empty if nothing was."""
+    return read_json_or_none(run_folder(config) / CHOSEN) or {}
 
 
 def newest_run(runs: Path) -> Path:

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
+from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_folders
 from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import Plan
@@ -24,12 +25,12 @@ from simpletune.runs.folder import (
     CONFIG,
     DATA,
     ENVIRONMENT,
-    chosen_blocks,
+    chosen_before,
     clear_unsaved,
     finished_steps,
     open_again,
     open_fresh,
-    put_chosen_blocks,
+    put_chosen,
 )
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
@@ -113,7 +114,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     data = plan_data(resolved, accelerator.num_processes)
     if main:
         require_room(resolved, data.plan, start, options.force)
-    fitted = fit_checkpointing(resolved, device, data.plan, resumed=saved is not None)
+    fitted = fit_memory(resolved, device, data.plan, saved)
     predicted = predict(fitted, device, data.plan, options) if main else None
     prepared = encode(resolved, data, accelerator, stages)
     print_data(prepared)
@@ -123,7 +124,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     folder = run_folder(config)
     if main:
         open_folder(config, prepared, saved, anew=options.resume == "auto")
-        put_chosen_blocks(resolved, fitted)
+        put_chosen(resolved, fitted)
     stop_if_asked()
 
     with stages.stage("load"):
@@ -152,13 +153,17 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     )
 
 
-def fit_checkpointing(config: TrainConfig, device: torch.device, plan: Plan, resumed: bool) -> TrainConfig:
-    """The configuration with a number of checkpointed blocks where it says ``auto``; a resumed run keeps its own."""
+def fit_memory(
+    config: TrainConfig, device: torch.device, plan: Plan, saved: checkpoint.SavedState | None
+) -> TrainConfig:
+    """The configuration with what ``memory`` says ``auto`` for chosen; a resumed run keeps what it has."""
+    before = {**saved.config.get("memory", {}), **chosen_before(config)} if saved else {}
+    config = settle_modulation(config, device.type == "cpu", before.get("modulation"))
     if config.memory.checkpointing != "auto":
         return config
     from simpletune.estimate.auto_checkpointing import choose_on
 
-    return choose_on(config, device, plan.largest(), chosen_blocks(config) if resumed else None)
+    return choose_on(config, device, plan.largest(), before.get("checkpointed"))
 
 
 def predict(config: TrainConfig, device: torch.device, plan: Plan, options: StartOptions) -> Estimate | None:
@@ -180,7 +185,7 @@ def load_model(
     """Load, quantise, attach the adapter, place, make the optimizer; restore what a checkpoint holds.
 
     Args:
-        config: with folders and the number of checkpointed blocks resolved.
+        config: with folders and ``memory`` resolved.
         prepared: plan and caches.
         accelerator: knows processes and device.
         saved: the checkpoint to continue from, if any.
