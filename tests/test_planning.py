@@ -13,7 +13,7 @@ from simpletune.cards import FOUND, GIB, Card, card_of
 from simpletune.cli.main import main
 from simpletune.config.load import read_config
 from simpletune.estimate.estimate_command import read_for_estimate
-from simpletune.estimate.levers import differing, with_changes
+from simpletune.estimate.levers import differing, what_may_cost, with_changes
 from simpletune.estimate.plan_command import _described
 from simpletune.estimate.planning import Search, batch_table, block_options, candidate_lists, largest_peak
 from simpletune.estimate.predict import CONTEXT, MIB, estimate, needed
