@@ -19,7 +19,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.system.console import say
 
 CONFIG = Path("configs/sd3_medium_lora_r16_int8.json")
-ENOUGH = ("schedule.warmup_steps=0", "device=auto")
+ENOUGH = ("schedule.warmup_steps=0", "device=auto", "memory.modulation=resident")  # rows name the plan
 PLAN = ("memory.modulation=plan",)
 FULL = (
     "adapter.method=full", "precision.weights=bf16", "optimizer.name=adamw8bit", "memory.optimizer_in_backward=true",

@@ -8,7 +8,9 @@ from pathlib import Path
 from simpletune.profiling.kinds import KINDS
 
 CONFIG = Path("configs/sd3_medium_lora_r16_int8.json")
-ENOUGH = ("schedule.warmup_steps=0", "data.path=demo:pictures", "data.caption_dropout=0")
+ENOUGH = (
+    "schedule.warmup_steps=0", "data.path=demo:pictures", "data.caption_dropout=0", "memory.modulation=resident",
+)  # fmt: skip
 DEMO = (
     "model.pretrained=demo:tiny-sd3", "model.t5_length=77", "validation.prompts=[]", "data.resolution=256",
     "memory.checkpointing=none",

@@ -102,8 +102,8 @@ def card_of(text: str) -> Card:
     found = by_name.get(_plain(text)) or (begun[0] if len(begun) == 1 else None)
     if found is not None:
         return found
-    near = difflib.get_close_matches(_plain(text), by_name, n=1, cutoff=0.4)
-    hint = f"Did you mean {by_name[near[0]].name}? " if near else ""
+    near = [by_name[name].name for name in difflib.get_close_matches(_plain(text), by_name, cutoff=0.4)]
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
     names = ", ".join(card.name for card in CARDS)
     raise UserError(f"--device: {text!r} is not known. {hint}Give its memory, as in --device 16GiB, or one of {names}")
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from simpletune.cards import CARDS, GIB, Card, card_named_by_driver, card_of, peak_tflops
-from simpletune.cli.main import main
+from simpletune.cli.main import main, parser
 from simpletune.config.load import validate
 from simpletune.estimate import forecast as forecasting
 from simpletune.estimate import predict as estimating
@@ -174,6 +176,63 @@ def test_estimate_prints_figures_and_bars_without_data(
     assert "--device" in capsys.readouterr().err
     assert main(["estimate", str(file), "--device", "L4", "--reserve", "21.8"]) == 0
     assert "it does not fit" in capsys.readouterr().out
+
+
+def told_of(words: list[str], capsys: pytest.CaptureFixture) -> dict:
+    """What a verb prints with ``--json``: standard output holds that and nothing else."""
+    capsys.readouterr()
+    assert main([*words, "--json"]) == 0
+    told = capsys.readouterr()
+    assert "dropped rank" in told.err or "adapter.method" not in " ".join(words)
+    return json.loads(told.out)
+
+
+def test_estimate_takes_the_plan_by_default(tiny_config: dict, write_config, capsys: pytest.CaptureFixture) -> None:
+    words = ["estimate", str(write_config(tiny_config)), "--device", "L4"]
+    peaks = {
+        kind: told_of([*words, f"memory.modulation={kind}"], capsys)["stages"]["train"]["peak_allocated_mib"]
+        for kind in ("auto", "plan", "resident")
+    }
+    assert told_of(words, capsys)["stages"]["train"]["peak_allocated_mib"] == peaks["auto"] == peaks["plan"]
+    assert peaks["plan"] < peaks["resident"]
+    assert main(words) == 0
+    assert "modulation plan (auto: " in capsys.readouterr().out
+
+
+def test_with_an_average_the_host_holds_the_weights_beside_it(tiny_config: dict) -> None:
+    host = [estimate(validate(tiny_config | more, "test"), L4.capability).needs.host for more in ({}, {"ema": {}})]
+    trained = simulate_stages(validate(tiny_config, "test"), SIZE, L4.capability).train.trained_bytes
+    assert sum(host[1].values()) - sum(host[0].values()) == trained > 0
+
+
+def test_every_verb_with_json_prints_nothing_else(
+    tiny_config: dict, write_config, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simpletune.estimate.plan_command.RESOLUTIONS", (32,))
+    file, drops = str(write_config(tiny_config)), ["adapter.method=full", "optimizer.name=adamw8bit"]
+    assert told_of(["estimate", file, *drops], capsys)["stages"]
+    assert told_of(["estimate", "--compare", file, *drops], capsys)["tiny"]
+    small = [*drops, "train.batch_size=1"]
+    assert len(told_of(["plan", file, *small, "--batches", "--device", "L4"], capsys)["L4"]) == 1
+    assert told_of(["data", file, *drops], capsys)["usable"]
+    assert main(["plan", file, *drops, "--device", "L4", "--json"]) == 2  # only with --batches
+    assert "--batches" in capsys.readouterr().err
+    with_json = {
+        name for name, verb in parser()._subparsers._group_actions[0].choices.items() if "--json" in verb.format_help()
+    }
+    assert with_json == {"estimate", "plan", "data", "inspect"}  # inspect reads no configuration
+
+
+@pytest.mark.parametrize("verb", [["estimate"], ["plan"], ["plan", "--batches"]], ids=" ".join)
+def test_an_unknown_card_is_refused_before_torch_is_loaded(verb: list[str]) -> None:
+    code = (
+        "import sys\nfrom simpletune.cli.main import main\nfound = main(sys.argv[1:])\n"
+        "assert 'torch' not in sys.modules\nsys.exit(found)"
+    )
+    words = [*verb, "configs/demo.json", "--device", "RTX9999"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "Did you mean RTX" in done.stderr and "RTX3090" in done.stderr.partition("?")[0]
 
 
 def test_estimates_are_compared_in_a_table_and_a_picture(

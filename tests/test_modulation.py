@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from simpletune.adapters.lora import Lora
 from simpletune.cli.drawing_arguments import add_arguments
 from simpletune.config.load import validate
+from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules
 from simpletune.demo import pictures, tiny_sd3
 from simpletune.drawing.generate import generate
@@ -36,6 +37,7 @@ from simpletune.quant.precision import WeightPrecision
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
+from simpletune.training import setup
 from simpletune.training.loop import train
 from simpletune.training.setup import StartOptions, set_up
 
@@ -358,3 +360,52 @@ def test_refuses_the_same_for_the_demo_and_once_an_unknown_model_is_here(config_
     model = model_of(Path(config.model.pretrained), FP32()).requires_grad_(True)
     with pytest.raises(ValueError, match="only while they are frozen; time_text_embed trains"):
         detach_modulation(model, FP32(), CPU, 4)
+
+
+FROZEN: dict = {"method": "lora", "rank": 2}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "on_host", "kind", "why"),
+    [
+        (FROZEN, False, "plan", "nothing trains it"),
+        (FROZEN, True, "resident", "on the CPU"),
+        ({"method": "full"}, False, "resident", "adapter.method full trains it"),
+        ({"method": "partial"}, False, "resident", "adapter.method partial trains it"),
+        ({"targets": "all_linear"}, False, "resident", "norm1.linear and 3 more"),
+    ],
+    ids=str,
+)
+def test_auto_plans_what_stays_frozen_on_a_gpu(
+    adapter: dict, on_host: bool, kind: str, why: str, config_json: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del config_json["memory"]["modulation"]
+    config = validate(config_json | {"adapter": adapter}, "test")
+    assert config.memory.modulation == "auto"
+    settled = settle_modulation(config, on_host)
+    assert settled.memory == config.memory.model_copy(update={"modulation": kind})
+    said = capsys.readouterr().out
+    assert f"modulation {kind} (auto: " in said and why in said
+    assert settle_modulation(settled, not on_host) is settled and capsys.readouterr().out == ""
+
+
+def test_a_resumed_run_keeps_what_auto_has_chosen(
+    config_json: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = run_with(config_json, name="whole")
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(setup, "settle_modulation", lambda config, _, before: settle_modulation(config, False, before))
+        folder = run_with(config_json, name="auto", memory={"modulation": "auto"}, train={"steps": 3})
+    assert json.loads((folder / "chosen.json").read_text()) == {"modulation": "plan"}
+    run_with(config_json, "latest", name="auto", memory={"modulation": "auto"})  # on the CPU it would be resident
+    assert "modulation plan (auto: as before)" in capsys.readouterr().out
+    assert losses_of(folder) == losses_of(whole)
+    assert json.loads((folder / "chosen.json").read_text()) == {"modulation": "plan"}
+    assert json.loads((folder / "config.json").read_text())["memory"]["modulation"] == "auto"
+
+
+def test_a_run_older_than_auto_stays_as_it_was(config_json: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    run_with(config_json, train={"steps": 3})  # its configuration says plan
+    folder = run_with(config_json, "latest", memory={"modulation": "auto"})
+    assert "modulation plan (auto: as before)" in capsys.readouterr().out
+    assert losses_of(folder) == losses_of(run_with(config_json, name="whole"))

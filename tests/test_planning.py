@@ -13,8 +13,9 @@ from simpletune.cards import FOUND, GIB, Card, card_of
 from simpletune.cli.main import main
 from simpletune.config.load import read_config
 from simpletune.estimate.estimate_command import read_for_estimate
-from simpletune.estimate.levers import with_changes
-from simpletune.estimate.planning import Search, batch_table, block_options, candidate_lists, differing, largest_peak
+from simpletune.estimate.levers import differing, what_may_cost, with_changes
+from simpletune.estimate.plan_command import _described
+from simpletune.estimate.planning import Search, batch_table, block_options, candidate_lists, largest_peak
 from simpletune.estimate.predict import CONTEXT, MIB, estimate, needed
 from simpletune.estimate.simulate import simulate
 from simpletune.estimate.step_time import predict_step_time
@@ -115,6 +116,40 @@ def test_the_batch_table_is_what_a_prediction_says(config_of) -> None:
     peak = simulate(with_changes(config, [f"train.batch_size={batch}"])).peak.bytes
     assert 0.9 * largest_peak(some) < peak + cublas_workspace(some.capability) <= largest_peak(some)
     assert largest_peak(some) < some.bytes - CONTEXT
+
+
+def test_what_may_cost_quality_is_named_with_its_values(config_of) -> None:
+    full = config_of("adapter.method=full", "train.gradient_accumulation=2")
+    changes = [
+        "memory.optimizer_in_backward=true", "train.clip=per_parameter", "train.gradient_accumulation=1",
+        "memory.checkpointing=all",
+    ]  # fmt: skip
+    new = with_changes(full, changes)
+    named = ["train.clip: global -> per_parameter", "train.gradient_accumulation: 2 -> 1"]
+    assert what_may_cost(full, new) == named
+    best = Search(config_of("adapter.method=full"), L4).fastest()[0]
+    lines = list(_described(1, replace(best, choice=replace(best.choice, config=new, overrides=())), best, full))
+    assert [line for line in lines if "quality" in line] == [f"   it may cost quality: {', '.join(named)}"]
+    lora = config_of("adapter.method=lora", "precision.weights=int8")
+    more_bits, tiles = with_changes(lora, ["precision.weights=bf16"]), with_changes(lora, ["memory.vae_tile=512"])
+    assert what_may_cost(lora, more_bits) == [] and what_may_cost(lora, tiles) == ["memory.vae_tile: null -> 512"]
+    assert what_may_cost(more_bits, lora) == ["precision.weights: bf16 -> int8"]
+
+
+def test_a_search_gives_signs_of_life(
+    config_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "demo.json", str(tmp_path / "planned.json")
+    config = config_of()
+    file.write_text(config.model_dump_json(by_alias=True))
+    monkeypatch.setattr("simpletune.system.console.PLAIN_EVERY", 0)
+    assert main(["plan", str(file), "--device", "L4", "--out", out]) == 0
+    counted = [line for line in capsys.readouterr().out.splitlines() if "predictions in" in line]
+    assert len(counted) >= 3 and " 1 predictions in" in counted[0] and f" {len(counted)} predictions in" in counted[-1]
+    assert "MiB" in counted[0]
+    monkeypatch.setattr("simpletune.system.console.PLAIN_EVERY", 10.0)
+    assert main(["plan", str(file), "--device", "L4", "--out", out]) == 0
+    assert len([line for line in capsys.readouterr().out.splitlines() if "predictions in" in line]) <= 3
 
 
 def test_step_times_follow_the_arithmetic() -> None:

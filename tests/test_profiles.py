@@ -173,11 +173,12 @@ def test_a_resumed_run_keeps_what_auto_has_chosen(config_of, capsys: pytest.Capt
     def of(budget: float, steps: int) -> TrainConfig:
         return config_of(memory={"checkpointing": "auto", "budget_gib": budget}, train={"steps": steps})
 
+    chosen = {"threads": 1, "checkpointed": 2, "blocks": 4, "modulation": "resident"}
     folder = train(of(peak, 1))
-    assert json.loads((folder / "chosen.json").read_text()) == {"threads": 1, "checkpointed": 2, "blocks": 4}
+    assert json.loads((folder / "chosen.json").read_text()) == chosen
     train(of(9.0, 2), resume="latest")
     assert "checkpointing auto: 2 of 4 blocks, as before" in capsys.readouterr().out
-    assert json.loads((folder / "chosen.json").read_text()) == {"threads": 1, "checkpointed": 2, "blocks": 4}
+    assert json.loads((folder / "chosen.json").read_text()) == chosen
 
 
 def test_every_lever_that_applies_is_valid_and_savings_are_in_order(config_of) -> None:

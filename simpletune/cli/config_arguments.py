@@ -21,8 +21,8 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def read(args: argparse.Namespace) -> TrainConfig:
     """The configuration that the arguments name."""
     from simpletune.config.load import read_config
+    from simpletune.system.console import note
 
     config, notices = read_config(args.config, args.overrides)
-    for notice in notices:
-        print(notice)
+    note(notices)
     return config

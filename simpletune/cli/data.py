@@ -12,8 +12,10 @@ def data(args: argparse.Namespace) -> None:
     """look at a data set before anything else: what is unusable, small, alike, and how it is cut; no weights needed"""
     from simpletune.config.load import read_config
     from simpletune.data_report.report import report
+    from simpletune.system.console import note
 
-    config, _ = read_config(args.config, args.overrides, needs_model=False)
+    config, notices = read_config(args.config, args.overrides, needs_model=False)
+    note(notices)
     report(config, args.out, args.json, args.pictures)
 
 

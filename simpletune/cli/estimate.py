@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from simpletune.cli.config_arguments import CONFIG_HELP, add_config
@@ -11,8 +12,21 @@ from simpletune.options import UserError
 ABOUT_DEVICE = "a card by name (L4, T4, RTX4090, ...) or by its memory (12GiB)"
 
 
+def require_cards(names: Sequence[str]) -> None:
+    """Look cards up before torch is loaded, which takes seconds.
+
+    Raises:
+        UserError: a name is not known.
+    """
+    from simpletune.cards import card_of
+
+    for name in names:
+        card_of(name)
+
+
 def estimate(args: argparse.Namespace) -> None:
     """predict what a run takes: memory by stage and kind, host memory, disk; no GPU, no weights, no data"""
+    require_cards([args.device] if args.device else [])
     from simpletune.estimate.estimate_command import compare_configs, estimate_config
 
     if args.compare:
@@ -37,13 +51,17 @@ def estimate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     """find the settings that fit on a card and should be fastest; or the largest batch by card"""
+    if not args.batches:
+        if not args.device or len(args.device) > 1:
+            raise UserError("--device: say which card the run should fit on, as in --device L4 or --device 8GiB")
+        if args.json:
+            raise UserError("--json: goes with --batches. Add --batches, or leave --json out")
+    require_cards(args.device or [])
     from simpletune.estimate.plan_command import batches, plan_config
 
     if args.batches:
         print(batches(args.config, args.overrides, args.device or [], args.json))
         return
-    if not args.device or len(args.device) > 1:
-        raise UserError("--device: say which card the run should fit on, as in --device L4 or --device 8GiB")
     print(plan_config(args.config, args.overrides, args.device[0], args.reserve, args.goal, args.out))
 
 

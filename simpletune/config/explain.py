@@ -69,14 +69,23 @@ def _memory(config: TrainConfig) -> Iterator[str]:
     )
     if memory.offload_checkpoint_inputs:
         yield "their inputs on the host"
-    if memory.modulation == "plan":
-        yield f"modulations planned {memory.modulation_window} steps ahead"
+    if memory.modulation == "plan" or _may_plan(config):
+        where = "" if memory.modulation == "plan" else " on a GPU"
+        yield f"modulations planned {memory.modulation_window} steps ahead{where}"
     if memory.resident_blocks is not None:
         yield f"blocks streamed from the host, {memory.resident_blocks} resident"
     if memory.optimizer_in_backward:
         yield "updates during the backward pass"
     if memory.vae_tile is not None:
         yield f"autoencoder in tiles of {memory.vae_tile} px"
+
+
+def _may_plan(config: TrainConfig) -> bool:
+    """Whether ``memory.modulation: auto`` is the plan on a GPU."""
+    shapes = _shapes(config)
+    if config.memory.modulation != "auto" or config.device == "cpu" or config.adapter.trains_base or shapes is None:
+        return False
+    return not config.trained_modulation(shapes)
 
 
 def _trackers(config: TrainConfig) -> str:

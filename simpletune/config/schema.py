@@ -252,8 +252,7 @@ class TrainConfig(Option):
     def shape_rules(self, shapes: dict[str, Shape]) -> Iterator[Problem]:
         """Rules that need the base model's parameters."""
         yield from self.adapter.problems(shapes)
-        modules = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
-        trained = [name for name in modules if is_conditioning(name) and not self.adapter.is_untouched(name)]
+        trained = self.trained_modulation(shapes)
         if self.memory.modulation == "plan" and trained and not self.adapter.trains_base:
             yield Problem(
                 "memory.modulation",
@@ -261,6 +260,11 @@ class TrainConfig(Option):
                 "adapter.targets attention, or memory.modulation resident",
             )
         yield from self.memory.shape_rules(shapes)
+
+    def trained_modulation(self, shapes: dict[str, Shape]) -> list[str]:
+        """The modules for modulations that the adapter trains."""
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
+        return [name for name in modules if is_conditioning(name) and not self.adapter.is_untouched(name)]
 
 
 def run_folder(config: TrainConfig) -> Path:

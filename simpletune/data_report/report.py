@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 from simpletune.config.resolve import resolve_data_folder
@@ -29,13 +30,11 @@ def report(config: TrainConfig, out: Path | None, as_figures: bool = False, show
     Raises:
         UserError: nothing is usable, or the folder cannot be written.
     """
-    resolved = resolve_data_folder(config)
+    with silent() if as_figures else nullcontext():
+        found = scan_dataset(resolve_data_folder(config), shown, config.data.path)
     if as_figures:
-        with silent():
-            found = scan_dataset(resolved, shown, config.data.path)
         print(json.dumps(as_json(found)))
     else:
-        found = scan_dataset(resolved, shown, config.data.path)
         say(text(found))
     if out is not None:
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from simpletune.cards import Card, card_of
 from simpletune.config.load import read_config
+from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.auto_checkpointing import choose
@@ -17,25 +18,26 @@ from simpletune.estimate.predict import Estimate, estimate
 from simpletune.estimate.terminal import as_text, comparison
 from simpletune.models.buckets import Size
 from simpletune.options import UserError
-from simpletune.system.console import silent
+from simpletune.system.console import note, silent
 
 REFERENCE = "L4"  # whose libraries' workspaces are counted where no card is named
 GIB = 2**30
 
 
 def read_for_estimate(file: Path, overrides: Sequence[str]) -> TrainConfig:
-    """A configuration whose data need not be there, its model's demo name resolved.
+    """A configuration whose data need not be there, its model's demo name and ``memory.modulation: auto`` resolved.
+
+    What an estimate is for is a card, so auto is chosen for one.
 
     Raises:
         ConfigError: it is wrong.
         UserError: its model's configuration cannot be read.
     """
     config, notices = read_config(file, list(overrides), needs_data=False)
-    for notice in notices:
-        print(notice)
+    note(notices)
     config = resolve_model_folder(config)
     require_model_rules(config)
-    return config
+    return settle_modulation(config, on_host=False)
 
 
 def estimate_config(
@@ -51,8 +53,9 @@ def estimate_config(
         as_json: figures for programs.
     """
     card = card_of(device) if device else None
-    config, reserved = read_for_estimate(file, overrides), int(reserve * GIB)
+    reserved = int(reserve * GIB)
     with silent() if as_json else nullcontext():
+        config = read_for_estimate(file, overrides)
         config = choose(config, square(config), card, reserved)
     prediction = estimate(config, (card or card_of(REFERENCE)).capability)
     if as_json:
@@ -91,7 +94,8 @@ def compare_configs(
     card = card_of(device) if device else None
     predictions: dict[str, Estimate] = {}
     for file in files:
-        config = read_for_estimate(file, overrides)
+        with silent():  # a line of the table says it all
+            config = read_for_estimate(file, overrides)
         name = config.name if config.name not in predictions else str(file)
         if name in predictions:
             raise UserError(f"--compare: {file} is named twice")

@@ -9,8 +9,8 @@ import torch
 
 from simpletune.cards import Card, card_named_by_driver
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.levers import LEVERS, changed
-from simpletune.estimate.planning import Search, differing
+from simpletune.estimate.levers import LEVERS, changed, differing
+from simpletune.estimate.planning import Search
 from simpletune.estimate.predict import CONTEXT, MIB, Estimate, SnapshotJson, estimate, snapshot_json
 from simpletune.estimate.terminal import place
 from simpletune.models.buckets import Size

@@ -5,7 +5,8 @@ Savings are predicted by running the training step of the changed configuration 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from simpletune.config.load import merge, validate
@@ -44,6 +45,10 @@ LEVERS = (
     Lever(("data.resolution=768",), "smaller pictures"),
     Lever(("data.resolution=512",), "smaller pictures"),
 )
+MAY_COST = (
+    "precision.weights", "adapter.dtype", "optimizer.name", "train.clip", "train.gradient_accumulation",
+    "memory.vae_tile",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,3 +99,31 @@ def savings(config: TrainConfig) -> list[Saving]:
         if peak < before:
             result.append(Saving(lever, new, peak, before - peak))
     return sorted(result, key=lambda saving: -saving.saved_bytes)
+
+
+def differing(config: TrainConfig, new: TrainConfig, overrides: Sequence[str]) -> list[str]:
+    """Those overrides that change a value."""
+    before, after = (each.model_dump(mode="json", by_alias=True) for each in (config, new))
+    paths = {text: text.partition("=")[0] for text in overrides}
+    return [text for text, path in paths.items() if _at(before, path) != _at(after, path)]
+
+
+def what_may_cost(config: TrainConfig, new: TrainConfig) -> list[str]:
+    """What of a change may cost quality, as ``path: old -> new``; weights of as many bits or more do not."""
+    before, after = (each.model_dump(mode="json", by_alias=True) for each in (config, new))
+    fewer_bits = new.precision.bytes_per_weight < config.precision.bytes_per_weight
+    paths = [path for path in MAY_COST if fewer_bits or path != "precision.weights"]
+    values = {path: (_at(before, path), _at(after, path)) for path in paths}
+    return [f"{path}: {_shown(old)} -> {_shown(new)}" for path, (old, new) in values.items() if old != new]
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _at(data: Mapping[str, object], path: str) -> object:
+    """The value at a path."""
+    value: object = data
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

@@ -6,17 +6,19 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from simpletune.cards import CARDS, Card, card_of
 from simpletune.config.load import merge, read_json
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
-from simpletune.estimate.planning import PlanResult, Search, batch_table, differing
+from simpletune.estimate.levers import differing, what_may_cost
+from simpletune.estimate.planning import PlanResult, Search, batch_table
 from simpletune.estimate.predict import MIB
 from simpletune.estimate.step_time import StepTime
 from simpletune.system.atomic import write_json
-from simpletune.system.console import say
+from simpletune.system.console import counting, say, silent
 
 SHOWN_CARDS = ("RTX3060-6GB", "RTX3070", "RTX3060-12GB", "T4", "L4", "RTX4090", "A100-40GB", "H100")
 RESOLUTIONS = (512, 768, 1024)
@@ -38,13 +40,15 @@ def plan_config(file: Path, overrides: Sequence[str], device: str, reserve: floa
     """
     card, config = card_of(device), read_for_estimate(file, overrides)
     say(f"plan    looking for the settings of {config.name} on {card.name} that are {goal.replace('-', ' ')}")
-    clock, search = time.perf_counter(), Search(config, card, int(reserve * GIB))
-    ways = {
-        "fastest": search.fastest,
-        "largest-batch": search.largest_batch,
-        "highest-resolution": search.highest_resolution,
-    }
-    results = ways[goal]()
+    clock = time.perf_counter()
+    with counting("plan    search", "predictions") as count:
+        search = Search(config, card, int(reserve * GIB), count)
+        ways = {
+            "fastest": search.fastest,
+            "largest-batch": search.largest_batch,
+            "highest-resolution": search.highest_resolution,
+        }
+        results = ways[goal]()
     seconds = time.perf_counter() - clock
     best = results[0]
     changes = differing(config, best.choice.config, best.choice.overrides)
@@ -67,8 +71,9 @@ def _described(number: int, result: PlanResult, best: PlanResult, config: TrainC
     yield f"   host memory about {sum(estimate.needs.host.values()) / GIB:.1f} GiB"
     why = _why(result.step_time, best.step_time) if number > 1 else ""
     yield f"   expected: {result.step_time.seconds:.2f} s a step{why}"
-    if choice.lossy:
-        yield "   it may cost quality: fewer bits than you asked for, or another clipping or state"
+    costs = what_may_cost(config, choice.config)
+    if costs:
+        yield f"   it may cost quality: {', '.join(costs)}"
     for text in differing(config, choice.config, choice.overrides):
         yield f"   {text}"
 
@@ -94,7 +99,8 @@ def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_jso
         devices: cards by name or memory; none: a usual choice.
         as_json: figures for programs.
     """
-    config = read_for_estimate(file, overrides)
+    with silent() if as_json else nullcontext():
+        config = read_for_estimate(file, overrides)
     cards = [card_of(name) for name in devices or SHOWN_CARDS]
     table = batch_table(config, cards, RESOLUTIONS)
     if as_json:

@@ -7,13 +7,13 @@ few predictions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.levers import with_changes
-from simpletune.estimate.predict import Estimate, estimate, largest_peak, needed
+from simpletune.estimate.predict import MIB, Estimate, estimate, largest_peak, needed
 from simpletune.estimate.simulate import StepReport, simulate
 from simpletune.estimate.step_time import StepTime, predict_step_time
 from simpletune.memory.device_terms import cublas_workspace
@@ -136,10 +136,13 @@ class Search:
         config: with the model's demo name resolved.
         card: that they must fit on.
         reserved: bytes of it that other programs hold.
+        count: is told of every prediction, in words.
     """
 
-    def __init__(self, config: TrainConfig, card: Card, reserved: int = 0):
-        self.config, self.card, self.reserved = config, card, reserved
+    def __init__(
+        self, config: TrainConfig, card: Card, reserved: int = 0, count: Callable[[str], object] = lambda last: None
+    ):
+        self.config, self.card, self.reserved, self.count = config, card, reserved, count
         self._known: dict[str, StepReport] = {}
 
     def fastest(self) -> list[PlanResult]:
@@ -195,7 +198,7 @@ class Search:
     def _with(self, override: str) -> list[PlanResult]:
         config = with_changes(self.config, [override])
         assert config is not None
-        results = Search(config, self.card, self.reserved).fastest()
+        results = Search(config, self.card, self.reserved, self.count).fastest()
         more = [replace(each.choice, overrides=(override, *each.choice.overrides)) for each in results]
         return [replace(each, choice=choice) for each, choice in zip(results, more, strict=True)]
 
@@ -244,6 +247,7 @@ class Search:
             config = with_changes(choice.config, more)
             assert config is not None
             whole = estimate(config, self.card.capability)
+            self.count(f"a whole job of {whole.peak.bytes / MIB:,.0f} MiB")
             if whole.fits(self.card, self.reserved):
                 words = choice.about + (f", tiles of {tile} px" if tile else "")
                 chosen = Choice((*choice.overrides, *more), config, words, choice.lossy, choice.last_resort)
@@ -260,6 +264,7 @@ class Search:
         key = config.model_dump_json()
         if key not in self._known:
             self._known[key] = simulate(config)
+            self.count(f"a step of {self._known[key].peak.bytes / MIB:,.0f} MiB")
         return self._known[key]
 
 
@@ -287,17 +292,3 @@ def batch_table(config: TrainConfig, cards: Sequence[Card], resolutions: Sequenc
             room = largest_peak(card) - cublas_workspace(card.capability)
             table[card.name].append(max(0, 1 + (room - peaks[0]) // each) if room >= peaks[0] else 0)
     return table
-
-
-def differing(config: TrainConfig, new: TrainConfig, overrides: Sequence[str]) -> list[str]:
-    """Those overrides that change a value."""
-    before, after = (each.model_dump(mode="json", by_alias=True) for each in (config, new))
-    return [text for text in overrides if _at(before, text) != _at(after, text)]
-
-
-def _at(data: Mapping[str, object], override: str) -> object:
-    """The value at an override's path."""
-    value: object = data
-    for part in override.partition("=")[0].split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value

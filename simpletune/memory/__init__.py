@@ -45,10 +45,11 @@ class Memory(Option):
     crop_positions: bool = True
     """Keep only the part of the position table that the run's pictures need: 12 MiB instead of 108 for SD3 Medium in
     bf16 at 1024 px. Exact; a full model is exported with the whole table."""
-    modulation: Literal["resident", "plan"] = "resident"
+    modulation: Literal["auto", "resident", "plan"] = "auto"
     """The adaLN modulation weights, a third of SD3 Medium. resident: on the device; plan: in host memory, and the
     modulations of the coming steps are computed ahead, for adapters that leave these weights alone. Exact but for the
-    last bits: products of several steps' rows at once."""
+    last bits: products of several steps' rows at once. auto: plan where such an adapter trains on a GPU, else resident;
+    generate, compare and serve take it as resident."""
     modulation_window: Annotated[int, Field(ge=1, le=1024)] = 16
     """Steps whose modulations are computed at once: for SD3 Medium each takes 0.9 MB a sample in bf16, and each window
     moves the modulation weights to the device once."""

@@ -157,23 +157,25 @@ def was_evaluated(folder: Path, step: int) -> bool:
     return any(row["step"] == step for row in read_rows(folder / EVALUATIONS))
 
 
-def put_chosen(config: TrainConfig, fitted: TrainConfig, threads: int) -> None:
+def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:
     """Keep what ``auto`` has come to, for the run's next start.
 
     Args:
         config: with folders resolved.
-        fitted: the same with the number of checkpointed blocks that ``memory.checkpointing: auto`` has come to.
+        chosen: the same with what ``memory`` has come to.
         threads: of the CPU.
     """
-    found = {"threads": threads}
+    found: Json = {"threads": threads}
     if config.memory.checkpointing == "auto":
         blocks = config.model.blocks()
-        found |= {"checkpointed": fitted.memory.checkpointed(blocks), "blocks": blocks}
+        found |= {"checkpointed": chosen.memory.checkpointed(blocks), "blocks": blocks}
+    if config.memory.modulation == "auto":
+        found["modulation"] = chosen.memory.modulation
     write_text(run_folder(config) / CHOSEN, json.dumps(found) + "\n")
 
 
-def read_chosen(config: TrainConfig) -> dict[str, int]:
-    """What was chosen at the run's last start: ``threads``, ``checkpointed``; empty if nothing was."""
+def chosen_before(config: TrainConfig) -> Json:
+    """What was chosen at the run's last start: threads, checkpointed, modulation; empty if nothing was."""
     return read_json_or_none(run_folder(config) / CHOSEN) or {}
 
 

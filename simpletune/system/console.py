@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
@@ -37,6 +37,12 @@ def say(text: str) -> None:
         _Stage.bars.console.out(text, highlight=False)
 
 
+def note(lines: Iterable[str]) -> None:
+    """Remarks on standard error: standard output may be figures for programs."""
+    for line in lines:
+        print(redact(line), file=sys.stderr, flush=True)
+
+
 @contextmanager
 def silent() -> Iterator[None]:
     """Within this context nothing is said, and no progress shown: what runs only stands in for the real thing."""
@@ -51,13 +57,13 @@ class _Stage:
     """Shows how far a stage is: a bar where the output is a terminal, elsewhere a plain line now and then.
 
     Args:
-        total: how many there are to do.
+        total: how many there are to do; None: that is not known.
         shown: when the last line came, by ``time.perf_counter``.
     """
 
     bars: ClassVar[Progress | None] = None  # of all stages under way, at the bottom of the terminal
 
-    def __init__(self, total: int, shown: float = float("-inf")):
+    def __init__(self, total: int | None, shown: float = float("-inf")):
         self.live = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._total, self._shown = total, shown
         self._line = ""
@@ -141,6 +147,30 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
     finally:
         stage.end()
     say(f"{what}: {done} {unit} in {time.perf_counter() - start:.1f} s")
+
+
+@contextmanager
+def counting(what: str, unit: str) -> Iterator[Callable[[str], None]]:
+    """Signs of life of work of which nobody knows how much there is; the context gives the function that counts one.
+
+    Args:
+        what: the work.
+        unit: of what.
+    """
+    start = time.perf_counter()
+    done, stage = 0, _Stage(None, start)
+
+    def count(last: str) -> None:
+        nonlocal done
+        done += 1
+        now = time.perf_counter()
+        if stage.is_due(now):
+            stage.show(now, done, f"{what}: {done} {unit} in {duration(now - start)}, the last {last}")
+
+    try:
+        yield count
+    finally:
+        stage.end()
 
 
 def duration(seconds: float) -> str:

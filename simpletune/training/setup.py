@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
+from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_folders
 from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import Plan
@@ -25,12 +26,12 @@ from simpletune.runs.folder import (
     CONFIG,
     DATA,
     ENVIRONMENT,
+    chosen_before,
     clear_unsaved,
     finished_steps,
     open_again,
     open_fresh,
     put_chosen,
-    read_chosen,
 )
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
@@ -116,7 +117,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     data = plan_data(resolved, accelerator.num_processes)
     if main:
         require_room(resolved, data.plan, start, options.force)
-    fitted = fit_checkpointing(resolved, device, data.plan, resumed=saved is not None)
+    fitted = fit_memory(resolved, device, data.plan, saved)
     predicted = predict(fitted, device, data.plan, options) if main else None
     prepared = encode(resolved, data, accelerator, stages)
     print_data(prepared)
@@ -157,7 +158,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
 
 def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> int:
     """Set the number of CPU threads and say which, where the CPU computes; a resumed run keeps its own."""
-    kept = read_chosen(config).get("threads") if resumed else None
+    kept = chosen_before(config).get("threads") if resumed else None
     on_cpu = device.type == "cpu"
     threads, why = choose_threads(config.speed.threads, config.model.parameter_count(), on_cpu, kept)
     if on_cpu:
@@ -166,13 +167,17 @@ def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> 
     return threads
 
 
-def fit_checkpointing(config: TrainConfig, device: torch.device, plan: Plan, resumed: bool) -> TrainConfig:
-    """The configuration with a number of checkpointed blocks where it says ``auto``; a resumed run keeps its own."""
+def fit_memory(
+    config: TrainConfig, device: torch.device, plan: Plan, saved: checkpoint.SavedState | None
+) -> TrainConfig:
+    """The configuration with what ``memory`` says ``auto`` for chosen; a resumed run keeps what it has."""
+    before = {**saved.config.get("memory", {}), **chosen_before(config)} if saved else {}
+    config = settle_modulation(config, device.type == "cpu", before.get("modulation"))
     if config.memory.checkpointing != "auto":
         return config
     from simpletune.estimate.auto_checkpointing import choose_on
 
-    return choose_on(config, device, plan.largest(), read_chosen(config).get("checkpointed") if resumed else None)
+    return choose_on(config, device, plan.largest(), before.get("checkpointed"))
 
 
 def predict(config: TrainConfig, device: torch.device, plan: Plan, options: StartOptions) -> Estimate | None:
@@ -194,7 +199,7 @@ def load_model(
     """Load, quantise, attach the adapter, place, make the optimizer; restore what a checkpoint holds.
 
     Args:
-        config: with folders and the number of checkpointed blocks resolved.
+        config: with folders and ``memory`` resolved.
         prepared: plan and caches.
         accelerator: knows processes and device.
         saved: the checkpoint to continue from, if any.
