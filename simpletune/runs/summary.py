@@ -47,22 +47,22 @@ def summarise(config: TrainConfig, folder: Path, steps: int, measured: Measured)
     rows, stages = read_metrics(folder), measured.stages
     losses = [row["loss"] for row in rows]
     # A run that was killed after its last step has no step to do again.
-    seconds = measured.seconds or [row["seconds"] for row in rows]
+    seconds = measured.seconds or [row["seconds"] for row in rows if "seconds" in row]
     tenth = max(1, len(losses) // 10)
-    per_step = statistics.median(seconds[WARM_UP:] or seconds)
+    per_step = statistics.median(seconds[WARM_UP:] or seconds) if seconds else None  # the rows may have been lost
     batch = config.train.batch_size * config.train.gradient_accumulation * measured.processes
     return {
         "name": config.name,
         "device": measured.device,
         "steps": steps,
         "seconds_per_step": rounded(per_step),
-        "samples_per_second": rounded(batch / per_step),
+        "samples_per_second": rounded(batch / per_step if per_step else None),
         "peak_allocated_gib": rounded(stages.peak("peak_allocated_gib")),
         "peak_reserved_gib": rounded(stages.peak("peak_reserved_gib")),
         "peak_rss_gib": rounded(stages.peak("peak_rss_gib")),
         "stages": stages.as_json(),
-        "first_loss": statistics.fmean(losses[:tenth]),
-        "final_loss": statistics.fmean(losses[-tenth:]),
+        "first_loss": statistics.fmean(losses[:tenth]) if losses else None,
+        "final_loss": statistics.fmean(losses[-tenth:]) if losses else None,
     }
 
 
@@ -96,7 +96,9 @@ def print_results(summary: Json, folder: Path, profiles: Path, traces: list[Path
         memory = f"peak on the GPU {summary['peak_allocated_gib']:.2f} GiB of the whole job, {memory}"
     first = summary["seconds_to_first_step"]
     begun = "" if first is None else f", the first step after {first:.1f} s"
-    say(f"\ndone in {duration(summary['seconds_total'])}{begun}: {summary['seconds_per_step']:.3g} s a step, {memory}")
+    pace = summary["seconds_per_step"]
+    paced = "" if pace is None else f"{pace:.3g} s a step, "
+    say(f"\ndone in {duration(summary['seconds_total'])}{begun}: {paced}{memory}")
     if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
         say(f"  evaluation loss {summary['eval_loss_before']:.4f} before, {summary['eval_loss_after']:.4f} after")
     rows = {

@@ -16,7 +16,8 @@ from simpletune.optim.rounding import key_draws
 from simpletune.pipeline.encode import prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.runs import checkpoint
-from simpletune.runs.folder import EVALUATION, SUMMARY, append_metrics, finished_steps, read_json_or_none
+from simpletune.runs.folder import EVALUATION, append_metrics, finished_steps, read_summary
+from simpletune.runs.mending import require_place
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
 from simpletune.step.attention import attention_by
@@ -67,6 +68,7 @@ def train(
     with room_for("writing what this run leaves", folder), exclusive(folder) if is_first_process() else nullcontext():
         if resume == "auto" and is_finished(config):
             return folder
+        require_place(folder)
         began = time.perf_counter() if started is None else started
         run = set_up(config, StartOptions(began, resume, force, estimate_first))
         with run.trackers, attention_by(config.speed.attention):
@@ -117,7 +119,7 @@ def is_finished(config: TrainConfig) -> bool:
     folder = run_folder(config)
     if finished_steps(folder) is None:
         return False
-    summary, saved = read_json_or_none(folder / SUMMARY), checkpoint.find("auto", folder)
+    summary, saved = read_summary(folder), checkpoint.find("auto", folder)
     if not saved or not summary or not summary["steps"] == saved.step == config.steps(summary["steps_per_epoch"]):
         return False
     check_resumable(saved, config, saved.manifest)
