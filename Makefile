@@ -35,8 +35,9 @@ coverage: setup  ## what of the package and the benchmarks the tests run, and wh
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage.json
 	$(PY) tests/coverage_table.py .coverage.json
 
-torture: setup  ## kill 50 runs at named and random moments (10 minutes on 2 idle cores), then fuzz what is read
+torture: setup  ## kill 50 runs at named and random moments (10 minutes on 2 idle cores), attack its files, fuzz what is read
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture.py
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/attacks.py
 	SIMPLETUNE_FUZZ=500 $(PY) -m pytest -q tests/test_fuzz.py tests/test_data_odd.py
 
 tiny-sd3: setup  ## make the tiny Stable Diffusion 3 that comes with the tool, from nothing; hours on 2 cores, resumable

@@ -22,6 +22,7 @@ from simpletune.lora.header import open_lora
 from simpletune.lora.read import read_lora
 from simpletune.options import Option, UserError, member_for, option_classes, union_of
 from simpletune.runs import checkpoint
+from simpletune.runs.state_file import with_checksum
 from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import read_header
 
@@ -214,8 +215,9 @@ STATE = {
 @example({"sha256": [checkpoint.TRAINABLE, checkpoint.OPTIMIZER]})  # a list where an object of checksums belongs
 def test_anything_as_the_state_of_a_checkpoint(tmp_path: Path, value: Any) -> None:
     state = STATE | value if isinstance(value, dict) else value
-    data = value if isinstance(value, bytes) else json.dumps(state).encode()
-    (tmp_path / checkpoint.STATE).write_bytes(data)
+    if not isinstance(value, bytes):
+        value = (with_checksum(state) if isinstance(state, dict) and state else json.dumps(state)).encode()
+    (tmp_path / checkpoint.STATE).write_bytes(value)
     with pytest.raises(UserError, match=checkpoint.STATE + " is damaged|trainable.safetensors is missing|is missing"):
         checkpoint.read(tmp_path)
 

@@ -233,7 +233,7 @@ def test_a_broken_line_amid_the_metrics_is_no_half_written_last_one(tmp_path: Pa
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
     assert read_metrics(tmp_path) == [{"step": 1}]
     (tmp_path / "metrics.jsonl").write_text('{"ste\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="Unterminated string"):
+    with pytest.raises(UserError, match="line 1 is damaged"):
         read_metrics(tmp_path)
 
 

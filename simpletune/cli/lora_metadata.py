@@ -53,9 +53,9 @@ def header_of(updates: Updates, title: str, config: TrainConfig | None, run: Pat
 
 def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | None:
     """The configuration that made a LoRA: the run's, else the one in the file's header, else None."""
-    text = metadata.get(EMBEDDED)
+    text: str | bytes | None = metadata.get(EMBEDDED)
     if run is not None and (run / CONFIG).is_file():
-        text = (run / CONFIG).read_text()
+        text = (run / CONFIG).read_bytes()
     if text is None:
         return None
     try:
@@ -90,7 +90,7 @@ def _of_run(config: TrainConfig, summary: Json | None) -> Iterator[tuple[str, st
     yield "ss_resolution", f"({width}, {height})"
     yield "ss_mixed_precision", {"bf16": "bf16", "fp32": "no"}[config.precision.compute]
     yield "ss_gradient_checkpointing", str(config.memory.checkpointing != "none")
-    if summary:
+    if summary and type(summary.get("steps")) is int:
         yield "ss_steps", str(summary["steps"])
         yield "ss_max_train_steps", str(summary["steps"])
     yield EMBEDDED, public.model_dump_json(by_alias=True)

@@ -45,6 +45,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def in_words(error: OSError) -> str:
+    """What the system refused, where, and what to do."""
+    return (
+        f"{error.filename}: {error.strerror or type(error).__name__}. Mend or remove what is there, or check that this "
+        "user may read and write it"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; a user's mistake is a message and an exit code, never a traceback.
 
@@ -61,6 +69,11 @@ def main(argv: list[str] | None = None) -> int:
         return error.code
     except BrokenPipeError:  # the reader of a pipe, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.filename is None:  # not a file's: the traceback tells more
+            raise
+        print(f"error: {redact(in_words(error))}", file=sys.stderr)
+        return 2
     except Stopped as stopped:
         print(f"\n{stopped}", file=sys.stderr)
         return stopped.code

@@ -123,7 +123,8 @@ class TrainConfig(Option):
     about: str = ""
     """What this configuration is for and what it needs."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
-    """The run's name: its folder under runs/ and profiles/."""
+    """The run's name: its folder under runs/ and profiles/. An older run of the name moves to NAME.1, NAME.2, ...;
+    where a run has such a name, the next number is taken. Windows holds no folder named con, nul or aux."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: the GPU, and the CPU for the demo model only; cpu: the CPU, knowingly."""
     model: Model = Model()

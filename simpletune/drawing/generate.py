@@ -59,7 +59,12 @@ def default_prompt(session: InferenceSession) -> str:
     if session.run is None:
         raise UserError('--prompt: say what to draw, as in --prompt "a lighthouse at dusk"')
     for file in sorted((session.run / "samples" / "base").glob("*.png")):
-        return Image.open(file).text["prompt"]  # type: ignore[attr-defined]
+        try:
+            return Image.open(file).text["prompt"]  # type: ignore[attr-defined]
+        except (OSError, ValueError, SyntaxError, AttributeError, KeyError):
+            raise UserError(
+                f"--prompt: {file} is damaged, so the run's prompt is not known. Say what to draw"
+            ) from None
     return session.config.data.scan(Path(session.config.data.path)).pictures[0].caption
 
 

@@ -29,7 +29,7 @@ def report_of(run: RunRecord, price: float | None) -> Report:
     """
     settings = settings_of(run.config) if run.config else plain_settings(run.settings)
     settings = [row for row in settings if row.path != "about"]  # stands under the title
-    found = list(pictures.validation_pictures(run.folder))
+    found = list(pictures.validation_pictures(run.folder, run.notes))
     warned, attempts = warnings_section(run), attempts_section(run)
     sections = [
         *([warned] if run.summary.get("warnings") else []),  # first, where there are any

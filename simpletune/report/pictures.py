@@ -32,11 +32,12 @@ class ValidationPicture:
     file: Path
 
 
-def validation_pictures(folder: Path) -> list[ValidationPicture]:
+def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPicture]:
     """The validation pictures of a run's folder, by prompt, then by step.
 
     Args:
         folder: of the run.
+        notes: takes which are damaged.
     """
     found = []
     for state in sorted((folder / "samples").glob("*/")):
@@ -44,11 +45,15 @@ def validation_pictures(folder: Path) -> list[ValidationPicture]:
         if step is None:
             continue
         for file in sorted(state.glob("prompt-*.png")):
-            with Image.open(file) as image:
-                text = getattr(image, "text", {})
-                found.append(
-                    (file.name, ValidationPicture(str(text.get("prompt", "")), str(text.get("seed", "")), step, file))
-                )
+            try:
+                with Image.open(file) as image:
+                    text = getattr(image, "text", {})  # of a PNG this decodes all of it
+            except (OSError, ValueError, SyntaxError) as error:
+                notes.append(f"{state.name}/{file.name} cannot be read ({type(error).__name__}) and is left out.")
+                continue
+            found.append(
+                (file.name, ValidationPicture(str(text.get("prompt", "")), str(text.get("seed", "")), step, file))
+            )
     return [picture for _, picture in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
 
 

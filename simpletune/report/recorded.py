@@ -18,6 +18,11 @@ from simpletune.runs.folder import ATTEMPTS, CONFIG, ENVIRONMENT, EVALUATION, EV
 from simpletune.system.locks import is_held
 from simpletune.system.stage_timer import stages_as_json
 
+NUMBERS = (
+    "seconds_per_step", "samples_per_second", "steps_per_epoch", "peak_allocated_gib", "peak_rss_gib", "first_loss",
+    "final_loss", "seconds_total", "seconds_setup", "trainable_parameters", "total_parameters", "eval_loss_after",
+)  # fmt: skip
+
 
 @dataclass
 class RunRecord:
@@ -173,7 +178,7 @@ def read_run(folder: Path) -> RunRecord:
         config=_config(settings, notes),
         metrics=metrics,
         evaluations=[],
-        summary=_read_object(folder / SUMMARY, notes, expected=False),
+        summary=_summary(folder / SUMMARY, notes),
         environment=_read_object(folder / ENVIRONMENT, notes, expected=False),
         profiles=_profiles(folder, settings, notes),
         attempts=attempts,
@@ -213,21 +218,40 @@ def _attempts(folder: Path, notes: list[str]) -> list[Attempt]:
 
 def _read_object(file: Path, notes: list[str], expected: bool = True) -> Json:
     """A JSON object, or an empty one and a note."""
-    if not file.exists():
+    if not os.path.lexists(file):
         if expected:
             notes.append(f"{file.name} is missing.")
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         notes.append(f"{file.name} cannot be read ({error}).")
         return {}
     return value if isinstance(value, dict) else {}
 
 
+def _summary(file: Path, notes: list[str]) -> Json:
+    """summary.json; an empty object and a note if a figure in it is not of its kind."""
+    summary = _read_object(file, notes, expected=False)
+    wrong = [key for key in NUMBERS if not isinstance(summary.get(key), int | float | None)]
+    wrong += ["steps"] * (bool(summary) and type(summary.get("steps")) is not int)
+    stages = summary.get("stages", {})
+    figures = stages.values() if isinstance(stages, dict) else [None]
+    if not all(isinstance(each, dict) and isinstance(each.get("seconds"), int | float) for each in figures):
+        wrong.append("stages")
+    if not wrong:
+        return summary
+    notes.append(f"{file.name} is damaged ({', '.join(dict.fromkeys(wrong))}) and left out.")
+    return {}
+
+
 def _read_rows(file: Path, needed: tuple[str, ...], notes: list[str]) -> list[Json]:
     """The readable lines of a file of JSON lines; a half-written last line is expected of a killed run."""
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if os.path.lexists(file) else []
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read ({error}).")
+        return []
     rows, broken = [], 0
     for number, line in enumerate(lines):
         try:

@@ -27,7 +27,7 @@ def report_of(runs: list[RunRecord], price: float | None, title: str = "", lead:
         lead: under it.
     """
     differences = differing(runs)
-    found = {run.name: list(pictures.validation_pictures(run.folder)) for run in runs}
+    found = {run.name: list(pictures.validation_pictures(run.folder, run.notes)) for run in runs}
     status = [f"{run.name}: {note}" for run in runs for note in run.notes]
     status += comparability(runs, differences)
     sections = [

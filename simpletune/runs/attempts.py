@@ -102,14 +102,14 @@ def close_killed(folder: Path) -> None:
     """
     try:
         attempts = read_attempts(folder)
-    except ValueError:
+    except (ValueError, OSError):  # a folder in its place, too
         place = quarantine(folder / ATTEMPTS)
         say(f"warning {folder / ATTEMPTS} is damaged: set aside as {place}. The attempts so far are not counted")
         return
     if attempts and attempts[-1].ended is None:
         try:
             *before, last = known(attempts, read_rows(folder / METRICS))
-        except ValueError:  # damaged metrics: who opens them next says so
+        except (UserError, KeyError, TypeError):  # damaged metrics: who opens them next says so
             *before, last = attempts
         _write(folder, [*before, last.model_copy(update={"ended": "killed"})])
 

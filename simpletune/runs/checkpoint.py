@@ -1,12 +1,11 @@
 """Checkpoints: what trains, the optimizer, the step and the configuration; safetensors and JSON only.
 
 A checkpoint is written aside and renamed, so it is whole or it is not there. Its state.json holds the SHA-256 of its
-files, and is written last.
+files and of itself, and is written last.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.ema import Average, averaged
 from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
 from simpletune.options import Json, UserError
+from simpletune.runs.state_file import DamagedCheckpoint, read_state, with_checksum
 from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, remove, temporary_path
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
@@ -152,7 +152,7 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
         "torch": torch.__version__,
         "sha256": {file.name: sha256_of(file) for file in sorted(part.iterdir())},
     }
-    (part / STATE).write_text(json.dumps(values))
+    (part / STATE).write_text(with_checksum(values))
     flush_to_disk(part / STATE)
     failpoint("checkpoint.before-rename")
 
@@ -182,14 +182,10 @@ def rewind(run: Path, step: int, keep_last: int) -> list[Path]:
 
 
 def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
-    """The whole checkpoints of a run, oldest first."""
+    """What has a checkpoint's name in a run, oldest first; ``read`` tells whether it is whole."""
     folder = run / "checkpoints"
-    found = []
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        match = NAME.match(entry.name)
-        if match and (entry / STATE).exists():
-            found.append((int(match[1]), entry))
-    return sorted(found)
+    named = [(NAME.match(entry.name), entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
+    return sorted((int(match[1]), entry) for match, entry in named if match)
 
 
 def find(resume: str, run: Path) -> SavedState | None:
@@ -214,7 +210,7 @@ def find(resume: str, run: Path) -> SavedState | None:
         for _, folder in reversed(found):
             try:
                 return read(folder)
-            except UserError as error:
+            except DamagedCheckpoint as error:
                 if not is_first_process():  # which renames
                     continue
                 place = quarantine(folder)
@@ -229,28 +225,48 @@ def read(folder: Path) -> SavedState:
     """Read a checkpoint's state and compare its files with their checksums.
 
     Raises:
-        UserError: it is no checkpoint, or a file is missing or damaged.
+        DamagedCheckpoint: a file is missing or damaged, or the folder has the name of another step.
+        UserError: it is no checkpoint, of an older version, or may not be read.
     """
+    older = "Use an older checkpoint: --resume PATH"
+    named = NAME.match(folder.name)
     try:
-        state = json.loads((folder / STATE).read_text())
+        state = read_state(folder / STATE)
         fields = {name: state[name] for name in ("step", "config", "manifest", "optimizer", "processes")}
         saved = SavedState(folder, **fields)
         checksums = state["sha256"]
         _require_kinds(saved, checksums)
+        if named and int(named[1]) != saved.step:
+            raise ValueError(f"it is of step {saved.step}")
+        faults = {file: fault for file, checksum in checksums.items() if (fault := _fault(folder / file, checksum))}
     except FileNotFoundError:
+        if named:
+            raise DamagedCheckpoint(f"--resume: {folder / STATE} is missing. {older}") from None
         raise UserError(
             f"--resume: {folder} is not a checkpoint: it has no {STATE}. Name a step-NNNNNN folder"
         ) from None
-    except (ValueError, KeyError, TypeError, NotADirectoryError, RecursionError) as error:
+    except PermissionError as error:
         raise UserError(
-            f"--resume: {folder / STATE} is damaged ({redact(repr(error))[:200]}). Use an older checkpoint"
+            f"--resume: {error.filename} may not be read by this user. Allow it, or name another checkpoint"
         ) from None
-    for name, checksum in checksums.items():
-        file = folder / name
-        if not file.exists() or sha256_of(file) != checksum:
-            state_of = "damaged" if file.exists() else "missing"
-            raise UserError(f"--resume: {file} is {state_of}. Use an older checkpoint: --resume PATH")
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        reason = redact(str(error) if isinstance(error, ValueError) else repr(error))[:200]
+        raise DamagedCheckpoint(f"--resume: {folder / STATE} is damaged ({reason}). {older}") from None
+    for file, fault in faults.items():
+        raise DamagedCheckpoint(f"--resume: {folder / file} is {fault}. {older}")
     return saved
+
+
+def _fault(file: Path, checksum: str) -> str | None:
+    """What is wrong with a file of a checkpoint; None: nothing."""
+    if not file.is_file():
+        return "no file" if os.path.lexists(file) else "missing"
+    try:
+        return None if sha256_of(file) == checksum else "damaged"
+    except PermissionError:
+        raise
+    except OSError as error:  # the disk cannot read it
+        return f"damaged ({error.strerror})"
 
 
 def _require_kinds(saved: SavedState, checksums: object) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.options import Json, UserError
+from simpletune.runs.mending import NUMBER, parse_row, read_own, read_own_rows, require_kinds, say_missing
 from simpletune.system.atomic import remove, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
@@ -23,6 +24,12 @@ CHOSEN, ATTEMPTS = "chosen.json", "attempts.json"
 WRITTEN_FIRST = {
     METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, CHOSEN, ATTEMPTS, "wandb",
 }  # fmt: skip
+# What a run writes over: these must not have become folders.
+WRITTEN_FILES = (
+    METRICS, SUMMARY, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, CHOSEN, ATTEMPTS, "README.md",
+    "report.html", "report.md", "pytorch_lora_weights.safetensors",
+)  # fmt: skip
+NEEDED = {METRICS: ("step", "loss"), EVALUATIONS: ("step", "eval_loss"), SKIPPED: ("step",)}  # numbers in each row
 LEFT_OVER = re.compile(r"^\..*\.part$")
 
 
@@ -71,19 +78,34 @@ def clear_unsaved(config: TrainConfig) -> None:
 
 
 def _is_worth_keeping(entry: Path) -> bool:
-    if entry.name == CHECKPOINTS:
+    if entry.name == CHECKPOINTS and entry.is_dir():
         return any(not LEFT_OVER.match(saved.name) for saved in entry.iterdir())
-    return entry.name not in WRITTEN_FIRST and not LEFT_OVER.match(entry.name) and not entry.name.endswith("lock")
+    return (
+        entry.name not in WRITTEN_FIRST | {CHECKPOINTS}
+        and not LEFT_OVER.match(entry.name)
+        and not entry.name.endswith("lock")
+    )
+
+
+def read_summary(folder: Path) -> Json | None:
+    """The summary of a run, if it has one that is whole."""
+    return read_own(folder / SUMMARY, {"steps": (int,), "steps_per_epoch": (int,), "output": (str,)})
+
+
+def read_evaluation(folder: Path) -> float | None:
+    """The evaluation loss before the first step, if it is known."""
+    kept = read_own(folder / EVALUATION, {"eval_loss": (*NUMBER, type(None))})
+    return kept["eval_loss"] if kept else None
 
 
 def finished_steps(folder: Path) -> int | None:
     """How many steps the run had that was last finished in a folder, card and report included; None if none was."""
-    summary = read_json_or_none(folder / SUMMARY)
+    summary = read_summary(folder)
     return summary["steps"] if summary and summary.get("complete") else None
 
 
 def open_again(config: TrainConfig, step: int) -> Path:
-    """The folder of a run to resume; metrics of steps that will be done again are dropped.
+    """The folder of a run to resume; metrics of steps that will be done again are dropped, damaged files set aside.
 
     Raises:
         UserError: there is no such run.
@@ -91,11 +113,14 @@ def open_again(config: TrainConfig, step: int) -> Path:
     folder = run_folder(config)
     if not folder.is_dir():
         raise UserError(f"--resume: {folder} does not exist. Start without --resume, or check name")
-    for name in (METRICS, EVALUATIONS, SKIPPED):
+    rows = {name: read_own_rows(folder / name, needed) for name, needed in NEEDED.items()}
+    say_missing(folder / METRICS, rows[METRICS], rows[SKIPPED], step)
+    require_kinds(folder, WRITTEN_FILES, (SAMPLES, CHECKPOINTS))
+    for name in NEEDED:
         file = folder / name
         if not file.exists() and name == SKIPPED:
             continue
-        kept = [row for row in read_rows(file) if row["step"] <= step]
+        kept = [row for row in rows[name] if row["step"] <= step]
         write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
         failpoint("run.opened-again")
     from simpletune.runs.checkpoint import rewind  # torch, as above
@@ -105,7 +130,8 @@ def open_again(config: TrainConfig, step: int) -> Path:
     for entry in folder.glob(".*.part"):
         remove(entry)
     for entry in (folder / SAMPLES).glob("step-*"):
-        if int(entry.name[5:]) > step:
+        number = entry.name[5:]
+        if number.isdecimal() and int(number) > step:
             remove(entry)
     return folder
 
@@ -116,14 +142,18 @@ def read_metrics(folder: Path) -> list[Json]:
 
 
 def read_rows(file: Path) -> Iterator[Json]:
-    """The rows of a file with a JSON object a line; a last line that is half written is left out."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    for number, line in enumerate(lines):
-        try:
-            yield json.loads(line)
-        except ValueError:
-            if number != len(lines) - 1:
-                raise
+    """The rows of a file with a JSON object a line; a last line that is half written is left out.
+
+    Raises:
+        UserError: another line is damaged.
+    """
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+    for number, line in enumerate(lines, 1):
+        row = parse_row(line, NEEDED[EVALUATIONS] if file.name == EVALUATIONS else ("step",))
+        if row is not None:
+            yield row
+        elif number != len(lines):
+            raise UserError(f"{file}: line {number} is damaged. train CONFIG --resume latest sets it aside")
 
 
 def append_metrics(folder: Path, row: Json, name: str = METRICS) -> None:
@@ -176,7 +206,11 @@ def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:
 
 def chosen_before(config: TrainConfig) -> Json:
     """What was chosen at the run's last start: threads, checkpointed, modulation; empty if nothing was."""
-    return read_json_or_none(run_folder(config) / CHOSEN) or {}
+    kept = read_own(run_folder(config) / CHOSEN, {}) or {}
+    types = {"threads": int, "checkpointed": int, "modulation": str}
+    sound = {key: kept[key] for key, kind in types.items() if type(kept.get(key)) is kind}
+    largest = {"threads": 1024, "checkpointed": config.model.blocks()}
+    return sound | {key: min(max(sound[key], 0), most) for key, most in largest.items() if key in sound}
 
 
 def newest_run(runs: Path) -> Path:
@@ -192,5 +226,15 @@ def newest_run(runs: Path) -> Path:
 
 
 def read_json_or_none(file: Path) -> Json | None:
-    """A JSON file's object, or None if there is no such file."""
-    return json.loads(file.read_text()) if file.exists() else None
+    """A JSON file's object, or None if there is no such file.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    if not file.exists():
+        return None
+    try:
+        value: Json = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is damaged ({error}). Remove it: it is made again") from None
+    return value

@@ -45,19 +45,19 @@ def summarise(config: TrainConfig, folder: Path, steps: int, measured: Measured)
     rows, stages = read_metrics(folder), merged_stages(measured.attempts)
     losses = [row["loss"] for row in rows]
     tenth = max(1, len(losses) // 10)
-    per_step = median_seconds(rows, measured.attempts) or 0.0
+    per_step = median_seconds(rows, measured.attempts)  # None: the rows were lost
     return {
         "name": config.name,
         "device": measured.device,
         "steps": steps,
         "seconds_per_step": rounded(per_step),
-        "samples_per_second": rounded(measured.samples / per_step) if per_step else None,
+        "samples_per_second": rounded(measured.samples / per_step if per_step else None),
         "peak_allocated_gib": rounded(largest_peak(stages, "peak_allocated_gib")),
         "peak_reserved_gib": rounded(largest_peak(stages, "peak_reserved_gib")),
         "peak_rss_gib": rounded(largest_peak(stages, "peak_rss_gib")),
         "stages": stages_as_json(stages),
-        "first_loss": statistics.fmean(losses[:tenth]),
-        "final_loss": statistics.fmean(losses[-tenth:]),
+        "first_loss": statistics.fmean(losses[:tenth]) if losses else None,
+        "final_loss": statistics.fmean(losses[-tenth:]) if losses else None,
     }
 
 
@@ -96,7 +96,9 @@ def print_results(summary: Json, folder: Path, profiles: Path, traces: list[Path
     begun = "" if first is None else f", the first step{last} after {first:.1f} s"
     took = duration(summary["seconds_total"])
     took += f" in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
-    say(f"\ndone in {took}{begun}: {summary['seconds_per_step']:.3g} s a step, {memory}")
+    pace = summary["seconds_per_step"]
+    paced = "" if pace is None else f"{pace:.3g} s a step, "
+    say(f"\ndone in {took}{begun}: {paced}{memory}")
     if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
         say(f"  evaluation loss {summary['eval_loss_before']:.4f} before, {summary['eval_loss_after']:.4f} after")
     rows = {

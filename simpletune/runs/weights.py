@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
+
 from simpletune.adapters.lora import OUTPUT as LORA_FILE
 from simpletune.config.schema import TrainConfig, cache_of_bases
 from simpletune.hub.fetch import is_hub_name
@@ -75,7 +77,14 @@ def run_config(run: Path) -> TrainConfig:
     file = run / CONFIG
     if not file.exists():
         raise UserError(f"--run: {run} has no {CONFIG}: it is not a run's folder")
-    return TrainConfig.model_validate_json(file.read_text())
+    try:
+        return TrainConfig.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(
+            f"--run: {file} is damaged, or of another version of simpletune ({first['msg']}). Name another run; "
+            "train CONFIG --resume auto writes it again"
+        ) from None
 
 
 def find_run(named: Path | None, runs: Path) -> Path:

@@ -139,8 +139,7 @@ def quarantine(place: Path) -> Path:
         Its new name.
     """
     damaged = place.with_name(f"{place.name}.damaged")
-    if damaged.is_dir():
-        shutil.rmtree(damaged)
+    remove(damaged)
     os.replace(place, damaged)
     return damaged
 

@@ -91,8 +91,8 @@ def full(what: str, place: Path, kind: str, needed: int | None, free: int) -> Di
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in a folder; 0 where there is none."""
+    """Bytes of all files in a folder, links not followed; 0 where there is none."""
     total = 0
     for parent, _, names in os.walk(folder):
-        total += sum(os.path.getsize(os.path.join(parent, name)) for name in names)
+        total += sum(os.lstat(os.path.join(parent, name)).st_size for name in names)
     return total

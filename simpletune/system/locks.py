@@ -111,7 +111,7 @@ def _acquire(file: Path, waiting: str | None = None) -> FileLock:
         lock.acquire()
     except OSError as error:
         if error.errno not in UNSUPPORTED:
-            raise
+            raise UserError(f"{file} cannot be locked ({error.strerror}). Remove it") from None
         _warn_unlocked(file.parent, "is on a file system without locks")
     return lock
 

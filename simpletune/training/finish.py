@@ -7,7 +7,7 @@ from simpletune.ema import averaged
 from simpletune.profiling import EpochTraces
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import total_seconds
-from simpletune.runs.folder import EVALUATION, SKIPPED, SUMMARY, read_json_or_none, read_rows
+from simpletune.runs.folder import SKIPPED, SUMMARY, read_evaluation, read_rows
 from simpletune.runs.model_card import shareable, write_card
 from simpletune.runs.summary import Measured, print_results, summarise
 from simpletune.system.atomic import write_json
@@ -38,7 +38,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
         "trainable_parameters": sum(parameter.numel() for parameter in run.core.parameters),
         "total_parameters": run.total,
         "steps_per_epoch": run.prepared.plan.steps_per_epoch,
-        "eval_loss_before": (read_json_or_none(run.folder / EVALUATION) or {}).get("eval_loss"),
+        "eval_loss_before": read_evaluation(run.folder),
         "eval_loss_after": eval_after,
         "output": str(output),
     }

@@ -16,7 +16,8 @@ from simpletune.pipeline.encode import prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
-from simpletune.runs.folder import EVALUATION, SUMMARY, append_metrics, finished_steps, read_json_or_none
+from simpletune.runs.folder import EVALUATION, append_metrics, finished_steps, read_summary
+from simpletune.runs.mending import require_place
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
 from simpletune.step.attention import attention_by
@@ -69,6 +70,7 @@ def train(
     with lock, attempt, room_for("writing what this run leaves", folder):
         if resume == "auto" and is_finished(config):
             return folder
+        require_place(folder)
         run = set_up(config, StartOptions(attempt, resume, force, estimate_first))
         with run.trackers, attention_by(config.speed.attention), explained(run):
             validate_train_finish(run)
@@ -106,7 +108,7 @@ def is_finished(config: TrainConfig) -> bool:
     folder = run_folder(config)
     if finished_steps(folder) is None:
         return False
-    summary, saved = read_json_or_none(folder / SUMMARY), checkpoint.find("auto", folder)
+    summary, saved = read_summary(folder), checkpoint.find("auto", folder)
     if not saved or not summary or not summary["steps"] == saved.step == config.steps(summary["steps_per_epoch"]):
         return False
     check_resumable(saved, config, saved.manifest)

@@ -1,0 +1,131 @@
+"""What is damaged among a run's own files: set aside as ``NAME.damaged`` and said, and the run goes on without it.
+
+Of several processes the first sets aside; the others leave out the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from simpletune.options import Json, UserError, shortened
+from simpletune.system.atomic import quarantine
+from simpletune.system.console import say
+from simpletune.system.disk import existing
+from simpletune.system.processes import is_first_process
+
+NUMBER = (int, float)
+
+
+def require_place(folder: Path) -> None:
+    """A run can be written where its folder is or will be.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UserError(f"{folder} is not a folder. Remove it, or give this run another name: name=...")
+    place = existing(folder)
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{folder} cannot be written: {place} is on a read-only file system, or not this user's to write. Make it "
+            "writable, or use another folder: output.runs=..."
+        )
+
+
+def set_aside(file: Path, fault: str) -> None:
+    """Give something of a run the name ``NAME.damaged``, and say so."""
+    if is_first_process():
+        say(f"warning {file} {fault}: set aside as {quarantine(file).name}")
+
+
+def require_kinds(folder: Path, files: tuple[str, ...], folders: tuple[str, ...]) -> None:
+    """What a run will write has the kind that it writes: a folder in a file's place is set aside, and the reverse."""
+    for name in (*files, *folders):
+        place, should = folder / name, "a file" if name in files else "a folder"
+        if os.path.lexists(place) and not (place.is_file() if name in files else place.is_dir()):
+            set_aside(place, f"is not {should}")
+
+
+def read_own(file: Path, needed: Mapping[str, tuple[type, ...]]) -> Json | None:
+    """A JSON object that a run wrote; None where there is none, or a damaged one, which is set aside.
+
+    Args:
+        file: of a run.
+        needed: the types of values that must be there.
+    """
+    if not os.path.lexists(file):
+        return None
+    if not file.is_file():
+        set_aside(file, "is not a file")
+        return None
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+        wrong = [key for key, types in needed.items() if type(value[key]) not in types]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        set_aside(file, "is damaged")
+        return None
+    if wrong:
+        set_aside(file, f"is damaged ({', '.join(wrong)})")
+        return None
+    return dict(value)
+
+
+def read_own_rows(file: Path, needed: tuple[str, ...]) -> list[Json]:
+    """The rows of a file with a JSON object a line.
+
+    A half-written last line is left out, as a kill leaves it. Of a file with other damage the whole rows are used, one
+    a step, and the file is set aside.
+
+    Args:
+        file: of a run; it need not exist.
+        needed: the keys of numbers that each row has, ``step`` among them.
+    """
+    if not os.path.lexists(file):
+        return []
+    if not file.is_file():
+        set_aside(file, "is not a file")
+        return []
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    half = lines.pop()  # empty, if the last line is whole
+    rows: dict[int, Json] = {}
+    damaged = []
+    for number, line in enumerate(lines, 1):
+        row = parse_row(line, needed)
+        if row is None or row["step"] in rows:
+            damaged.append(number)
+        else:
+            rows[row["step"]] = row
+    whole = parse_row(half, needed)
+    if whole is not None:
+        rows.setdefault(whole["step"], whole)
+    if damaged:
+        counted = f"line{'s' * (len(damaged) > 1)} {shortened([str(number) for number in damaged], 6)}"
+        set_aside(file, f"is damaged in {counted}, left out")
+    return list(rows.values())
+
+
+def parse_row(line: str, needed: tuple[str, ...]) -> Json | None:
+    """A row, if a line is one."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    numbers = all(type(row.get(key)) in NUMBER and math.isfinite(row[key]) for key in needed)
+    return row if numbers else None
+
+
+def say_missing(file: Path, rows: list[Json], skipped: list[Json], step: int) -> None:
+    """Say which steps lack a row: a loss curve with a gap, and nothing else."""
+    there = {row["step"] for row in (*rows, *skipped)}
+    missing = [str(number) for number in range(1, step + 1) if number not in there]
+    if missing:
+        say(
+            f"warning {file} lacks {len(missing)} of the steps 1-{step}: {shortened(missing, 6)}. The loss curve has a "
+            "gap there; the weights do not depend on it"
+        )
