@@ -158,7 +158,9 @@ def read_run(folder: Path) -> RunRecord:
         profiles=_profiles(folder, settings, notes),
         notes=notes,
     )
-    if found.summary and found.summary.get("steps", 0) < found.steps_done:
+    if status := found.summary.get("status"):
+        notes.insert(0, f"This run was {status}. Times by stage and peaks of a stopped run are not known.")
+    elif found.summary and found.summary.get("steps", 0) < found.steps_done:
         notes.append(f"{SUMMARY} is of an earlier end, at step {found.summary['steps']}: it is left out.")
         found.summary = {}
     if not found.summary:

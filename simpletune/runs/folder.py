@@ -10,6 +10,7 @@ from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.options import Json, UserError
+from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
 from simpletune.system.atomic import remove, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
@@ -35,8 +36,6 @@ def open_fresh(config: TrainConfig) -> Path:
             failpoint("run.moved-traces")
         os.replace(folder, aside)
         say(f"{folder} held an older run: moved to {aside}")
-        from simpletune.runs.checkpoint import list_checkpoints  # torch; a report only reads, and starts without it
-
         checkpoints = list_checkpoints(aside)
         if checkpoints and not (aside / SUMMARY).exists():
             say(
@@ -94,9 +93,10 @@ def open_again(config: TrainConfig, step: int) -> Path:
         kept = [row for row in read_rows(file) if row["step"] <= step]
         write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
         failpoint("run.opened-again")
-    from simpletune.runs.checkpoint import rewind  # torch, as above
-
-    for later in rewind(folder, step, config.checkpoint.keep_last):
+    if early := (read_json_or_none(folder / SUMMARY) or {}).get("status"):
+        remove(folder / SUMMARY)
+        say(f"resume  the run was {early}: that result stays until the run ends")
+    for later in rewind(folder, step, config.checkpoint):
         say(f"  {later} is later than step {step}: it is kept under this name. Remove it if it is not wanted")
     for entry in folder.glob(".*.part"):
         remove(entry)

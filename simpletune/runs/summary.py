@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +13,11 @@ from simpletune.data.plan import Sample
 from simpletune.models.buckets import upscaling
 from simpletune.options import Json, shortened
 from simpletune.pipeline.encode import Prepared
-from simpletune.runs.folder import read_metrics
+from simpletune.runs.checkpoint import SavedState
+from simpletune.runs.checkpoint_folders import TRAINABLE, list_checkpoints
+from simpletune.runs.folder import EVALUATION, EVALUATIONS, SKIPPED, read_json_or_none, read_metrics, read_rows
 from simpletune.system.console import duration, say
+from simpletune.system.safetensors_file import WeightReader
 from simpletune.system.stage_timer import StageTimer, rounded
 
 WARM_UP = 2  # steps that are left out of the median: allocators and caches fill
@@ -45,25 +50,86 @@ def summarise(config: TrainConfig, folder: Path, steps: int, measured: Measured)
         measured: by this process.
     """
     rows, stages = read_metrics(folder), measured.stages
-    losses = [row["loss"] for row in rows]
     # A run that was killed after its last step has no step to do again.
     seconds = measured.seconds or [row["seconds"] for row in rows]
-    tenth = max(1, len(losses) // 10)
-    per_step = statistics.median(seconds[WARM_UP:] or seconds)
-    batch = config.train.batch_size * config.train.gradient_accumulation * measured.processes
     return {
         "name": config.name,
         "device": measured.device,
         "steps": steps,
-        "seconds_per_step": rounded(per_step),
-        "samples_per_second": rounded(batch / per_step),
+        **_paced(seconds, config, measured.processes),
         "peak_allocated_gib": rounded(stages.peak("peak_allocated_gib")),
         "peak_reserved_gib": rounded(stages.peak("peak_reserved_gib")),
         "peak_rss_gib": rounded(stages.peak("peak_rss_gib")),
         "stages": stages.as_json(),
-        "first_loss": statistics.fmean(losses[:tenth]),
-        "final_loss": statistics.fmean(losses[-tenth:]),
+        **_first_and_final([row["loss"] for row in rows]),
     }
+
+
+def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
+    """What is known of a stopped run up to a checkpoint: times by stage and peaks were its process's, and are not.
+
+    Args:
+        run: its folder.
+        config: of the run; the model's folder is resolved.
+        saved: the checkpoint.
+    """
+    step = saved.step
+    per_epoch = math.ceil(len(saved.manifest) / _batch(config, saved.processes))
+    asked = config.steps(per_epoch)
+    summary: Json = {"name": config.name, "steps": step, "steps_asked": asked, "steps_per_epoch": per_epoch}
+    if step < asked:
+        summary["status"] = f"finished early at step {step} of {asked}"
+    rows = [row for row in read_metrics(run) if row["step"] <= step]
+    if rows:
+        summary |= _paced([row["seconds"] for row in rows], config, saved.processes)
+        summary |= _first_and_final([row["loss"] for row in rows])
+    trained = WeightReader([saved.folder / TRAINABLE])
+    evaluated = {row["step"]: row["eval_loss"] for row in read_rows(run / EVALUATIONS)}
+    summary |= {
+        "trainable_parameters": sum(trained.get(name).numel() for name in trained.names),
+        "total_parameters": config.model.parameter_count(),
+        "eval_loss_before": (read_json_or_none(run / EVALUATION) or {}).get("eval_loss"),
+        "eval_loss_after": evaluated.get(step),
+    }
+    if skipped := sum(row["step"] <= step for row in read_rows(run / SKIPPED)):
+        summary["skipped_steps"] = skipped
+    return summary
+
+
+def _batch(config: TrainConfig, processes: int) -> int:
+    """Samples of a step."""
+    return config.train.batch_size * config.train.gradient_accumulation * processes
+
+
+def _paced(seconds: list[float], config: TrainConfig, processes: int) -> Json:
+    """The pace of a run, from the seconds of its steps."""
+    per_step = statistics.median(seconds[WARM_UP:] or seconds)
+    pace = _batch(config, processes) / per_step
+    return {"seconds_per_step": rounded(per_step), "samples_per_second": rounded(pace)}
+
+
+def _first_and_final(losses: list[float]) -> Json:
+    """Means over the first and the last tenth of the steps."""
+    tenth = max(1, len(losses) // 10)
+    return {"first_loss": statistics.fmean(losses[:tenth]), "final_loss": statistics.fmean(losses[-tenth:])}
+
+
+def print_stopped(run: Path, steps: int) -> None:
+    """Say what a run that was asked to stop has kept, and what can be done with it.
+
+    Args:
+        run: its folder.
+        steps: of the whole run.
+    """
+    found = list_checkpoints(run)
+    if not found:
+        say("stopped: before the first step")
+        return
+    step, folder = found[-1]
+    name = f"{run}@{step}"
+    say(f"stopped: step {step} of {steps} is saved: {folder}")
+    say(f"         Good enough? {shlex.join(['simpletune', 'finish', str(run)])} makes the result of it")
+    say(f"         To see it first: {shlex.join(['simpletune', 'generate', '--run', name])}")
 
 
 def print_data(prepared: Prepared) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 from simpletune.config.schema import profile_folder
 from simpletune.ema import averaged
@@ -50,7 +52,7 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     # Written again below: a tracker may take minutes to close.
     write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
     failpoint("finish.summary")
-    run.optional("the model card", write_card, run.folder, run.config, summary, run.prepared)
+    run.optional("the model card", write_card, run.folder, run.config, summary, run.prepared.plan.manifest())
     add_memory(run, traces)
     page, said = write_page(run), len(warnings)
     failpoint("finish.reported")
@@ -67,14 +69,19 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
 
 def write_page(run: Run) -> dict[str, str]:
     """The report of the run, into its folder: a failure is a warning and never the run's."""
-    if not run.config.output.report:
-        return {}
-    try:
-        from simpletune.report import report_at_end
-
-        page = report_at_end(run.folder)
-    except Exception as error:  # whatever it is: a page is not worth a run
-        run.trackers.warn(f"the report failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
+    page = report_or_warning(run.folder, run.trackers.warn) if run.config.output.report else None
+    if page is None:
         return {}
     run.trackers.report(page)
     return {"report": str(page)}
+
+
+def report_or_warning(folder: Path, warn: Callable[[str], None]) -> Path | None:
+    """The report of a run that has ended; None and a warning if it cannot be made."""
+    try:
+        from simpletune.report import report_at_end
+
+        return report_at_end(folder)
+    except Exception as error:  # whatever it is: a page is not worth a run
+        warn(f"the report failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
+        return None

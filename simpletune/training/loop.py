@@ -18,7 +18,7 @@ from simpletune.profiling import EpochTraces, phase
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import EVALUATION, SUMMARY, append_metrics, finished_steps, read_json_or_none
 from simpletune.runs.resume import check_resumable
-from simpletune.runs.summary import print_data
+from simpletune.runs.summary import print_data, print_stopped
 from simpletune.step.attention import attention_by
 from simpletune.step.batches import Prefetcher
 from simpletune.step.core import set_learning_rate
@@ -81,7 +81,8 @@ def train(
                     raise
                 raise failed from error
             except Stopped:
-                announce_stopped(run)
+                if run.main:
+                    print_stopped(run.folder, run.steps)
                 raise
         leave(run.accelerator)
         return run.folder
@@ -159,15 +160,6 @@ def leave(accelerator: Accelerator) -> None:
 
 
 _closed_groups: list[torch.distributed.ProcessGroup | None] = []
-
-
-def announce_stopped(run: Run) -> None:
-    """Say what a run that was asked to stop has kept."""
-    if not run.main:
-        return
-    found = checkpoint.list_checkpoints(run.folder)
-    kept = f"step {found[-1][0]} of {run.steps} is saved: {found[-1][1]}" if found else "before the first step"
-    say(f"stopped: {kept}")
 
 
 def loop(run: Run) -> EpochTraces:
