@@ -213,6 +213,12 @@ def test_a_checkpoint_is_pushed_with_a_card_of_its_own_and_no_local_path(here: P
         files_of(find_run("full@2"), "me/it")
 
 
+def test_where_no_run_is_finished_a_stopped_one_is_named(here: Path, tmp_path: Path) -> None:
+    shutil.copytree("q", tmp_path / "q")
+    with pytest.raises(UserError, match=f"holds no finished run. Name a stopped one: --run {tmp_path}/q@4$"):
+        open_session(parsed(add_arguments, "--runs", tmp_path))
+
+
 def test_names_import_no_torch() -> None:
     code = "import sys, simpletune.runs.names, simpletune.report.checkpoints; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

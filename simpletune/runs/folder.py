@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
-from simpletune.options import Json, UserError
+from simpletune.options import Json, UserError, shortened
 from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
 from simpletune.system.atomic import remove, write_text
 from simpletune.system.console import say
@@ -175,7 +175,10 @@ def newest_run(runs: Path) -> Path:
     """
     found = sorted(runs.glob(f"*/{SUMMARY}"), key=lambda file: file.stat().st_mtime)
     if not found:
-        raise UserError(f"{runs}/ holds no finished run. Train one first: ./train.sh")
+        saved = [(run, list_checkpoints(run)) for run in sorted(runs.glob("*/"))]
+        names = [f"{run}@{checkpoints[-1][0]}" for run, checkpoints in saved if checkpoints]
+        way = f"Name a stopped one: --run {shortened(names, 4)}" if names else "Train one first: ./train.sh"
+        raise UserError(f"{runs}/ holds no finished run. {way}")
     return found[-1].parent
 
 

@@ -128,8 +128,8 @@ def print_stopped(run: Path, steps: int) -> None:
     step, folder = found[-1]
     name = f"{run}@{step}"
     say(f"stopped: step {step} of {steps} is saved: {folder}")
-    say(f"         Good enough? {shlex.join(['simpletune', 'finish', str(run)])} makes the result of it")
-    say(f"         To see it first: {shlex.join(['simpletune', 'generate', '--run', name])}")
+    say(f"         to draw with it: {shlex.join(['simpletune', 'generate', '--run', name])}")
+    say(f"         to make it the result: {shlex.join(['simpletune', 'finish', str(run)])}")
 
 
 def print_data(prepared: Prepared) -> None:

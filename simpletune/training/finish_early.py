@@ -136,5 +136,5 @@ def print_finished(named: RunName, summary: dict[str, object], places: dict[str,
             say(f"  {what:<12} {place}")
     say(f"  {'figures':<12} {run / SUMMARY}")
     if "status" in summary:
-        say(f"To see it: {shlex.join(['simpletune', 'generate', '--run', str(run)])}. To train on: the command that")
-        say("started it, with --resume latest; it continues from the run's last checkpoint")
+        say(f"  {'draw with it':<12} {shlex.join(['simpletune', 'generate', '--run', str(run)])}")
+        say("To train on, from the run's last checkpoint: the command that started it, with --resume latest")
