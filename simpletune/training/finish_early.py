@@ -20,7 +20,6 @@ from simpletune.runs.weights import overwrite
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
-from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import exclusive
 from simpletune.system.safetensors_file import WeightReader, write_safetensors
 from simpletune.training.finish import report_or_warning
@@ -47,10 +46,8 @@ def finish_early(name: str) -> Path:
         saved = read_intact(named)
         summary, warnings = summary_at(run, resolve_model_folder(config), saved), list[str]()
         output = export(run, config, saved)
-        failpoint("finish.exported")
         summary |= {"output": str(output), "warnings": warnings}
         write_json(run / SUMMARY, summary | {"complete": False})
-        failpoint("finish.summary")
         card = write_card(run, config, summary, saved.manifest)
         page = report_or_warning(run, warnings.append) if config.output.report else None
         write_json(run / SUMMARY, summary | {"complete": True})
