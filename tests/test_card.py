@@ -338,7 +338,7 @@ def test_push_without_a_token(hub: Hub, run: Path, capsys, monkeypatch: pytest.M
 def test_push_of_what_is_no_result(hub: Hub, run: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "empty").mkdir()
     for folder, name, message in (
-        (tmp_path / "nowhere", "ann/disc", "is not a folder"),
+        (tmp_path / "nowhere", "ann/disc", "nowhere does not exist"),
         (tmp_path / "empty", "ann/disc", "it is not a run's folder"),
         (run, "disc", "Give owner/name"),
     ):

@@ -22,7 +22,8 @@ from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
 from simpletune.quant.plain import FP32
 from simpletune.runs import checkpoint
-from simpletune.runs.weights import BASE, LORA_FILE, TRANSFORMER, checkpoints_of, overwrite
+from simpletune.runs.names import LORA_FILE, TRANSFORMER
+from simpletune.runs.weights import BASE, checkpoints_of, overwrite
 from simpletune.training.loop import train
 
 SMALL = ("--device", "cpu", "--size", "32x32", "--steps", "1")
@@ -98,7 +99,7 @@ def test_what_a_name_stands_for(runs: Path, tmp_path: Path) -> None:
     assert named("base") == [BASE]
     assert named(f"{runs / 'lora'}:0.3")[0].loras == [(runs / "lora" / LORA_FILE, 0.3)]
     assert named(str(runs / "full"))[0].transformer == runs / "full" / TRANSFORMER
-    assert named(str(saved(runs / "full", 2)))[0].trained == saved(runs / "full", 2) / checkpoint.TRAINABLE
+    assert named(str(saved(runs / "full", 2)))[0].trained == saved(runs / "full", 2) / checkpoint.AVERAGE
     assert named(str(transformer))[0].transformer == transformer
     for place in (runs / "full", transformer, saved(runs / "full", 2)):
         with pytest.raises(UserError, match=r"a full model has no strength. Leave :0.5 out"):
@@ -116,11 +117,11 @@ def test_a_lora_is_drawn_at_each_strength_unless_it_has_its_own(runs: Path) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "{base}", "--checkpoints", "x"], "x does not exist. Give a LoRA file, a run's folder, or a hub"),
+        (["--model", "{base}", "--checkpoints", "x"], "x does not exist. Give a LoRA file, a run's folder, its"),
         (["--model", "{base}", "--checkpoints"], "--checkpoints: no run is given. Give one: --run FOLDER"),
-        (["--model", "{base}"], "--lora: no LoRA is given, and no run. Give one of them"),
+        (["--model", "{base}"], "no run is named, and no LoRA. Give --run RUN"),
         (["--run", "{empty}", "--checkpoints"], "has no checkpoint. Leave the option out, or name another run"),
-        (["--run", "{empty}"], "holds no pytorch_lora_weights.safetensors and no transformer/. Let it finish"),
+        (["--run", "{empty}"], "has no result and no checkpoint. Let it train on"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -140,7 +141,7 @@ def test_the_full_model_of_a_run_is_its_own_or_the_base_with_its_lora(runs: Path
     assert (name, full.transformer, full.merged) == ("full", runs / "full" / TRANSFORMER, False)
     folded = asked("--run", runs / "lora", "--full")[1]
     assert folded.merged and folded.lora == runs / "lora" / LORA_FILE
-    with pytest.raises(UserError, match="--lora: no file is given, and no run. Give a LoRA, or --base"):
+    with pytest.raises(UserError, match="no run is named, and no LoRA. Give --run RUN"):
         asked("--model", tiny_pipeline)
 
 

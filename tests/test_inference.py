@@ -34,7 +34,8 @@ from simpletune.pipeline.sample import Request, Sampler, batches, encode_starts
 from simpletune.quant.int8 import Int8
 from simpletune.quant.nf4 import Nf4
 from simpletune.quant.plain import FP32
-from simpletune.runs.weights import BASE, Weights, combine, load_weights, split_scale
+from simpletune.runs.names import split_scale
+from simpletune.runs.weights import BASE, Weights, combine, load_weights
 from simpletune.system.stage_timer import StageTimer
 
 CPU = torch.device("cpu")

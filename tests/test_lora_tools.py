@@ -419,9 +419,9 @@ def test_export_of_a_run_fills_the_header(pipeline, files, tiny_config, tmp_path
         ),
         (
             ["merge", "{folder}", "--base", "{base}", "--out", "{folder}/m"],
-            "the run trained no LoRA, or is not finished",
+            "holds no pytorch_lora_weights.safetensors and no transformer",
         ),
-        (["mix", "{lora}:much", "--out", "{folder}/x.safetensors"], "much does not exist"),
+        (["mix", "{lora}:much", "--out", "{folder}/x.safetensors"], "'much' is no strength"),
         (["resize", "{lora}", "--energy", "2", "--out", "{folder}/x.safetensors"], "2 is no share between 0 and 1"),
     ],
 )

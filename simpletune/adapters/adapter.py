@@ -69,5 +69,5 @@ class TrainingMethod(Option):
 
     @property
     def exports_to_checkpoints(self) -> bool:
-        """Whether checkpoints also hold the exported form: when it is small."""
+        """Whether checkpoints also hold the exported form, a safetensors file: when it is small."""
         return not self.trains_base

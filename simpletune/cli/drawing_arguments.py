@@ -9,7 +9,7 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``generate``: what is not given is taken from the run."""
     _add_common(parser)
-    about = "a LoRA file, a run, or a hub name; several add up; default: the run's"
+    about = "a LoRA file, a run, RUN@STEP, or a hub name; several add up; default: the run's"
     parser.add_argument("--lora", metavar="NAME[:SCALE]", action="append", help=about)
     parser.add_argument("--scale", type=float, default=1.0, help="strength of the LoRA (default: 1)")
     kind = parser.add_mutually_exclusive_group()
@@ -24,7 +24,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     parser.add_argument(
         "models", nargs="*", metavar="MODEL[:SCALE]",
-        help="what to draw with, beside the base: a run, a checkpoint, a LoRA, a transformer's folder, a hub name; "
+        help="what to draw with, beside the base: a run, RUN@STEP, a LoRA, a transformer's folder, a hub name; "
         "default: the run's result",
     )  # fmt: skip
     parser.add_argument("--lora", action="append", metavar="NAME[:SCALE]", help="a LoRA at each --scale; several times")
@@ -38,7 +38,8 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", help="what to draw; several times; default: the run's")
     parser.add_argument("--seeds", type=positive, default=1, help="pictures for each prompt (default: 1)")
-    parser.add_argument("--run", type=Path, help="a run's folder to take defaults from; default: the newest")
+    about = "a run to draw with and take defaults from, or RUN@STEP; default: the newest"
+    parser.add_argument("--run", type=Path, help=about)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are (default: runs)")
     parser.add_argument("--model", help="base model: a hub name (owner/name) or a folder")
     parser.add_argument("--negative-prompt", default=None, help="what guidance leads away from")

@@ -9,23 +9,24 @@ FORMATS = ("diffusers", "kohya", "comfy")
 DTYPES = ("fp32", "bf16", "fp16")
 METHODS = ("cat", "linear", "svd", "ties", "ties_svd", "dare_linear", "dare_ties", "dare_linear_svd", "dare_ties_svd",
            "magnitude_prune", "magnitude_prune_svd")  # fmt: skip
-LORA = "a LoRA file in any layout, a run's folder, or a hub name"
+LORA = "a LoRA file in any layout, a run, its checkpoint (RUN@STEP), or a hub name"
 
 
 def inspect(args: argparse.Namespace) -> None:
     """say what a weight file is, and which tools load it"""
     import json
 
-    from simpletune.lora.describe import describe, file_of, in_words
+    from simpletune.lora.describe import describe, in_words
+    from simpletune.runs.names import weight_file
     from simpletune.system.printable import printable
 
-    about = describe(file_of(Path(args.file)), values=not args.header_only)
+    about = describe(weight_file(args.file), values=not args.header_only)
     print(json.dumps(about, indent=2) if args.json else printable(in_words(about)))
 
 
 def inspect_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``inspect``."""
-    parser.add_argument("file", metavar="FILE", help="a .safetensors file, or a folder with one")
+    parser.add_argument("file", metavar="FILE", help="a .safetensors file, a folder with one, a run, or RUN@STEP")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--header-only", action="store_true", help="do not look at a LoRA's values (NaN, zeros)")
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.adapters.lora import OUTPUT
 from simpletune.cli.lora_metadata import config_of, header_of, source_note
 from simpletune.config.schema import TrainConfig
 from simpletune.lora.header import open_lora
 from simpletune.options import UserError, shortened
-from simpletune.runs.folder import CONFIG
-from simpletune.runs.weights import lora_weights
+from simpletune.runs.folder import SUMMARY, read_json_or_none
+from simpletune.runs.names import find_lora
 from simpletune.system.console import progress, say
 
 if TYPE_CHECKING:
@@ -29,11 +28,13 @@ class NamedLora:
         file: of its weights.
         run: the folder of the run that made it, if that was named.
         weight: its strength.
+        step: of the run's checkpoint; None: it is its result.
     """
 
     file: Path
     run: Path | None
     weight: float = 1.0
+    step: int | None = None
 
     def config(self, metadata: Mapping[str, str]) -> TrainConfig | None:
         """The configuration that made it, if known."""
@@ -46,52 +47,43 @@ class NamedLora:
 
     @property
     def title(self) -> str:
-        """A short name: the run's, or the file's."""
-        return self.run.resolve().name if self.run else self.file.stem
+        """A short name: the run's, with the step of a checkpoint, or the file's."""
+        at = f"-step-{self.step}" if self.step is not None else ""
+        return f"{self.run.resolve().name}{at}" if self.run else self.file.stem
+
+    @property
+    def steps(self) -> int | None:
+        """How many steps it was trained, if that is known."""
+        summary = read_json_or_none(self.run / SUMMARY) if self.run else None
+        return self.step if self.step is not None else summary["steps"] if summary else None
 
 
-def find_lora(name: str) -> NamedLora:
-    """A LoRA by its file, a run's folder, or a hub name.
+def named_lora(text: str, strength: bool = False) -> NamedLora:
+    """A LoRA by its file, its run or checkpoint, or a hub name.
 
-    Raises:
-        UserError: there is none of that name.
-    """
-    path = Path(name)
-    if path.is_dir() and not (path / OUTPUT).is_file():
-        raise UserError(f"{name} holds no {OUTPUT}: the run trained no LoRA, or is not finished")
-    file = path if path.is_file() else lora_weights(name, 1.0).lora
-    assert file is not None
-    return NamedLora(file, path if (path / CONFIG).is_file() else None)
-
-
-def weighted(text: str) -> NamedLora:
-    """NAME or NAME:WEIGHT.
+    Args:
+        text: the name.
+        strength: whether ``:STRENGTH`` may follow.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is no LoRA of that name.
     """
-    name, _, weight = text.rpartition(":")
-    if not name or Path(text).exists():
-        return find_lora(text)
-    try:
-        value = float(weight)
-    except ValueError:
-        return find_lora(text)
-    found = find_lora(name)
-    return NamedLora(found.file, found.run, value)
+    remedy = "A LoRA of its difference from the base: simpletune extract BASE TUNED"
+    named = find_lora(text, remedy=remedy, strength=strength)
+    assert named.lora is not None
+    return NamedLora(named.lora, named.run, 1.0 if named.scale is None else named.scale, named.step)
 
 
 def export(args: argparse.Namespace) -> Path:
     """Write a LoRA in another layout."""
     from simpletune.lora.read import updates_of
 
-    source = find_lora(args.lora)
+    source = named_lora(args.lora)
     header = open_lora(source.file)
-    folder, stem = source.file.parent, source.title
-    out = args.out or folder / f"{stem}_{args.format}.safetensors"
+    out = args.out or (source.run or source.file.parent) / f"{source.title}_{args.format}.safetensors"
     refuse_same(out, source.file)
     updates = updates_of(header)
-    written = write(updates, out, args, header_of(updates, out.stem, source.config(header.metadata), source.run))
+    written = write(updates, out, args, header_of(updates, out.stem, source.config(header.metadata), source.steps))
     return written
 
 
@@ -101,7 +93,7 @@ def resize(args: argparse.Namespace) -> Path:
     from simpletune.lora.read import updates_of
 
     require_rank_or_energy(args)
-    source = find_lora(args.lora)
+    source = named_lora(args.lora)
     refuse_same(args.out, source.file)
     header = open_lora(source.file)
     old = updates_of(header)
@@ -110,7 +102,7 @@ def resize(args: argparse.Namespace) -> Path:
     whole = sum(float(update.delta().double().square().sum()) for update in old.values())
     lost = (sum(error for _, error in changed.values()) / whole) ** 0.5 if whole else 0.0
     note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
-    metadata = header_of(new, args.out.stem, source.config(header.metadata), source.run)
+    metadata = header_of(new, args.out.stem, source.config(header.metadata), source.steps)
     written = write(new, args.out, args, metadata | note)
     say(f"  rank {ranks_of(old)} before, {ranks_of(new)} now; cut off: {lost:.3%} of the update (Frobenius norm)")
     return written
@@ -122,7 +114,7 @@ def mix(args: argparse.Namespace) -> Path:
     from simpletune.lora.mix import mix as mixed
     from simpletune.lora.read import read_lora
 
-    sources = [weighted(text) for text in args.loras]
+    sources = [named_lora(text, strength=True) for text in args.loras]
     if len(sources) < 2:
         raise UserError("mix needs two LoRAs or more, as in: simpletune mix a.safetensors:0.7 b.safetensors:0.5")
     if args.rank and not args.method.endswith("svd"):
@@ -147,7 +139,7 @@ def merge(args: argparse.Namespace) -> Path:
     from simpletune.lora.merge import Merger, merge_to_file, merge_to_folder
     from simpletune.lora.read import read_lora
 
-    sources = [weighted(text) for text in args.loras]
+    sources = [named_lora(text, strength=True) for text in args.loras]
     single = args.format == "single-file" or (args.format is None and args.out.suffix == ".safetensors")
     refuse_unfit_output(args.out, single)
     base = Base(args.base or base_of(sources))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from simpletune import __version__
 from simpletune.config.schema import TrainConfig
 from simpletune.options import Json
-from simpletune.runs.folder import CONFIG, SUMMARY, read_json_or_none
+from simpletune.runs.folder import CONFIG
 from simpletune.runs.model_card import licence, public_name, shareable
 from simpletune.system.console import say
 
@@ -22,14 +22,14 @@ EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
 ARCHITECTURE = "stable-diffusion-3-m/lora"  # sd-scripts' word for SD3 Medium
 
 
-def header_of(updates: Updates, title: str, config: TrainConfig | None, run: Path | None) -> dict[str, str]:
+def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
     """Strings for the header.
 
     Args:
         updates: of the file, by layer; their ranks and scales count.
         title: of the file.
         config: of the run that trained it, if that is known.
-        run: its folder, if that is known.
+        steps: how many it was trained, if that is known.
     """
     common = {
         "format": "pt",
@@ -48,7 +48,7 @@ def header_of(updates: Updates, title: str, config: TrainConfig | None, run: Pat
     common["ss_network_alpha"] = f"{alphas.pop():g}" if len(alphas) == 1 else "Dynamic"
     if config is None:
         return common
-    return common | dict(_of_run(config, read_json_or_none(run / SUMMARY) if run else None))
+    return common | dict(_of_run(config, steps))
 
 
 def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | None:
@@ -65,8 +65,8 @@ def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | No
         return None
 
 
-def _of_run(config: TrainConfig, summary: Json | None) -> Iterator[tuple[str, str]]:
-    """What a run's configuration and summary say, in sd-scripts' words."""
+def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]:
+    """What a run's configuration says, in sd-scripts' words."""
     public = shareable(config)
     width, height = config.picture_size()
     terms = licence(config)
@@ -90,9 +90,9 @@ def _of_run(config: TrainConfig, summary: Json | None) -> Iterator[tuple[str, st
     yield "ss_resolution", f"({width}, {height})"
     yield "ss_mixed_precision", {"bf16": "bf16", "fp32": "no"}[config.precision.compute]
     yield "ss_gradient_checkpointing", str(config.memory.checkpointing != "none")
-    if summary and type(summary.get("steps")) is int:
-        yield "ss_steps", str(summary["steps"])
-        yield "ss_max_train_steps", str(summary["steps"])
+    if steps is not None:
+        yield "ss_steps", str(steps)
+        yield "ss_max_train_steps", str(steps)
     yield EMBEDDED, public.model_dump_json(by_alias=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 
 def push(args: argparse.Namespace) -> None:
@@ -15,7 +14,7 @@ def push(args: argparse.Namespace) -> None:
 
 def push_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``push``."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/demo")
+    parser.add_argument("run", metavar="RUN[@STEP]", help="a run, such as runs/demo, or a checkpoint of a LoRA run")
     parser.add_argument("repository", metavar="REPO", help="owner/name on the hub; made if there is none")
     parser.add_argument("--private", action="store_true", help="only you may see it")
     parser.add_argument("--yes", action="store_true", help="do not ask")

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from simpletune.config.schema import TrainConfig
 from simpletune.hub.fetch import HUB_NAME
 from simpletune.options import UserError
 from simpletune.runs.folder import CONFIG
-from simpletune.runs.model_card import CARD, GRID, for_repository, shareable
-from simpletune.runs.weights import result_of, run_config
+from simpletune.runs.model_card import CARD, GRID, card_of, for_repository, shareable
+from simpletune.runs.names import Named, RunName, find_in_run, find_run, run_config
 from simpletune.system.console import say
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ Upload = dict[str, Path | bytes]
 ENDINGS = (".json", ".safetensors")
 
 
-def push(run: Path, repository: str, private: bool, yes: bool) -> str:
+def push(name: str, repository: str, private: bool, yes: bool) -> str:
     """Upload a run's result. Says first what, and asks.
 
     Args:
-        run: the run's folder.
+        name: the run's folder, or a checkpoint of it (``RUN@STEP``).
         repository: owner/name on the hub; made if there is none.
         private: whether it may only be seen by its owner.
         yes: do not ask.
@@ -42,8 +43,8 @@ def push(run: Path, repository: str, private: bool, yes: bool) -> str:
 
     if not HUB_NAME.match(repository):
         raise UserError(f"push: {repository!r} is not the name of a repository. Give owner/name, such as me/my-lora")
-    files = files_of(run, repository)
-    say(f"push    {run} to {repository} ({'private' if private else 'public, if it is new'})")
+    files = files_of(find_run(name), repository)
+    say(f"push    {name} to {repository} ({'private' if private else 'public, if it is new'})")
     for name, content in files.items():
         say(f"  {size_of(content):>12,} bytes  {name}")
     say(f"  {sum(size_of(content) for content in files.values()):>12,} bytes in all")
@@ -60,19 +61,20 @@ def push(run: Path, repository: str, private: bool, yes: bool) -> str:
     return page
 
 
-def files_of(run: Path, repository: str) -> Upload:
+def files_of(named: RunName, repository: str) -> Upload:
     """What is uploaded: nothing but the card, the result, the configuration without local paths, and the grid.
 
     Raises:
         UserError: it is no run's folder, or the run left no result or no card.
     """
-    if not run.is_dir():
-        raise UserError(f"push: {run} is not a folder. Give a run's folder, such as runs/demo")
-    config, result = run_config(run), result_of(run)
-    if not (run / CARD).exists():
+    run = named.folder
+    config, result = run_config(run, "push: "), find_in_run(named)
+    card, own = checkpoint_of(result, config) if result.step is not None else (None, Upload())
+    if card is None and not (run / CARD).exists():
         raise UserError(f"push: {run} has no {CARD}, so nobody would know what it is. Finish the run, or write one")
-    files: Upload = {CARD: for_repository((run / CARD).read_text(encoding="utf-8"), repository).encode()}
-    if result.lora is not None:
+    card = card or (run / CARD).read_text(encoding="utf-8")
+    files: Upload = {CARD: for_repository(card, repository).encode(), **own}
+    if result.lora is not None and not own:
         files[result.lora.name] = result.lora
     if result.transformer is not None:
         parts = sorted(file for file in result.transformer.iterdir() if file.suffix in ENDINGS and file.is_file())
@@ -82,6 +84,31 @@ def files_of(run: Path, repository: str) -> Upload:
     if (run / GRID).exists():
         files[GRID] = run / GRID
     return files
+
+
+def checkpoint_of(named: Named, config: TrainConfig) -> tuple[str, Upload]:
+    """The card of a checkpoint, and its LoRA with the header of a result, which names no local folders.
+
+    Raises:
+        UserError: it is not a LoRA's, or damaged.
+    """
+    from safetensors.torch import save
+
+    from simpletune.config.resolve import resolve_model_folder
+    from simpletune.runs import checkpoint
+    from simpletune.runs.summary import summary_at
+    from simpletune.system.safetensors_file import WeightReader
+
+    if named.lora is None or named.run is None:
+        raise UserError(
+            f"push: {named.name} is a checkpoint of a {config.adapter.method} run: trained weights without the model "
+            f"around them, which no other tool loads. Only a finished one can be pushed"
+        )
+    saved = checkpoint.read(named.lora.parent)
+    summary = summary_at(named.run, resolve_model_folder(config), saved)
+    metadata = checkpoint.metadata_of(shareable(config), saved.step)
+    content = save(WeightReader([named.lora]).get_all(), {"format": "pt", **metadata})
+    return card_of(named.run, config, summary, saved.manifest), {named.lora.name: content}
 
 
 def size_of(content: Path | bytes) -> int:

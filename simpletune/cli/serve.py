@@ -25,10 +25,16 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
     from simpletune.cli.drawing_arguments import positive
 
     add = parser.add_argument
-    add("--run", type=Path, help="a run's folder: its model, its LoRA and its defaults; default: the newest")
+    add("--run", type=Path, help="a run or RUN@STEP: its model, its LoRA and its defaults; default: the newest")
     add("--runs", type=Path, default=Path("runs"), help="where runs are (default: runs)")
     add("--model", help="base model: a hub name (owner/name) or a folder; alone it needs no run")
-    add("--lora", action="append", default=[], metavar="NAME=FILE", help="a LoRA to serve by this name; several times")
+    add(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="a LoRA file, run or RUN@STEP, by a name",
+    )
     add("--precision", choices=("bf16", "fp32", "int8", "int8-quanto"), help="how weights are held; default: the run's")
     add("--modulation", choices=("resident", "plan"), help="plan: a third of the weights stay in host memory")
     add("--device", choices=("auto", "cuda", "cpu"), help="default: the run's")

@@ -46,6 +46,21 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--estimate", action="store_true", help="predict the memory first, as on CUDA always")
 
 
+def finish(args: argparse.Namespace) -> None:
+    """make a stopped run's checkpoint its result, without training"""
+    with listening():
+        import_libraries()
+        from simpletune.training.finish_early import finish_early
+
+        finish_early(args.run)
+
+
+def finish_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``finish``."""
+    about = "a run's folder: its last checkpoint that is whole; or RUN@STEP, such as runs/demo@100"
+    parser.add_argument("run", metavar="RUN[@STEP]", help=about)
+
+
 def check(args: argparse.Namespace) -> None:
     """explain a configuration, or list all its problems"""
     from simpletune.config.explain import explain
@@ -72,6 +87,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 VERBS = {
     "train": (train, train_arguments),
+    "finish": (finish, finish_arguments),
     "check": (check, add_config),
     "schema": (schema, lambda parser: None),
     "prepare": (prepare, add_config),

@@ -98,7 +98,7 @@ def _trackers(config: TrainConfig) -> str:
 def _checkpoints(config: TrainConfig) -> str:
     every = config.checkpoint.every
     when = f"every {every} steps and at the end" if every else "at the end"
-    return f"checkpoints {when} (the last {config.checkpoint.keep_last} stay)"
+    return f"checkpoints {when} ({config.checkpoint.in_words()})"
 
 
 def _shapes(config: TrainConfig) -> dict[str, Shape] | None:

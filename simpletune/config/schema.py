@@ -10,6 +10,7 @@ from pydantic import Field
 
 from simpletune.adapters import Adapter
 from simpletune.adapters.lora import Lora
+from simpletune.config.checkpoints import Checkpoint
 from simpletune.data import Data
 from simpletune.ema import Ema
 from simpletune.flow import Objective
@@ -54,15 +55,6 @@ class Train(Option):
     """When the loss or a gradient is NaN or infinite. stop: the run ends and says which samples and parameters; skip:
     the step leaves the weights as they are, and five in a row end the run. To know in time, skip reads the loss before
     the weights are updated."""
-
-
-class Checkpoint(Option):
-    """When the run's state is saved."""
-
-    every: Annotated[int, Field(ge=1)] | None = 250
-    """Steps between checkpoints; null: only at the end. There is always one at the end."""
-    keep_last: Annotated[int, Field(ge=1)] = 2
-    """How many checkpoints stay."""
 
 
 class Validation(Option):
@@ -194,6 +186,7 @@ class TrainConfig(Option):
         yield from self.memory.rules()
         yield from self.precision.rules()
         yield from self._in_backward_rules()
+        yield from self.checkpoint.rules()
         if self.train.steps is not None and self.train.epochs is not None:
             yield Problem("train.epochs", "steps and epochs are both given. Keep one of them")
         if self.train.steps is not None and self.schedule.warmup_steps >= self.train.steps:

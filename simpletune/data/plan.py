@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -131,6 +131,17 @@ class GlobalBatch:
     batch_size: int
     accumulation: int = 1
     processes: int = 1
+
+
+def steps_in_epoch(buckets: Iterable[int], batch: GlobalBatch) -> int:
+    """Steps in an epoch: its micro-batches over those of a step, rounded up.
+
+    Args:
+        buckets: how many samples each bucket has.
+        batch: the sizes of a step.
+    """
+    micros = sum(math.ceil(members / batch.batch_size) for members in buckets)
+    return math.ceil(micros / (batch.accumulation * batch.processes))
 
 
 class Plan:

@@ -16,17 +16,16 @@ from simpletune.drawing.similarity import Clip, Dino, ModelFigures, latent_dista
 from simpletune.options import UserError
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.sample import Request, save_png
+from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.runs.names import find_named, is_unfinished
 from simpletune.runs.weights import (
     BASE,
-    LORA_FILE,
-    TRAINABLE,
-    TRANSFORMER,
     Weights,
     checkpoints_of,
     lora_weights,
     precision_of,
     result_of,
-    split_scale,
+    weights_of,
 )
 from simpletune.sheets import grid
 from simpletune.system.atomic import write_json
@@ -43,12 +42,11 @@ def models_to_compare(session: InferenceSession, args: argparse.Namespace) -> li
         UserError: there is neither a run nor another name.
     """
     scales = args.scale or SCALES
-    models = [BASE, *(weights for name in args.models for weights in named(name))]
-    for text in args.lora or ():
-        name, scale = split_scale(text)
-        models += [lora_weights(name, each) for each in (scales if scale is None else [scale])]
+    wanted = [name for name in args.models if not (args.checkpoints and is_unfinished(Path(name)))]
+    models = [BASE, *(weights for name in wanted for weights in named(name))]
+    models += [lora_weights(text, scale, "--lora: ") for text in args.lora or () for scale in scales]
     if args.checkpoints:
-        runs = [Path(name) for name in args.models if (Path(name) / "checkpoints").is_dir()]
+        runs = [Path(name) for name in args.models if list_checkpoints(Path(name))]
         if not runs and session.run is None:
             raise UserError("--checkpoints: no run is given. Give one: --run FOLDER")
         if not runs and session.run is not None:
@@ -56,32 +54,23 @@ def models_to_compare(session: InferenceSession, args: argparse.Namespace) -> li
         models += [w for run in runs for scale in args.scale or [1.0] for w in checkpoints_of(run, scale)]
     if len(models) == 1 and not args.models:
         if session.run is None:
-            raise UserError("--lora: no LoRA is given, and no run. Give one of them")
-        models += dict.fromkeys(result_of(session.run, scale) for scale in scales)
+            raise UserError("no run is named, and no LoRA. Give --run RUN, --lora FILE, or a model to compare")
+        models += dict.fromkeys(result_of(session.run, scale, session.step) for scale in scales)
     return list(dict.fromkeys(models))
 
 
 def named(text: str) -> list[Weights]:
-    """The weights that a name on the command line stands for: ``base``, a run or checkpoint, a LoRA, a transformer.
+    """The weights that a name on the command line stands for: ``base``, or what ``find_named`` knows.
 
     Raises:
         UserError: there is none of that name.
     """
     if text == "base":
         return [BASE]
-    name, scale = split_scale(text)
-    folder = Path(name)
-    if (folder / TRANSFORMER).is_dir() or (folder / LORA_FILE).exists():
-        found = result_of(folder, 1.0 if scale is None else scale)
-    elif (folder / TRAINABLE).exists():
-        found = Weights(name, trained=folder / TRAINABLE, short=folder.name)
-    elif (folder / "config.json").exists() and any(folder.glob("*.safetensors*")):
-        found = Weights(name, transformer=folder, short=folder.name)
-    else:
-        return [lora_weights(name, 1.0 if scale is None else scale)]
-    if scale is not None and found.lora is None:
-        raise UserError(f"{text}: a full model has no strength. Leave :{scale:g} out")
-    return [found]
+    found = find_named(text)
+    if found.scale is not None and found.lora is None:
+        raise UserError(f"{text}: a full model has no strength. Leave :{found.scale:g} out")
+    return [weights_of(found)]
 
 
 def compare(args: argparse.Namespace) -> Path:

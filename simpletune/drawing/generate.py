@@ -20,7 +20,6 @@ from simpletune.runs.weights import (
     lora_weights,
     precision_of,
     result_of,
-    split_scale,
 )
 from simpletune.system.console import say
 
@@ -77,15 +76,14 @@ def weights_of(session: InferenceSession, args: argparse.Namespace) -> tuple[str
     if args.base:
         return "base", BASE
     if args.lora:
-        asked = [split_scale(text, args.scale) for text in args.lora]
-        loras = [lora_weights(name, args.scale if scale is None else scale) for name, scale in asked]
+        loras = [lora_weights(text, args.scale, "--lora: ") for text in args.lora]
         return "lora", _fused(session, args, combine(loras))
     if session.run is None:
-        raise UserError("--lora: no file is given, and no run. Give a LoRA, or --base")
+        raise UserError("no run is named, and no LoRA. Give --run RUN, --lora FILE, or --base")
     if args.full:
-        return "full", full_model_of(session.run)
-    weights = result_of(session.run, args.scale)
-    return ("full" if weights.transformer else "lora"), _fused(session, args, weights)
+        return "full", full_model_of(session.run, session.step)
+    weights = result_of(session.run, args.scale, session.step)
+    return ("lora" if weights.lora else "full"), _fused(session, args, weights)
 
 
 def _fused(session: InferenceSession, args: argparse.Namespace, weights: Weights) -> Weights:

@@ -22,7 +22,9 @@ from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache, free_memory
 from simpletune.pipeline.sample import Request, Sampler, decode, encode_starts
 from simpletune.quant import Precision
-from simpletune.runs.weights import Weights, find_run, precision_of, run_config
+from simpletune.runs.folder import newest_run
+from simpletune.runs.names import RunName, find_run, run_config
+from simpletune.runs.weights import Weights, precision_of
 from simpletune.system.devices import choose_device
 from simpletune.system.stage_timer import StageTimer
 from simpletune.system.threads import choose_threads, use_threads
@@ -81,6 +83,7 @@ class InferenceSession:
         reason: which device and why.
         stages: time and memory so far.
         speed: what may make drawing faster.
+        step: of the run's checkpoint that is meant; None: its result.
     """
 
     config: TrainConfig
@@ -89,6 +92,7 @@ class InferenceSession:
     reason: str
     stages: StageTimer
     speed: DrawingSpeed = DrawingSpeed()
+    step: int | None = None
 
     def draw(self, weights: Weights, requests: Sequence[Request]) -> tuple[list[Image.Image], float]:
         """Draw pictures with some weights.
@@ -171,17 +175,29 @@ def open_session(args: argparse.Namespace) -> InferenceSession:
     Raises:
         UserError: there is no run, or no usable device.
     """
-    run = None if args.model and not args.run else find_run(args.run, args.runs)
+    run: RunName | None = None
+    if args.run:
+        run = find_run(str(args.run), "--run: ")
+    elif not args.model:
+        run = RunName(newest_run(args.runs))
     if run is None:
         config = TrainConfig(name="generate", data=Folder(path="demo:pictures"))
     else:
-        config = run_config(run)
+        config = run_config(run.folder, "--run: " if args.run else "")
     config = config.model_copy(update=_changes(config, args))
     device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
     config = resolve_folders(config)
     threads, _ = choose_threads(config.speed.threads, config.model.parameter_count(), device.type == "cpu")
     use_threads(threads)
-    session = InferenceSession(config, run, device, reason, StageTimer(cuda=device.type == "cuda"), speed_of(args))
+    session = InferenceSession(
+        config,
+        run.folder if run else None,
+        device,
+        reason,
+        StageTimer(cuda=device.type == "cuda"),
+        speed_of(args),
+        run.step if run else None,
+    )
     _require_streamable(session.config)
     return session
 

@@ -13,8 +13,9 @@ from simpletune.data.cache import view_key
 from simpletune.data.plan import Plan
 from simpletune.models.sd3_shapes import parameter_shapes
 from simpletune.pipeline.encode import LatentCache, TextCache, prompts_of, validation_requests
+from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.system.console import say
-from simpletune.system.disk import DiskFull, existing, free_bytes, in_words, size_of
+from simpletune.system.disk import DiskFull, existing, free_bytes, in_words
 
 LATENT_BYTES = 4  # latents are kept in fp32
 HEADERS = 2**16  # bytes: of a checkpoint's names, configuration and manifest, at least
@@ -60,8 +61,9 @@ def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = 
         say(f"warning this run writes about {'; '.join(lacking)}: it may stop with a full disk (--force)")
     elif lacking:
         raise DiskFull(
-            f"disk: this run writes about {'; '.join(lacking)}. Make room, use a smaller checkpoint.keep_last, or set "
-            "output.runs and output.cache to another disk. --force starts it all the same"
+            f"disk: this run writes about {'; '.join(lacking)}. Make room, keep fewer checkpoints "
+            "(checkpoint.keep_last, keep_every), or set output.runs and output.cache to another disk. --force starts "
+            "it all the same"
         )
     traces = free_bytes(profile_folder(config))
     if config.profile.max_traces and traces < config.profile.max_mb * 10**6:
@@ -79,8 +81,7 @@ def disk_needs(config: TrainConfig, plan: Plan | None = None, start: int = 0, pi
     """
     run, cache = run_folder(config), Path(config.output.cache)
     one, result = checkpoint_bytes(config)
-    there = size_of(run / "checkpoints") if start else 0
-    yield Need("checkpoints", run, max(0, _checkpoints_at_once(config, plan, start) * one - there))
+    yield Need("checkpoints", run, _more_checkpoints(config, plan, start, pictures) * one)
     yield Need("result", run, result)
     if plan is None:
         pixels, prompts = pictures * config.data.resolution**2, pictures
@@ -92,13 +93,19 @@ def disk_needs(config: TrainConfig, plan: Plan | None = None, start: int = 0, pi
     yield Need("cached prompts", cache, prompts * prompt)
 
 
-def _checkpoints_at_once(config: TrainConfig, plan: Plan | None, start: int) -> int:
-    """How many checkpoints a run's folder holds at most."""
-    most = config.checkpoint.keep_last + 1  # the new one is whole before the oldest goes
-    if plan is None and config.train.epochs is not None:
-        return most  # how many steps an epoch has is not known
-    steps, every = config.steps(0 if plan is None else plan.steps_per_epoch), config.checkpoint.every
-    return min(most, 1 + ((steps - 1) // every - start // every if every else 0))
+def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, pictures: int) -> int:
+    """How many checkpoints a run's folder holds at most, beyond those that it holds now."""
+    option = config.checkpoint
+    if plan is None and config.train.epochs is not None and option.keep_last != "all":
+        if option.keep_every is None:
+            return option.keep_last + 1  # how many steps an epoch has is not known
+    batch = config.train.batch_size * config.train.gradient_accumulation
+    counted = math.ceil(pictures * config.data.repeats / batch)
+    steps = config.steps(max(1, counted) if plan is None else plan.steps_per_epoch)
+    there = [step for step, _ in list_checkpoints(run_folder(config)) if step <= start] if start else []
+    every = option.every or steps
+    due = [*range(start - start % every + every, steps, every), *([steps] if start < steps else [])]
+    return max(0, option.most_at_once([*there, *due]) - len(option.kept(there)))
 
 
 def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:

@@ -55,6 +55,8 @@ def resumes(run: RunRecord) -> str:
 
 def outcome(run: RunRecord) -> str:
     """How a run ended, in a few words."""
+    if status := run.summary.get("status"):
+        return str(status)
     if run.attempts and run.attempts[-1].ended:
         return run.attempts[-1].in_words()
     if run.attempts:

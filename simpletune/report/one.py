@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simpletune.report import charts, pictures
+from simpletune.report.checkpoints import checkpoint_sections
 from simpletune.report.content import Fact, Report, Section, Table, gib, seconds
 from simpletune.report.ended import attempts_section, resumes
 from simpletune.report.losses import loss_data, loss_section
@@ -34,6 +35,7 @@ def report_of(run: RunRecord, price: float | None) -> Report:
     sections = [
         *([warned] if run.summary.get("warnings") else []),  # first, where there are any
         picture_section(run, found),
+        *checkpoint_sections(run.folder, run.config, sorted({picture.step for picture in found} - {0})),
         loss_section([run]),
         step_section(run),
         memory_section(run),

@@ -185,10 +185,12 @@ def read_run(folder: Path) -> RunRecord:
         held=is_held(folder),
         notes=notes,
     )
-    if found.summary and found.summary.get("steps", 0) < found.steps_done:
+    if status := found.summary.get("status"):
+        notes.insert(0, f"This run was {status}.")
+    elif found.summary and found.summary.get("steps", 0) < found.steps_done:
         notes.append(f"{SUMMARY} is of an earlier end, at step {found.summary['steps']}: it is left out.")
         found.summary = {}
-    notes[:0] = state_notes(found)
+    notes[:0] = [] if found.summary.get("status") else state_notes(found)
     found.evaluations = _evaluations(folder, found, notes)
     return found
 

@@ -123,6 +123,11 @@ def total_seconds(attempts: Iterable[Attempt]) -> float:
     return round(sum(attempt.seconds for attempt in attempts), 2)
 
 
+def setup_seconds(attempts: Iterable[Attempt]) -> float:
+    """Of that, before the first step of each."""
+    return round(sum(attempt.seconds_setup for attempt in attempts), 2)
+
+
 def merged_stages(attempts: Iterable[Attempt]) -> dict[str, Stage]:
     """Stages of all processes: times add up, the largest peak stays."""
     found: dict[str, Stage] = {}

@@ -7,7 +7,6 @@ files and of itself, and is written last.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,18 @@ from simpletune.config.schema import TrainConfig
 from simpletune.ema import Average, averaged
 from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
 from simpletune.options import Json, UserError
+from simpletune.runs.checkpoint_folders import (
+    AVERAGE,
+    NAME,
+    OPTIMIZER,
+    STATE,
+    TRAINABLE,
+    checkpoint_folder,
+    list_checkpoints,
+    remove_oldest,
+)
 from simpletune.runs.state_file import DamagedCheckpoint, read_state, with_checksum
-from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, remove, temporary_path
+from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
 from simpletune.system.failpoints import failpoint
@@ -28,10 +37,6 @@ from simpletune.system.processes import is_first_process
 from simpletune.system.redact import redact
 from simpletune.system.safetensors_file import WeightReader, write_safetensors
 from simpletune.tensors import trained_parameters
-
-TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
-AVERAGE = "ema.safetensors"
-NAME = re.compile(r"^step-(\d{6,})$")
 
 
 @dataclass(frozen=True)
@@ -70,18 +75,13 @@ class SavedState:
     """How many trained together."""
 
 
-def checkpoint_folder(run: Path, step: int) -> Path:
-    """Where the checkpoint after ``step`` steps lies."""
-    return run / "checkpoints" / f"step-{step:06d}"
-
-
 def metadata_of(config: TrainConfig, step: int) -> dict[str, str]:
     """What goes into the header of every result: the configuration and the step."""
     return {"simpletune_config": config.model_dump_json(by_alias=True), "simpletune_step": str(step)}
 
 
 def save(run: Path, state: TrainingState) -> Path:
-    """Write a checkpoint and remove the oldest beyond ``checkpoint.keep_last``.
+    """Write a checkpoint and remove those that do not stay.
 
     Args:
         run: the run's folder.
@@ -97,22 +97,8 @@ def save(run: Path, state: TrainingState) -> Path:
         _write(part, state, tensors, scalars)
     flush_to_disk(folder.parent)
     failpoint("checkpoint.after-rename")
-    remove_oldest(run, state.config.checkpoint.keep_last)
+    remove_oldest(run, state.config.checkpoint)
     return folder
-
-
-def remove_oldest(run: Path, keep_last: int) -> None:
-    """Remove the oldest checkpoints of a run.
-
-    Args:
-        run: the run's folder.
-        keep_last: how many stay.
-    """
-    for _, old in list_checkpoints(run)[:-keep_last]:
-        gone = temporary_path(old)  # a kill while files are removed must not leave half a checkpoint
-        os.replace(old, gone)
-        failpoint("checkpoint.removing")
-        remove(gone)
 
 
 def size_of_state(
@@ -155,37 +141,6 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
     (part / STATE).write_text(with_checksum(values))
     flush_to_disk(part / STATE)
     failpoint("checkpoint.before-rename")
-
-
-def rewind(run: Path, step: int, keep_last: int) -> list[Path]:
-    """Make a run's checkpoints those of a run that is at ``step``: what a kill left half written is removed, what it
-    left too many too, and later checkpoints, which the run will write again, get another name.
-
-    Args:
-        run: the run's folder.
-        step: steps done.
-        keep_last: how many checkpoints stay.
-
-    Returns:
-        The later ones, as they are called now.
-    """
-    for entry in (run / "checkpoints").glob(".*.part"):
-        remove(entry)
-    later = []
-    for number, folder in list_checkpoints(run):
-        if number > step:
-            later.append(folder.with_name(f"{folder.name}.superseded"))
-            remove(later[-1])
-            os.replace(folder, later[-1])
-    remove_oldest(run, keep_last)
-    return later
-
-
-def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
-    """What has a checkpoint's name in a run, oldest first; ``read`` tells whether it is whole."""
-    folder = run / "checkpoints"
-    named = [(NAME.match(entry.name), entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
-    return sorted((int(match[1]), entry) for match, entry in named if match)
 
 
 def find(resume: str, run: Path) -> SavedState | None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
-from simpletune.options import Json, UserError
+from simpletune.options import Json, UserError, shortened
+from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
 from simpletune.runs.mending import NUMBER, parse_row, read_own, read_own_rows, require_kinds, say_missing
 from simpletune.system.atomic import remove, write_text
 from simpletune.system.console import say
@@ -44,8 +45,6 @@ def open_fresh(config: TrainConfig) -> Path:
             failpoint("run.moved-traces")
         os.replace(folder, aside)
         say(f"{folder} held an older run: moved to {aside}")
-        from simpletune.runs.checkpoint import list_checkpoints  # torch; a report only reads, and starts without it
-
         checkpoints = list_checkpoints(aside)
         if checkpoints and not (aside / SUMMARY).exists():
             say(
@@ -123,9 +122,10 @@ def open_again(config: TrainConfig, step: int) -> Path:
         kept = [row for row in rows[name] if row["step"] <= step]
         write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
         failpoint("run.opened-again")
-    from simpletune.runs.checkpoint import rewind  # torch, as above
-
-    for later in rewind(folder, step, config.checkpoint.keep_last):
+    if early := (read_json_or_none(folder / SUMMARY) or {}).get("status"):
+        remove(folder / SUMMARY)
+        say(f"resume  the run was {early}: that result stays until the run ends")
+    for later in rewind(folder, step, config.checkpoint):
         say(f"  {later} is later than step {step}: it is kept under this name. Remove it if it is not wanted")
     for entry in folder.glob(".*.part"):
         remove(entry)
@@ -221,7 +221,10 @@ def newest_run(runs: Path) -> Path:
     """
     found = sorted(runs.glob(f"*/{SUMMARY}"), key=lambda file: file.stat().st_mtime)
     if not found:
-        raise UserError(f"{runs}/ holds no finished run. Train one first: ./train.sh")
+        saved = [(run, list_checkpoints(run)) for run in sorted(runs.glob("*/"))]
+        names = [f"{run}@{checkpoints[-1][0]}" for run, checkpoints in saved if checkpoints]
+        way = f"Name a stopped one: --run {shortened(names, 4)}" if names else "Train one first: ./train.sh"
+        raise UserError(f"{runs}/ holds no finished run. {way}")
     return found[-1].parent
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -20,7 +20,6 @@ from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
 
 if TYPE_CHECKING:
-    from simpletune.pipeline.encode import Prepared
     from simpletune.pipeline.sample import Request
 
 CARD, GRID = "README.md", "samples/grid.png"
@@ -38,20 +37,27 @@ class Licence(TypedDict, total=False):
     license_link: str
 
 
-def write_card(folder: Path, config: TrainConfig, summary: Json, prepared: Prepared) -> Path:
+def write_card(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence[Json]) -> Path:
     """Write a run's model card.
 
     Args:
         folder: the run's folder, with the result and the grid of pictures in it.
         config: of the run, as the user gave it.
         summary: of the run.
-        prepared: the pictures it learned from, and those it drew.
+        manifest: the samples that it learned from (``Plan.manifest``).
 
     Returns:
         The README.md.
     """
-    example = example_of(config, prepared)
-    pictures = len({sample.picture.name for sample in prepared.plan.samples})
+    file = folder / CARD
+    write_text(file, card_of(folder, config, summary, manifest))
+    return file
+
+
+def card_of(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence[Json]) -> str:
+    """The text of a model card; arguments as for ``write_card``."""
+    example = example_of(config, manifest[0]["caption"])
+    pictures = len({row["file"] for row in manifest})
     sections = [
         front_matter(config),
         f"# {config.name}",
@@ -64,19 +70,21 @@ def write_card(folder: Path, config: TrainConfig, summary: Json, prepared: Prepa
         "## Licence",
         _licence_text(config),
     ]
-    file = folder / CARD
-    write_text(file, "\n\n".join(sections) + "\n")
-    return file
+    return "\n\n".join(sections) + "\n"
 
 
-def example_of(config: TrainConfig, prepared: Prepared) -> Request:
-    """The picture that the card's instructions draw: the run's first validation picture, if it drew any."""
+def example_of(config: TrainConfig, caption: str) -> Request:
+    """The picture that the card's instructions draw: the run's first validation picture, if it drew any.
+
+    Args:
+        config: of the run.
+        caption: of the first sample.
+    """
     from simpletune.pipeline.sample import Request
 
     option, (width, height) = config.validation, config.picture_size()
-    prompt = config.data.prompt or prepared.plan.samples[0].picture.caption
-    fallback = Request(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
-    return next(iter(prepared.requests), fallback)
+    prompt = caption if option.prompts is None else next(iter(option.prompts), config.data.prompt or caption)
+    return Request(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
 
 
 def front_matter(config: TrainConfig) -> str:
@@ -173,7 +181,8 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     trained, total = summary["trainable_parameters"], summary["total_parameters"]
     yield "parameters", f"{trained:,} trained, {total:,} in the base"
     batch = f"batch {train.batch_size}, gradient accumulation {train.gradient_accumulation}"
-    yield "steps", f"{summary['steps']:,} ({batch})"
+    early = f"; {summary['status']}" if "status" in summary else ""
+    yield "steps", f"{summary['steps']:,} ({batch}){early}"
     schedule = f"{config.schedule.name}, {config.schedule.warmup_steps} warm-up steps"
     yield "learning rate", f"{config.optimizer.lr:g} ({config.optimizer.name}; {schedule})"
     yield "resolution", f"{config.data.resolution} px"

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.plan import Sample
+from simpletune.data.plan import GlobalBatch, Sample, steps_in_epoch
 from simpletune.models.buckets import upscaling
 from simpletune.options import Json, shortened
 from simpletune.pipeline.encode import Prepared
-from simpletune.runs.attempts import Attempt, median_seconds, merged_stages
-from simpletune.runs.folder import read_metrics
+from simpletune.runs.attempts import (
+    Attempt,
+    median_seconds,
+    merged_stages,
+    read_attempts,
+    setup_seconds,
+    total_seconds,
+)
+from simpletune.runs.checkpoint import SavedState
+from simpletune.runs.checkpoint_folders import TRAINABLE, list_checkpoints
+from simpletune.runs.folder import EVALUATION, EVALUATIONS, SKIPPED, read_json_or_none, read_metrics, read_rows
 from simpletune.system.console import duration, say
+from simpletune.system.safetensors_file import WeightReader
 from simpletune.system.stage_timer import largest_peak, rounded, stages_as_json
 
 
@@ -42,23 +54,93 @@ def summarise(config: TrainConfig, folder: Path, steps: int, measured: Measured)
         steps: of the whole run.
         measured: over all of its attempts.
     """
-    rows, stages = read_metrics(folder), merged_stages(measured.attempts)
-    losses = [row["loss"] for row in rows]
-    tenth = max(1, len(losses) // 10)
-    per_step = median_seconds(rows, measured.attempts)  # None: the rows were lost
+    rows = read_metrics(folder)
     return {
         "name": config.name,
         "device": measured.device,
         "steps": steps,
-        "seconds_per_step": rounded(per_step),
-        "samples_per_second": rounded(measured.samples / per_step if per_step else None),
+        **_paced(rows, measured.attempts, measured.samples),
+        **_peaks(measured.attempts),
+        **_first_and_final([row["loss"] for row in rows]),
+    }
+
+
+def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
+    """What is known of a stopped run up to a checkpoint; time and memory are of all its attempts.
+
+    Args:
+        run: its folder.
+        config: of the run; the model's folder is resolved.
+        saved: the checkpoint.
+    """
+    step, attempts = saved.step, read_attempts(run)
+    samples = [row for row in saved.manifest if not row.get("held_out")]
+    batch = GlobalBatch(config.train.batch_size, config.train.gradient_accumulation, saved.processes)
+    per_epoch = steps_in_epoch(Counter(tuple(row["bucket"]) for row in samples).values(), batch)
+    asked = config.steps(per_epoch)
+    summary: Json = {"name": config.name, "steps": step, "steps_asked": asked, "steps_per_epoch": per_epoch}
+    if step < asked:
+        summary["status"] = f"finished early at step {step} of {asked}"
+    rows = [row for row in read_metrics(run) if row["step"] <= step]
+    summary |= _paced(rows, attempts, len(samples) / per_epoch)
+    summary |= _first_and_final([row["loss"] for row in rows])
+    if attempts:
+        summary |= {"device": attempts[-1].device, "attempts": len(attempts), **_peaks(attempts)}
+        summary |= {"seconds_total": total_seconds(attempts), "seconds_setup": setup_seconds(attempts)}
+    trained = WeightReader([saved.folder / TRAINABLE])
+    evaluated = {row["step"]: row["eval_loss"] for row in read_rows(run / EVALUATIONS)}
+    summary |= {
+        "trainable_parameters": sum(trained.get(name).numel() for name in trained.names),
+        "total_parameters": config.model.parameter_count(),
+        "eval_loss_before": (read_json_or_none(run / EVALUATION) or {}).get("eval_loss"),
+        "eval_loss_after": evaluated.get(step),
+    }
+    if skipped := sum(row["step"] <= step for row in read_rows(run / SKIPPED)):
+        summary["skipped_steps"] = skipped
+    return summary
+
+
+def _paced(rows: Sequence[Json], attempts: Sequence[Attempt], samples: float) -> Json:
+    """The pace of a run, from the seconds of its steps; None where its rows were lost."""
+    per_step = median_seconds(rows, attempts)
+    pace = samples / per_step if per_step else None
+    return {"seconds_per_step": rounded(per_step), "samples_per_second": rounded(pace)}
+
+
+def _peaks(attempts: Sequence[Attempt]) -> Json:
+    """Time and memory by stage, and the largest peaks."""
+    stages = merged_stages(attempts)
+    return {
         "peak_allocated_gib": rounded(largest_peak(stages, "peak_allocated_gib")),
         "peak_reserved_gib": rounded(largest_peak(stages, "peak_reserved_gib")),
         "peak_rss_gib": rounded(largest_peak(stages, "peak_rss_gib")),
         "stages": stages_as_json(stages),
-        "first_loss": statistics.fmean(losses[:tenth]) if losses else None,
-        "final_loss": statistics.fmean(losses[-tenth:]) if losses else None,
     }
+
+
+def _first_and_final(losses: list[float]) -> Json:
+    """Means over the first and the last tenth of the steps; None where the rows were lost."""
+    tenth = max(1, len(losses) // 10)
+    first, final = (statistics.fmean(part) if part else None for part in (losses[:tenth], losses[-tenth:]))
+    return {"first_loss": first, "final_loss": final}
+
+
+def print_stopped(run: Path, steps: int) -> None:
+    """Say what a run that was asked to stop has kept, and what can be done with it.
+
+    Args:
+        run: its folder.
+        steps: of the whole run.
+    """
+    found = list_checkpoints(run)
+    if not found:
+        say("stopped: before the first step")
+        return
+    step, folder = found[-1]
+    name = f"{run}@{step}"
+    say(f"stopped: step {step} of {steps} is saved: {folder}")
+    say(f"         to draw with it: {shlex.join(['simpletune', 'generate', '--run', name])}")
+    say(f"         to make it the result: {shlex.join(['simpletune', 'finish', str(run)])}")
 
 
 def print_data(prepared: Prepared) -> None:

@@ -1,4 +1,4 @@
-"""Runs and their results as models to draw with: which weights a name stands for, and loading them."""
+"""What runs, checkpoints and LoRAs hold as weights to draw with, and loading them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
-from simpletune.adapters.lora import OUTPUT as LORA_FILE
 from simpletune.config.schema import TrainConfig, cache_of_bases
-from simpletune.hub.fetch import is_hub_name
-from simpletune.hub.files import repository_file
 from simpletune.models.buckets import Size
 from simpletune.options import UserError
 from simpletune.quant.plain import BF16, FP32
 from simpletune.quant.precision import WeightPrecision
-from simpletune.runs.checkpoint import AVERAGE, TRAINABLE, list_checkpoints
-from simpletune.runs.folder import CONFIG, newest_run
+from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.runs.names import Named, RunName, find_in_run, find_lora, split_scale
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +21,6 @@ if TYPE_CHECKING:
 
     from simpletune.models.transformer import Transformer
     from simpletune.pipeline.modulation_plan import Modulation
-
-TRANSFORMER = "transformer"
 
 
 @dataclass(frozen=True)
@@ -68,57 +61,42 @@ class Weights:
 BASE = Weights("base")
 
 
-def run_config(run: Path) -> TrainConfig:
-    """The configuration of a run.
-
-    Raises:
-        UserError: it is no run's folder.
-    """
-    file = run / CONFIG
-    if not file.exists():
-        raise UserError(f"--run: {run} has no {CONFIG}: it is not a run's folder")
-    try:
-        return TrainConfig.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise UserError(
-            f"--run: {file} is damaged, or of another version of simpletune ({first['msg']}). Name another run; "
-            "train CONFIG --resume auto writes it again"
-        ) from None
-
-
-def find_run(named: Path | None, runs: Path) -> Path:
-    """The run that was named, or the newest."""
-    return named or newest_run(runs)
-
-
-def lora_weights(name: str, scale: float) -> Weights:
-    """A LoRA by its file, its folder, or its hub repository.
-
-    Raises:
-        UserError: there is none of that name.
-    """
-    path = Path(name)
-    if is_hub_name(name):
-        path = repository_file(name, LORA_FILE)
-    elif path.is_dir():
-        path = path / LORA_FILE
-    if not path.is_file():
-        raise UserError(f"--lora: {name} does not exist. Give a LoRA file, a run's folder, or a hub name (owner/name)")
-    return Weights(f"LoRA {name} x {scale:g}", lora=path, scale=scale, short=f"{Path(name).stem} x {scale:g}")
-
-
-def split_scale(text: str, default: float | None = None) -> tuple[str, float | None]:
-    """A name and the strength after its last colon: ``my.safetensors:0.8``.
+def weights_of(named: Named, scale: float = 1.0) -> Weights:
+    """What a name stands for, as weights to draw with.
 
     Args:
-        default: where there is no strength.
+        named: the name.
+        scale: strength of a LoRA whose name has none.
     """
-    name, colon, scale = text.rpartition(":")
-    try:
-        return (name, float(scale)) if colon and not Path(text).exists() else (text, default)
-    except ValueError:
-        return text, default
+    scale = scale if named.scale is None else named.scale
+    run, step = named.run, named.step
+    title = None if run is None or step is None else f"{run.name} step {step}"
+    if named.transformer is not None:
+        label, short = str(named.transformer), f"full {run.name}" if run is not None else named.transformer.name
+        return Weights(label, transformer=named.transformer, short=short)
+    if named.trained is not None:
+        return Weights(named.name, trained=named.trained, short=title or Path(named.name).name)
+    if title is not None:
+        label, short = f"LoRA {named.name} x {scale:g}", title if scale == 1 else f"{title} x {scale:g}"
+    elif run is not None:
+        label, short = f"LoRA {named.lora} x {scale:g}", f"LoRA {run.name} x {scale:g}"
+    else:
+        label, short = f"LoRA {named.name} x {scale:g}", f"{Path(named.name).stem} x {scale:g}"
+    return Weights(label, lora=named.lora, scale=scale, short=short)
+
+
+def lora_weights(text: str, scale: float = 1.0, option: str = "") -> Weights:
+    """A LoRA by its file, its run or checkpoint, or its hub repository.
+
+    Args:
+        text: the name.
+        scale: the strength, where the name has none.
+        option: that the name was given by.
+
+    Raises:
+        UserError: there is none of that name, or it is a full model.
+    """
+    return weights_of(find_lora(text, option, f"Draw with it by --run {split_scale(text)[0]}"), scale)
 
 
 def checkpoints_of(run: Path, scale: float = 1.0) -> list[Weights]:
@@ -130,15 +108,7 @@ def checkpoints_of(run: Path, scale: float = 1.0) -> list[Weights]:
     found = list_checkpoints(run)
     if not found:
         raise UserError(f"--checkpoints: {run} has no checkpoint. Leave the option out, or name another run")
-    states = []
-    for step, folder in found:
-        if (folder / LORA_FILE).exists():
-            label, short = f"{run} step {step} x {scale:g}", f"{run.name} step {step}"
-            states.append(Weights(label, lora=folder / LORA_FILE, scale=scale, short=short))
-        else:
-            file = folder / (AVERAGE if (folder / AVERAGE).exists() else TRAINABLE)
-            states.append(Weights(f"{run} step {step}", trained=file, short=f"{run.name} step {step}"))
-    return states
+    return [weights_of(find_in_run(RunName(run, step)), scale) for step, _ in found]
 
 
 def combine(all_of_them: list[Weights]) -> Weights:
@@ -148,23 +118,23 @@ def combine(all_of_them: list[Weights]) -> Weights:
     return replace(first, label=label, more=tuple(pair for weights in rest for pair in weights.loras))
 
 
-def result_of(run: Path, scale: float = 1.0) -> Weights:
+def result_of(run: Path, scale: float = 1.0, step: int | None = None) -> Weights:
     """What a run has trained.
 
+    Args:
+        run: its folder.
+        scale: strength of a LoRA.
+        step: of the checkpoint that is meant; None: the result.
+
     Raises:
-        UserError: it left no result.
+        UserError: it has no result.
     """
-    if (run / TRANSFORMER).is_dir():
-        return Weights(f"{run}/{TRANSFORMER}", transformer=run / TRANSFORMER, short=f"full {run.name}")
-    if (run / LORA_FILE).exists():
-        short = f"LoRA {run.name} x {scale:g}"
-        return Weights(f"LoRA {run / LORA_FILE} x {scale:g}", lora=run / LORA_FILE, scale=scale, short=short)
-    raise UserError(f"--run: {run} holds no {LORA_FILE} and no {TRANSFORMER}/. Let it finish, or name another run")
+    return weights_of(find_in_run(RunName(run, step)), scale)
 
 
-def full_model_of(run: Path) -> Weights:
+def full_model_of(run: Path, step: int | None = None) -> Weights:
     """What a run has trained, as a full model: its transformer, or its LoRA folded into the base."""
-    weights = result_of(run)
+    weights = result_of(run, step=step)
     if weights.lora is None:
         return weights
     return Weights(f"base with {weights.lora} folded in", lora=weights.lora, merged=True)

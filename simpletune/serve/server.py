@@ -19,8 +19,9 @@ import uvicorn
 from simpletune.drawing.generate import InferenceSession, open_session
 from simpletune.options import UserError
 from simpletune.pipeline.sample import Request
+from simpletune.runs.names import find_lora
 from simpletune.runs.weights import BASE as BASE_WEIGHTS
-from simpletune.runs.weights import Weights, lora_weights, result_of
+from simpletune.runs.weights import Weights, result_of
 from simpletune.serve.app import HttpOptions, make_app
 from simpletune.serve.generator import ImageGenerator
 from simpletune.serve.limits import GUIDANCE, Limits
@@ -192,9 +193,10 @@ def _weights(session: InferenceSession, given: list[str]) -> tuple[Weights, dict
     """
     base, loras = BASE_WEIGHTS, dict[str, Path]()
     if session.run is not None:
-        result = result_of(session.run)
+        result = result_of(session.run, step=session.step)
         if result.lora is not None:
-            own = re.sub(r"[^A-Za-z0-9._-]", "-", session.run.resolve().name).lstrip("._-")[:64]
+            name = session.run.resolve().name + (f"-step-{session.step}" if session.step is not None else "")
+            own = re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:64]
             loras[own if own not in ("", BASE) else "run"] = result.lora
         else:
             base = result
@@ -206,7 +208,7 @@ def _weights(session: InferenceSession, given: list[str]) -> tuple[Weights, dict
             )
         if name == BASE or name in loras:
             raise UserError(f"--lora: {name} stands for another already. Give {file} another name")
-        lora = lora_weights(file, 1.0).lora
+        lora = find_lora(file, "--lora: ", f"Serve it by --run {file}", strength=False).lora
         assert lora is not None
         loras[name] = lora
     return base, loras

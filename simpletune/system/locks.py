@@ -19,11 +19,12 @@ UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
+def exclusive(folder: Path, remedy: str = "or give this run another name: name=...") -> Iterator[None]:
     """Within this context no other process may hold the same folder so. The lock lies beside it: ``.NAME.lock``.
 
     Args:
         folder: which need not exist, and may be renamed meanwhile.
+        remedy: follows "Wait for its end or stop it".
 
     Raises:
         UserError: another process holds it.
@@ -35,7 +36,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         holder = file.read_text(errors="replace").strip()
         raise UserError(
             f"{folder} is in use by another run{f' (process {holder})' if holder else ''}. Wait for its end or "
-            "stop it, or give this run another name: name=..."
+            f"stop it, {remedy}"
         ) from None
     try:
         if lock.is_locked:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from simpletune.models.compile import failure as compiling_failed
-from simpletune.runs import checkpoint
-from simpletune.system.console import say
+from simpletune.runs.summary import print_stopped
 from simpletune.system.signals import Stopped
 from simpletune.training.out_of_memory import memory_by_kind, out_of_memory
 
@@ -36,14 +35,6 @@ def explained(run: Run) -> Iterator[None]:
             raise
         raise failed from error
     except Stopped:
-        announce_stopped(run)
+        if run.main:
+            print_stopped(run.folder, run.steps)
         raise
-
-
-def announce_stopped(run: Run) -> None:
-    """Say what a run that was asked to stop has kept."""
-    if not run.main:
-        return
-    found = checkpoint.list_checkpoints(run.folder)
-    kept = f"step {found[-1][0]} of {run.steps} is saved: {found[-1][1]}" if found else "before the first step"
-    say(f"stopped: {kept}")

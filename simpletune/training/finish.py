@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 from simpletune.config.schema import profile_folder
 from simpletune.ema import averaged
 from simpletune.profiling import EpochTraces
 from simpletune.runs import checkpoint
-from simpletune.runs.attempts import total_seconds
+from simpletune.runs.attempts import setup_seconds, total_seconds
 from simpletune.runs.folder import SKIPPED, SUMMARY, read_evaluation, read_rows
 from simpletune.runs.model_card import shareable, write_card
 from simpletune.runs.summary import Measured, print_results, summarise
@@ -32,7 +35,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
     summary |= {
         "attempts": len(attempts),
         "seconds_total": total_seconds(attempts),
-        "seconds_setup": round(sum(attempt.seconds_setup for attempt in attempts), 2),
+        "seconds_setup": setup_seconds(attempts),
         "seconds_to_first_step": None if run.to_first_step is None else round(run.to_first_step, 2),
         "attention": run.attention,
         "trainable_parameters": sum(parameter.numel() for parameter in run.core.parameters),
@@ -52,7 +55,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
     # Written again below: a tracker may take minutes to close.
     write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
     failpoint("finish.summary")
-    run.optional("the model card", write_card, run.folder, run.config, summary, run.prepared)
+    run.optional("the model card", write_card, run.folder, run.config, summary, run.prepared.plan.manifest())
     add_memory(run, traces)
     page, said = write_page(run), len(warnings)
     failpoint("finish.reported")
@@ -70,14 +73,19 @@ def finish(run: Run, traces: EpochTraces) -> None:
 
 def write_page(run: Run) -> dict[str, str]:
     """The report of the run, into its folder: a failure is a warning and never the run's."""
-    if not run.config.output.report:
-        return {}
-    try:
-        from simpletune.report import report_at_end
-
-        page = report_at_end(run.folder)
-    except Exception as error:  # whatever it is: a page is not worth a run
-        run.trackers.warn(f"the report failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
+    page = report_or_warning(run.folder, run.trackers.warn) if run.config.output.report else None
+    if page is None:
         return {}
     run.trackers.report(page)
     return {"report": str(page)}
+
+
+def report_or_warning(folder: Path, warn: Callable[[str], None]) -> Path | None:
+    """The report of a run that has ended; None and a warning if it cannot be made."""
+    try:
+        from simpletune.report import report_at_end
+
+        return report_at_end(folder)
+    except Exception as error:  # whatever it is: a page is not worth a run
+        warn(f"the report failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
+        return None
