@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypedDict
 from simpletune.config.schema import TrainConfig
 from simpletune.hub.fetch import is_hub_name
 from simpletune.models.sd3 import SD3_MEDIUM
-from simpletune.options import Json
+from simpletune.options import Json, plural
 from simpletune.system.atomic import write_text
 
 if TYPE_CHECKING:
@@ -173,15 +173,16 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     yield "parameters", f"{trained:,} trained, {total:,} in the base"
     batch = f"batch {train.batch_size}, gradient accumulation {train.gradient_accumulation}"
     yield "steps", f"{summary['steps']:,} ({batch})"
-    schedule = f"{config.schedule.name}, {config.schedule.warmup_steps} warm-up steps"
+    schedule = f"{config.schedule.name}, {plural(config.schedule.warmup_steps, 'warm-up step')}"
     yield "learning rate", f"{config.optimizer.lr:g} ({config.optimizer.name}; {schedule})"
     yield "resolution", f"{config.data.resolution} px"
-    yield "pictures", f"{pictures} from {cell(code(last_name(config.data.path)))}"
+    held_out = f", and {summary['held_out_pictures']} held out" if summary["held_out_pictures"] else ""
+    yield "pictures", f"{pictures} from {cell(code(last_name(config.data.path)))}{held_out}"
     yield "precision", f"{config.precision.weights} weights, {config.precision.compute} products"
     yield "seed", str(train.seed)
     before, after = summary["eval_loss_before"], summary["eval_loss_after"]
     if before is not None and after is not None:
-        yield "evaluation loss", f"{before:.4f} before, {after:.4f} after"
+        yield summary["eval_loss_is"], f"{before:.4f} before, {after:.4f} after"
 
 
 def _use(config: TrainConfig, example: Request) -> Iterator[str]:

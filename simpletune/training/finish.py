@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from simpletune.config.schema import profile_folder
 from simpletune.ema import averaged
 from simpletune.profiling import EpochTraces
 from simpletune.runs import checkpoint
@@ -38,6 +37,7 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
         "steps_per_epoch": run.prepared.plan.steps_per_epoch,
         "eval_loss_before": (read_json_or_none(run.folder / EVALUATION) or {}).get("eval_loss"),
         "eval_loss_after": eval_after,
+        **run.evaluated_on,
         "output": str(output),
     }
     if skipped := len(list(read_rows(run.folder / SKIPPED))):
@@ -58,7 +58,7 @@ def finish(run: Run, seconds_setup: float, traces: EpochTraces) -> None:
     write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": True})
     if page and len(warnings) > said:
         write_page(run)
-    print_results(summary, run.folder, profile_folder(run.config), traces.written, places)
+    print_results(run.config, summary, run.folder, traces.written, places)
     if run.predicted is not None:
         from simpletune.estimate.forecast import print_comparison
 
