@@ -35,7 +35,7 @@ LAYERS = {"q, k, v, out": (1536, 1536), "up": (6144, 1536), "down": (1536, 6144)
 ROWS, OUTLIERS = 333, 8
 COLUMNS = {
     "what": "", "first": f"mean loss, first {ENDS} steps", "last": f"mean loss, last {ENDS}",
-    "eval_loss_before": "held-out before", "eval_loss_after": "held-out after",
+    "eval_loss_before": "fixed noise, before", "eval_loss_after": "fixed noise, after",
     "apart": "mean distance of a step's loss from bf16's",
 }  # fmt: skip
 ONE = "One product"

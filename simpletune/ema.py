@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Ema(Option):
-    """The average that stands for the trained weights in pictures, evaluation loss and result."""
+    """The average that stands for the trained weights in pictures, loss at fixed noise and result."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
     """Share of the old average that a step keeps; early steps keep (1 + step) / (10 + step), so that the first weights

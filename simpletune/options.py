@@ -61,9 +61,20 @@ class ConfigError(UserError):
 
     def __init__(self, problems: list[Problem], source: str = "configuration"):
         self.problems = problems
-        head = f"{source}: {len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        head = f"{source}: {plural(len(problems), 'problem')}"
         lines = first_lines([str(problem) for problem in problems], SHOWN)
         super().__init__("\n".join([head, *(f"  {line}" for line in lines)]), code=2)
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """A count with its word: ``1 picture``, ``2 pictures``.
+
+    Args:
+        count: how many.
+        one: the word for one.
+        many: the word for several, where an s is not enough.
+    """
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def shortened(names: Sequence[str], most: int = 8) -> str:

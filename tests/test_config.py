@@ -60,6 +60,8 @@ WRONG = {
         {"data": {"path": "demo:cats"}},
         "data.path: demo:cats is not part of the tool. Known: demo",
     ),
+    "no path": ({"data": {"path": ""}}, "data.path: '' names nothing. Give the folder that holds the pictures"),
+    "a blank path": ({"data": {"source": "table", "path": " "}}, "data.path: ' ' names nothing. Give"),
     "a future version": ({"version": 2}, "version: 2 does not fit. It must be one of 1"),
     "null for an object": ({"train": None}, "train: null does not fit. It must be an object"),
 }
@@ -256,7 +258,26 @@ def test_every_config_loads_and_says_what_it_is_for(file: Path) -> None:
     made_here = data.get("model", {}).get("pretrained", "").startswith("runs/")  # by make tiny-sd3
     overrides = ["data.path=demo:pictures"] * needs_pictures + ["model.pretrained=demo:tiny-sd3"] * made_here
     config, _ = read_config(file, overrides)
-    assert len(config.about) > 30
+    assert len(data["about"]) > 30 and config.name == data["name"]
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "stays"),
+    [
+        ("demo", ["name=other", "output.runs=elsewhere", "validation.every=10", "profile.max_traces=0"], True),
+        ("demo", ["data.path=demo:subject"], False),
+        ("demo", ["train.steps=60"], False),
+        ("demo", ["adapter.rank=2"], False),
+        ("demo", ["model.t5_length=16"], False),
+        ("sd3_medium_lora_8gb", ["data.path=PICTURES", "data.prompt=a photo of sks dog"], True),
+        ("sd3_medium_lora_8gb", ["data.path=PICTURES", "data.resolution=512"], False),
+    ],
+)
+def test_about_goes_with_what_it_speaks_of(file: str, overrides: list[str], stays: bool, tiny_pictures: Path) -> None:
+    words = [word.replace("PICTURES", str(tiny_pictures)) for word in overrides]
+    config, _ = read_config(Path(file), words)
+    assert bool(config.about) == stays
+    assert read_config(Path(file), [*words, "about=mine"])[0].about == "mine"
 
 
 @pytest.mark.parametrize(

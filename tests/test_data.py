@@ -353,6 +353,47 @@ def test_one_prompt_for_all_needs_no_captions(tmp_path: Path) -> None:
     assert captions(tmp_path, prompt="a photo of sks dog") == dict.fromkeys(["1.png", "2.png"], "a photo of sks dog")
 
 
+def test_lines_of_a_caption_are_joined_and_it_is_said(tmp_path: Path) -> None:
+    put(tmp_path, {"a.png": PICTURE, "b.png": PICTURE, "a.txt": "a red  disc,\r\n\n on blue \n", "b.txt": "one line\n"})
+    assert captions(tmp_path) == {"a.png": "a red  disc, on blue", "b.png": "one line"}
+    assert "1 caption of several lines, joined by spaces" in Folder(path=str(tmp_path)).scan(tmp_path).captions
+    put(tmp_path, {"metadata.jsonl": "\n".join(json.dumps({"file_name": f"{n}.png", "text": "x\ny"}) for n in "ab")})
+    assert captions(tmp_path) == {"a.png": "x y", "b.png": "x y"}
+    assert "2 captions of several lines" in Folder(path=str(tmp_path)).scan(tmp_path).captions
+
+
+def test_caption_files_are_read_as_txt_files_are(tmp_path: Path) -> None:
+    put(tmp_path, {f"{name}.png": PICTURE for name in ("both", "own", "same")})
+    put(tmp_path, {"own.caption": "from caption", "same.caption": "equal\n", "same.txt": "equal"})
+    put(tmp_path, {"both.caption": "one", "both.txt": "another"})
+    found = {picture.name: picture.caption for picture in Folder(path=str(tmp_path)).scan(tmp_path).pictures}
+    assert found == {"own.png": "from caption", "same.png": "equal"}
+    assert "has two captions that differ: both.txt and both.caption. Keep one" in reasons(tmp_path)["both.png"]
+    (tmp_path / "both.txt").unlink()
+    (tmp_path / "same.txt").unlink()
+    assert Folder(path=str(tmp_path)).scan(tmp_path).captions == ".caption files beside the pictures"
+
+
+@pytest.mark.parametrize(
+    ("names", "repeats", "words"),
+    [
+        (["10_sksdog/a.png"], 1, ["10_sksdog:", "repeats nothing here", "data.repeats=10"]),
+        (["10_dog/a.png", "2_cat/deep/b.png", "c.png"], 1, ["10_dog, 2_cat", "data.repeats=N", "whatever its folder"]),
+        (["10_dog/a.png"], 10, []),
+        (["2024_holiday/a.png", "1_dog/b.png", "dog_10/c.png", "10_d.png"], 1, []),
+    ],
+)
+def test_a_number_before_a_folders_name_gets_a_hint(
+    names: list[str], repeats: int, words: list, tmp_path: Path
+) -> None:
+    put(tmp_path, {name: PICTURE for name in names})
+    hints = Folder(path=str(tmp_path), prompt="x", repeats=repeats).scan(tmp_path).hints
+    assert len(hints) == bool(words) and all(word in hints[0] for word in words)
+    if words:
+        inner = tmp_path / names[0].split("/")[0]
+        assert Folder(path=str(inner), prompt="x").scan(inner).hints[0].startswith(f"{inner.name}:")
+
+
 @pytest.mark.parametrize(
     ("kind", "expected", "told"),
     [

@@ -194,7 +194,7 @@ def test_captions_that_no_prompt_has(caption: bytes, reason: str, tmp_path: Path
 def test_windows_line_ends_and_byte_order_marks_do_not_matter(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(PICTURE)
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa red\r\ncircle\r\n")
-    assert scan(tmp_path).pictures[0].caption == "a red\ncircle"
+    assert scan(tmp_path).pictures[0].caption == "a red circle"
 
 
 def test_all_bad_lines_of_a_metadata_file_come_at_once(tmp_path: Path) -> None:

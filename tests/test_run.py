@@ -91,7 +91,7 @@ def test_tensorboard_reads_scalars_and_pictures(full_run: Path, tmp_path: Path) 
 
     events = EventAccumulator(str(tmp_path / "profiles" / "tiny"))
     events.Reload()
-    assert {"loss", "lr", "grad_norm", "seconds", "eval_loss"} <= set(events.Tags()["scalars"])
+    assert {"loss", "lr", "grad_norm", "seconds", "training_loss_fixed_noise"} <= set(events.Tags()["scalars"])
     assert events.Tags()["images"] == ["samples"]
     assert [event.value for event in events.Scalars("loss")] == pytest.approx(
         [r["loss"] for r in read_metrics(full_run)]

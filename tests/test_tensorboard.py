@@ -94,7 +94,7 @@ def device_time(table: Any) -> float:
 
 def test_scalars_pictures_and_texts(ask: Ask) -> None:
     tags = ask("plugin/scalars/tags")["tiny"]
-    assert {"loss", "lr", "grad_norm", "seconds", "eval_loss"} <= set(tags)
+    assert {"loss", "lr", "grad_norm", "seconds", "training_loss_fixed_noise"} <= set(tags)
     assert len(ask("plugin/scalars/scalars", run="tiny", tag="loss")) == 12
     assert "samples" in ask("plugin/images/tags")["tiny"]
     texts = ask("plugin/text/tags")["tiny"]

@@ -132,7 +132,7 @@ def test_bars_of_nested_stages_are_all_taken_away() -> None:
     text = in_a_terminal(NESTED, 100)
     assert re.search(r"outer: 1/3 prompts.*\n.*inner \[x\]: 1/3 layers", text)
     lines = shown(text).splitlines()
-    assert len(lines) == 2 and lines[0].startswith("inner [x]: 1 layers in ")
+    assert len(lines) == 2 and lines[0].startswith("inner [x]: 1 layer in ")
     assert lines[1].startswith("outer: 2 prompts in ")
 
 
@@ -202,7 +202,7 @@ def test_metrics_can_be_read_after_every_step(tiny_config: dict, monkeypatch: py
         def update(self, step: int, loss: float, seconds: float) -> None:
             seen.append(len(read_metrics(folder)))
 
-    monkeypatch.setattr("simpletune.training.loop.TrainingProgress", Watching)
+    monkeypatch.setattr("simpletune.training.run.TrainingProgress", Watching)
     train(config)
     assert seen == [1, 2, 3, 4]
 

@@ -110,10 +110,27 @@ def test_one_window_an_epoch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_short_epochs_are_traced_and_it_is_said(steps: int, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     said: list[str] = []
-    toy_run(toy(tmp_path, said, 2 * steps, steps))
-    assert traced(tmp_path) == {f"epoch-00{n}": (min(steps, 2), True) for n in range(2)}
+    traces = toy(tmp_path, said, 2 * steps, steps)
+    traces.announce(0)
     shown = capsys.readouterr().out
-    assert shown.count(f"profile an epoch has {steps} step") == (steps < 3) and said == []
+    assert shown.count("profile a trace takes 3 steps in a row") == (steps < 3)
+    if steps < 3:
+        warm = "after 1 of warm-up" if steps > 2 else "without warm-up"
+        for words in (f"an epoch has {steps} ", f"records {steps} step{'s' * (steps > 1)} {warm}", "max_traces=0"):
+            assert words in shown
+    toy_run(traces)
+    assert traced(tmp_path) == {f"epoch-00{n}": (min(steps, 2), True) for n in range(2)}
+    assert capsys.readouterr().out == "" and said == []  # nothing in the middle of the progress
+
+
+def test_what_stands_in_the_windows_way_is_said_of_a_resumed_run_too(tmp_path: Path, capsys) -> None:
+    facts = Facts(interrupted=lambda step: step % 2 == 1)
+    traces = toy(tmp_path, [], 20, 10, facts=facts)
+    traces.announce(4)
+    assert "an epoch has 2 (validation and saving interrupt)" in capsys.readouterr().out
+    toy(tmp_path, [], 20, 10, facts=facts, max_traces=0).announce(0)
+    toy(tmp_path, [], 20, 10).announce(20)  # nothing is left to do
+    assert capsys.readouterr().out == ""
 
 
 def test_a_resumed_run_traces_the_rest_of_its_epoch_once(tmp_path: Path) -> None:

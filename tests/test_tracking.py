@@ -88,7 +88,7 @@ def test_wandb_offline_has_everything_in_the_runs_folder_and_no_secret(
     rows = history(records)
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
     assert all({"lr", "seconds", "grad_norm"} <= set(row) for row in rows if "loss" in row)
-    assert [row["step"] for row in rows if "eval_loss" in row] == [0, 3]
+    assert [row["step"] for row in rows if "training_loss_fixed_noise" in row] == [0, 3]
     assert [row["samples/_type"] for row in rows if "samples/_type" in row] == ["image-file"]
     assert len(list(run.glob("wandb/offline-run-*/files/media/images/*.png"))) == 1
     started = next(record.run for record in records if record.WhichOneof("record_type") == "run")

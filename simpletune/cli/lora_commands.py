@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from simpletune.cli.lora_metadata import config_of, header_of, source_note
 from simpletune.config.schema import TrainConfig
 from simpletune.lora.header import open_lora
-from simpletune.options import UserError, shortened
+from simpletune.options import UserError, plural, shortened
 from simpletune.runs.folder import SUMMARY, read_json_or_none
 from simpletune.runs.names import find_lora
 from simpletune.system.console import progress, say
@@ -153,7 +153,7 @@ def merge(args: argparse.Namespace) -> Path:
         done = (merge_to_file if single else merge_to_folder)(merger, args.out, note, advance)
     say(f"{done.path}: {base.name} with {', '.join(f'{weight:g} x {name}' for name, weight in parts)}")
     types = ", ".join(sorted({merger.kind(name) for name in base.shapes}))
-    say(f"  {done.layers} layers changed, written in {types}; rounding cost {done.lost:.2%} of the update")
+    say(f"  {plural(done.layers, 'layer')} changed, written in {types}; rounding cost {done.lost:.2%} of the update")
     return done.path
 
 
@@ -174,7 +174,9 @@ def extract(args: argparse.Namespace) -> Path:
     written = write(found.updates, args.out, args, header_of(found.updates, args.out.stem, None, None) | note)
     for row in sorted(found.rows, key=lambda row: -row.residual):
         say(f"  {row.layer}: rank {row.rank}, residual {row.relative:.3%} of {row.norm:.4g}")
-    say(f"  all {len(found.rows)} layers: residual {found.relative:.3%} of the difference (Frobenius norm)")
+    say(
+        f"  {plural(len(found.rows), 'layer')} in all: residual {found.relative:.3%} of the difference (Frobenius norm)"
+    )
     if found.left_out:
         names = sorted(found.left_out, key=lambda name: -found.left_out[name])
         say(f"  {len(names)} tensors differ that no LoRA holds ({found.left_out_share:.3%} of the whole difference): "
@@ -188,7 +190,7 @@ def write(updates: Updates, out: Path, args: argparse.Namespace, metadata: Mappi
 
     written = write_lora(updates, out, args.format, args.dtype, metadata)
     size = written.stat().st_size / 2**20
-    say(f"{written}: {args.format}, {len(updates)} layers, rank {ranks_of(updates)}, {size:.1f} MiB")
+    say(f"{written}: {args.format}, {plural(len(updates), 'layer')}, rank {ranks_of(updates)}, {size:.1f} MiB")
     return written
 
 

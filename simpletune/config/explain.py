@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterator
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
+from simpletune.data.evaluation import ON_TRAINING
 from simpletune.hub.fetch import is_hub_name
 from simpletune.models.sd3_shapes import Shape
 from simpletune.models.sd3_sources import is_single_file
+from simpletune.options import plural
 
 HIGH_LR_FULL = 1e-4
 WITHOUT_BF16 = "T4, V100 and RTX 20 are refused at the start: there, use precision.compute=fp32, weights int8 or fp32"
@@ -26,7 +28,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     model, train = config.model, config.train
     local = "single file" if is_single_file(model.pretrained) else "local folder"
     source = "hub" if is_hub_name(model.pretrained) else "comes with the tool" if config.is_demo else local
-    t5 = f"T5 with {model.t5_length} tokens" if model.t5 else "no T5"
+    t5 = f"T5 with {plural(model.t5_length, 'token')}" if model.t5 else "no T5"
     yield "model", f"{model.pretrained} ({source}), {t5}"
     shapes = _shapes(config)
     if shapes is not None:
@@ -39,12 +41,12 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield "memory", ", ".join(_memory(config))
     ahead = "the next batch fetched ahead on a GPU" if config.speed.prefetch else "no batch fetched ahead"
     yield "speed", f"attention {config.speed.attention}, {ahead}{', blocks compiled' * config.speed.compile}"
-    steps = f"{train.epochs} epochs" if train.epochs else f"{config.steps(1)} steps"
+    steps = plural(train.epochs, "epoch") if train.epochs else plural(config.steps(1), "step")
     batch = train.batch_size * train.gradient_accumulation
-    portion = f"up to {batch} pictures" if batch > 1 else "1 picture"
+    portion = f"up to {plural(batch, 'picture')}" if batch > 1 else "1 picture"
     yield "runs", f"{steps} of {portion}, seed {train.seed}, device {config.device}"
     optimizer, schedule = config.optimizer, config.schedule
-    warm = f" after {schedule.warmup_steps} warm-up steps" if schedule.warmup_steps else ""
+    warm = f" after {plural(schedule.warmup_steps, 'warm-up step')}" if schedule.warmup_steps else ""
     yield "optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.name}{warm}"
     data = config.data
     captions = f"prompt {data.prompt!r}" if data.prompt else "captions"
@@ -53,7 +55,22 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
         f"{data.path} ({data.source}), {captions}, {data.resolution} px in {data.aspect}, on_error {data.on_error}",
     )
     yield "saves", f"{run_folder(config) / config.adapter.output_name}, {_checkpoints(config)}"
-    yield "shows", f"{run_folder(config) / 'samples'}; {_trackers(config)}"
+    yield "evaluates", _evaluates(config)
+    drawn = "no pictures (validation.prompts is empty)"
+    drawn = drawn if config.validation.prompts == [] else str(run_folder(config) / "samples")
+    yield "shows", f"{drawn}; {_trackers(config)}"
+
+
+def _evaluates(config: TrainConfig) -> str:
+    """What the evaluation loss is of."""
+    count, split = config.validation.eval_samples, config.validation.split
+    if not count:
+        return "nothing (validation.eval_samples is 0)"
+    draws = f"a fixed set of {plural(count, 'picture')} with noise"
+    if split is None:
+        return f"{ON_TRAINING}, {draws} (no validation.split)"
+    held = f"a share of {split:g}" if split < 1 else plural(int(split), "picture")
+    return f"validation loss on {held} held out of training, {draws}"
 
 
 def _memory(config: TrainConfig) -> Iterator[str]:
@@ -65,13 +82,13 @@ def _memory(config: TrainConfig) -> Iterator[str]:
     room = "the card" if memory.budget_gib is None else f"{memory.budget_gib} GiB"
     auto = f"as few blocks checkpointed as fit into {room}"
     yield kept.get(str(memory.checkpointing), auto if memory.checkpointing == "auto" else "") or (
-        f"{memory.checkpointing} blocks checkpointed"
+        f"{memory.checkpointing} {'block' if memory.checkpointing == 1 else 'blocks'} checkpointed"
     )
     if memory.offload_checkpoint_inputs:
         yield "their inputs on the host"
     if memory.modulation == "plan" or _may_plan(config):
         where = "" if memory.modulation == "plan" else " on a GPU"
-        yield f"modulations planned {memory.modulation_window} steps ahead{where}"
+        yield f"modulations planned {plural(memory.modulation_window, 'step')} ahead{where}"
     if memory.resident_blocks is not None:
         yield f"blocks streamed from the host, {memory.resident_blocks} resident"
     if memory.optimizer_in_backward:
@@ -97,7 +114,7 @@ def _trackers(config: TrainConfig) -> str:
 
 def _checkpoints(config: TrainConfig) -> str:
     every = config.checkpoint.every
-    when = f"every {every} steps and at the end" if every else "at the end"
+    when = f"every {plural(every, 'step')} and at the end" if every else "at the end"
     return f"checkpoints {when} ({config.checkpoint.in_words()})"
 
 
@@ -118,7 +135,7 @@ def _notes(config: TrainConfig) -> Iterator[str]:
     if config.adapter.trains_base and config.precision.weights == "fp32":
         yield "full fine-tuning with fp32 weights takes 16 bytes a parameter before activations"
     if config.train.steps is None and config.train.epochs is None:
-        yield f"neither train.steps nor train.epochs is given: {config.steps(1)} steps"
+        yield f"neither train.steps nor train.epochs is given: {plural(config.steps(1), 'step')}"
     if config.precision.compute == "bf16" and config.device != "cpu":
         yield "products in bf16 need a card from 2020 on (sm_80: A100, RTX 30, L4); " + WITHOUT_BF16
     if config.device == "auto" and config.is_demo:

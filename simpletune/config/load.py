@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from simpletune.config.error_text import did_you_mean, problems_of
-from simpletune.config.schema import TrainConfig
+from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.config.shipped import find_config, missing_config
 from simpletune.memory.profiles import with_profile
 from simpletune.options import ConfigError, Json, Option, Problem, UserError, member_for, option_classes, union_of
@@ -18,6 +18,8 @@ from simpletune.system import strict_json
 from simpletune.system.redact import secret_paths
 from simpletune.system.strict_json import JsonError
 
+BESIDE_THE_JOB = ("name", "about", "device", "checkpoint", "validation", "tracking", "profile", "output")
+"""Sections whose overrides leave true what ``about`` says: they change where a run writes and what it shows."""
 REPAIRS = 3  # leaving out one wrong value can make another wrong: an unknown tag's fields, say
 
 
@@ -92,7 +94,24 @@ def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Probl
             problems.append(Problem(override, "is not an override. Write key.path=value, as in train.steps=100"))
             continue
         notices += _override(merged, path, text, problems)
+    if _speaks_of_another_job(data, merged):
+        del merged["about"]
     return merged, notices, problems
+
+
+def _speaks_of_another_job(data: Json, merged: Json) -> bool:
+    """Whether overrides have changed what a file's ``about`` describes, and not ``about`` itself."""
+    if "about" not in data or merged["about"] != data["about"]:
+        return False
+    return any(_described(data, key) != _described(merged, key) for key in merged if key not in BESIDE_THE_JOB)
+
+
+def _described(data: Json, section: str) -> object:
+    """A section without what its file leaves to the user: the pictures, where they are not the tool's own."""
+    value = data.get(section)
+    if section != "data" or not isinstance(value, dict) or str(value.get("path", "")).startswith(DEMO):
+        return value
+    return {key: value[key] for key in value if key not in ("path", "prompt")}
 
 
 def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from simpletune.adapters import Adapter
 from simpletune.adapters.lora import Lora
@@ -21,7 +21,7 @@ from simpletune.models.sd3_shapes import Shape, is_conditioning
 from simpletune.optim import Optimizer
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.schedule import Constant, Schedule
-from simpletune.options import Option, Problem, shortened
+from simpletune.options import Option, Problem, plural, shortened
 from simpletune.profiling.option import Profile
 from simpletune.quant import Precision
 from simpletune.quant.plain import BF16
@@ -57,8 +57,16 @@ class Train(Option):
     the weights are updated."""
 
 
+def _share_or_number(split: float) -> float:
+    if split <= 0 or split >= 1 and not isinstance(split, int):
+        raise ValueError(
+            f"{split} is neither a share between 0 and 1 nor a whole number of pictures. Use 0.1, or 20, or null"
+        )
+    return split
+
+
 class Validation(Option):
-    """Pictures and the evaluation loss: what the run has changed."""
+    """Pictures, and the loss at fixed noise: what the run has changed."""
 
     prompts: list[Annotated[str, Field(min_length=1)]] | None = None
     """What to draw; null: the caption of the first sample. An empty list: draw nothing."""
@@ -77,7 +85,14 @@ class Validation(Option):
     height: Annotated[int, Field(ge=STEP, multiple_of=STEP)] | None = None
     """Height in pixels; null: the training resolution."""
     eval_samples: Annotated[int, Field(ge=0, le=4096)] = 16
-    """Size of the fixed set of (picture, noise level, noise) that the evaluation loss is a mean over; 0: none."""
+    """Size of the fixed set of (picture, noise level, noise) that eval_loss is a mean over; 0: none. Without a split it
+    is the loss on training pictures at fixed noise, which also falls while a model overfits; with one it is the
+    validation loss."""
+    split: Annotated[float | int, AfterValidator(_share_or_number)] | None = None
+    """Pictures that are held out: never trained on, and what eval_loss is computed on. A share between 0 and 1: each
+    picture is held out or not by the hash of its own bytes, so that adding pictures moves none, and the number held out
+    is near the share, not equal to it. A whole number: the pictures with so many of the lowest hashes; adding pictures
+    may move some. Copies of a picture fall on the same side. null: none is held out."""
 
 
 class Tracking(Option):
@@ -113,7 +128,8 @@ class TrainConfig(Option):
     version: Literal[1] = 1
     """Version of this format."""
     about: str = ""
-    """What this configuration is for and what it needs."""
+    """What this configuration is for and what it needs. Overrides of more than where a run writes and what it shows
+    leave it out: it would speak of other data or settings."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
     """The run's name: its folder under runs/ and profiles/. An older run of the name moves to NAME.1, NAME.2, ...;
     where a run has such a name, the next number is taken. Windows holds no folder named con, nul or aux."""
@@ -144,7 +160,7 @@ class TrainConfig(Option):
     checkpoint: Checkpoint = Checkpoint()
     """When the state is saved."""
     validation: Validation = Validation()
-    """Pictures and evaluation loss."""
+    """Pictures, and the loss on fixed or held-out pictures."""
     profile: Profile = Profile()
     """Profiler traces."""
     tracking: Tracking = Tracking()
@@ -192,7 +208,14 @@ class TrainConfig(Option):
         if self.train.steps is not None and self.schedule.warmup_steps >= self.train.steps:
             yield Problem(
                 "schedule.warmup_steps",
-                f"{self.schedule.warmup_steps} warm-up steps leave none of {self.train.steps} steps. Use fewer",
+                f"{plural(self.schedule.warmup_steps, 'warm-up step')} leave none of "
+                f"{plural(self.train.steps, 'step')}. Use fewer",
+            )
+        if self.validation.split is not None and not self.validation.eval_samples:
+            yield Problem(
+                "validation.split",
+                f"{self.validation.split} holds pictures out, and validation.eval_samples 0 computes no loss on them. "
+                "Use a larger eval_samples, or split null",
             )
         for side in ("width", "height"):
             if (getattr(self.validation, side) or 0) > 4096:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import unicodedata
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
-from simpletune.data.source import Rejected, UnusablePicture
+from simpletune.data.source import Picture, Rejected, UnusablePicture
 from simpletune.data.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, read_regular
-from simpletune.options import UserError
+from simpletune.options import UserError, plural
 
 METADATA = "metadata.jsonl"
+TEXTS = (".txt", ".caption")  # endings of captions' files
 MAX_BYTES = 2**20  # of a caption's file
 
 
@@ -35,15 +37,40 @@ def checked(caption: str, what: str) -> str:
     return caption.strip()
 
 
+def one_line(caption: str) -> str:
+    """A caption with its lines joined by spaces: to CLIP and T5 a line break is a space."""
+    return " ".join(line.strip() for line in re.split("[\r\n]", caption) if line.strip())
+
+
+def join_lines(pictures: Sequence[Picture], described: str) -> tuple[list[Picture], str]:
+    """The pictures with one-line captions, and where captions come from, with how many had several lines."""
+    joined = [replace(picture, caption=one_line(picture.caption)) for picture in pictures]
+    count = sum(new.caption != old.caption for new, old in zip(joined, pictures, strict=True))
+    many = f" ({plural(count, 'caption')} of several lines, joined by spaces)" if count else ""
+    return joined, described + many
+
+
 def txt_caption(root: Path, links: Links, file: Path) -> str:
-    """The caption in the text file beside a picture.
+    """The caption in the text file beside a picture, NAME.txt or NAME.caption.
 
     Raises:
-        UnusablePicture: there is none that can be used.
+        UnusablePicture: there is none that can be used, or there are two that differ.
     """
-    text_file = file.with_suffix(".txt")
-    if not os.path.lexists(text_file):
-        raise UnusablePicture(f"has no caption: {text_file.name} is missing")
+    files = [text for suffix in TEXTS if os.path.lexists(text := file.with_suffix(suffix))]
+    if not files:
+        raise UnusablePicture(f"has no caption: {file.with_suffix(TEXTS[0]).name} is missing")
+    captions = [_read_text(root, links, text_file) for text_file in files]
+    if len(set(captions)) > 1:
+        raise UnusablePicture(f"has two captions that differ: {' and '.join(text.name for text in files)}. Keep one")
+    return captions[0]
+
+
+def endings_of_texts(files: Sequence[Path]) -> list[str]:
+    """Which endings the captions' files beside some pictures have."""
+    return [suffix for suffix in TEXTS if any(os.path.lexists(file.with_suffix(suffix)) for file in files)]
+
+
+def _read_text(root: Path, links: Links, text_file: Path) -> str:
     what = f"its caption {text_file.name}"
     if links == "inside" and text_file.is_symlink() and is_outside(text_file, root):
         raise UnusablePicture(f"{what} {OUTSIDE}")

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from simpletune.data.captions import METADATA, filename_caption, jsonl_caption, read_metadata, txt_caption
+from simpletune.data.captions import (
+    METADATA,
+    TEXTS,
+    endings_of_texts,
+    filename_caption,
+    join_lines,
+    jsonl_caption,
+    read_metadata,
+    txt_caption,
+)
 from simpletune.data.pictures import picture_size
 from simpletune.data.source import Picture, Rejected, Scan, Source, UnusablePicture
-from simpletune.data.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, read_regular, readable, walk
-from simpletune.options import Problem, UserError
+from simpletune.data.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, printable, read_regular, readable, walk
+from simpletune.options import Problem, UserError, shortened
+
+KOHYA = re.compile(r"(\d{1,3})_.")  # 10_dog, and not 2024_holiday
 
 
 class Folder(Source):
@@ -22,8 +34,9 @@ class Folder(Source):
     source: Literal["folder"] = "folder"
     """A local folder of pictures."""
     captions: Literal["auto", "txt", "jsonl", "filename"] = "auto"
-    """Where captions come from when there is no prompt: NAME.txt beside NAME.jpg, metadata.jsonl (file_name, text), or
-    the file names; auto takes metadata.jsonl if there is one, else .txt files if there are any, else file names."""
+    """Where captions come from when there is no prompt: NAME.txt or NAME.caption beside NAME.jpg, metadata.jsonl
+    (file_name, text), or the file names; auto takes metadata.jsonl if there is one, else texts if there are any, else
+    file names. The lines of a caption are joined by spaces."""
     links: Links = "inside"
     """Which symbolic links are followed: those that stay in the folder, or all of them, linked folders too."""
 
@@ -60,7 +73,10 @@ class Folder(Source):
                 pictures.append(_picture(path, file, caption_of))
             except UnusablePicture as reason:
                 rejected.append(Rejected(readable(file.relative_to(path).as_posix()), str(reason)))
-        return Scan(pictures, rejected, described, dict(found.left_alone))
+        if self.prompt is None:
+            pictures, described = join_lines(pictures, described)
+        hints = () if self.repeats > 1 else tuple(repeats_in_names(path, [picture.name for picture in pictures]))
+        return Scan(pictures, rejected, described, dict(found.left_alone), hints)
 
     def _caption_reader(self, path: Path, files: list[Path]) -> tuple[Callable[[Path], str], str, list[Rejected]]:
         """The function that gives a file's caption, where captions come from in words, and the lines left out."""
@@ -69,8 +85,8 @@ class Folder(Source):
             return (lambda file: prompt), f"one prompt for all: {prompt!r}", []
         kind = self.captions
         if kind == "auto":
-            has_txt = any(os.path.lexists(file.with_suffix(".txt")) for file in files)
-            kind = "jsonl" if os.path.lexists(path / METADATA) else "txt" if has_txt else "filename"
+            has_texts = bool(endings_of_texts(files))
+            kind = "jsonl" if os.path.lexists(path / METADATA) else "txt" if has_texts else "filename"
         if kind == "jsonl":
             if self.links == "inside" and is_outside(path / METADATA, path):
                 raise UserError(f"data.captions: {path / METADATA} {OUTSIDE}")
@@ -79,8 +95,29 @@ class Folder(Source):
             rejected = [*metadata.rejected, *metadata.unmatched(path, names)]
             return partial(jsonl_caption, path, metadata.captions), METADATA, rejected
         if kind == "txt":
-            return partial(txt_caption, path, self.links), ".txt files beside the pictures", []
-        return filename_caption, f"the file names (no {METADATA}, no .txt files, no data.prompt)", []
+            endings = " and ".join(endings_of_texts(files)) or TEXTS[0]
+            return partial(txt_caption, path, self.links), f"{endings} files beside the pictures", []
+        return filename_caption, f"the file names (no {METADATA}, no {' or '.join(TEXTS)} files, no data.prompt)", []
+
+
+def repeats_in_names(root: Path, names: Sequence[str]) -> Iterator[str]:
+    """What to set where a folder is named as in kohya's scripts, 10_dog: there its number is the repeats.
+
+    Args:
+        root: the data folder.
+        names: of its pictures.
+    """
+    folders = dict.fromkeys([root.name, *(name.split("/")[0] for name in names if "/" in name)])
+    numbers = {folder: int(match[1]) for folder in folders if (match := KOHYA.match(folder)) and 1 < int(match[1])}
+    if not numbers:
+        return
+    listed, different = printable(shortened(list(numbers), 3)), sorted(set(numbers.values()))
+    one = f"data.repeats={different[0]} shows every picture {different[0]} times an epoch"
+    several = "data.repeats=N shows every picture N times an epoch, whatever its folder"
+    yield (
+        f"{listed}: the number before a folder's name repeats nothing here, as it does in kohya's scripts. "
+        f"{one if len(different) == 1 else several}"
+    )
 
 
 def _picture(path: Path, file: Path, caption_of: Callable[[Path], str]) -> Picture:

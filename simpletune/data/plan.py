@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from simpletune.data.source import Picture, Rejected, Source
+from simpletune.data.split import split_pictures
 from simpletune.flow import Objective
 from simpletune.models.buckets import Size, nearest_bucket, upscaling
 from simpletune.options import Json, UserError
@@ -92,29 +93,37 @@ def without(pictures: Sequence[Picture], rejected: Sequence[Rejected]) -> list[P
     return [picture for picture in pictures if picture.name not in bad]
 
 
-def make_samples(pictures: Sequence[Picture], source: Source) -> list[Sample]:
-    """The samples of an epoch, in the order of the pictures' names, repetitions together."""
-    samples = []
+def make_samples(pictures: Sequence[Picture], source: Source, repeats: int | None = None) -> list[Sample]:
+    """The samples of an epoch, in the order of the pictures' names, repetitions together.
+
+    Args:
+        pictures: what the samples are of.
+        source: aspect, resolution and repeats.
+        repeats: instead of the source's.
+    """
+    samples, repeats = [], source.repeats if repeats is None else repeats
     for picture in sorted(pictures, key=lambda picture: picture.name):
         bucket = bucket_of(picture, source)
-        samples += [Sample(picture, bucket, repeat) for repeat in range(source.repeats)]
+        samples += [Sample(picture, bucket, repeat) for repeat in range(repeats)]
     return samples
 
 
 def make_plan(config: TrainConfig, pictures: Sequence[Picture], processes: int) -> Plan:
-    """The plan over the usable pictures.
+    """The plan over the usable pictures, less those that ``validation.split`` holds out.
 
     Raises:
-        UserError: there are none.
+        UserError: there are none, or none on one side of the split.
     """
     if not pictures:
         raise UserError(f"data.path: {config.data.path} holds no usable picture. Put some there")
+    training, held_out = split_pictures(pictures, config.validation.split)
     return Plan(
-        make_samples(pictures, config.data),
+        make_samples(training, config.data),
         config.data,
         config.objective,
         config.train.seed,
         GlobalBatch(config.train.batch_size, config.train.gradient_accumulation, processes),
+        make_samples(held_out, config.data, repeats=1),
     )
 
 
@@ -153,13 +162,22 @@ class Plan:
         objective: the density of noise levels.
         seed: ``train.seed``.
         batch: the sizes of a step.
+        held_out: samples that no step sees; the evaluation is of them, if there are any.
     """
 
-    def __init__(self, samples: Sequence[Sample], source: Source, objective: Objective, seed: int, batch: GlobalBatch):
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        source: Source,
+        objective: Objective,
+        seed: int,
+        batch: GlobalBatch,
+        held_out: Sequence[Sample] = (),
+    ):
         if not samples:
             raise ValueError("a plan needs at least one sample")
         self.samples, self.source, self.objective = list(samples), source, objective
-        self.seed = seed
+        self.held_out, self.seed = list(held_out), seed
         self.batch_size, self.accumulation, self.processes = batch.batch_size, batch.accumulation, batch.processes
         self.shift = objective.shift_at(source.resolution)
         self.buckets: dict[Size, list[int]] = defaultdict(list)
@@ -187,9 +205,13 @@ class Plan:
     def _micros_per_step(self) -> int:
         return self.accumulation * self.processes
 
+    def sizes(self) -> list[Size]:
+        """The size of every bucket, those of held-out pictures too."""
+        return list(dict.fromkeys([*self.buckets, *(sample.bucket for sample in self.held_out)]))
+
     def largest(self) -> Size:
         """The size of the bucket with the most pixels."""
-        return max(self.buckets, key=lambda size: size[0] * size[1])
+        return max(self.sizes(), key=lambda size: size[0] * size[1])
 
     def _order_of_epoch(self, number: int) -> list[list[int]]:
         """The micro-batches (sample indices) of one epoch; the last one of a bucket may be short."""
@@ -254,39 +276,40 @@ class Plan:
         return View(sample.picture, sample.bucket, offset, self.source.flip and draw.random() < 0.5)
 
     def views(self) -> list[View]:
-        """Every cut that the run may ask for, without repetitions, in the order of the samples."""
+        """Every cut that the run may ask for, without repetitions: of the samples in order, then of those held out."""
         variants = range(self.source.variants)
-        return list(dict.fromkeys(self.view(sample, variant) for sample in self.samples for variant in variants))
+        trained = [self.view(sample, variant) for sample in self.samples for variant in variants]
+        return list(dict.fromkeys([*trained, *(self.view(sample, 0) for sample in self.held_out)]))
 
     def captions(self) -> list[str]:
-        """Every prompt that the run may ask for, without repetitions, in the order of the samples."""
-        captions = [sample.picture.caption for sample in self.samples]
+        """Every prompt that the run may ask for, without repetitions: of samples in order, then of those held out."""
+        captions = [sample.picture.caption for sample in [*self.samples, *self.held_out]]
         return list(dict.fromkeys([*captions, ""] if self.source.caption_dropout else captions))
 
     def evaluation(self, count: int) -> list[Draw]:
         """A fixed set of draws for the evaluation loss: samples in order, noise levels at even quantiles.
 
+        They are of the held-out samples; without any, of those that are trained on.
         The noise levels are paired with the samples by a fixed permutation, so that neither follows the other.
         """
         levels = stream(self.seed, "evaluation-levels").permutation(count)
-        draws = []
+        draws, samples = [], self.held_out or self.samples
         for index in range(count):
-            sample = self.samples[
-                index * len(self.samples) // count if count < len(self.samples) else index % len(self.samples)
-            ]
+            sample = samples[index * len(samples) // count if count < len(samples) else index % len(samples)]
             sigma = self.objective.sigma_quantile((levels[index] + 0.5) / count, self.shift)
             draws.append(Draw(self.view(sample, 0), sample.picture.caption, sigma, ("evaluation-noise", index)))
         return draws
 
     def manifest(self) -> list[Json]:
-        """What the order of samples depends on: pinned by checkpoints."""
-        return [
-            {
-                "file": sample.picture.name,
-                "sha256": sample.picture.digest,
-                "caption": sample.picture.caption,
-                "bucket": list(sample.bucket),
-                "repeat": sample.repeat,
-            }
-            for sample in self.samples
-        ]
+        """What the order of samples and the evaluation depend on: pinned by checkpoints."""
+        return [*map(_row, self.samples), *({**_row(sample), "held_out": True} for sample in self.held_out)]
+
+
+def _row(sample: Sample) -> Json:
+    return {
+        "file": sample.picture.name,
+        "sha256": sample.picture.digest,
+        "caption": sample.picture.caption,
+        "bucket": list(sample.bucket),
+        "repeat": sample.repeat,
+    }

@@ -71,12 +71,14 @@ class Scan:
         rejected: the others.
         captions: where captions came from, in words.
         left_alone: pictures of formats that are not read, counted by their files' endings.
+        hints: what may be meant otherwise than it is taken, a sentence each.
     """
 
     pictures: list[Picture]
     rejected: list[Rejected]
     captions: str
     left_alone: Mapping[str, int] = field(default_factory=dict)
+    hints: tuple[str, ...] = ()
 
 
 def _multiple_of_step(resolution: int) -> int:
@@ -86,10 +88,18 @@ def _multiple_of_step(resolution: int) -> int:
     return resolution
 
 
+def _named(path: str) -> str:
+    if not path.strip():
+        raise ValueError(
+            f"{path!r} names nothing. Give the folder that holds the pictures; demo:pictures comes with the tool"
+        )
+    return path
+
+
 class Source(Option):
     """Fields that every data source has."""
 
-    path: str
+    path: Annotated[str, AfterValidator(_named)]
     """Where the pictures are; demo:pictures and demo:subject are small folders that come with the tool."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
     """One prompt for all pictures, instead of captions."""

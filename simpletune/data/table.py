@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from simpletune.data.captions import checked
+from simpletune.data.captions import checked, join_lines
 from simpletune.data.pictures import picture_size
 from simpletune.data.source import Picture, Rejected, Scan, Source, UnusablePicture
 from simpletune.data.walk import is_outside, read_regular
@@ -69,6 +69,8 @@ class Table(Source):
                     except UnusablePicture as reason:
                         rejected.append(Rejected(name, str(reason)))
         described = f"the column {self.caption_column}" if self.prompt is None else f"one prompt: {self.prompt!r}"
+        if self.prompt is None:
+            pictures, described = join_lines(pictures, described)
         return Scan(pictures, rejected, described)
 
     def _columns(self, file: Path, number: int) -> tuple[pyarrow.ChunkedArray, pyarrow.ChunkedArray | list[str]]:

@@ -8,6 +8,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from simpletune.data.walk import printable
 from simpletune.data_report.scan import TILE, DatasetReport, ScannedImage
+from simpletune.options import plural
 from simpletune.sheets import shorten_to_width
 
 COLUMNS, GAP, LINE = 8, 10, 16
@@ -16,7 +17,8 @@ COLUMNS, GAP, LINE = 8, 10, 16
 def tiles(found: DatasetReport) -> list[tuple[tuple[int, int], list[ScannedImage]]]:
     """The pictures that have a tile, by bucket, those with most pictures first."""
     order = {row.size: place for place, row in enumerate(found.buckets)}
-    with_tile = sorted((seen for seen in found.usable if seen.tile), key=lambda s: (order[s.bucket], s.picture.name))
+    trained = [seen for seen in found.usable if seen.tile and seen.picture.name not in found.held_out]
+    with_tile = sorted(trained, key=lambda s: (order[s.bucket], s.picture.name))
     return [(bucket, list(group)) for bucket, group in groupby(with_tile, key=lambda seen: seen.bucket)]
 
 
@@ -32,7 +34,7 @@ def sheet(found: DatasetReport) -> Image.Image:
     top = GAP
     for (bucket, group), height in zip(groups, heights, strict=True):
         row = counts[bucket]
-        head = f"{bucket[0]}x{bucket[1]}: {row.pictures} pictures, {row.lost:.1%} cut away"
+        head = f"{bucket[0]}x{bucket[1]}: {plural(row.pictures, 'picture')}, {row.lost:.1%} cut away"
         pen.text((GAP, top), head if len(group) == row.pictures else f"{head}, {len(group)} shown", "black", font)
         for place, seen in enumerate(group):
             line, column = divmod(place, columns)

@@ -13,7 +13,8 @@ from simpletune.data.walk import printable
 from simpletune.data_report.contact_sheet import tiles
 from simpletune.data_report.look_alikes import look_alikes
 from simpletune.data_report.scan import DatasetReport
-from simpletune.data_report.text import aspects, limit_in_words, outcome, plural, sizes
+from simpletune.data_report.text import aspects, limit_in_words, outcome, sizes
+from simpletune.options import plural
 from simpletune.report.templates import ASSETS, page_template
 
 LISTED = 200  # rows of a table
@@ -65,10 +66,14 @@ def _tables(found: DatasetReport) -> Iterator[PageTable]:
          f"{s.upscale:.2f}")
         for s in found.small
     ]  # fmt: skip
+    held = [(printable(name),) for name in found.held_out]
+    across = [("\n".join(printable(name) for name in group),) for group in found.across]
     same = [(printable(caption), str(len(names))) for caption, names in found.same_caption.items()]
     every: list[PageTable] = [
         ("Cannot be used", "", ("what", "why"), [(printable(r.name), r.reason) for r in found.rejected]),
         ("Scaled up", "smaller than their bucket", ("picture", "size", "bucket", "times"), small),
+        ("Held out", "never trained on: the validation loss is of them", ("picture",), held),
+        ("Held out and nearly trained on", "some of a group are held out and some are not", ("pictures",), across),
         ("Captions that several pictures have", "", ("caption", "pictures"), same),
         (
             "Captions that are too long",

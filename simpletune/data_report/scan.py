@@ -88,6 +88,8 @@ class DatasetReport:
         steps: an epoch's.
         batch: pictures a step.
         on_error: what training would do about those rejected.
+        hints: what may be meant otherwise than it is taken.
+        held_out: names of the pictures that validation.split holds out; buckets and epochs are without them.
     """
 
     path: str
@@ -105,6 +107,14 @@ class DatasetReport:
     batch: int = 1
     resolution: int = 0
     on_error: str = "stop"
+    hints: tuple[str, ...] = ()
+    held_out: list[str] = field(default_factory=list)
+
+    @property
+    def across(self) -> list[list[str]]:
+        """Groups of nearly the same pictures of which some are held out and some are trained on."""
+        held = set(self.held_out)
+        return [group for group in self.near if 0 < len(held.intersection(group)) < len(group)]
 
     @property
     def small(self) -> list[ScannedImage]:
@@ -132,12 +142,14 @@ def scan_dataset(config: TrainConfig, shown: int, name: str = "") -> DatasetRepo
     small = too_small(scan.pictures, config.data)
     pictures = without(scan.pictures, small)
     found = DatasetReport(name or config.data.path, scan.captions, [], [*scan.rejected, *small], dict(scan.left_alone))
-    found.on_error, found.resolution = config.data.on_error, config.data.resolution
+    found.on_error, found.resolution, found.hints = config.data.on_error, config.data.resolution, scan.hints
     if not pictures:
         return found
     plan = make_plan(config, pictures, 1)
-    firsts = {sample.picture.name: plan.view(sample, 0) for sample in plan.samples if sample.repeat == 0}
-    ordered = sorted(firsts.values(), key=lambda view: (view.bucket, view.picture.name))
+    samples = sorted([*plan.samples, *plan.held_out], key=lambda sample: sample.picture.name)
+    firsts = {sample.picture.name: plan.view(sample, 0) for sample in samples if sample.repeat == 0}
+    trained = [firsts[sample.picture.name] for sample in plan.samples if sample.repeat == 0]
+    ordered = sorted(trained, key=lambda view: (view.bucket, view.picture.name))
     chosen = {ordered[place].picture.name for place in evenly_spaced(len(ordered), shown)}
     with progress("look", len(firsts), "pictures") as advance, ThreadPoolExecutor(THREADS) as pool:
         for result in pool.map(lambda view: _scan_picture(view, view.picture.name in chosen, advance), firsts.values()):
@@ -202,8 +214,11 @@ def _read_captions(found: DatasetReport, config: TrainConfig) -> None:
 
 def _count(found: DatasetReport, plan: Plan) -> None:
     lost: dict[Size, list[float]] = defaultdict(list)
+    found.held_out = [sample.picture.name for sample in plan.held_out]
+    held = set(found.held_out)
     for seen in found.usable:
-        lost[seen.bucket].append(seen.lost)
+        if seen.picture.name not in held:
+            lost[seen.bucket].append(seen.lost)
     for size, members in plan.buckets.items():
         batches = -(-len(members) // plan.batch_size)
         shares: Sequence[float] = lost[size]

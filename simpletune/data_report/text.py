@@ -7,17 +7,12 @@ from collections.abc import Iterator, Sequence
 from simpletune.data.walk import printable
 from simpletune.data_report.scan import LONG, DatasetReport
 from simpletune.data_report.token_counts import LIMIT
-from simpletune.options import Json, first_lines, shortened
+from simpletune.options import Json, first_lines, plural, shortened
 
 LISTED = 10  # names on a screen
 SIZES = ("under half of it", "half of it to all", "up to twice", "up to four times", "more")
 ASPECTS = {"1:3 and narrower": 0.3334, "1:2": 0.58, "2:3": 0.71, "3:4": 0.87, "square": 1.15, "4:3": 1.42,
            "3:2": 1.73, "2:1": 2.5, "3:1 and wider": float("inf")}  # fmt: skip
-
-
-def plural(count: int, word: str) -> str:
-    """A count with its word."""
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def sizes(found: DatasetReport) -> list[tuple[str, int]]:
@@ -67,11 +62,19 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
     total = len(found.usable) + sum(each.kind == "picture" for each in found.rejected)
     yield "data", f"{printable(found.path)}: {plural(total, 'picture')}, {len(found.usable)} usable"
     yield "captions", printable(f"from {found.captions}")
+    for hint in found.hints:
+        yield "hint", hint
+    if found.held_out:
+        yield "held out", f"{plural(len(found.held_out), 'picture')} (validation.split), not among buckets and epochs"
+        yield from _listed([printable(name) for name in found.held_out])
+    for group in found.across:
+        names = shortened([printable(name) for name in group], LISTED)
+        yield "leak", f"nearly the same, some held out and some trained on: {names}"
     if found.left_alone:
         counted = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.left_alone.items()))
         yield "not read", f"{counted}: convert them to jpg, png or webp if they belong to it"
     if found.rejected:
-        yield "unusable", f"{plural(len(found.rejected), 'entry').replace('entrys', 'entries')}; {outcome(found)}"
+        yield "unusable", f"{plural(len(found.rejected), 'entry', 'entries')}; {outcome(found)}"
         yield from _listed([f"{printable(each.name)}: {each.reason}" for each in found.rejected])
     if found.small:
         yield "small", f"{plural(len(found.small), 'picture')} scaled up to fill a bucket"
@@ -85,7 +88,7 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
             yield from _listed([shortened([printable(name) for name in group], LISTED) for group in groups])
     if found.same_caption:
         yield "same text", f"{plural(len(found.same_caption), 'caption')} with several pictures"
-        yield from _listed([f"{len(names)} times: {printable(c)}" for c, names in found.same_caption.items()])
+        yield from _listed([f"{len(names)} pictures: {printable(c)}" for c, names in found.same_caption.items()])
     if found.long:
         yield "too long", f"{plural(len(found.long), 'caption')} of more than {limit_in_words(found)}"
         yield from _listed([f"{printable(name)}: {length:,}" for name, length in found.long])
@@ -106,8 +109,7 @@ def _measures(found: DatasetReport) -> Iterator[tuple[str, str]]:
     yield (
         "an epoch",
         f"{plural(found.steps, 'step')} of up to {found.batch}; {plural(samples, 'sample')} in "
-        f"{plural(batches, 'batch')}, "
-        f"{plural(fillers, 'filler')} without weight, 0 dropped".replace("batchs", "batches"),
+        f"{plural(batches, 'batch', 'batches')}, {plural(fillers, 'filler')} without weight, 0 dropped",
     )
 
 
@@ -120,6 +122,7 @@ def as_json(found: DatasetReport) -> Json:
     """All of it, nothing cut short."""
     return {
         "path": found.path, "captions": found.captions, "on_error": found.on_error, "left_alone": found.left_alone,
+        "hints": list(found.hints), "held_out": found.held_out, "held_out_and_alike": found.across,
         "usable": [
             {"name": seen.picture.name, "size": seen.picture.size, "bucket": seen.bucket,
              "caption": seen.picture.caption, "upscale": round(seen.upscale, 4),

@@ -13,7 +13,7 @@ from simpletune.drawing.compare_page import write_page
 from simpletune.drawing.generate import InferenceSession, open_session, requests_of
 from simpletune.drawing.session import GeneratedImages
 from simpletune.drawing.similarity import Clip, Dino, ModelFigures, latent_distance, pixel_difference
-from simpletune.options import UserError
+from simpletune.options import UserError, plural
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.sample import Request, save_png
 from simpletune.runs.checkpoint_folders import list_checkpoints
@@ -105,7 +105,10 @@ def compare(args: argparse.Namespace) -> Path:
     write_json(folder / FIGURES, {**about, "models": figures})
     page = write_page(folder / PAGE, columns, requests, figures, about)
     warn_of_precisions(figures)
-    say(f"{sheet}: {len(models)} models, {len(requests)} pictures each, {precision} weights on {session.reason}")
+    say(
+        f"{sheet}: {plural(len(models), 'model')}, {plural(len(requests), 'picture')} each, {precision} weights on "
+        f"{session.reason}"
+    )
     say(f"  {page}: with a slider, offline")
     say(f"  peak memory {session.memory()}")
     return sheet

@@ -12,6 +12,7 @@ from PIL import Image
 
 from simpletune.drawing.session import GeneratedImages
 from simpletune.drawing.similarity import Measure, ModelFigures
+from simpletune.options import plural
 from simpletune.pipeline.sample import Request
 from simpletune.report.templates import page_template
 from simpletune.system.atomic import write_text
@@ -49,7 +50,8 @@ def write_page(
     rows = [
         {
             "prompt": request.prompt, "seed": request.seed, "size": f"{request.width} x {request.height}",
-            "how": f"{request.steps} steps, guidance {request.guidance:g}", "negative": request.negative_prompt,
+            "how": f"{plural(request.steps, 'step')}, guidance {request.guidance:g}",
+            "negative": request.negative_prompt,
             "cells": [embedded(column.pictures[number]) for column in columns],
             "away": [figure["difference_from_base"][number] for figure in figures],
         }

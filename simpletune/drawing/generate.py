@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from simpletune.drawing.session import InferenceSession, given_arguments, open_session
-from simpletune.options import UserError
+from simpletune.options import UserError, plural
 from simpletune.pipeline.sample import Request, save_png
 from simpletune.runs.weights import (
     BASE,
@@ -125,7 +125,10 @@ def generate(args: argparse.Namespace) -> Path:
     for file, picture, request in zip(files, drawn.pictures, requests, strict=True):
         save_png(picture, file, request, **more)
         say(f"{file}: {weights.label}, {precision} weights on {session.reason}")
-        say(f"  prompt {request.prompt!r}, seed {request.seed}, {request.steps} steps, guidance {request.guidance:g}")
+        say(
+            f"  prompt {request.prompt!r}, seed {request.seed}, {plural(request.steps, 'step')}, "
+            f"guidance {request.guidance:g}"
+        )
     for text in session.speed.lossy().values():
         say(f"  lossy: {text}")
     say(f"  {drawn.denoise + drawn.decode:.2f} s per picture, peak memory {session.memory()}")

@@ -18,7 +18,7 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.folder import Folder
 from simpletune.drawing.shared_base import SharedBase
-from simpletune.options import UserError
+from simpletune.options import UserError, plural
 from simpletune.pipeline.encode import TextCache, free_memory
 from simpletune.pipeline.sample import Request, Sampler, decode, encode_starts
 from simpletune.quant import Precision
@@ -50,7 +50,7 @@ class DrawingSpeed:
         """What changes the pictures, for their metadata."""
         if self.reuse_guidance == 1:
             return {}
-        return {"lossy": f"one guidance difference for {self.reuse_guidance} steps"}
+        return {"lossy": f"one guidance difference for {plural(self.reuse_guidance, 'step')}"}
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,8 @@ def _require_streamable(config: TrainConfig) -> None:
         return
     if resident >= blocks:
         raise UserError(
-            f"--resident-blocks: {resident} leaves none of the model's {blocks} blocks to stream. Use 0 to {blocks - 1}"
+            f"--resident-blocks: {resident} leaves none of the model's {plural(blocks, 'block')} to stream. "
+            f"Use 0 to {blocks - 1}"
         )
     if not config.precision.streamable:
         raise UserError(

@@ -18,7 +18,7 @@ from simpletune.estimate.simulate import simulate
 from simpletune.memory.checkpointing import fewest_checkpointed, fewest_that_fit
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.models.buckets import Size
-from simpletune.options import UserError
+from simpletune.options import UserError, plural
 from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
@@ -95,7 +95,7 @@ def choose(
         fewest = fewest_that_fit(blocks, peaks, budget)
         count, why = (blocks, "") if fewest is None else (fewest, "")
     peak = f"predicted peak {peaks(count) / MIB:,.0f} of {max(0, budget) / MIB:,.0f} MiB"
-    say(f"memory  checkpointing auto: {count} of {blocks} blocks{why}, {peak}")
+    say(f"memory  checkpointing auto: {count} of {plural(blocks, 'block')}{why}, {peak}")
     return with_checkpointed(config, count)
 
 

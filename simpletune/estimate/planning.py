@@ -17,7 +17,7 @@ from simpletune.estimate.predict import MIB, Estimate, estimate, largest_peak, n
 from simpletune.estimate.simulate import StepReport, simulate
 from simpletune.estimate.step_time import StepTime, predict_step_time
 from simpletune.memory.device_terms import cublas_workspace
-from simpletune.options import UserError
+from simpletune.options import UserError, plural
 
 WORTH = 1.05  # a setting that may cost quality must be this many times faster than one that does not
 TILES = (512, 256)  # pixels
@@ -73,10 +73,10 @@ def block_options(blocks: int) -> list[tuple[str, tuple[str, ...]]]:
 
     return [
         option("all activations kept", "none", "null", "false"),
-        option(f"{half} of {blocks} blocks checkpointed", half, "null", "false"),
+        option(f"{half} of {plural(blocks, 'block')} checkpointed", half, "null", "false"),
         option("every block checkpointed", "all", "null", "false"),
         option("every block checkpointed, their inputs on the host", "all", "null", "true"),
-        option(f"{blocks - half} of {blocks} blocks streamed", "all", half, "false"),
+        option(f"{blocks - half} of {plural(blocks, 'block')} streamed", "all", half, "false"),
         option("every block streamed", "all", 0, "false"),
         option("every block streamed, checkpoint inputs on the host", "all", 0, "true"),
     ]

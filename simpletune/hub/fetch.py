@@ -10,7 +10,7 @@ from pathlib import Path
 
 from simpletune.hub.download import HubFile, Repository, fetch_file
 from simpletune.hub.errors import Unreachable, clear_errors
-from simpletune.options import UserError
+from simpletune.options import UserError, plural
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, free_bytes
 from simpletune.system.model_folder import NAMES, weight_files
@@ -151,7 +151,9 @@ def require_space(files: Sequence[HubFile]) -> None:
             f"{names}: {size / GB:.2f} GB are to be fetched, {free / GB:.2f} GB are free at {cache}. "
             f"Free {(size - free) / GB:.2f} GB, set HF_HOME to a larger disk{remedy}"
         )
-    say(f"fetching {size / GB:.2f} GB in {len(files)} files from {names} to {cache} ({free / GB:.0f} GB free)")
+    say(
+        f"fetching {size / GB:.2f} GB in {plural(len(files), 'file')} from {names} to {cache} ({free / GB:.0f} GB free)"
+    )
 
 
 @lru_cache(maxsize=16)

@@ -15,7 +15,7 @@ from simpletune.lora.families import MEDIUM_35
 from simpletune.lora.header import open_lora
 from simpletune.lora.read import updates_of
 from simpletune.lora.updates import Updates
-from simpletune.options import UserError, shortened
+from simpletune.options import UserError, plural, shortened
 
 
 def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
@@ -84,7 +84,9 @@ def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
     if lost:
         dual = f". {MEDIUM_35} has such layers" if any(".attn2." in name for name in lost) else ""
         listed = shortened(lost, 5)
-        raise UserError(f"{place}: {len(lost)} of {len(updates)} layers are not in this model: {listed}{dual}")
+        raise UserError(
+            f"{place}: {len(lost)} of {plural(len(updates), 'layer')} are not in this model: {listed}{dual}"
+        )
     for name, update in updates.items():
         expected = linears[name].out_features, linears[name].in_features
         if update.shape != expected:

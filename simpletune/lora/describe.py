@@ -12,7 +12,7 @@ from simpletune.lora.families import kind_of_model
 from simpletune.lora.header import LISTED, LoraHeader, natural, open_lora
 from simpletune.lora.layouts import ALPHA, TITLES
 from simpletune.lora.values import scan_values
-from simpletune.options import Json, UserError, shortened
+from simpletune.options import Json, UserError, plural, shortened
 from simpletune.system.model_folder import weight_files
 
 BASE_KEYS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "modelspec.title", "base_model")
@@ -122,7 +122,7 @@ def _alpha(header: LoraHeader) -> Json:
     settings = {k: v for k, v in (header.settings or {}).items() if k in ("r", "lora_alpha", "use_rslora", "use_dora")}
     for name in ("rank_pattern", "alpha_pattern"):
         if patterns := (header.settings or {}).get(name):
-            settings[name] = f"{len(patterns)} layers"
+            settings[name] = plural(len(patterns), "layer")
     where = [w for w, present in (("tensors", bool(tensors)), ("header", bool(settings))) if present]
     return {"where": " and ".join(where) or "nowhere", "tensors": tensors, "header": settings}
 
@@ -156,7 +156,7 @@ def in_words(about: Json) -> str:
 
 def _lines(about: Json) -> Iterator[tuple[str, str]]:
     types = ", ".join(about["types"])
-    yield "file", f"{about['file']}, {about['bytes']:,} bytes, {about['tensors']} tensors ({types})"
+    yield "file", f"{about['file']}, {plural(about['bytes'], 'byte')}, {plural(about['tensors'], 'tensor')} ({types})"
     if about["kind"] == "model":
         yield from _model_lines(about)
     else:
@@ -176,16 +176,16 @@ def _model_lines(about: Json) -> Iterator[tuple[str, str]]:
 
 def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
     layout = TITLES.get(about["layout"], "no layout of SD3's")
-    yield "what", f"{about['method']}, {layout}, {about['parameters']:,} parameters"
+    yield "what", f"{about['method']}, {layout}, {plural(about['parameters'], 'parameter')}"
     yield "for", f"{about['family']} ({about['family_shown_by']})"
     if about["base"]:
         yield "base", ", ".join(f"{key}: {value}" for key, value in about["base"].items())
     if about["targets"]:
         targets = ", ".join(f"{name} ({count})" for name, count in about["targets"].items())
         yield "layers", f"{about['layers']} in {about['modules']} modules: {targets}"
-    yield "rank", _listed(about["ranks"], "modules")
+    yield "rank", _listed(about["ranks"], "module")
     yield "alpha", _alpha_words(about)
-    yield "scale", _listed(about["scales"], "modules")
+    yield "scale", _listed(about["scales"], "module")
     for verdict in about["tools"]:
         yield verdict["tool"], "; ".join([verdict["loads"], *verdict["notes"]])
     if about["unmatched"]:
@@ -205,7 +205,7 @@ def _alpha_words(about: Json) -> str:
         return "stands nowhere: every reader takes scale 1"
     parts = []
     if alpha["tensors"]:
-        parts.append(f"in tensors: {_listed(alpha['tensors'], 'modules')}")
+        parts.append(f"in tensors: {_listed(alpha['tensors'], 'module')}")
     if alpha["header"]:
         parts.append("in the header: " + ", ".join(f"{key} {value}" for key, value in alpha["header"].items()))
     return "; ".join(parts)
@@ -214,4 +214,4 @@ def _alpha_words(about: Json) -> str:
 def _listed(counts: Mapping[str, int], what: str) -> str:
     if len(counts) == 1:
         return next(iter(counts))
-    return shortened([f"{value} ({count} {what})" for value, count in counts.items()], LISTED)
+    return shortened([f"{value} ({plural(count, what)})" for value, count in counts.items()], LISTED)

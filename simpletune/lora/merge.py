@@ -17,7 +17,7 @@ from simpletune.lora.header import TensorEntry
 from simpletune.lora.updates import Updates
 from simpletune.models.original_names import Origin, origin_of
 from simpletune.models.single_file import open_file
-from simpletune.options import UserError, shortened
+from simpletune.options import UserError, plural, shortened
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.model_folder import NAMES
 from simpletune.system.safetensors_file import SafetensorsWriter, read_header
@@ -61,7 +61,10 @@ class Merger:
         linears = base.linear_shapes()
         lost = sorted(name for name in self.changed if name not in linears)
         if lost:
-            raise UserError(f"{len(lost)} layers of the LoRA are not in {base.name}: {shortened(lost, 5)}")
+            raise UserError(
+                f"{plural(len(lost), 'layer')} of the LoRA {'is' if len(lost) == 1 else 'are'} not in "
+                f"{base.name}: {shortened(lost, 5)}"
+            )
         for updates, _ in loras:
             for name, update in updates.items():
                 if update.shape != linears[name]:

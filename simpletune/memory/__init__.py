@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from simpletune.memory.profiles import Name
-from simpletune.options import Option, Problem
+from simpletune.options import Option, Problem, plural
 
 if TYPE_CHECKING:
     import torch
@@ -132,12 +132,14 @@ class Memory(Option):
         blocks = count_blocks(shapes)
         if isinstance(self.checkpointing, int) and self.checkpointing > blocks:
             yield Problem(
-                "memory.checkpointing", f"{self.checkpointing} is more than the model's {blocks} blocks. Use all"
+                "memory.checkpointing",
+                f"{self.checkpointing} is more than the model's {plural(blocks, 'block')}. Use all",
             )
         if self.resident_blocks is not None and self.resident_blocks >= blocks:
             yield Problem(
                 "memory.resident_blocks",
-                f"{self.resident_blocks} leaves none of the model's {blocks} blocks to stream. Use fewer, or null",
+                f"{self.resident_blocks} leaves none of the model's {plural(blocks, 'block')} to stream. "
+                "Use fewer, or null",
             )
 
 

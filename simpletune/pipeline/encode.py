@@ -209,11 +209,17 @@ class Prepared:
     def data(self) -> dict[str, Any]:
         """What the run learns from, and what was left out, for the run's folder."""
         left_out = [asdict(each) for each in self.left_out]
-        return {"captions": self.captions, "samples": self.plan.manifest(), "left_out": left_out}
+        rows = self.plan.manifest()
+        return {
+            "captions": self.captions,
+            "samples": [row for row in rows if not row.get("held_out")],
+            "held_out": [row for row in rows if row.get("held_out")],
+            "left_out": left_out,
+        }
 
     def sizes(self) -> set[Size]:
         """(width, height) in pixels of every picture that the transformer will see."""
-        return {*self.plan.buckets, *((request.width, request.height) for request in self.requests)}
+        return {*self.plan.sizes(), *((request.width, request.height) for request in self.requests)}
 
 
 def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, stages: StageTimer) -> Prepared:

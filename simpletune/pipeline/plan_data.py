@@ -11,7 +11,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan, make_plan, too_small, without
 from simpletune.data.source import Picture, Rejected
 from simpletune.data.walk import printable
-from simpletune.options import UserError
+from simpletune.options import UserError, plural
 from simpletune.system.console import say
 from simpletune.system.failpoints import failpoint
 
@@ -46,6 +46,8 @@ def plan_data(config: TrainConfig, processes: int) -> PlannedData:
     scan = config.data.scan(Path(config.data.path))
     small = too_small(scan.pictures, config.data)
     report_rejected([*scan.rejected, *small], config.data.on_error)
+    for hint in scan.hints:
+        say(f"hint    {hint}")
     usable = without(scan.pictures, small)
     plan = make_plan(config, usable, processes)
     failpoint("data.scanned")
@@ -63,9 +65,7 @@ def report_rejected(rejected: Sequence[Rejected], on_error: str) -> None:
     listed = [f"  {printable(each.name)}: {each.reason}" for each in rejected[:20]]
     if len(rejected) > len(listed):
         listed.append(f"  and {len(rejected) - len(listed)} more (simpletune data CONFIG lists all)")
-    kinds = ", ".join(
-        f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in Counter(each.kind for each in rejected).items()
-    )
+    kinds = ", ".join(plural(count, kind) for kind, count in Counter(each.kind for each in rejected).items())
     head = f"{kinds} cannot be used"
     if on_error == "stop":
         remedy = "Mend or remove them, or set data.on_error=skip to go on without them"

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from simpletune.memory.snapshot import MemorySnapshot
+from simpletune.options import plural
 from simpletune.profiling.option import Profile
 from simpletune.profiling.schedule import Place, evenly_spaced, place_window
 from simpletune.system.console import say
@@ -98,6 +99,28 @@ class EpochTraces:
         if kind is None and window.recorded:  # the loop has ended early, and well
             self._guard(self._leave, window)
 
+    def announce(self, start: int) -> None:
+        """Say before the first step what is recorded where epochs are too short for the window.
+
+        Args:
+            start: the step that the run starts from.
+        """
+        places = []
+        for epoch in self.epochs:
+            first = max(start, epoch * self.steps_per_epoch)
+            place = self._guard(self._choose, epoch, first) if first // self.steps_per_epoch == epoch else None
+            places += [place] if place is not None and first < self.steps else []
+        shortest = min(places, key=lambda place: place.warmup + place.active, default=None)
+        wanted = self.option.warmup + self.option.active
+        if shortest is None or shortest.warmup + shortest.active == wanted:
+            return
+        warm = f"after {shortest.warmup} of warm-up" if shortest.warmup else "without warm-up: its times are too long"
+        say(
+            f"profile a trace takes {wanted} steps in a row, and an epoch has {shortest.warmup + shortest.active} "
+            f"(validation and saving interrupt): it records {plural(shortest.active, 'step')} {warm}. "
+            "A larger data.repeats makes epochs longer, profile.max_traces=0 turns traces off"
+        )
+
     def before_step(self, step: int) -> None:
         """Open a window if one begins with this step."""
         epoch = step // self.steps_per_epoch
@@ -146,17 +169,7 @@ class EpochTraces:
         if (self._folder(epoch) / JSON).exists():
             return None
         stop = min((epoch + 1) * self.steps_per_epoch, self.steps)
-        place = place_window(self.option, step, stop, self.facts.interrupted)
-        found, wanted = place.warmup + place.active, self.option.warmup + self.option.active
-        if found < wanted:
-            many = f"{found} step{'s' if found > 1 else ''}"
-            self._once(
-                "short",
-                say,
-                f"profile an epoch has {many} in a row, without validation or saving between them, and the window "
-                f"takes {wanted}: traced with {place.warmup} for warm-up and {place.active} recorded",
-            )
-        return place
+        return place_window(self.option, step, stop, self.facts.interrupted)
 
     def _start(self, place: Place) -> None:
         from simpletune.profiling.window import SNAPSHOT, Window

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from simpletune.cards import peak_tflops
 from simpletune.memory.snapshot import MemorySnapshot
-from simpletune.options import Json
+from simpletune.options import Json, plural
 from simpletune.profiling.aggregate import figures, peak_of_memory
 from simpletune.profiling.events import Recording
 from simpletune.system.atomic import write_text
@@ -154,7 +154,7 @@ def as_json(values: Json) -> str:
 def markdown(values: Json) -> str:
     """A summary to read."""
     step, idle, memory = values["seconds_per_step"], values["idle"], values["memory"]
-    lines = [f"# Epoch {values['epoch']}", "", f"{values['steps']} steps of {1000 * step:.3f} ms each.", ""]
+    lines = [f"# Epoch {values['epoch']}", "", f"{plural(values['steps'], 'step')} of {1000 * step:.3f} ms each.", ""]
     share = f", {100 * values['mfu']:.1f}% of the card's {values['peak_tflops']:g}" if values["mfu"] else ""
     lines += [f"{values['flops_per_step']:.4g} operations a step: {values['tflops']:.4g} TFLOP/s{share}.", ""]
     lines += [f"Waiting a step: {1000 * idle['data']:.3f} ms for data, {1000 * idle['host']:.3f} ms for the host.", ""]

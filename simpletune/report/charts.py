@@ -219,15 +219,16 @@ def _hover(y: Json, tooltip: list[Json]) -> Json:
     }  # fmt: skip
 
 
-def loss(runs: list[str], evaluations: list[Json], fields: list[str]) -> Chart:
+def loss(runs: list[str], evaluations: list[Json], fields: list[str], title: str) -> Chart:
     """The loss: raw and smoothed; the page's script fills the data ``loss`` and smooths them.
 
     Args:
         runs: their names; one is drawn in one colour, with its raw losses.
         evaluations: ``run``, ``step``, ``eval_loss``.
         fields: further fields of the data for the tooltip.
+        title: what the evaluations are.
     """
-    several = len(runs) > 1
+    several, points_are = len(runs) > 1, f"; diamonds: {title}" if evaluations else ""
     colours = {"domain": runs, "range": "@runs"}
     legend = {"orient": "top", "title": None} if several else None
     colour = {"field": "run", "type": "nominal", "scale": colours, "legend": legend}
@@ -273,9 +274,8 @@ def loss(runs: list[str], evaluations: list[Json], fields: list[str]) -> Chart:
                 "x": x, "y": {**y, "field": "eval_loss"},
                 "color": colour if several else {"value": "@second"},
                 "tooltip": [*tooltip[:1], *([{"field": "step", "title": "step"}] if several else []),
-                            {"field": "eval_loss", "title": "evaluation loss", "format": ".4f"}],
+                            {"field": "eval_loss", "title": title, "format": ".4f"}],
             },
         }  # fmt: skip
         spec["layer"].append(points)
-    says = "The loss of every step, faint, and smoothed; diamonds are evaluation losses"
-    return Chart("loss", "Loss", says, spec)
+    return Chart("loss", "Loss", f"The loss of every step, faint, and smoothed{points_are}", spec)

@@ -9,6 +9,7 @@ from simpletune.report.recorded import Json, RunRecord
 ROOM = 20_000  # steps of a run that a page holds
 BLOCKS = "▁▂▃▄▅▆▇█"
 ROWS = 10
+MIXED = "loss at fixed noise"
 
 
 def loss_data(run: RunRecord) -> Json:
@@ -48,9 +49,14 @@ def loss_section(runs: list[RunRecord]) -> Section:
         {"run": run.name, "step": step, "eval_loss": round(loss, 6)} for run in drawn for step, loss in run.evaluations
     ]
     fields = [field for field in ("lr", "grad_norm", "seconds") if any(field in run.metrics[-1] for run in drawn)]
-    section.charts.append(charts.loss([run.name for run in drawn], points, fields))
+    title = loss_title(drawn)
+    section.charts.append(charts.loss([run.name for run in drawn], points, fields, title))
     if points:
-        section.notes.append("Diamonds: the evaluation loss, a mean over a fixed set, so its points can be compared.")
+        section.notes.append(
+            f"Diamonds: {title}, a mean over a fixed set, so that the points of a run can be compared."
+        )
+        if title == MIXED:
+            section.notes.append(f"It is not of the same pictures in all runs: {_by_run(drawn)}.")
     if any(len(run.metrics) > ROOM for run in drawn):
         section.notes.append(f"Of more than {ROOM:,} steps, neighbours are averaged.")
     for run in drawn:
@@ -59,6 +65,16 @@ def loss_section(runs: list[RunRecord]) -> Section:
         if len(drawn) == 1:
             section.tables.append(_table(run))
     return section
+
+
+def loss_title(runs: list[RunRecord]) -> str:
+    """What the runs' evaluation losses are of, where they are of the same."""
+    names = {run.loss_is for run in runs if run.evaluations}
+    return MIXED if len(names) > 1 else "".join(names)
+
+
+def _by_run(runs: list[RunRecord]) -> str:
+    return "; ".join(f"{run.name}: {run.loss_is}" for run in runs if run.evaluations)
 
 
 def _table(run: RunRecord) -> Table:
@@ -73,7 +89,7 @@ def _table(run: RunRecord) -> Table:
         rows.append((f"{first:,} to {last:,}", f"{mean:.4f}", f"{seen[-1]:.4f}" if seen else ""))
     before = [loss for step, loss in run.evaluations if step == 0]
     rows = [("before", "", f"{before[0]:.4f}"), *rows] if before else rows
-    return Table("Loss by part of the run", ("steps", "mean loss", "evaluation loss"), rows, folded=True)
+    return Table("Loss by part of the run", ("steps", "mean loss", run.loss_is), rows, folded=True)
 
 
 def sparkline(values: list[float], width: int = 60) -> str:

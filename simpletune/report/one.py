@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+from simpletune.options import plural
 from simpletune.report import charts, pictures
 from simpletune.report.checkpoints import checkpoint_sections
 from simpletune.report.content import Fact, Report, Section, Table, gib, seconds
@@ -64,7 +65,7 @@ def summary_sentence(run: RunRecord) -> str:
     """What the run was, in a sentence."""
     config = run.config
     if config is None:
-        return f"{run.steps_done:,} steps"
+        return plural(run.steps_done, "step")
     base = config.model.transformer or config.model.pretrained
     base = base if not os.path.isabs(base) else os.path.basename(base)
     method = f"LoRA r{config.adapter.rank}" if config.adapter.method == "lora" else config.adapter.method
@@ -72,7 +73,7 @@ def summary_sentence(run: RunRecord) -> str:
         f"{method} on {base}, {config.precision.weights} weights, "
         f"{config.data.resolution} px, batch {config.train.batch_size}"
         + (f" × {config.train.gradient_accumulation}" if config.train.gradient_accumulation > 1 else "")
-        + f", {config.optimizer.name}, {run.steps_done:,} steps"
+        + f", {config.optimizer.name}, {plural(run.steps_done, 'step')}"
     )
 
 
@@ -102,13 +103,13 @@ def headline(run: RunRecord) -> list[Fact]:
 def _losses(run: RunRecord) -> Iterator[Fact]:
     if len(run.evaluations) > 1:
         (_, before), (step, after) = run.evaluations[0], run.evaluations[-1]
-        yield Fact(
-            "Evaluation loss", f"{after:.4f}", f"{before:.4f} before, {after / before - 1:+.1%}, at step {step:,}"
-        )
+        note = f"{before:.4f} before, {after / before - 1:+.1%}, at step {step:,}"
+        yield Fact(run.loss_is[0].upper() + run.loss_is[1:], f"{after:.4f}", note)
     elif run.metrics:
         tenth = run.metrics[-max(1, len(run.metrics) // 10) :]
         mean = sum(row["loss"] for row in tenth) / len(tenth)
-        yield Fact("Loss", f"{mean:.4f}", f"mean of the last {len(tenth)} steps")
+        last = "the last step's" if len(tenth) == 1 else f"mean of the last {len(tenth):,} steps"
+        yield Fact("Loss", f"{mean:.4f}", last)
 
 
 def priced(run: RunRecord) -> list[tuple[str, float]]:

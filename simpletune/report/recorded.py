@@ -11,7 +11,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from simpletune.config.schema import TrainConfig
-from simpletune.options import Json, UserError
+from simpletune.data.evaluation import ON_TRAINING
+from simpletune.options import Json, UserError, plural
 from simpletune.report.ended import state_notes
 from simpletune.runs.attempts import Attempt, known, median_seconds, merged_stages, read_attempts, total_seconds
 from simpletune.runs.folder import ATTEMPTS, CONFIG, ENVIRONMENT, EVALUATION, EVALUATIONS, METRICS, SUMMARY
@@ -41,6 +42,7 @@ class RunRecord:
         attempts: what each process of the run did; none are recorded of a run by an older version.
         held: whether a process holds the run's folder now.
         notes: what is missing or broken.
+        loss_is: what the evaluation loss is of.
     """
 
     folder: Path
@@ -55,6 +57,7 @@ class RunRecord:
     attempts: list[Attempt] = field(default_factory=list)
     held: bool = False
     notes: list[str] = field(default_factory=list)
+    loss_is: str = ON_TRAINING
 
     @property
     def steps_done(self) -> int:
@@ -266,7 +269,8 @@ def _read_rows(file: Path, needed: tuple[str, ...], notes: list[str]) -> list[Js
         else:
             broken += number != len(lines) - 1
     if broken:
-        notes.append(f"{broken} line{'s' * (broken > 1)} of {file.name} cannot be read and are left out.")
+        gone = plural(broken, "line is", "lines are")
+        notes.append(f"{gone} left out: what {file.name} holds there cannot be read.")
     return rows
 
 
@@ -276,14 +280,17 @@ def _config(settings: Json, notes: list[str]) -> TrainConfig | None:
     try:
         return TrainConfig.model_validate_json(json.dumps(settings))
     except ValidationError as error:
-        notes.append(f"{CONFIG} is of another version of the tool ({error.error_count()} fields differ).")
+        differ = plural(error.error_count(), "field differs", "fields differ")
+        notes.append(f"{CONFIG} is of another version of the tool ({differ}).")
         return None
 
 
 def _evaluations(folder: Path, run: RunRecord, notes: list[str]) -> list[tuple[int, float]]:
     """Evaluation losses by step: as recorded, and those of the summary; a step that was repeated counts once."""
     found: dict[int, float] = {}
-    before = _read_object(folder / EVALUATION, notes, expected=False).get("eval_loss")
+    first = _read_object(folder / EVALUATION, notes, expected=False)
+    run.loss_is = str(run.summary.get("eval_loss_is") or first.get("eval_loss_is") or ON_TRAINING)
+    before = first.get("eval_loss")
     if isinstance(before, float):
         found[0] = before
     for row in _read_rows(folder / EVALUATIONS, ("step", "eval_loss"), notes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from simpletune.report import charts, pictures
 from simpletune.report.content import Chart, Fact, Report, Section, Table, dollars, gib, seconds
 from simpletune.report.ended import outcome, resumes
-from simpletune.report.losses import loss_data, loss_section
+from simpletune.report.losses import MIXED, loss_data, loss_section, loss_title
 from simpletune.report.recorded import Json, RunRecord
 from simpletune.report.settings import plain_settings, settings_of
 from simpletune.system.console import duration
@@ -80,7 +80,8 @@ def runtime_section(runs: list[RunRecord]) -> Section:
     lengths = sorted({run.steps_per_epoch for run in runs if run.steps_per_epoch})
     if epochs:
         listed = ", ".join(f"{steps:,}" for steps in lengths)
-        section.notes.append(f"The median seconds of a step (warm-up left out) times the {listed} steps of an epoch.")
+        steps_of = "step of an epoch" if lengths == [1] else "steps of an epoch"
+        section.notes.append(f"The median seconds of a step (warm-up left out) times the {listed} {steps_of}.")
     else:
         section.notes.append("Not every run knows how many steps its epoch has: seconds of one step are shown.")
     return section
@@ -118,7 +119,7 @@ def table_section(runs: list[RunRecord], price: float | None) -> Section:
         "peak",
         "% of first",
         "loss",
-        "evaluation loss",
+        loss_title(runs) or MIXED,
     ]
     head += ["1,000 steps"] if price else []
     rows = []

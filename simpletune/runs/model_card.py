@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from simpletune.config.schema import TrainConfig
+from simpletune.data.evaluation import ON_TRAINING
 from simpletune.hub.fetch import is_hub_name
 from simpletune.models.sd3 import SD3_MEDIUM
-from simpletune.options import Json
+from simpletune.options import Json, plural
 from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
 
@@ -57,7 +58,7 @@ def write_card(folder: Path, config: TrainConfig, summary: Json, manifest: Seque
 def card_of(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence[Json]) -> str:
     """The text of a model card; arguments as for ``write_card``."""
     example = example_of(config, manifest[0]["caption"])
-    pictures = len({row["file"] for row in manifest})
+    pictures = len({row["file"] for row in manifest if not row.get("held_out")})
     sections = [
         front_matter(config),
         f"# {config.name}",
@@ -183,21 +184,29 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     batch = f"batch {train.batch_size}, gradient accumulation {train.gradient_accumulation}"
     early = f"; {summary['status']}" if "status" in summary else ""
     yield "steps", f"{summary['steps']:,} ({batch}){early}"
-    schedule = f"{config.schedule.name}, {config.schedule.warmup_steps} warm-up steps"
+    schedule = f"{config.schedule.name}, {plural(config.schedule.warmup_steps, 'warm-up step')}"
     yield "learning rate", f"{config.optimizer.lr:g} ({config.optimizer.name}; {schedule})"
     yield "resolution", f"{config.data.resolution} px"
-    yield "pictures", f"{pictures} from {cell(code(last_name(config.data.path)))}"
+    held_out = f", and {summary['held_out_pictures']} held out" if summary.get("held_out_pictures") else ""
+    yield "pictures", f"{pictures} from {cell(code(last_name(config.data.path)))}{held_out}"
     yield "precision", f"{config.precision.weights} weights, {config.precision.compute} products"
     yield "seed", str(train.seed)
-    several = f", in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
-    yield "time", f"{duration(summary['seconds_total'])}{several}"
-    peak, where = summary["peak_allocated_gib"], "on the GPU"
-    if peak is None:
-        peak, where = summary["peak_rss_gib"], "of the process (no GPU)"
-    yield "peak memory", f"{peak:.2f} GiB {where}"
+    yield from _cost(summary)
     before, after = summary["eval_loss_before"], summary["eval_loss_after"]
     if before is not None and after is not None:
-        yield "evaluation loss", f"{before:.4f} before, {after:.4f} after"
+        yield summary.get("eval_loss_is", ON_TRAINING), f"{before:.4f} before, {after:.4f} after"
+
+
+def _cost(summary: Json) -> Iterator[tuple[str, str]]:
+    """Time and memory, as far as they are known."""
+    if "seconds_total" in summary:
+        several = f", in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
+        yield "time", f"{duration(summary['seconds_total'])}{several}"
+    peak, where = summary.get("peak_allocated_gib"), "on the GPU"
+    if peak is None:
+        peak, where = summary.get("peak_rss_gib"), "of the process (no GPU)"
+    if peak is not None:
+        yield "peak memory", f"{peak:.2f} GiB {where}"
 
 
 def _use(config: TrainConfig, example: Request) -> Iterator[str]:

@@ -74,8 +74,11 @@ def _manifest_changes(old: list[Json], new: list[Json]) -> list[str]:
     changes = [f"{file}: removed" for file, repeat in before if (file, repeat) not in after and not repeat]
     changes += [f"{file}: added" for file, repeat in after if (file, repeat) not in before and not repeat]
     for key in [key for key in before if key in after and before[key] != after[key] and not key[1]]:
-        parts = [name for name in before[key] if before[key][name] != after[key][name]]
-        changes.append(f"{key[0]}: other {', '.join(parts)}")
+        was, now = before[key], after[key]
+        parts = [name for name in was if name in now and was[name] != now[name]]
+        changes += [f"{key[0]}: other {', '.join(parts)}"] if parts else []
+        if was.get("held_out") != now.get("held_out"):
+            changes.append(f"{key[0]}: {'held out' if now.get('held_out') else 'trained on'} now (validation.split)")
     return changes[:12] or ["the order or the number of repetitions"]
 
 

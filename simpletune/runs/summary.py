@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletune.config.schema import TrainConfig
+from simpletune.config.schema import TrainConfig, profile_folder
 from simpletune.data.plan import GlobalBatch, Sample, steps_in_epoch
 from simpletune.models.buckets import upscaling
-from simpletune.options import Json, shortened
+from simpletune.options import Json, plural, shortened
 from simpletune.pipeline.encode import Prepared
 from simpletune.runs.attempts import (
     Attempt,
@@ -88,11 +88,13 @@ def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
         summary |= {"device": attempts[-1].device, "attempts": len(attempts), **_peaks(attempts)}
         summary |= {"seconds_total": total_seconds(attempts), "seconds_setup": setup_seconds(attempts)}
     trained = WeightReader([saved.folder / TRAINABLE])
+    before = read_json_or_none(run / EVALUATION) or {}
     evaluated = {row["step"]: row["eval_loss"] for row in read_rows(run / EVALUATIONS)}
     summary |= {
         "trainable_parameters": sum(trained.get(name).numel() for name in trained.names),
         "total_parameters": config.model.parameter_count(),
-        "eval_loss_before": (read_json_or_none(run / EVALUATION) or {}).get("eval_loss"),
+        "eval_loss_before": before.get("eval_loss"),
+        **{key: before[key] for key in ("eval_loss_is", "held_out_pictures") if key in before},
         "eval_loss_after": evaluated.get(step),
     }
     if skipped := sum(row["step"] <= step for row in read_rows(run / SKIPPED)):
@@ -149,26 +151,30 @@ def print_data(prepared: Prepared) -> None:
     pictures = {sample.picture.name for sample in plan.samples}
     shapes = sorted(plan.buckets, key=lambda size: -len(plan.buckets[size]))
     listed = shortened([f"{w}x{h} ({len(plan.buckets[w, h])})" for w, h in shapes], 6)
-    say(
-        f"data    {len(pictures)} pictures, {len(plan.samples)} samples an epoch, {plan.steps_per_epoch} steps an epoch"
-    )
+    an_epoch = f"{plural(len(plan.samples), 'sample')} an epoch, {plural(plan.steps_per_epoch, 'step')} an epoch"
+    say(f"data    {plural(len(pictures), 'picture')}, {an_epoch}")
+    if plan.held_out:
+        say(f"        {plural(len(plan.held_out), 'picture')} held out of training, for the validation loss")
     say(f"        captions from {prepared.captions}")
-    say(f"        {len(shapes)} bucket{'s' if len(shapes) != 1 else ''}: {listed}")
+    say(f"        {plural(len(shapes), 'bucket')}: {listed}")
     if plan.fillers:
-        say(f"        {plan.fillers} rows an epoch are fillers: they complete micro-batches, and count nothing")
+        many = plural(plan.fillers, "row an epoch is a filler", "rows an epoch are fillers")
+        say(f"        {many}, without weight: they complete micro-batches")
     small = sum(_scaled_up(sample) and sample.repeat == 0 for sample in plan.samples)
     if small:
-        say(f"        {small} pictures are smaller than their bucket and are scaled up")
+        one, many = "picture is smaller than its bucket and is", "pictures are smaller than their bucket and are"
+        say(f"        {plural(small, one, many)} scaled up")
     too_long = prepared.text.too_long(plan.captions())
     if too_long:
-        say(f"        {len(too_long)} captions are longer than 77 tokens: the CLIP encoders see only their beginning")
+        many = plural(len(too_long), "caption is", "captions are")
+        say(f"        {many} longer than 77 tokens: the CLIP encoders see only the beginning")
 
 
 def _scaled_up(sample: Sample) -> bool:
     return upscaling(sample.picture.size, sample.bucket) > 1
 
 
-def print_results(summary: Json, folder: Path, profiles: Path, traces: list[Path], places: dict[str, str]) -> None:
+def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list[Path], places: dict[str, str]) -> None:
     """Say how the run went and where everything is; ``places`` are the trackers'."""
     memory = f"peak memory of the process {summary['peak_rss_gib']:.2f} GiB"
     if summary["peak_allocated_gib"] is not None:
@@ -182,14 +188,15 @@ def print_results(summary: Json, folder: Path, profiles: Path, traces: list[Path
     paced = "" if pace is None else f"{pace:.3g} s a step, "
     say(f"\ndone in {took}{begun}: {paced}{memory}")
     if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
-        say(f"  evaluation loss {summary['eval_loss_before']:.4f} before, {summary['eval_loss_after']:.4f} after")
+        before, after = summary["eval_loss_before"], summary["eval_loss_after"]
+        say(f"  {summary['eval_loss_is']}: {before:.4f} before, {after:.4f} after")
     rows = {
         "result": summary["output"],
         "model card": folder / "README.md",
-        "pictures": folder / "samples",
+        "pictures": "none (validation.prompts is empty)" if config.validation.prompts == [] else folder / "samples",
         "figures": f"{folder}/summary.json, metrics.jsonl, config.json",
         "checkpoints": folder / "checkpoints",
-        **({"traces": f"{len(traces)} under {profiles} (TensorBoard shows them)"} if traces else {}),
+        **({"traces": f"{len(traces)} under {profile_folder(config)} (TensorBoard shows them)"} if traces else {}),
         **places,
     }
     for name, where in rows.items():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
+from simpletune.options import plural
 from simpletune.system.printable import printable
 from simpletune.system.processes import is_first_process
 from simpletune.system.redact import redact
@@ -127,9 +128,10 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
     Args:
         what: the stage.
         total: how many there are.
-        unit: of what.
+        unit: of what, as several are called.
     """
     start = time.perf_counter()
+    one = unit.removesuffix("s")
     done, lock, stage = 0, threading.Lock(), _Stage(total, start)
 
     def advance() -> None:
@@ -140,13 +142,13 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
             if done < total and stage.is_due(now):
                 rate = done / (now - start)
                 left = duration((total - done) / rate)
-                stage.show(now, done, f"{what}: {done}/{total} {unit}, {rate:.1f}/s, {left} left")
+                stage.show(now, done, f"{what}: {done}/{plural(total, one, unit)}, {rate:.1f}/s, {left} left")
 
     try:
         yield advance
     finally:
         stage.end()
-    say(f"{what}: {done} {unit} in {time.perf_counter() - start:.1f} s")
+    say(f"{what}: {plural(done, one, unit)} in {time.perf_counter() - start:.1f} s")
 
 
 @contextmanager
@@ -208,6 +210,8 @@ class TrainingProgress:
         self.every = every or {}
         self.took: dict[str, list[float]] = {name: [seconds] for name, seconds in (took or {}).items()}
         self.loss: float | None = None
+        self.look = "pictures"
+        """What ``validate`` shows; empty: nothing."""
         self._stage = _Stage(steps)
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._warm = start + WARM_UP
@@ -252,8 +256,8 @@ class TrainingProgress:
             parts.append(f"{duration(self.left(step, pace))} left")
         parts += [f"{self.samples / pace:.3g} samples/s" if pace else "", self.memory()]
         every = self.every.get("validate")
-        if every and step < self.steps:
-            parts.append(f"pictures at {min((step // every + 1) * every, self.steps):,}")
+        if self.look and every and step < self.steps:
+            parts.append(f"{self.look} at {min((step // every + 1) * every, self.steps):,}")
         return "  ".join(part for part in parts if part)
 
     def left(self, step: int, pace: float) -> float:

@@ -6,6 +6,8 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
+from simpletune.options import plural
+
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "optimum-quanto")
 
 
@@ -17,7 +19,7 @@ def describe_machine() -> dict[str, str]:
         device = f"{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
     else:
         threads = torch.get_num_threads()
-        device = f"{threads} CPU thread{'s' * (threads > 1)} ({_cpu_name()})"
+        device = f"{plural(threads, 'CPU thread')} ({_cpu_name()})"
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     return {"device": device, "python": platform.python_version(), "versions": versions}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from simpletune.config.schema import profile_folder
 from simpletune.ema import averaged
 from simpletune.profiling import EpochTraces
 from simpletune.runs import checkpoint
@@ -43,6 +42,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
         "steps_per_epoch": run.prepared.plan.steps_per_epoch,
         "eval_loss_before": read_evaluation(run.folder),
         "eval_loss_after": eval_after,
+        **run.evaluated_on,
         "output": str(output),
     }
     if skipped := len(list(read_rows(run.folder / SKIPPED))):
@@ -64,7 +64,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
     run.attempt.close()
     if page and len(warnings) > said:
         write_page(run)
-    print_results(summary, run.folder, profile_folder(run.config), traces.written, places)
+    print_results(run.config, summary, run.folder, traces.written, places)
     if run.predicted is not None:
         from simpletune.estimate.forecast import print_comparison
 

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.optim.rounding import key_draws
+from simpletune.options import plural
 from simpletune.pipeline.encode import prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.runs import checkpoint
@@ -81,7 +82,8 @@ def train(
 def validate_train_finish(run: Run) -> None:
     """The first pictures, the loop, and what comes after it."""
     if run.main and run.start == 0:
-        write_json(run.folder / EVALUATION, {"eval_loss": run.optional(EVALUATING, run.evaluate, 0)})
+        before = run.optional(EVALUATING, run.evaluate, 0)
+        write_json(run.folder / EVALUATION, {"eval_loss": before, **run.evaluated_on})
         run.optional(DRAWING, run.validate, 0)
     elif run.main and run.start < run.steps and due(run.config.validation.every, run.start):
         if not run.is_validated(run.start):  # the run was stopped while it did
@@ -112,7 +114,7 @@ def is_finished(config: TrainConfig) -> bool:
     if not saved or not summary or not summary["steps"] == saved.step == config.steps(summary["steps_per_epoch"]):
         return False
     check_resumable(saved, config, saved.manifest)
-    say(f"{folder}: already done, {saved.step} steps. Its result: {summary['output']}")
+    say(f"{folder}: already done, {plural(saved.step, 'step')}. Its result: {summary['output']}")
     return True
 
 
@@ -159,7 +161,7 @@ def loop(run: Run) -> EpochTraces:
         The profiler's windows.
     """
     config, process, device = run.config, run.accelerator.process_index, run.accelerator.device
-    progress, pending = progress_of(run), MetricsQueue(ahead=0 if run.guard.skips else 1)
+    progress, pending = run.progress(), MetricsQueue(ahead=0 if run.guard.skips else 1)
     prefetcher = Prefetcher(run.batches, run.steps, on=config.speed.prefetch and run.stages.cuda)
     run.transformer.train()
     traces = traces_of(run, lambda step: is_interrupted(config, step))
@@ -273,14 +275,6 @@ def save_and_validate(run: Run, done: int, progress: TrainingProgress, stops: bo
 def is_interrupted(config: TrainConfig, step: int) -> bool:
     """Whether validation or saving stands between a step and the next."""
     return due(config.checkpoint.every, step + 1) or due(config.validation.every, step + 1)
-
-
-def progress_of(run: Run) -> TrainingProgress:
-    """What a person sees of the loop."""
-    samples, first = run.prepared.plan.samples_per_step, run.stages.by_name.get("validate")
-    every = {"save": run.config.checkpoint.every, "validate": run.config.validation.every}
-    took = {"validate": first.seconds} if first else {}
-    return TrainingProgress(run.steps, run.start, samples, run.stages.memory_now, every, took)
 
 
 def due(every: int | None, step: int) -> bool:

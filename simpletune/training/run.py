@@ -11,7 +11,9 @@ from accelerate import Accelerator
 from PIL import Image
 
 from simpletune.config.schema import TrainConfig
+from simpletune.data.evaluation import evaluated_on, scalar_name
 from simpletune.ema import Average, averaged
+from simpletune.options import Json
 from simpletune.pipeline.encode import Prepared, free_memory
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
@@ -21,6 +23,7 @@ from simpletune.runs.folder import (
 )
 from simpletune.step.batches import Batches
 from simpletune.step.core import StepCore
+from simpletune.system.console import TrainingProgress
 from simpletune.system.failpoints import failpoint
 from simpletune.system.stage_timer import StageTimer
 from simpletune.tensors import trained_parameters
@@ -137,14 +140,29 @@ class Run:
         if loss is not None:
             put_evaluation(self.folder, {"step": step, "eval_loss": loss})
             failpoint("validation.evaluated")
-            self.trackers.scalars(step, {"eval_loss": loss})
+            self.trackers.scalars(step, {scalar_name(self.prepared.plan): loss})
         return loss
+
+    @property
+    def evaluated_on(self) -> Json:
+        """What the evaluation loss is of."""
+        return evaluated_on(self.prepared.plan, self.config.validation.eval_samples)
 
     def evaluate_and_draw(self, step: int) -> None:
         """Evaluate and draw in the course of training."""
         self.optional(EVALUATING, self.evaluate, step)
         self.optional(DRAWING, self.validate, step)
         self.attempt.update()
+
+    def progress(self) -> TrainingProgress:
+        """What a person sees of the loop."""
+        samples, first = self.prepared.plan.samples_per_step, self.stages.by_name.get("validate")
+        every = {"save": self.config.checkpoint.every, "validate": self.config.validation.every}
+        took = {"validate": first.seconds} if first else {}
+        progress = TrainingProgress(self.steps, self.start, samples, self.stages.memory_now, every, took)
+        if not self.previews.requests:
+            progress.look = "evaluation" if self.config.validation.eval_samples else ""
+        return progress
 
     def is_validated(self, step: int) -> bool:
         """Whether evaluation and pictures after ``step`` steps are there, as far as they are asked for."""

@@ -29,7 +29,9 @@ def traces_of(run: Run, interrupted: Callable[[int], bool]) -> EpochTraces:
     cuda = run.stages.cuda
     facts = Facts(cuda, device_name() if cuda else "", flops_of_steps(run), blocks, interrupted)
     folder, per_epoch = profile_folder(run.config), run.prepared.plan.steps_per_epoch
-    return EpochTraces(option, folder, run.steps, per_epoch, facts, run.trackers.warn)
+    traces = EpochTraces(option, folder, run.steps, per_epoch, facts, run.trackers.warn)
+    traces.announce(run.start)
+    return traces
 
 
 def device_name() -> str:

@@ -16,7 +16,7 @@ from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import Plan
 from simpletune.ema import Average
 from simpletune.estimate.disk_needs import require_room
-from simpletune.options import UserError
+from simpletune.options import UserError, plural
 from simpletune.pipeline.encode import Prepared, encode
 from simpletune.pipeline.load import load_base
 from simpletune.pipeline.plan_data import plan_data
@@ -207,7 +207,7 @@ def load_model(
     transformer = load_base(config, accelerator.device, prepared.sizes(), cache_of_bases(config))
     failpoint("model.loaded")
     total = config.model.parameter_count()
-    core = assemble(config, transformer, accelerator, len(prepared.plan.buckets))
+    core = assemble(config, transformer, accelerator, len(prepared.plan.sizes()))
     average = config.ema.build(trained_parameters(transformer)) if config.ema else None
     if saved:
         checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)
@@ -261,5 +261,8 @@ def announce_resume(
     for change in check_resumable(saved, config, prepared.plan.manifest(), processes):
         say(f"resume  changed {change}")
     if saved.step > steps or saved.step == steps == finished_steps(run_folder(config)):
-        raise UserError(f"--resume: {saved.step} steps are done and {steps} are asked for. Ask for more: train.steps=N")
+        raise UserError(
+            f"--resume: {plural(saved.step, 'step is', 'steps are')} done and {steps} are asked for. "
+            "Ask for more: train.steps=N"
+        )
     say(f"resume  from {saved.folder}: step {saved.step} of {steps}")

@@ -109,7 +109,7 @@ function present(predictions, asked, timing) {
   show(at("views"), Boolean(tuned));
   arrange();
   const p = asked.parameters;
-  at("about").textContent = `seed ${p.seed}, ${p.num_inference_steps} steps, guidance ${p.guidance_scale}, ` +
+  at("about").textContent = `seed ${p.seed}, ${p.num_inference_steps} step${p.num_inference_steps === 1 ? "" : "s"}, guidance ${p.guidance_scale}, ` +
     `${p.width} × ${p.height}, drawn in ${seconds("draw", timing)} s, waited ${seconds("wait", timing)} s`;
 }
 

@@ -1,0 +1,89 @@
+"""Counts in words, and what is said of a run that draws no pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simpletune.cli.main import main
+from simpletune.config.load import validate
+from simpletune.options import plural
+from simpletune.system.console import TrainingProgress, progress
+from simpletune.training.loop import train
+
+PLURALS_OF_ONE = re.compile(
+    r"(?<![\d.,/@-])1 (steps|pictures|prompts|files|tokens|captions|samples|epochs|buckets|batches|blocks|tensors|"
+    r"layers|processes|images|lines|groups|parameters|problems|models)\b"
+)
+
+
+@given(st.integers(0, 10**7))
+def test_one_has_no_plural(count: int) -> None:
+    word = plural(count, "batch", "batches")
+    assert word == f"{count:,} {'batch' if count == 1 else 'batches'}"
+    assert plural(count, "step") == f"{count:,} {'step' if count == 1 else 'steps'}"
+
+
+@pytest.fixture
+def one_of_each(tiny_config: dict, tiny_pictures: Path, tmp_path: Path) -> dict:
+    """A run on one picture: one step, one bucket, one epoch."""
+    folder = tmp_path / "one"
+    folder.mkdir()
+    first = sorted(tiny_pictures.glob("*.png"))[0]
+    (folder / first.name).write_bytes(first.read_bytes())
+    (folder / "000.txt").write_text("a red disc\n")
+    tiny_config["data"]["path"] = str(folder)
+    tiny_config["train"] = {"epochs": 1}
+    tiny_config["output"] |= {"cache": str(tmp_path / "cache"), "report": True}
+    tiny_config["profile"] = {"max_traces": 1}
+    tiny_config["schedule"] = {"name": "linear", "warmup_steps": 1}
+    tiny_config["checkpoint"] = {"every": 1, "keep_last": 1}
+    tiny_config["validation"] = {"prompts": ["a red disc"], "steps": 1, "eval_samples": 1, "every": 1}
+    return tiny_config
+
+
+def test_a_run_of_one_of_each_says_no_plural_of_one(
+    one_of_each: dict, write_config: Callable[[object], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(write_config(one_of_each))
+    for words in (["check", file], ["data", file, "--out", str(tmp_path / "look")], ["train", file]):
+        assert main(words) == 0
+        shown = capsys.readouterr().out
+        assert not PLURALS_OF_ONE.search(shown), PLURALS_OF_ONE.search(shown)
+        assert "1 picture" in shown and "1 step" in shown
+    run = Path(one_of_each["output"]["runs"]) / "tiny"
+    pages = [run / "README.md", run / "report.md", *tmp_path.glob("profiles/**/*.md"), tmp_path / "look" / "data.html"]
+    for page in pages:
+        found = PLURALS_OF_ONE.search(page.read_text())
+        assert not found, f"{page.name}: {found}"
+    assert json.loads((run / "summary.json").read_text())["steps_per_epoch"] == 1
+
+
+def test_progress_counts_one_in_the_singular(capsys: pytest.CaptureFixture[str]) -> None:
+    for count in (1, 2):
+        with progress("text", count, "prompts") as advance:
+            for _ in range(count):
+                advance()
+    shown = capsys.readouterr().out
+    assert "text: 1 prompt in " in shown and "text: 2 prompts in " in shown
+
+
+@pytest.mark.parametrize(("eval_samples", "look"), [(2, "evaluation at 2"), (0, "")])
+def test_a_run_without_prompts_says_that_it_draws_none(
+    eval_samples: int, look: str, tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_config["validation"] = {"prompts": [], "eval_samples": eval_samples, "every": 2}
+    lines, text = [], TrainingProgress._text
+    monkeypatch.setattr(TrainingProgress, "_text", lambda self, *given: lines.append(text(self, *given)) or lines[-1])
+    monkeypatch.setattr("simpletune.system.console.PLAIN_EVERY", 0.0)
+    run = train(validate(tiny_config, "test"))
+    assert not (run / "samples").exists()
+    assert "pictures at" not in "".join(lines) and any(line.endswith(look) for line in lines)
+    shown = capsys.readouterr().out
+    assert str(run / "samples") not in shown and "none (validation.prompts is empty)" in shown
