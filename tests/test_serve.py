@@ -132,9 +132,10 @@ def test_drawing_can_be_given_up_before_every_step(live: Running) -> None:
 def test_a_picture_says_how_it_was_made_and_an_instance_goes_before_the_parameters(live: Running) -> None:
     answer = live.predict({"prompt": PROMPT, "seed": 5, "lora": "first"}, seed=1, negative_prompt="blurry")
     image = Image.open(io.BytesIO(base64.b64decode(answer.json()["predictions"][0])))
-    assert image.text["prompt"] == PROMPT and image.text["seed"] == "5"  # type: ignore[attr-defined]
-    made = json.loads(image.text["parameters"])  # type: ignore[attr-defined]
-    assert made["weights"] == "LoRA first x 1" and made["negative_prompt"] == "blurry"
+    made = json.loads(image.text["simpletune"])  # type: ignore[attr-defined]
+    assert made["prompt"] == PROMPT and made["seed"] == 5 and made["negative_prompt"] == "blurry"
+    assert made["weights"] == "LoRA first x 1" and made["loras"] == [["first", 1.0]]
+    assert "<lora:first:1>" in image.text["parameters"]  # type: ignore[attr-defined]
     assert answer.headers["content-type"] == "application/json"
 
 

@@ -14,6 +14,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.lora.header import open_lora
 from simpletune.options import UserError, shortened
 from simpletune.runs.folder import CONFIG
+from simpletune.runs.outputs import require_new
 from simpletune.runs.weights import lora_weights
 from simpletune.system.console import progress, say
 
@@ -90,6 +91,7 @@ def export(args: argparse.Namespace) -> Path:
     folder, stem = source.file.parent, source.title
     out = args.out or folder / f"{stem}_{args.format}.safetensors"
     refuse_same(out, source.file)
+    require_new(out, args.overwrite)
     updates = updates_of(header)
     written = write(updates, out, args, header_of(updates, out.stem, source.config(header.metadata), source.run))
     return written
@@ -103,6 +105,7 @@ def resize(args: argparse.Namespace) -> Path:
     require_rank_or_energy(args)
     source = find_lora(args.lora)
     refuse_same(args.out, source.file)
+    require_new(args.out, args.overwrite)
     header = open_lora(source.file)
     old = updates_of(header)
     changed = {layer: resized(update, args.rank, args.energy) for layer, update in old.items()}
@@ -129,6 +132,7 @@ def mix(args: argparse.Namespace) -> Path:
         raise UserError(f"--rank goes with the methods that end in svd, not with {args.method}: use simpletune resize")
     for source in sources:
         refuse_same(args.out, source.file)
+    require_new(args.out, args.overwrite)
     recipe = Recipe(args.method, args.rank, args.density, args.seed)
     updates = mixed([(read_lora(source.file), source.weight) for source in sources], recipe)
     parts = [(source.name, source.weight) for source in sources]
@@ -153,6 +157,7 @@ def merge(args: argparse.Namespace) -> Path:
     base = Base(args.base or base_of(sources))
     if single and base.file is not None:
         refuse_same(args.out, base.file)
+    require_new(args.out, args.overwrite, folder=not single)
     loras = [(read_lora(source.file), source.weight * args.scale) for source in sources]
     merger = Merger(base, loras, args.dtype)
     parts = [(source.name, source.weight * args.scale) for source in sources]
@@ -173,6 +178,7 @@ def extract(args: argparse.Namespace) -> Path:
     from simpletune.lora.extract import extract as extracted
 
     require_rank_or_energy(args, both=True)
+    require_new(args.out, args.overwrite)
     base, tuned = Base(args.base), Base(args.tuned)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with progress("extract", len(base.shapes), "tensors") as advance:
@@ -232,8 +238,6 @@ def refuse_unfit_output(out: Path, single: bool) -> None:
         raise UserError(f"--out: {out} does not end in .safetensors, as a single file does")
     if not single and out.suffix == ".safetensors":
         raise UserError(f"--out: {out} is a file's name, and --format diffusers writes a folder")
-    if not single and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out: {out} is there already. Choose another name, or remove it")
 
 
 def require_rank_or_energy(args: argparse.Namespace, both: bool = False) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from simpletune.pipeline.png import drawn_as
+
 BASE = "base"
 LARGEST = 512  # pixels of the longer side
 SHOWN_AS_IS = 128  # small pictures keep every pixel
@@ -44,11 +46,9 @@ def validation_pictures(folder: Path) -> list[ValidationPicture]:
         if step is None:
             continue
         for file in sorted(state.glob("prompt-*.png")):
-            with Image.open(file) as image:
-                text = getattr(image, "text", {})
-                found.append(
-                    (file.name, ValidationPicture(str(text.get("prompt", "")), str(text.get("seed", "")), step, file))
-                )
+            how = drawn_as(file)
+            picture = ValidationPicture(str(how.get("prompt", "")), str(how.get("seed", "")), step, file)
+            found.append((file.name, picture))
     return [picture for _, picture in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
 
 

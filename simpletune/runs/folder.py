@@ -179,6 +179,12 @@ def newest_run(runs: Path) -> Path:
     return found[-1].parent
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's: a transformer's folder has a file of the same name, with other things in it."""
+    file = folder / CONFIG
+    return file.is_file() and '"_class_name"' not in file.read_text(encoding="utf-8", errors="replace")
+
+
 def read_json_or_none(file: Path) -> Json | None:
     """A JSON file's object, or None if there is no such file."""
     return json.loads(file.read_text()) if file.exists() else None

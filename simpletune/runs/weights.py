@@ -104,11 +104,18 @@ def split_scale(text: str, default: float | None = None) -> tuple[str, float | N
 
     Args:
         default: where there is no strength.
+
+    Raises:
+        UserError: what stands after the colon is not a number, and before it something that exists.
     """
     name, colon, scale = text.rpartition(":")
+    if not colon or Path(text).exists():
+        return text, default
     try:
-        return (name, float(scale)) if colon and not Path(text).exists() else (text, default)
+        return name, float(scale)
     except ValueError:
+        if name and Path(name).exists():
+            raise UserError(f"{text}: the strength {scale!r} is not a number. Write {name}:0.8, say") from None
         return text, default
 
 

@@ -21,7 +21,8 @@ from simpletune.lora.attach import load_lora
 from simpletune.models import Model
 from simpletune.options import UserError
 from simpletune.pipeline.encode import free_memory
-from simpletune.pipeline.sample import Embeddings, Sampler, draw, save_png
+from simpletune.pipeline.png import save_png
+from simpletune.pipeline.sample import Embeddings, Sampler, draw
 from simpletune.runs.weights import Weights, load_weights
 from simpletune.serve.requests import BASE, ImageRequest
 from simpletune.system.stage_timer import GIB, peak_rss_gib
@@ -190,7 +191,7 @@ class ImageGenerator:
             pictures = draw(sampler, self.vae, self.config.model, [image.request], self.text.load)
         finally:
             self._check_cancelled = lambda: None
-        return to_png(pictures[0], image)
+        return to_png(pictures[0], image, self.config.model.transformer or self.config.model.pretrained)
 
     def peak_bytes(self) -> dict[str, float]:
         """Peak memory so far, by kind."""
