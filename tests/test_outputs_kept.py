@@ -27,6 +27,7 @@ def test_the_next_number_is_taken_and_nothing_is_replaced(tmp_path: Path) -> Non
     last = write_numbered(tmp_path, "base.txt", lambda file: file.write_text("c"))
     assert (tmp_path / "0001-lora.txt").read_text() + (tmp_path / "0002-lora.txt").read_text() == "ab"
     assert last == tmp_path / "0008-base.txt"
+    assert last.stat().st_mode == (tmp_path / "0007-mine.txt").stat().st_mode
 
 
 def test_a_failure_leaves_nothing_and_frees_the_number(tmp_path: Path) -> None:

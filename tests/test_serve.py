@@ -292,7 +292,7 @@ def test_a_body_that_does_not_fit(body: bytes, status: int, told: str, live: Run
 
 def test_info_tells_the_page_what_may_be_asked_for(stub: Running) -> None:
     about = stub.client.get("/info").json()
-    assert set(about) == {"loras", "standard", "limits", "status"} and about["status"] == "ready"
+    assert set(about) == {"loras", "tuned", "standard", "limits", "status"} and about["status"] == "ready"
     assert about["limits"]["steps"] >= about["standard"]["steps"]
 
 

@@ -47,7 +47,7 @@ def write_numbered(folder: Path, name: str, write: Callable[[Path], object]) -> 
     for number in count(_next_number(folder)):
         part = folder / f".{number:04d}.part"
         try:
-            os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            part.touch(exist_ok=False)
         except FileExistsError:
             continue
         with room_for(f"writing {name}", folder, undo=lambda part=part: part.unlink(missing_ok=True)):
