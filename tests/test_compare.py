@@ -73,7 +73,11 @@ def test_a_full_result_is_its_last_checkpoint_too(runs: Path, tmp_path: Path, ca
     full = runs / "full"
     first, last = checkpoints_of(full)
     (result,) = named(str(full))
-    assert without_twins([BASE, result, first, last]) == [BASE, first, last]
+    kept = without_twins([BASE, result, first, last])
+    assert [each.title for each in kept] == ["base", "full step 2", "full step 4"]
+    assert kept[2].transformer == full / TRANSFORMER, (
+        "a checkpoint's weights would not be held in the precision asked for"
+    )
     assert "full full and full step 4 are the same weights" in capsys.readouterr().out
     elsewhere = tmp_path / "other"
     shutil.copytree(full, elsewhere)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from simpletune.runs.weights import Weights
@@ -11,13 +12,15 @@ from simpletune.system.safetensors_file import WeightReader
 
 
 def without_twins(models: Sequence[Weights]) -> list[Weights]:
-    """Each model once: of two that are the same weights the later stays, as checkpoints stand in order of steps."""
+    """Each model once. Of two that are the same weights one stays in the later's place and by its name, as checkpoints
+    stand in order of steps; of a full model the result, which is held in the base's precision."""
     kept: list[Weights] = []
     for weights in dict.fromkeys(models):
         twin = next((each for each in kept if _are_same(each, weights)), None)
         if twin is not None:
             say(f"{twin.title} and {weights.title} are the same weights: one column, {weights.title}")
             kept.remove(twin)
+            weights = replace(twin, short=weights.title) if weights.trained else weights
         kept.append(weights)
     return kept
 

@@ -134,7 +134,12 @@ class Models:
     """
 
     def __init__(
-        self, config: TrainConfig, served: ServedModels, device: torch.device, side: int, before_step: Callable[[], None]
+        self,
+        config: TrainConfig,
+        served: ServedModels,
+        device: torch.device,
+        side: int,
+        before_step: Callable[[], None],
     ):
         self.config, self.served, self.device, self.side = config, served, device, side
         self._before_step = before_step

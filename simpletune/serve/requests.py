@@ -226,8 +226,10 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
     common = _settings(parsed.parameters) if parsed.parameters else {}
     images = [_image_request({**common, **_settings(each)}, capabilities) for each in parsed.instances]
     without = [
-        Problem(f"instances.{n}.lora_scale", f"{i.scale:g} does not fit. {i.lora} is a full model and has no strength. "
-                "Leave it out")  # fmt: skip
+        Problem(
+            f"instances.{n}.lora_scale",
+            f"{i.scale:g} does not fit. {i.lora} is a full model and has no strength. Leave it out",
+        )  # fmt: skip
         for n, i in enumerate(images)
         if i.lora == capabilities.tuned and i.scale != 1
     ]

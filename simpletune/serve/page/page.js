@@ -27,8 +27,8 @@ function fill(info) {
 }
 
 function optionText(name) {
-  if (name === "base") return tuned === null ? "none, base alone" : "base alone";
-  return tuned === null ? name : `${name}, ${name === tuned ? "full model" : "LoRA"}`;
+  if (name !== "base") return name;
+  return tuned === null ? "none, base alone" : "base alone";
 }
 
 // What goes with the chosen model: a strength with a LoRA alone.
