@@ -1,4 +1,4 @@
-"""``simpletune serve`` of a run that has trained the whole model: the true base stands beside it, under its own name."""
+"""``simpletune serve`` of a run that has trained the whole model: the true base stands beside it."""
 
 from __future__ import annotations
 

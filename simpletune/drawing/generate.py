@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+
+from PIL import Image
 
 from simpletune.drawing.session import InferenceSession, given_arguments, open_session
 from simpletune.options import UserError
@@ -123,7 +124,10 @@ def generate(args: argparse.Namespace) -> Path:
     more = made_with(session, weights)
     files: list[Path] = []
     for number, (picture, request) in enumerate(zip(drawn.pictures, requests, strict=True)):
-        save = partial(save_png, picture, request=request, **more)
+
+        def save(file: Path, picture: Image.Image = picture, request: Request = request) -> None:
+            save_png(picture, file, request, **more)
+
         files.append(write_picture(save, outputs[number] if outputs else None, f"{name}-seed{request.seed}", session))
         say(f"{files[-1]}: {weights.label}, {precision} weights on {session.reason}")
         say(f"  prompt {request.prompt!r}, seed {request.seed}, {request.steps} steps, guidance {request.guidance:g}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def write_numbered(folder: Path, name: str, write: Callable[[Path], object]) -> 
             part.touch(exist_ok=False)
         except FileExistsError:
             continue
-        with room_for(f"writing {name}", folder, undo=lambda part=part: part.unlink(missing_ok=True)):
+        with room_for(f"writing {name}", folder, undo=partial(part.unlink, missing_ok=True)):
             if any(folder.glob(f"{number:04d}-*")):  # finished by another process since the folder was listed
                 part.unlink()
                 continue
