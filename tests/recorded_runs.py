@@ -11,7 +11,8 @@ from PIL import Image
 
 from simpletune.config.load import with_default_tags
 from simpletune.config.schema import TrainConfig
-from simpletune.pipeline.sample import Request, save_png
+from simpletune.pipeline.png import save_png
+from simpletune.pipeline.sample import Request
 from simpletune.report.recorded import Json
 
 NASTY = "a <script>alert(\"1\")</script> & `code` | [link](x) 'quoted' " + "very " * 60 + "longprompt" * 12

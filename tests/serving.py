@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ import httpx
 import torch
 from PIL import Image
 
+from simpletune.adapters.full import Full
 from simpletune.adapters.lora import Lora
 from simpletune.cli.main import parse
 from simpletune.config.load import validate
@@ -56,6 +58,20 @@ def make_run(folder: Path) -> Path:
                 torch.nn.init.normal_(weight, std=0.2, generator=torch.Generator().manual_seed(number))
         lora.export(transformer, place, {})
     return run
+
+
+def make_full_run(run: Path, name: str = "whole") -> Path:
+    """Another run of the same configuration, as if its full model was trained: the last layer has other weights."""
+    folder = run.parent / name
+    folder.mkdir()
+    config = json.loads((run / CONFIG).read_text()) | {"name": name, "adapter": {"method": "full"}}
+    (folder / CONFIG).write_text(json.dumps(config))
+    transformer = resolve_folders(validate(config, name)).model.load_transformer(FP32(), torch.device("cpu"))
+    for path, parameter in transformer.named_parameters():
+        if path.startswith("proj_out"):
+            parameter.data.mul_(1.5)
+    Full().export(transformer, folder, {})
+    return folder
 
 
 class BlockingGenerator:

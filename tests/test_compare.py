@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,12 @@ from simpletune.cli.drawing_arguments import add_arguments, add_compare_argument
 from simpletune.config.load import validate
 from simpletune.drawing.compare import compare, models_to_compare, named
 from simpletune.drawing.generate import default_prompt, generate, weights_of
+from simpletune.drawing.same_weights import without_twins
 from simpletune.drawing.session import open_session
 from simpletune.drawing.similarity import Dino
 from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
+from simpletune.pipeline.png import drawn_as
 from simpletune.quant.plain import FP32
 from simpletune.runs import checkpoint
 from simpletune.runs.names import LORA_FILE, TRANSFORMER
@@ -56,14 +59,86 @@ def saved(run: Path, step: int) -> Path:
     return checkpoint.checkpoint_folder(run, step)
 
 
-def test_every_checkpoint_is_drawn_beside_the_base(runs: Path, tmp_path: Path) -> None:
+def test_every_checkpoint_is_drawn_beside_the_base(runs: Path, tmp_path: Path, capsys) -> None:
     run = runs / "lora"
-    words = ["--run", run, "--checkpoints", "--prompt", "a disc", "--output", tmp_path, run]
+    words = ["--checkpoints", "--prompt", "a disc", "--output", tmp_path, run, f"{run}:0.5"]
     figures = json.loads(compare(parsed(add_compare_arguments, *words)).with_name("compare.json").read_text())
-    base, result, first, last = figures["models"]
-    assert [each["title"] for each in (base, first, last)] == ["base", "lora step 2", "lora step 4"]
-    assert result["latent_distance_from_base"] == last["latent_distance_from_base"] > first["latent_distance_from_base"]
-    assert base["latent_distance_from_base"] == [0] and first["latent_distance_from_base"][0] > 0
+    assert [each["title"] for each in figures["models"]] == ["base", "LoRA lora x 0.5", "lora step 2", "lora step 4"]
+    base, _, first, last = (each["latent_distance_from_base"] for each in figures["models"])
+    assert base == [0] < first < last, "the result is the last checkpoint: not a column of its own"
+    said = capsys.readouterr().out
+    assert said.count("are the same weights") == 1 and "LoRA lora x 1 and lora step 4 are the same" in said
+
+
+def test_a_full_result_is_its_last_checkpoint_too(runs: Path, tmp_path: Path, capsys) -> None:
+    full = runs / "full"
+    first, last = checkpoints_of(full)
+    (result,) = named(str(full))
+    kept = without_twins([BASE, result, first, last])
+    assert [each.title for each in kept] == ["base", "full step 2", "full step 4"]
+    assert kept[2].transformer == full / TRANSFORMER, (
+        "a checkpoint's weights would not be held in the precision asked for"
+    )
+    assert "full full and full step 4 are the same weights" in capsys.readouterr().out
+    elsewhere = tmp_path / "other"
+    shutil.copytree(full, elsewhere)
+    values = load_file(elsewhere / "checkpoints" / last.trained.parent.name / last.trained.name)
+    name = next(iter(values))
+    values[name] = values[name] + 1
+    save_file(values, elsewhere / "checkpoints" / last.trained.parent.name / last.trained.name)
+    models = [*named(str(elsewhere)), *checkpoints_of(elsewhere)]
+    assert without_twins(models) == models, "the values decide, not the step"
+
+
+def test_the_first_named_run_gives_the_settings_and_keeps_the_comparison(runs: Path, tmp_path: Path, capsys) -> None:
+    for number, name in enumerate(("first", "second", "newest")):
+        shutil.copytree(runs / "lora", tmp_path / name)
+        file = tmp_path / name / "config.json"
+        config = json.loads(file.read_text())
+        config["validation"] |= {"prompts": [f"a disc of {name}"], "seed": number}
+        file.write_text(json.dumps(config))
+    os.utime(tmp_path / "newest" / "summary.json", (2**32, 2**32))
+    step = checkpoint.checkpoint_folder(tmp_path / "first", 2)
+    done = []
+    for words in ([step, tmp_path / "second"], [tmp_path / "first" / LORA_FILE], [tmp_path / "second"], []):
+        sheet = compare(parsed(add_compare_arguments, *words, "--runs", tmp_path))
+        pictures = json.loads(sheet.with_name("compare.json").read_text())["pictures"]
+        done.append((sheet.parent.relative_to(tmp_path).as_posix(), pictures[0]["prompt"], pictures[0]["seed"]))
+    assert done == [
+        ("first/compare/0001", "a disc of first", 0), ("first/compare/0002", "a disc of first", 0),
+        ("second/compare/0001", "a disc of second", 1), ("newest/compare/0001", "a disc of newest", 2),
+    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert f"settings of {tmp_path / 'newest'}, the newest run" in said and "second, the newest" not in said
+    assert len(list((tmp_path / "first" / "compare" / "0001").glob("*/000.png"))) == 3, "the second adds no column"
+    latest = tmp_path / "first" / "compare" / "latest.html"
+    assert f"{latest}: always leads" in said and 'url=0002/compare.html"' in latest.read_text()
+
+
+def test_a_comparison_goes_into_a_new_folder(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(UserError, match="--out: .* holds something already. Choose another name, or remove it"):
+        compare(parsed(add_compare_arguments, runs / "lora", "--out", tmp_path, "--prompt", "a disc"))
+
+
+def test_a_strength_that_is_no_number_is_said(runs: Path) -> None:
+    with pytest.raises(UserError, match=r"lora:abc: the strength 'abc' is not a number. Write .*lora:0.8"):
+        named(f"{runs / 'lora'}:abc")
+
+
+def test_an_empty_prompt_is_drawn_as_it_is(runs: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs / "lora", run)
+    first = generate(parsed(add_arguments, "--run", run, "--prompt", ""))
+    second = generate(parsed(add_arguments, "--run", run, "--prompt", "", "--base"))
+    assert (first.name, second.name) == ("0001-lora-seed0.png", "0002-base-seed0.png")
+    assert drawn_as(first)["prompt"] == "" and drawn_as(first)["loras"] == [["run", 1.0]]
+    assert drawn_as(second)["loras"] == []
+    with pytest.raises(UserError, match="--out: .*0001-lora-seed0.png exists. .* or add --overwrite"):
+        generate(parsed(add_arguments, "--run", run, "--prompt", "x", "--out", first))
+    assert drawn_as(first)["prompt"] == ""
+    generate(parsed(add_arguments, "--run", run, "--prompt", "x", "--out", first, "--overwrite"))
+    assert drawn_as(first)["prompt"] == "x"
 
 
 def test_checkpoints_of_a_full_model_replace_the_bases_weights(runs: Path, tiny_pipeline: Path, tmp_path: Path) -> None:

@@ -300,7 +300,33 @@ def test_about_goes_with_what_it_speaks_of(file: str, overrides: list[str], stay
 def test_arguments_that_cannot_be_are_refused_with_the_rule(words: str, message: str, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(words.split())
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in said
+    assert said.startswith("error: ") and said.count("\n") == 1, "the mistake alone, without the usage"
+    assert f"See simpletune {words.split()[0]} --help" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trian demo", "error: trian is no verb. Did you mean train? See simpletune --help\n"),
+        ("train", "error: CONFIG is missing. See simpletune train --help\n"),
+        ("generate --guidance much", "error: --guidance: much is not a number. See simpletune generate --help\n"),
+        ("extract a b", "error: --out is missing. See simpletune extract --help\n"),
+        ("generate --base --full", "error: --full: not allowed with argument --base. See simpletune generate --help\n"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_says_one_thing(words: str, message: str, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words.split())
+    assert stopped.value.code == 2 and capsys.readouterr().err == message
+
+
+def test_without_a_verb_the_verbs_are_named(capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and "VERB is missing. Known: " in said and "train" in said and "compare" in said
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from simpletune.models.compile import compile_blocks
 from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache
+from simpletune.pipeline.png import drawn_as
 from simpletune.pipeline.sample import Request, Sampler, batches, encode_starts
 from simpletune.quant.int8 import Int8
 from simpletune.quant.nf4 import Nf4
@@ -255,7 +256,7 @@ def test_compare_writes_a_page_that_stands_alone(tiny_pipeline: Path, loras, her
     assert set(figures["stages"]) >= {"text", "load", "denoise", "decode", "clip"}
     assert {"peak_memory", "device", "precision", "pictures"} <= set(figures)
     pictures = sorted(sheet.parent.glob("*/000.png"))
-    assert len(pictures) == 3 and all(Image.open(file).text["prompt"] == nasty for file in pictures)
+    assert len(pictures) == 3 and all(drawn_as(file)["prompt"] == nasty for file in pictures)
 
 
 @pytest.fixture(scope="module")
@@ -278,10 +279,11 @@ def test_generate_draws_every_prompt_and_seed_in_batches(tiny_pipeline: Path, lo
     words = ["--model", str(tiny_pipeline), "--precision", "fp32", "--prompt", "a red disc", "--prompt", "a blue star"]
     words += ["--seeds", "2", "--lora", f"{loras['a']}:0.5"]
     first = generate(parsed(add_arguments, *words, "--batch-size", "4", "--fuse", "--reuse-guidance", "2"))
-    files = sorted(first.parent.glob("lora-*.png"))
-    assert [file.name for file in files] == [f"lora-{n:03d}.png" for n in range(4)] and first == files[0]
-    told = Image.open(files[3]).text
-    assert (told["prompt"], told["seed"]) == ("a blue star", "1")
+    files = sorted(first.parent.glob("*.png"))
+    assert [file.name for file in files] == [f"{n + 1:04d}-lora-seed{n % 2}.png" for n in range(4)]
+    assert first == files[0]
+    told = drawn_as(files[3])
+    assert (told["prompt"], told["seed"]) == ("a blue star", 1)
     assert told["weights"].endswith("x 0.5, fused") and told["lossy"] == "one guidance difference for 2 steps"
     assert "lossy: one guidance difference" in capsys.readouterr().out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -404,7 +405,7 @@ def test_export_of_a_run_fills_the_header(pipeline, files, tiny_config, tmp_path
         (["export", "{folder}/nothing", "--format", "kohya"], "does not exist"),
         (["export", "{lora}", "--format", "kohya", "--out", "{folder}/x.pt"], "does not end in .safetensors"),
         (["merge", "{lora}", "--out", "{folder}/m"], "--base: name the model to merge into"),
-        (["merge", "{lora}", "--base", "{base}", "--out", "{base}"], "is there already"),
+        (["merge", "{lora}", "--base", "{base}", "--out", "{base}"], "holds something already"),
         (["merge", "{lora}", "--base", "{base}", "--out", "{folder}/m", "--format", "single-file"], "does not end in"),
         (["merge", "{lora}", "--base", "{tiny}", "--out", "{folder}/m"], "layers of the LoRA are not in"),
         (["merge", "{lora}", "--base", "{folder}/no.safetensors", "--out", "{folder}/m"], "does not exist"),
@@ -430,6 +431,27 @@ def test_mistakes_are_explained(words, message, files, pipeline, tiny_pipeline, 
     assert main([word.format(**names) for word in words]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_verb_replaces_a_file_unless_told(files, pipeline, tmp_path, capsys) -> None:
+    lora, out = str(files["kohya"]), tmp_path / "mine.safetensors"
+    verbs = {
+        "export": [lora, "--format", "comfy"], "resize": [lora, "--rank", "2"], "mix": [lora, str(files["other"])],
+        "merge": [lora, "--base", str(pipeline)], "extract": [str(pipeline), str(pipeline), "--rank", "1"],
+    }  # fmt: skip
+    for verb, words in verbs.items():
+        out.write_bytes(b"mine")
+        assert main([verb, *words, "--out", str(out)]) == 2, verb
+        assert f"--out: {out} exists. Choose another name, or add --overwrite" in capsys.readouterr().err
+        assert out.read_bytes() == b"mine"
+        if verb != "extract":  # two equal models: there would be nothing to write
+            assert main([verb, *words, "--out", str(out), "--overwrite"]) == 0
+            assert out.stat().st_size > 1000
+    capsys.readouterr()
+    shutil.copy(lora, tmp_path / "x.safetensors")
+    for code in (0, 2):
+        assert main(["export", str(tmp_path / "x.safetensors"), "--format", "comfy"]) == code
+    assert "x_comfy.safetensors exists" in capsys.readouterr().err
 
 
 def test_a_lora_of_sd35_is_refused_by_sd3(pipeline: Path, tmp_path: Path) -> None:

@@ -140,7 +140,8 @@ def test_generate_repeats_the_runs_validation_pictures(tiny_config, tmp_path: Pa
     run = run_with(tiny_config, train={"steps": 15}, validation={"prompts": ["a red disc"], "steps": 3})
     base = generate(arguments("--runs", str(tmp_path / "runs"), "--base"))
     tuned = generate(arguments("--runs", str(tmp_path / "runs")))
-    assert base == run / "inference" / "base.png" and tuned == run / "inference" / "lora.png"
+    folder = run / "inference"
+    assert base == folder / "0001-base-seed0.png" and tuned == folder / "0002-lora-seed0.png"
     for ours, validation in ((base, "base"), (tuned, "step-000015")):
         expected = Image.open(run / "samples" / validation / "prompt-00.png")
         assert list(Image.open(ours).getdata()) == list(expected.getdata())
@@ -203,7 +204,7 @@ def test_the_full_model_of_a_full_run_is_drawn_by_default(tiny_config, tmp_path:
     run = run_with(config, train={"steps": 5}, validation={"prompts": ["a red disc"], "steps": 3})
     drawn = generate(arguments("--runs", str(tmp_path / "runs")))
     expected = Image.open(run / "samples" / "step-000005" / "prompt-00.png")
-    assert drawn.name == "full.png" and list(Image.open(drawn).getdata()) == list(expected.getdata())
+    assert drawn.name == "0001-full-seed0.png" and list(Image.open(drawn).getdata()) == list(expected.getdata())
 
 
 def test_compare_draws_base_and_strengths_from_the_same_noise(tiny_config, tmp_path: Path) -> None:
@@ -212,12 +213,12 @@ def test_compare_draws_base_and_strengths_from_the_same_noise(tiny_config, tmp_p
     add_compare_arguments(parser)
     words = ["--runs", str(tmp_path / "runs"), "--seeds", "2", "--scale", "0", "--scale", "1"]
     sheet = compare(parser.parse_args(words))
-    assert sheet == run / "compare" / "grid.png"
-    figures = json.loads((run / "compare" / "compare.json").read_text())["models"]
+    assert sheet == run / "compare" / "0001" / "grid.png"
+    figures = json.loads(sheet.with_name("compare.json").read_text())["models"]
     assert [len(model["difference_from_base"]) for model in figures] == [2, 2, 2]
     assert figures[0]["difference_from_base"] == figures[1]["difference_from_base"] == [0, 0]
     assert min(figures[2]["difference_from_base"]) > 0
-    base = Image.open(run / "compare" / "base" / "000.png")
+    base = Image.open(sheet.parent / "base" / "000.png")
     assert list(base.getdata()) == list(Image.open(run / "samples" / "base" / "prompt-00.png").getdata())
 
 
@@ -225,6 +226,6 @@ def test_generate_with_a_model_alone_needs_no_run(tiny_pipeline, tmp_path: Path,
     monkeypatch.chdir(tmp_path)
     words = ["--model", str(tiny_pipeline), "--base", "--device", "cpu", "--size", "32x32", "--steps", "2"]
     drawn = generate(arguments(*words, "--prompt", "a red disc"))
-    assert drawn == Path("inference-out/base.png") and Image.open(drawn).size == (32, 32)
+    assert drawn == Path("inference-out/0001-base-seed0.png") and Image.open(drawn).size == (32, 32)
     with pytest.raises(UserError, match="--prompt: say what to draw"):
         generate(arguments(*words))

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from simpletune.config.load import validate
 from simpletune.options import UserError
+from simpletune.pipeline.png import drawn_as
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import append_metrics, newest_run, open_again, read_metrics
 from simpletune.step.core import StepCore
@@ -76,10 +77,11 @@ def test_leaves_what_the_design_says(full_run: Path, tmp_path: Path) -> None:
 def test_pictures_are_of_base_and_tuned_from_the_same_noise(full_run: Path) -> None:
     samples = full_run / "samples"
     assert sorted(f.name for f in samples.iterdir()) == ["base", "grid.png", "step-000006", "step-000012"]
-    base, tuned = (Image.open(samples / state / "prompt-01.png") for state in ("base", "step-000012"))
-    assert base.text["prompt"] == tuned.text["prompt"] == "a blue square"
-    assert base.text["seed"] == tuned.text["seed"] == "1"
-    assert base.text["weights"] == "base" and tuned.text["weights"] == "step 12"
+    files = [samples / state / "prompt-01.png" for state in ("base", "step-000012")]
+    (before, after), (base, tuned) = map(drawn_as, files), map(Image.open, files)
+    assert before["prompt"] == after["prompt"] == "a blue square"
+    assert before["seed"] == after["seed"] == 1
+    assert before["weights"] == "base" and after["weights"] == "step 12"
     assert base.size == tuned.size == (32, 32)
     assert list(base.getdata()) != list(tuned.getdata())
     grid = Image.open(samples / "grid.png")

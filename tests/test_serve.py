@@ -132,9 +132,10 @@ def test_drawing_can_be_given_up_before_every_step(live: Running) -> None:
 def test_a_picture_says_how_it_was_made_and_an_instance_goes_before_the_parameters(live: Running) -> None:
     answer = live.predict({"prompt": PROMPT, "seed": 5, "lora": "first"}, seed=1, negative_prompt="blurry")
     image = Image.open(io.BytesIO(base64.b64decode(answer.json()["predictions"][0])))
-    assert image.text["prompt"] == PROMPT and image.text["seed"] == "5"  # type: ignore[attr-defined]
-    made = json.loads(image.text["parameters"])  # type: ignore[attr-defined]
-    assert made["weights"] == "LoRA first x 1" and made["negative_prompt"] == "blurry"
+    made = json.loads(image.text["simpletune"])  # type: ignore[attr-defined]
+    assert made["prompt"] == PROMPT and made["seed"] == 5 and made["negative_prompt"] == "blurry"
+    assert made["weights"] == "LoRA first x 1" and made["loras"] == [["first", 1.0]]
+    assert "<lora:first:1>" in image.text["parameters"]  # type: ignore[attr-defined]
     assert answer.headers["content-type"] == "application/json"
 
 
@@ -291,7 +292,7 @@ def test_a_body_that_does_not_fit(body: bytes, status: int, told: str, live: Run
 
 def test_info_tells_the_page_what_may_be_asked_for(stub: Running) -> None:
     about = stub.client.get("/info").json()
-    assert set(about) == {"loras", "standard", "limits", "status"} and about["status"] == "ready"
+    assert set(about) == {"loras", "tuned", "standard", "limits", "status"} and about["status"] == "ready"
     assert about["limits"]["steps"] >= about["standard"]["steps"]
 
 

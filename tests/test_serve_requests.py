@@ -19,7 +19,7 @@ DEFAULTS = Request("", 7, "blurry", 64, 64, 3, 3.0)
 CAPABILITIES = Capabilities(("base", "one"), DEFAULTS, Limits())
 NAMES = [
     "prompt", "text", "negative_prompt", "width", "height", "num_inference_steps", "guidance_scale", "seed", "lora",
-    "lora_id", "lora_scale",
+    "lora_id", "model", "lora_scale",
 ]  # fmt: skip
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(st.characters(codec=None), max_size=4),

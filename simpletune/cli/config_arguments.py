@@ -15,7 +15,8 @@ CONFIG_HELP = "a JSON file, or the name of a shipped configuration, such as demo
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Arguments of verbs that read a configuration."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help=CONFIG_HELP)
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to it, such as train.steps=30")
+    about = "changes to it, such as train.steps=30"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=about)
 
 
 def read(args: argparse.Namespace) -> TrainConfig:

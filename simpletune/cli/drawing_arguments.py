@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--base", action="store_true", help="draw with the base model alone")
     kind.add_argument("--full", action="store_true", help="draw with the run's full model; a LoRA is folded in")
     parser.add_argument("--fuse", action="store_true", help="add the LoRA to the base's weights: faster")
-    parser.add_argument("--output", type=Path, help="the PNG to write; of several pictures -000, -001, ... are added")
+    about = "the PNG to write; of several pictures -000, -001, ... are added; default: the next number in the run's "
+    parser.add_argument("--out", "--output", dest="output", type=Path, metavar="FILE", help=about + "inference/")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file of --out if it exists")
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +34,10 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoints", action="store_true", help="every checkpoint of each run, too")
     parser.add_argument("--clip", metavar="NAME", help="a CLIP model (folder or hub name): how pictures fit prompts")
     parser.add_argument("--dino", metavar="NAME", help="a DINO model (folder or hub name): likeness to the base's")
-    parser.add_argument("--output", type=Path, help="the folder to write; default: the run's compare/")
+    parser.add_argument(
+        "--out", "--output", dest="output", type=Path, metavar="FOLDER",
+        help="the folder to write, new or empty; default: the next number in the first run's compare/",
+    )  # fmt: skip
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

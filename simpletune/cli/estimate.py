@@ -42,7 +42,8 @@ def estimate_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=CONFIG_HELP)
     what.add_argument("--compare", nargs="+", metavar="CONFIG", help="several configurations side by side")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to it, such as train.steps=30")
+    about = "changes to it, such as train.steps=30"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=about)
     parser.add_argument("--json", action="store_true", help="print figures for programs")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="with --compare: stacked bars, as .svg or .png")
     parser.add_argument("--device", metavar="CARD", help=ABOUT_DEVICE)

@@ -44,6 +44,7 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, required=True, help="kohya loads in ComfyUI and Forge")
     parser.add_argument("--out", type=Path, help="the file to write; default: beside the LoRA, the format in its name")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as it is")
+    add_overwrite(parser)
 
 
 def merge(args: argparse.Namespace) -> None:
@@ -63,6 +64,7 @@ def merge_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", choices=("diffusers", "single-file"), help="default: single-file if --out ends in .safetensors"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="default: as the base is")
+    add_overwrite(parser)
 
 
 def mix(args: argparse.Namespace) -> None:
@@ -126,6 +128,12 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the .safetensors file to write")
     parser.add_argument("--format", choices=FORMATS, default="diffusers", help="default: diffusers")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as computed (fp32), or as the files are")
+    add_overwrite(parser)
+
+
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Leave to replace a file."""
+    parser.add_argument("--overwrite", action="store_true", help="replace the file of --out if it exists")
 
 
 def positive(text: str) -> int:

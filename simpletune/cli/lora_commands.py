@@ -14,6 +14,7 @@ from simpletune.lora.header import open_lora
 from simpletune.options import UserError, plural, shortened
 from simpletune.runs.folder import SUMMARY, read_json_or_none
 from simpletune.runs.names import find_lora
+from simpletune.runs.outputs import require_new
 from simpletune.system.console import progress, say
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def export(args: argparse.Namespace) -> Path:
     header = open_lora(source.file)
     out = args.out or (source.run or source.file.parent) / f"{source.title}_{args.format}.safetensors"
     refuse_same(out, source.file)
+    require_new(out, args.overwrite)
     updates = updates_of(header)
     written = write(updates, out, args, header_of(updates, out.stem, source.config(header.metadata), source.steps))
     return written
@@ -95,6 +97,7 @@ def resize(args: argparse.Namespace) -> Path:
     require_rank_or_energy(args)
     source = named_lora(args.lora)
     refuse_same(args.out, source.file)
+    require_new(args.out, args.overwrite)
     header = open_lora(source.file)
     old = updates_of(header)
     changed = {layer: resized(update, args.rank, args.energy) for layer, update in old.items()}
@@ -121,6 +124,7 @@ def mix(args: argparse.Namespace) -> Path:
         raise UserError(f"--rank goes with the methods that end in svd, not with {args.method}: use simpletune resize")
     for source in sources:
         refuse_same(args.out, source.file)
+    require_new(args.out, args.overwrite)
     recipe = Recipe(args.method, args.rank, args.density, args.seed)
     updates = mixed([(read_lora(source.file), source.weight) for source in sources], recipe)
     parts = [(source.name, source.weight) for source in sources]
@@ -145,6 +149,7 @@ def merge(args: argparse.Namespace) -> Path:
     base = Base(args.base or base_of(sources))
     if single and base.file is not None:
         refuse_same(args.out, base.file)
+    require_new(args.out, args.overwrite, folder=not single)
     loras = [(read_lora(source.file), source.weight * args.scale) for source in sources]
     merger = Merger(base, loras, args.dtype)
     parts = [(source.name, source.weight * args.scale) for source in sources]
@@ -165,6 +170,7 @@ def extract(args: argparse.Namespace) -> Path:
     from simpletune.lora.extract import extract as extracted
 
     require_rank_or_energy(args, both=True)
+    require_new(args.out, args.overwrite)
     base, tuned = Base(args.base), Base(args.tuned)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with progress("extract", len(base.shapes), "tensors") as advance:
@@ -226,8 +232,6 @@ def refuse_unfit_output(out: Path, single: bool) -> None:
         raise UserError(f"--out: {out} does not end in .safetensors, as a single file does")
     if not single and out.suffix == ".safetensors":
         raise UserError(f"--out: {out} is a file's name, and --format diffusers writes a folder")
-    if not single and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out: {out} is there already. Choose another name, or remove it")
 
 
 def require_rank_or_energy(args: argparse.Namespace, both: bool = False) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from simpletune import __version__
 from simpletune.cli import data, draw, estimate, lora, report, serve, train
 from simpletune.cli import push as share
+from simpletune.cli.parser import Parser
 from simpletune.options import UserError
 from simpletune.system.devices import prepare_environment
 from simpletune.system.printable import printable
@@ -21,13 +22,11 @@ GROUPS = (train, data, estimate, draw, report, serve, lora, share)
 VERBS: dict[str, Verb] = {name: verb for group in GROUPS for name, verb in group.VERBS.items()}
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line's parser."""
-    top = argparse.ArgumentParser(
-        prog="simpletune", description="Fine-tune Stable Diffusion 3 Medium on one graphics card."
-    )
+    top = Parser(prog="simpletune", description="Fine-tune Stable Diffusion 3 Medium on one graphics card.")
     top.add_argument("--version", action="version", version=__version__)
-    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = top.add_subparsers(dest="verb", metavar="VERB")
     for name, (function, arguments) in VERBS.items():
         arguments(verbs.add_parser(name, help=function.__doc__, description=function.__doc__))
     return top
@@ -35,11 +34,19 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse a command line; overrides may stand before and after flags."""
-    args, rest = parser().parse_known_args(argv)
+    words, top = sys.argv[1:] if argv is None else argv, parser()
+    verb = next((word for word in words if not word.startswith("-")), None)
+    if verb is not None and verb not in VERBS:
+        from simpletune.config.error_text import did_you_mean
+
+        top.error(f"{verb} is no verb.{did_you_mean(verb, list(VERBS))}")
+    args, rest = top.parse_known_args(words)
+    if args.verb is None:
+        top.error(f"VERB is missing. Known: {', '.join(VERBS)}")
     late = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in late]
     if unknown or (late and not hasattr(args, "overrides")):
-        parser().error(f"unknown argument {(unknown or late)[0]}. See simpletune {args.verb} --help")
+        top.error(f"unknown argument {(unknown or late)[0]}", args.verb)
     if late:
         args.overrides = [*args.overrides, *late]
     return args

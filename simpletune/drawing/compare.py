@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from simpletune.drawing.compare_page import write_page
-from simpletune.drawing.generate import InferenceSession, open_session, requests_of
+from simpletune.drawing.compare_page import write_latest, write_page
+from simpletune.drawing.generate import InferenceSession, made_with, open_session, requests_of
+from simpletune.drawing.same_weights import without_twins
 from simpletune.drawing.session import GeneratedImages
 from simpletune.drawing.similarity import Clip, Dino, ModelFigures, latent_distance, pixel_difference
 from simpletune.options import UserError, plural
 from simpletune.pipeline.encode import free_memory
-from simpletune.pipeline.sample import Request, save_png
+from simpletune.pipeline.png import save_png
+from simpletune.pipeline.sample import Request
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.names import find_named, is_unfinished
+from simpletune.runs.names import find_named, is_run, is_unfinished, split_scale
+from simpletune.runs.outputs import numbered_folder, require_new
 from simpletune.runs.weights import (
     BASE,
     Weights,
@@ -56,7 +59,17 @@ def models_to_compare(session: InferenceSession, args: argparse.Namespace) -> li
         if session.run is None:
             raise UserError("no run is named, and no LoRA. Give --run RUN, --lora FILE, or a model to compare")
         models += dict.fromkeys(result_of(session.run, scale, session.step) for scale in scales)
-    return list(dict.fromkeys(models))
+    return without_twins(models)
+
+
+def first_run(args: argparse.Namespace) -> str | None:
+    """The first run that the arguments name, by itself, or by a checkpoint or LoRA of it; None if they name none."""
+    for text in [*args.models, *(args.lora or ())]:
+        place = Path(split_scale(text)[0].partition("@")[0]).absolute()
+        for folder in [place, *place.parents[:3]]:
+            if is_run(folder):
+                return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+    return None
 
 
 def named(text: str) -> list[Weights]:
@@ -82,15 +95,21 @@ def compare(args: argparse.Namespace) -> Path:
     Returns:
         The grid.
     """
+    args.run = args.run or first_run(args)
     session = open_session(args)
     models = models_to_compare(session, args)
     requests = requests_of(session, args, session.config.validation.prompts or (None,))
-    folder = args.output or (session.run / "compare" if session.run else Path("inference-out") / "compare")
+    if args.output:
+        require_new(args.output, overwrite=False, folder=True)
+    if session.run is not None:
+        say(f"settings of {session.run}{'' if args.run else ', the newest run'}")
     columns = session.draw_all(models, requests)
+    own = session.run / "compare" if session.run else Path("inference-out") / "compare"
+    folder = args.output or numbered_folder(own)
     figures = [figures_of(session, column, columns[0]) for column in columns]
     add_scores(session, args, columns, requests, figures)
     for column, figure in zip(columns, figures, strict=True):
-        save_pictures(folder, column, requests, figure, session.speed.lossy())
+        save_pictures(folder, column, requests, made_with(session, column.weights))
         away = np.mean(figure["difference_from_base"])
         seconds = figure["seconds_per_picture"]
         say(f"{column.weights.label}: {seconds:.2f} s per picture, mean difference from the base {away:.4f}")
@@ -110,6 +129,8 @@ def compare(args: argparse.Namespace) -> Path:
         f"{session.reason}"
     )
     say(f"  {page}: with a slider, offline")
+    if not args.output:
+        say(f"  {write_latest(own, page)}: always leads to the newest")
     say(f"  peak memory {session.memory()}")
     return sheet
 
@@ -156,13 +177,11 @@ def add_scores(
 
 
 def save_pictures(
-    folder: Path, column: GeneratedImages, requests: Sequence[Request], figure: ModelFigures, lossy: dict[str, str]
+    folder: Path, column: GeneratedImages, requests: Sequence[Request], made: Mapping[str, object]
 ) -> None:
     """Single PNGs of one model, each with how it was made."""
-    weights = column.weights
-    more = {"weights": weights.label, "precision": figure["precision"], **lossy}
     for number, (picture, request) in enumerate(zip(column.pictures, requests, strict=True)):
-        save_png(picture, folder / file_name(weights.label) / f"{number:03d}.png", request, **more)
+        save_png(picture, folder / file_name(column.weights.label) / f"{number:03d}.png", request, **made)
 
 
 def warn_of_precisions(figures: Sequence[ModelFigures]) -> None:

@@ -17,6 +17,15 @@ from simpletune.pipeline.sample import Request
 from simpletune.report.templates import page_template
 from simpletune.system.atomic import write_text
 
+LATEST = "latest.html"
+REDIRECT = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta http-equiv="refresh" content="0; url={newest}">
+<title>simpletune compare</title>
+<p><a href="{newest}">The newest comparison</a></p>
+</html>
+"""
 LOSSLESS = 256  # pixels; larger pictures are embedded as WebP, the PNGs lie beside the page
 MEASURES: dict[Measure, tuple[str, str]] = {
     "difference_from_base": ("pixels", "mean difference from the base's picture, 0 to 1"),
@@ -69,6 +78,18 @@ def write_page(
     )
     write_text(file, text)
     return file
+
+
+def write_latest(folder: Path, page: Path) -> Path:
+    """A page whose name stays, and that leads to the newest comparison of a folder.
+
+    Args:
+        folder: of numbered comparisons.
+        page: the newest one's.
+    """
+    newest = page.relative_to(folder).as_posix()
+    write_text(folder / LATEST, REDIRECT.format(newest=newest), shared=True)
+    return folder / LATEST
 
 
 def embedded(image: Image.Image) -> str:

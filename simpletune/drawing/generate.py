@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,11 @@ from PIL import Image
 
 from simpletune.drawing.session import InferenceSession, given_arguments, open_session
 from simpletune.options import UserError, plural
-from simpletune.pipeline.sample import Request, save_png
+from simpletune.pipeline.png import drawn_as, save_png
+from simpletune.pipeline.sample import Request
+from simpletune.runs.folder import CHECKPOINTS
+from simpletune.runs.names import LORA_FILE, TRANSFORMER
+from simpletune.runs.outputs import require_new, write_numbered
 from simpletune.runs.weights import (
     BASE,
     Weights,
@@ -21,6 +25,7 @@ from simpletune.runs.weights import (
     precision_of,
     result_of,
 )
+from simpletune.system.atomic import atomic_file
 from simpletune.system.console import say
 
 
@@ -28,7 +33,7 @@ def request_of(session: InferenceSession, args: argparse.Namespace, prompt: str 
     """The picture that the run's first validation picture is, changed by the arguments."""
     option = session.config.validation
     width, height = args.size or session.config.picture_size()
-    prompt = prompt or default_prompt(session)
+    prompt = default_prompt(session) if prompt is None else prompt
     request = Request(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
     request = replace(
         request, **given_arguments(args, "seed", "negative_prompt", "steps", "guidance", "image", "strength")
@@ -59,8 +64,8 @@ def default_prompt(session: InferenceSession) -> str:
         raise UserError('--prompt: say what to draw, as in --prompt "a lighthouse at dusk"')
     for file in sorted((session.run / "samples" / "base").glob("*.png")):
         try:
-            return Image.open(file).text["prompt"]  # type: ignore[attr-defined]
-        except (OSError, ValueError, SyntaxError, AttributeError, KeyError):
+            return str(drawn_as(file)["prompt"])
+        except (OSError, ValueError, SyntaxError, KeyError):
             raise UserError(
                 f"--prompt: {file} is damaged, so the run's prompt is not known. Say what to draw"
             ) from None
@@ -115,16 +120,18 @@ def generate(args: argparse.Namespace) -> Path:
     session = open_session(args)
     name, weights = weights_of(session, args)
     requests = requests_of(session, args)
+    outputs = output_files(args.output, len(requests), args.overwrite) if args.output else []
     (drawn,) = session.draw_all([weights], requests)
-    folder = session.run / "inference" if session.run else Path("inference-out")
-    first = args.output or folder / f"{name}.png"
-    files = [first.with_stem(f"{first.stem}-{number:03d}") for number in range(len(requests))]
-    files = files if len(files) > 1 else [first]
     precision = precision_of(session.config, weights).weights
-    more = {"weights": weights.label, "precision": precision, **session.speed.lossy()}
-    for file, picture, request in zip(files, drawn.pictures, requests, strict=True):
-        save_png(picture, file, request, **more)
-        say(f"{file}: {weights.label}, {precision} weights on {session.reason}")
+    more = made_with(session, weights)
+    files: list[Path] = []
+    for number, (picture, request) in enumerate(zip(drawn.pictures, requests, strict=True)):
+
+        def save(file: Path, picture: Image.Image = picture, request: Request = request) -> None:
+            save_png(picture, file, request, **more)
+
+        files.append(write_picture(save, outputs[number] if outputs else None, f"{name}-seed{request.seed}", session))
+        say(f"{files[-1]}: {weights.label}, {precision} weights on {session.reason}")
         say(
             f"  prompt {request.prompt!r}, seed {request.seed}, {plural(request.steps, 'step')}, "
             f"guidance {request.guidance:g}"
@@ -135,3 +142,45 @@ def generate(args: argparse.Namespace) -> Path:
     compiling = " (with the compiling)" if session.speed.compiled else ""
     say(f"  denoise {drawn.denoise:.2f} s{compiling}, decode {drawn.decode:.2f} s")
     return files[0]
+
+
+def output_files(first: Path, count: int, overwrite: bool) -> list[Path]:
+    """The files of ``--out``: the name itself for one picture, with -000, -001, ... for several.
+
+    Raises:
+        UserError: one exists, and ``--overwrite`` is not given; or it is no PNG's name.
+    """
+    if first.suffix.lower() != ".png":
+        raise UserError(f"--out: {first} does not end in .png. Use {first.with_suffix('.png')}")
+    files = [first] if count == 1 else [first.with_stem(f"{first.stem}-{number:03d}") for number in range(count)]
+    for file in files:
+        require_new(file, overwrite)
+    return files
+
+
+def write_picture(save: Callable[[Path], object], file: Path | None, name: str, session: InferenceSession) -> Path:
+    """Write a picture under the name that was asked for, or the next number of the run's ``inference/``."""
+    if file is None:
+        folder = session.run / "inference" if session.run else Path("inference-out")
+        return write_numbered(folder, f"{name}.png", save)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(file, shared=True) as part:
+        save(part)
+    return file
+
+
+def made_with(session: InferenceSession, weights: Weights) -> dict[str, object]:
+    """What a picture's metadata say beside its request: model, LoRAs with strengths, precision, what was lossy."""
+    own = weights.transformer or weights.trained
+    model = _name_of(own) if own else session.config.model.transformer or session.config.model.pretrained
+    loras = [(_name_of(file), scale) for file, scale in weights.loras]
+    precision = precision_of(session.config, weights).weights
+    return {"model": model, "loras": loras, "weights": weights.label, "precision": precision, **session.speed.lossy()}
+
+
+def _name_of(weights: Path) -> str:
+    """A short name of a weight file or folder: those that a run writes are called by the run and the checkpoint."""
+    place = weights.resolve()
+    if place.parent.parent.name == CHECKPOINTS:
+        return f"{place.parents[2].name}-{place.parent.name}"
+    return place.parent.name if place.name in (LORA_FILE, TRANSFORMER) else place.stem

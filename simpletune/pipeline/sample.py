@@ -6,18 +6,16 @@ r rows of the transformer's batch: b, or with guidance 2b, the negative prompts 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from PIL.PngImagePlugin import PngInfo
 from torch import Tensor, nn
 
 from simpletune.flow import interpolate
@@ -289,19 +287,3 @@ def to_image(pixels: Tensor) -> Image.Image:
     """A picture [3, h, w] in 0..1 as an RGB image."""
     array = (pixels * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
     return Image.fromarray(array)
-
-
-def save_png(image: Image.Image, file: Path | IO[bytes], request: Request, **more: str) -> None:
-    """Write a PNG whose text chunks say how it was made (``prompt``, ``seed``, ``parameters`` and more)."""
-    info = PngInfo()
-    info.add_itxt("prompt", request.prompt)
-    info.add_text("seed", str(request.seed))
-    how = {key: str(value) if isinstance(value, Path) else value for key, value in request.__dict__.items()}
-    if request.image is None:
-        how = {key: value for key, value in how.items() if key not in ("image", "strength")}
-    info.add_itxt("parameters", json.dumps({**how, **more}, ensure_ascii=False))
-    for key, value in more.items():
-        info.add_itxt(key, value)
-    if isinstance(file, Path):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    image.save(file, format="PNG", pnginfo=info)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from simpletune.pipeline.png import drawn_as
+
 BASE = "base"
 LARGEST = 512  # pixels of the longer side
 SHOWN_AS_IS = 128  # small pictures keep every pixel
@@ -46,14 +48,12 @@ def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPictur
             continue
         for file in sorted(state.glob("prompt-*.png")):
             try:
-                with Image.open(file) as image:
-                    text = getattr(image, "text", {})  # of a PNG this decodes all of it
+                how = drawn_as(file)
             except (OSError, ValueError, SyntaxError) as error:
                 notes.append(f"{state.name}/{file.name} cannot be read ({type(error).__name__}) and is left out.")
                 continue
-            found.append(
-                (file.name, ValidationPicture(str(text.get("prompt", "")), str(text.get("seed", "")), step, file))
-            )
+            picture = ValidationPicture(str(how.get("prompt", "")), str(how.get("seed", "")), step, file)
+            found.append((file.name, picture))
     return [picture for _, picture in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
 
 

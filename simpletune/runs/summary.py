@@ -88,15 +88,15 @@ def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
         summary |= {"device": attempts[-1].device, "attempts": len(attempts), **_peaks(attempts)}
         summary |= {"seconds_total": total_seconds(attempts), "seconds_setup": setup_seconds(attempts)}
     trained = WeightReader([saved.folder / TRAINABLE])
-    before = read_json_or_none(run / EVALUATION) or {}
+    before: Json = read_json_or_none(run / EVALUATION) or {}
     evaluated = {row["step"]: row["eval_loss"] for row in read_rows(run / EVALUATIONS)}
     summary |= {
         "trainable_parameters": sum(trained.get(name).numel() for name in trained.names),
         "total_parameters": config.model.parameter_count(),
         "eval_loss_before": before.get("eval_loss"),
-        **{key: before[key] for key in ("eval_loss_is", "held_out_pictures") if key in before},
         "eval_loss_after": evaluated.get(step),
     }
+    summary |= {key: value for key, value in before.items() if key in ("eval_loss_is", "held_out_pictures")}
     if skipped := sum(row["step"] <= step for row in read_rows(run / SKIPPED)):
         summary["skipped_steps"] = skipped
     return summary

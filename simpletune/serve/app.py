@@ -100,8 +100,9 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
 
     async def info(request: Request) -> Response:
         standard = {name: getattr(capabilities.defaults, name) for name in STANDARD}
-        shown = {"loras": capabilities.loras, "standard": standard, "limits": asdict(capabilities.limits)}
-        return JSONResponse({**shown, "status": worker.state})
+        names = {"loras": capabilities.loras, "tuned": capabilities.tuned}
+        limits = asdict(capabilities.limits)
+        return JSONResponse({**names, "standard": standard, "limits": limits, "status": worker.state})
 
     async def page(request: Request) -> Response:
         content, kind = pages[request.url.path]

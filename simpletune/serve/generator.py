@@ -1,4 +1,4 @@
-"""The model behind a server: one base, several LoRAs that are put in and taken out exactly, prompts kept in memory.
+"""What draws behind a server: the models, the autoencoder, and prompts that are kept in memory.
 
 Only one thread may use it. Nothing here writes a file: neither prompts nor pictures of a request reach the disk.
 """
@@ -8,21 +8,16 @@ from __future__ import annotations
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
-from torch import nn
 
-from simpletune.adapters.lora_layers import ADAPTER, lora_layers
 from simpletune.config.schema import TrainConfig
-from simpletune.lora.attach import load_lora
 from simpletune.models import Model
-from simpletune.options import UserError
 from simpletune.pipeline.encode import free_memory
-from simpletune.pipeline.sample import Embeddings, Sampler, draw, save_png
-from simpletune.runs.weights import Weights, load_weights
+from simpletune.pipeline.png import save_png
+from simpletune.pipeline.sample import Embeddings, Sampler, draw
+from simpletune.serve.models import Models, ServedModels
 from simpletune.serve.requests import BASE, ImageRequest
 from simpletune.system.stage_timer import GIB, peak_rss_gib
 
@@ -74,76 +69,12 @@ class PromptCache:
         return self._cached[prompt]
 
 
-class LoraLayer(NamedTuple):
-    """One layer of a LoRA: where it belongs, PEFT's layer, and the file's own strength."""
-
-    path: str
-    layer: Any
-    scaling: float
-
-
-class Adapters:
-    """LoRAs of one transformer, of which one or none is in it at a time.
-
-    A LoRA's layers stand around the base's own layers. To switch it off they are taken out and the base's layers put
-    back: what is left is the base as it was loaded, not a base with updates of zero.
-
-    Args:
-        transformer: loaded, changed in place.
-        files: LoRA files by name.
-        device: where it computes.
-    """
-
-    def __init__(self, transformer: nn.Module, files: Mapping[str, Path], device: torch.device):
-        self.transformer = transformer
-        self._base: dict[str, nn.Module] = {}
-        self._layers: dict[str, list[LoraLayer]] = {BASE: []}
-        self._active = BASE
-        for name, file in files.items():
-            self._read(name, file, device)
-
-    def _read(self, name: str, file: Path, device: torch.device) -> None:
-        load_lora(self.transformer, file)
-        layers: list[LoraLayer] = []
-        for path, layer in list(lora_layers(self.transformer)):
-            for pair in (layer.lora_A, layer.lora_B):
-                pair.to(device)  # beside streamed weights they were made on the host
-            layers.append(LoraLayer(path, layer, layer.scaling[ADAPTER]))
-            self._base[path] = layer.get_base_layer()
-            _replace(self.transformer, path, self._base[path])
-        if hasattr(self.transformer, "peft_config"):
-            del self.transformer.peft_config  # PEFT's note that an adapter of this name is inside
-        self._layers[name] = layers
-
-    def use(self, name: str, scale: float) -> None:
-        """Have this LoRA inside, at this strength, and no other.
-
-        Args:
-            name: of a LoRA, or ``base``.
-            scale: 1 is the file's own strength.
-        """
-        if name != self._active:
-            for path, _, _ in self._layers[self._active]:
-                _replace(self.transformer, path, self._base[path])
-            for path, layer, _ in self._layers[name]:
-                _replace(self.transformer, path, layer)
-            self._active = name
-        for _, layer, own in self._layers[name]:
-            layer.scaling[ADAPTER] = own * scale
-
-
-def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
-    parent, _, leaf = path.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, layer)
-
-
 class ImageGenerator:
     """Generates images, one at a time.
 
     Args:
         config: with folders resolved.
-        base: the weights under every LoRA.
-        loras: files by name.
+        served: the models.
         device: where to.
         side: width and height of the largest picture, in pixels.
 
@@ -151,21 +82,13 @@ class ImageGenerator:
         UserError: weights are missing, or a LoRA does not fit the model.
     """
 
-    def __init__(self, config: TrainConfig, base: Weights, loras: Mapping[str, Path], device: torch.device, side: int):
-        self.config, self.device = config, device
+    def __init__(self, config: TrainConfig, served: ServedModels, device: torch.device, side: int):
+        self.config, self.served, self.device = config, served, device
         dtype = config.precision.encoder_dtype()
-        self.transformer, self.modulation = load_weights(config, base, device, [(side, side)])
-        try:
-            self.adapters = Adapters(self.transformer, loras, device)
-        except UserError as error:
-            if self.modulation is None:
-                raise
-            remedy = "memory.modulation=plan has taken the modulation out: for a LoRA of it give --modulation resident"
-            raise UserError(f"{error}. {remedy}") from error
+        self._check_cancelled: Callable[[], None] = lambda: None
+        self.models = Models(config, served, device, side, lambda: self._check_cancelled())
         self.vae = config.model.load_vae(device, dtype, config.memory.vae_tile)
         self.text = PromptCache(config.model, dtype, device)
-        self._check_cancelled: Callable[[], None] = lambda: None
-        self.transformer.register_forward_pre_hook(lambda module, inputs: self._check_cancelled())
 
     def encode(self, prompts: Sequence[str]) -> None:
         """Have these prompts' embeddings in memory."""
@@ -183,14 +106,14 @@ class ImageGenerator:
         """
         check_cancelled()
         self.text.fill([image.request.prompt, image.request.negative_prompt])
-        self.adapters.use(image.lora, image.scale)
+        transformer, modulation = self.models.use(image.lora, image.scale)
         self._check_cancelled = check_cancelled
         try:
-            sampler = Sampler(self.transformer, self.config.model, self.config.precision, self.modulation)
+            sampler = Sampler(transformer, self.config.model, self.config.precision, modulation)
             pictures = draw(sampler, self.vae, self.config.model, [image.request], self.text.load)
         finally:
             self._check_cancelled = lambda: None
-        return to_png(pictures[0], image)
+        return to_png(pictures[0], image, self.config, self.served)
 
     def peak_bytes(self) -> dict[str, float]:
         """Peak memory so far, by kind."""
@@ -200,9 +123,13 @@ class ImageGenerator:
         return peaks
 
 
-def to_png(picture: Image.Image, image: ImageRequest) -> bytes:
+def to_png(picture: Image.Image, image: ImageRequest, config: TrainConfig, served: ServedModels) -> bytes:
     """A PNG with the text chunks that ``simpletune generate`` writes."""
-    label = BASE if image.lora == BASE else f"LoRA {image.lora} x {image.scale:g}"
+    model, loras, label = config.model.transformer or config.model.pretrained, [], image.lora
+    if image.lora in served.loras:
+        loras, label = [(image.lora, image.scale)], f"LoRA {image.lora} x {image.scale:g}"
+    elif image.lora != BASE:
+        model = image.lora
     buffer = io.BytesIO()
-    save_png(picture, buffer, image.request, weights=label)
+    save_png(picture, buffer, image.request, weights=label, model=model, loras=loras)
     return buffer.getvalue()

@@ -23,6 +23,7 @@ from simpletune.system.strict_json import JsonError, JsonValue
 BASE = "base"
 STEP = 16  # pixels
 PROMPTS = ("prompt", "text")
+MODEL_NAMES = ("lora", "lora_id", "model")
 MAX_NAMES = 64  # of one object; bounds the time that unknown names take
 MAX_PROBLEMS = 8  # in an answer
 MAX_PATH = 100  # characters of a problem's path
@@ -51,7 +52,7 @@ class ImageRequest:
 
     Args:
         request: prompt, size, seed and sampling settings.
-        lora: a served name; ``base``: none.
+        lora: a served name, of a LoRA or of a model.
         scale: strength of the LoRA.
     """
 
@@ -65,14 +66,28 @@ class Capabilities:
     """What a server offers.
 
     Args:
-        loras: names, ``base`` first.
+        loras: every name, ``base`` first, then the tuned model's.
         defaults: settings that a request leaves out.
         limits: of every request.
+        tuned: the name of a full model that a run has trained, if one is served.
     """
 
     loras: tuple[str, ...]
     defaults: Request
     limits: Limits
+    tuned: str | None = None
+
+    @property
+    def model(self) -> str:
+        """What draws where a request does not say: the tuned model, or the base."""
+        return self.tuned or BASE
+
+    def in_words(self) -> str:
+        """All names; beside a full model each with what it is: ``base, mine (full model), other (LoRA)``."""
+        if self.tuned is None:
+            return ", ".join(self.loras)
+        kinds = {BASE: "", self.tuned: " (full model)"}
+        return ", ".join(f"{name}{kinds.get(name, ' (LoRA)')}" for name in self.loras)
 
 
 def _capabilities(info: ValidationInfo) -> Capabilities:
@@ -145,8 +160,10 @@ class Parameters(Option):
     seed: Annotated[Whole, Field(ge=0, le=2**63 - 1)] | None = None
     """Of the starting noise."""
     lora: Lora | None = None
-    """A served name; ``base``: none."""
+    """A served name: a LoRA, the run's full model, or ``base``."""
     lora_id: Lora | None = None
+    """Another name of ``lora``."""
+    model: Lora | None = None
     """Another name of ``lora``."""
     scale: Annotated[float, Field(ge=-SCALE, le=SCALE)] | None = Field(None, alias="lora_scale")
     """Strength of the LoRA."""
@@ -207,7 +224,18 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
     if between:
         raise _unprocessable(between, len(between))
     common = _settings(parsed.parameters) if parsed.parameters else {}
-    return [_image_request({**common, **_settings(each)}, capabilities.defaults) for each in parsed.instances]
+    images = [_image_request({**common, **_settings(each)}, capabilities) for each in parsed.instances]
+    without = [
+        Problem(
+            f"instances.{n}.lora_scale",
+            f"{i.scale:g} does not fit. {i.lora} is a full model and has no strength. Leave it out",
+        )  # fmt: skip
+        for n, i in enumerate(images)
+        if i.lora == capabilities.tuned and i.scale != 1
+    ]
+    if without:
+        raise _unprocessable(without, len(without))
+    return images
 
 
 def _objects(body: dict[str, JsonValue], most: int) -> Iterator[tuple[str, dict[str, JsonValue]]]:
@@ -222,8 +250,10 @@ def _objects(body: dict[str, JsonValue], most: int) -> Iterator[tuple[str, dict[
 
 def _rules(path: str, given: Mapping[str, JsonValue]) -> Iterator[Problem]:
     """What is wrong between the names of one object; the values are not validated yet."""
-    if "lora" in given and "lora_id" in given and given["lora"] != given["lora_id"]:
-        yield Problem(f"{path}.lora_id", "contradicts lora. Give one of them")
+    names = [name for name in MODEL_NAMES if name in given]
+    for name in names[1:]:
+        if given[name] != given[names[0]]:
+            yield Problem(f"{path}.{name}", f"contradicts {names[0]}. Give one of them")
     prompts = [given[name] for name in PROMPTS if name in given]
     if not path.startswith("instances."):
         return
@@ -236,15 +266,15 @@ def _rules(path: str, given: Mapping[str, JsonValue]) -> Iterator[Problem]:
 def _settings(given: Parameters) -> dict[str, Any]:
     """The values that are given, under the names of Request and ImageRequest."""
     values = given.model_dump(exclude_unset=True, exclude_none=True)
-    for other, name in (("lora_id", "lora"), ("text", "prompt")):
+    for other, name in (("lora_id", "lora"), ("model", "lora"), ("text", "prompt")):
         if other in values:
             values[name] = values.pop(other)
     return values
 
 
-def _image_request(values: dict[str, Any], defaults: Request) -> ImageRequest:
-    lora, scale = values.pop("lora", BASE), values.pop("scale", 1.0)
-    return ImageRequest(replace(defaults, **values), lora, scale)
+def _image_request(values: dict[str, Any], capabilities: Capabilities) -> ImageRequest:
+    lora, scale = values.pop("lora", capabilities.model), values.pop("scale", 1.0)
+    return ImageRequest(replace(capabilities.defaults, **values), lora, scale)
 
 
 def _unprocessable(problems: Sequence[Problem], count: int) -> RequestError:

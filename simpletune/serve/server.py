@@ -20,12 +20,12 @@ from simpletune.drawing.generate import InferenceSession, open_session
 from simpletune.options import UserError
 from simpletune.pipeline.sample import Request
 from simpletune.runs.names import find_lora
-from simpletune.runs.weights import BASE as BASE_WEIGHTS
-from simpletune.runs.weights import Weights, result_of
+from simpletune.runs.weights import result_of
 from simpletune.serve.app import HttpOptions, make_app
 from simpletune.serve.generator import ImageGenerator
 from simpletune.serve.limits import GUIDANCE, Limits
 from simpletune.serve.metrics import Metrics
+from simpletune.serve.models import ServedModels
 from simpletune.serve.requests import BASE, STEP, Capabilities
 from simpletune.serve.worker import SupportsGenerate, Worker
 from simpletune.system.console import say
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> None:
             f"warning: listening on {host}: everyone who can reach this machine can draw. There is no password and no "
             "encryption; put a proxy that has both before it"
         )
-    say(f"serving {', '.join(service.capabilities.loras)} at {service.address}; loading")
+    say(f"serving {service.capabilities.in_words()} at {service.address}; loading")
     service.run()
     say("stopped")
 
@@ -130,13 +130,14 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     host, port = _listen_address(args, environment)
     routes = {name: _route(environment, f"AIP_{name.upper()}_ROUTE", f"/{name}") for name in ("predict", "health")}
     session = open_session(args)
-    base, loras = _weights(session, args.lora)
+    served = _served_models(session, args.lora)
     side = _max_side(session, args.max_side)
     limits = Limits(side, args.max_steps, args.max_instances, args.max_prompt, args.max_body, args.queue, args.timeout)
-    capabilities = Capabilities((BASE, *loras), _defaults(session, limits), limits)
+    tuned = served.tuned[0] if served.tuned else None
+    capabilities = Capabilities(served.names, _defaults(session, limits), limits, tuned)
 
     def load() -> ImageGenerator:
-        generator = ImageGenerator(session.config, base, loras, session.device, side)
+        generator = ImageGenerator(session.config, served, session.device, side)
         gc.collect()
         freeze()  # what is loaded stays: looking for garbage among it takes longer than drawing a tiny picture
         return generator
@@ -185,33 +186,34 @@ def _route(environment: Mapping[str, str], name: str, own: str) -> tuple[str, ..
     return tuple(dict.fromkeys((own, path)))
 
 
-def _weights(session: InferenceSession, given: list[str]) -> tuple[Weights, dict[str, Path]]:
-    """The base, and LoRA files by name: the run's own result, and those that were given.
+def _served_models(session: InferenceSession, given: list[str]) -> ServedModels:
+    """The run's own result, a LoRA or a full model, by the run's name; and the LoRAs that were given.
 
     Raises:
         UserError: a name that does not fit, stands twice, or a file that is not there.
     """
-    base, loras = BASE_WEIGHTS, dict[str, Path]()
+    loras, tuned = dict[str, Path](), None
     if session.run is not None:
         result = result_of(session.run, step=session.step)
+        name = session.run.resolve().name + (f"-step-{session.step}" if session.step is not None else "")
+        own = re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:64]
+        own = own if own not in ("", BASE) else "run"
         if result.lora is not None:
-            name = session.run.resolve().name + (f"-step-{session.step}" if session.step is not None else "")
-            own = re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:64]
-            loras[own if own not in ("", BASE) else "run"] = result.lora
+            loras[own] = result.lora
         else:
-            base = result
+            tuned = (own, result)
     for text in given:
         name, _, file = text.partition("=")
         if not NAME.fullmatch(name) or not file:
             raise UserError(
                 f"--lora: {text} is not NAME=FILE. A name has letters, digits, '.', '_' and '-', at most 64"
             )
-        if name == BASE or name in loras:
+        if name in ServedModels(loras, tuned).names:
             raise UserError(f"--lora: {name} stands for another already. Give {file} another name")
         lora = find_lora(file, "--lora: ", f"Serve it by --run {file}", strength=False).lora
         assert lora is not None
         loras[name] = lora
-    return base, loras
+    return ServedModels(loras, tuned)
 
 
 def _max_side(session: InferenceSession, given: int | None) -> int:

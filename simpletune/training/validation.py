@@ -15,7 +15,8 @@ from simpletune.models.transformer import Transformer
 from simpletune.pipeline.encode import TextCache, free_memory
 from simpletune.pipeline.load import device_of
 from simpletune.pipeline.modulation_plan import Modulation
-from simpletune.pipeline.sample import Request, Sampler, draw, save_png
+from simpletune.pipeline.png import save_png
+from simpletune.pipeline.sample import Request, Sampler, draw
 from simpletune.sheets import grid
 from simpletune.step.batches import Batch, Batches
 from simpletune.system.atomic import atomic_folder

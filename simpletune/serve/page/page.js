@@ -6,11 +6,14 @@ const LABELS = { prompt: "Prompt", negative_prompt: "Negative prompt", num_infer
   guidance_scale: "Guidance", lora: "LoRA", lora_scale: "Strength", width: "Width", height: "Height", seed: "Seed" };
 const given = new URLSearchParams(location.search);
 let abort = null;
+let tuned = null; // the name of the run's full model, if there is one: it has no strength
 
 // The page's fields by the names that the address may give them: /?prompt=a+red+star&seed=3&run=1
 function fill(info) {
   const standard = info.standard, limits = info.limits;
-  for (const name of info.loras) at("lora").append(new Option(name === "base" ? "none, base alone" : name, name));
+  tuned = info.tuned;
+  if (tuned !== null) at("kind").textContent = "Model";
+  for (const name of info.loras) at("lora").append(new Option(optionText(name), name));
   if (info.loras.length > 1) at("lora").value = info.loras[1];
   at("negative").value = standard.negative_prompt;
   for (const name of ["steps", "guidance", "width", "height", "seed"]) at(name).value = standard[name];
@@ -20,6 +23,26 @@ function fill(info) {
   for (const name of ["prompt", "negative", "lora", ...NUMBERS]) if (given.has(name)) at(name).value = given.get(name);
   if (given.get("view") === "slider") document.querySelector("[name=view][value=slider]").checked = true;
   if (given.has("cut")) at("cut").value = given.get("cut");
+  choose();
+}
+
+function optionText(name) {
+  if (name !== "base") return name;
+  return tuned === null ? "none, base alone" : "base alone";
+}
+
+// What goes with the chosen model: a strength with a LoRA alone.
+function choose() {
+  const name = at("lora").value;
+  at("scale").disabled = name === "base" || name === tuned;
+  at("right").textContent = name === "base" || tuned === null ? "LoRA" : name;
+}
+
+function served(info) {
+  const loras = info.loras.length - 1 - (tuned === null ? 0 : 1);
+  const words = `${loras} LoRA${loras === 1 ? "" : "s"}`;
+  if (tuned === null) return `${words} and the base`;
+  return `${tuned} (full model)${loras ? `, ${words}` : ""} and the base`;
 }
 
 function show(element, visible) { element.hidden = !visible; }
@@ -45,7 +68,7 @@ function body() {
   const value = (name) => (at(name).value === "" ? null : Number(at(name).value));
   const prompt = at("prompt").value, lora = at("lora").value;
   const instances = [{ prompt, lora: "base" }];
-  if (lora !== "base") instances.push({ prompt, lora, lora_scale: value("scale") });
+  if (lora !== "base") instances.push(lora === tuned ? { prompt, lora } : { prompt, lora, lora_scale: value("scale") });
   return { instances, parameters: {
     negative_prompt: at("negative").value, num_inference_steps: value("steps"), guidance_scale: value("guidance"),
     width: value("width"), height: value("height"), seed: value("seed") } };
@@ -100,13 +123,14 @@ function busy(yes) {
 }
 
 function present(predictions, asked, timing) {
-  const base64 = predictions.map((each) => each.output ?? each), tuned = asked.instances[1];
+  const base64 = predictions.map((each) => each.output ?? each), other = asked.instances[1];
   picture(at("before"), base64[0], "base", asked.instances[0].prompt);
-  if (tuned) picture(at("after"), base64[1], `${tuned.lora} × ${tuned.lora_scale ?? 1}`, tuned.prompt);
+  const strength = other && other.lora !== tuned ? ` × ${other.lora_scale ?? 1}` : "";
+  if (other) picture(at("after"), base64[1], other.lora + strength, other.prompt);
   at("pictures").dataset.count = base64.length;
   for (const id of ["pictures", "about"]) show(at(id), true);
   show(at("empty"), false);
-  show(at("views"), Boolean(tuned));
+  show(at("views"), Boolean(other));
   arrange();
   const p = asked.parameters;
   at("about").textContent = `seed ${p.seed}, ${p.num_inference_steps} step${p.num_inference_steps === 1 ? "" : "s"}, guidance ${p.guidance_scale}, ` +
@@ -121,7 +145,7 @@ async function connect() {
   try {
     const info = await (await fetch("info")).json();
     if (!at("lora").options.length) fill(info);
-    at("state").textContent = info.status === "ready" ? `${info.loras.length - 1} LoRA${info.loras.length === 2 ? "" : "s"} and the base` : `the model is ${info.status}`;
+    at("state").textContent = info.status === "ready" ? served(info) : `the model is ${info.status}`;
     if (info.status !== "ready") return void setTimeout(connect, 1000);
     if (given.get("run") === "1") { given.delete("run"); await draw(); }
   } catch (error) {
@@ -134,5 +158,6 @@ at("form").addEventListener("submit", draw);
 at("cancel").addEventListener("click", () => abort?.abort());
 at("another").addEventListener("click", () => { at("seed").value = Math.floor(Math.random() * 2 ** 32); });
 at("cut").addEventListener("input", arrange);
+at("lora").addEventListener("change", choose);
 for (const radio of document.querySelectorAll("[name=view]")) radio.addEventListener("change", arrange);
 connect();

@@ -1,0 +1,55 @@
+"""The command line's parser: a mistake is one line, the value, the rule and where to read on, without the usage."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import NoReturn
+
+_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
+_REQUIRED = "the following arguments are required: "
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser with this project's messages. Parsers of verbs are of the same class."""
+
+    def __init__(self, **options: object):
+        super().__init__(**options)  # type: ignore[arg-type]
+        self.register("type", float, _number)
+        self.register("type", int, _whole)
+
+    def error(self, message: str, verb: str = "") -> NoReturn:
+        """Print the mistake and where to read on, and exit with code 2."""
+        text = _in_our_words(message)
+        stop = "" if text.endswith("?") else "."
+        print(f"error: {text}{stop} See {' '.join(filter(None, (self.prog, verb)))} --help", file=sys.stderr)
+        sys.exit(2)
+
+
+def _in_our_words(message: str) -> str:
+    message = message.removeprefix("argument ")
+    if message.startswith(_REQUIRED):
+        names = message.removeprefix(_REQUIRED)
+        return f"{names} {'are' if ', ' in names else 'is'} missing"
+    found = _CHOICE.search(message)
+    if found:
+        from simpletune.config.error_text import did_you_mean
+
+        guess = did_you_mean(found[1], found[2].replace("'", "").split(", "))
+        message = f"{message[: found.start()]}{found[1]} is not known.{guess}"
+    return message.rstrip(".")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a number") from None
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number") from None

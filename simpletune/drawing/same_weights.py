@@ -1,0 +1,58 @@
+"""Models that are the same weights under two names, such as a run's result and its last checkpoint: one column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from simpletune.runs.weights import Weights
+from simpletune.system.console import say
+from simpletune.system.safetensors_file import WeightReader
+
+
+def without_twins(models: Sequence[Weights]) -> list[Weights]:
+    """Each model once. Of two that are the same weights one stays in the later's place and by its name, as checkpoints
+    stand in order of steps; of a full model the result, which is held in the base's precision."""
+    kept: list[Weights] = []
+    for weights in dict.fromkeys(models):
+        twin = next((each for each in kept if _are_same(each, weights)), None)
+        if twin is not None:
+            say(f"{twin.title} and {weights.title} are the same weights: one column, {weights.title}")
+            kept.remove(twin)
+            weights = replace(twin, short=weights.title) if weights.trained else weights
+        kept.append(weights)
+    return kept
+
+
+def _are_same(a: Weights, b: Weights) -> bool:
+    if a.merged != b.merged:
+        return False
+    if a.loras and [scale for _, scale in a.loras] == [scale for _, scale in b.loras]:
+        pairs = zip(a.loras, b.loras, strict=True)
+        return all(one == other or _holds_all_of([one], [other], both=True) for (one, _), (other, _) in pairs)
+    trained, whole = (a.trained, b.transformer) if a.trained else (b.trained, a.transformer)
+    if trained is None or whole is None or not _of_one_run(trained, whole):
+        return False
+    return _holds_all_of(sorted(whole.glob("*.safetensors")), [trained])
+
+
+def _of_one_run(checkpoint_file: Path, transformer: Path) -> bool:
+    """Whether RUN/checkpoints/step-N/FILE and RUN/transformer are of one run: others are not worth reading."""
+    return checkpoint_file.resolve().parents[2] == transformer.resolve().parent
+
+
+def _holds_all_of(files: list[Path], part: list[Path], both: bool = False) -> bool:
+    """Whether files hold the same values as others under all the others' names, in the files' own types.
+
+    Args:
+        both: whether there may be no further names.
+    """
+    whole, some = WeightReader(files), WeightReader(part)
+    if not (some.names == whole.names if both else some.names <= whole.names):
+        return False
+    for name in sorted(some.names):
+        one, other = whole.get(name), some.get(name)
+        if one.shape != other.shape or not bool((one == other.to(one.dtype)).all()):
+            return False
+    return True

@@ -1,0 +1,102 @@
+"""PNGs that say how they were made, in the words that other tools read. Imports no torch.
+
+``parameters`` is the text of AUTOMATIC1111's web UI, which Forge, ComfyUI and civitai read too: the prompt with
+``<lora:NAME:STRENGTH>``, the negative prompt, and one line of settings. ``simpletune`` holds every value as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from simpletune import __version__
+from simpletune.options import Json
+
+if TYPE_CHECKING:
+    from simpletune.pipeline.sample import Request
+
+CHUNK = "simpletune"
+_SEPARATORS = re.compile(r'[,:<>"\n]')
+
+
+def save_png(image: Image.Image, file: Path | IO[bytes], request: Request, **more: object) -> None:
+    """Write a PNG with how it was made in its text chunks.
+
+    Args:
+        image: the picture.
+        file: where to.
+        request: what was drawn.
+        more: further values, such as ``weights`` in words, ``model``, and ``loras``, pairs of name and strength.
+    """
+    how = {key: str(value) if isinstance(value, Path) else value for key, value in request.__dict__.items()}
+    if request.image is None:
+        how = {key: value for key, value in how.items() if key not in ("image", "strength")}
+    chunks = {"parameters": web_ui_text(request, **more), CHUNK: json.dumps({**how, **more}, ensure_ascii=False)}
+    chunks |= {"seed": str(request.seed)} | {key: value for key, value in more.items() if isinstance(value, str)}
+    info = PngInfo()
+    for key, value in chunks.items():
+        # tEXt for what all readers agree on: some take its Latin-1 letters for UTF-8
+        (info.add_text if value.isascii() else info.add_itxt)(key, value)
+    if isinstance(file, Path):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    image.save(file, format="PNG", pnginfo=info)
+
+
+def web_ui_text(request: Request, model: object = "", loras: object = (), **more: object) -> str:
+    """The text of the chunk ``parameters``.
+
+    Prompts are put on one line each, and names lose what separates fields: some readers split at every comma.
+    """
+    pairs = loras if isinstance(loras, list | tuple) else ()
+    tags = [f"<lora:{_name(name)}:{strength:g}>" for name, strength in pairs]
+    settings = {
+        "Steps": request.steps, "Sampler": "Euler", "CFG scale": f"{request.guidance:g}",
+        "Seed": request.seed, "Size": f"{request.width}x{request.height}",
+    }  # fmt: skip
+    if request.image is not None:
+        settings["Denoising strength"] = f"{request.strength:g}"
+    if model:
+        settings["Model"] = _name(str(model))
+    settings["Version"] = f"simpletune {__version__}"
+    return "\n".join(
+        [
+            " ".join([*request.prompt.split(), *tags]),
+            f"Negative prompt: {' '.join(request.negative_prompt.split())}",
+            ", ".join(f"{key}: {value}" for key, value in settings.items()),
+        ]
+    )
+
+
+def _name(text: str) -> str:
+    """A model's name without its folders and without what separates fields."""
+    return _SEPARATORS.sub("_", Path(text).name)
+
+
+def drawn_as(file: Path) -> Json:
+    """How a picture was made, by the names of ``Request`` and ``more``; empty if it does not say.
+
+    Raises:
+        OSError, SyntaxError, ValueError: the file is damaged.
+    """
+    with Image.open(file) as image:
+        text: dict[str, str] = dict(getattr(image, "text", {}))
+    if CHUNK not in text:
+        return dict(_of_version_0_1(text))
+    how = json.loads(text[CHUNK])
+    if not isinstance(how, dict):
+        raise ValueError(f"{file}: the chunk {CHUNK} holds no JSON object")
+    return how
+
+
+def _of_version_0_1(text: dict[str, str]) -> Iterator[tuple[str, str | int]]:
+    """Prompt and seed of a picture of version 0.1, each in its own chunk."""
+    if "prompt" in text:
+        yield "prompt", text["prompt"]
+    if text.get("seed", "").isdecimal():
+        yield "seed", int(text["seed"])

@@ -1,0 +1,79 @@
+"""Where results go: nothing that is there is replaced, unless a file's replacement is asked for. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from simpletune.options import UserError
+from simpletune.system.atomic import remove_stale
+from simpletune.system.disk import room_for
+
+_NUMBERED = re.compile(r"(\d{4,})(-|$)")
+
+
+def require_new(out: Path, overwrite: bool, folder: bool = False) -> None:
+    """The rule of every ``--out``: a file must be new unless ``--overwrite`` is given, a folder new or empty.
+
+    Raises:
+        UserError: the name is taken.
+    """
+    if not os.path.lexists(out):
+        return
+    if folder and (not out.is_dir() or any(out.iterdir())):
+        taken = "holds something already" if out.is_dir() else "is a file"
+        raise UserError(f"--out: {out} {taken}. Choose another name, or remove it")
+    if not folder and out.is_dir():
+        raise UserError(f"--out: {out} is a folder. Name a file, such as {out / 'result'}")
+    if not folder and not overwrite:
+        raise UserError(f"--out: {out} exists. Choose another name, or add --overwrite")
+
+
+def write_numbered(folder: Path, name: str, write: Callable[[Path], object]) -> Path:
+    """Write ``NNNN-name`` under the next free number of a folder, whole or not at all; several processes may at once.
+
+    A number is taken by creating its temporary file, which only one process can, and which becomes the result.
+
+    Args:
+        folder: where to; it is made.
+        name: what follows the number.
+        write: writes the file that it is given.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_stale(folder)
+    for number in count(_next_number(folder)):
+        part = folder / f".{number:04d}.part"
+        try:
+            part.touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        with room_for(f"writing {name}", folder, undo=partial(part.unlink, missing_ok=True)):
+            if any(folder.glob(f"{number:04d}-*")):  # finished by another process since the folder was listed
+                part.unlink()
+                continue
+            write(part)
+            target = folder / f"{number:04d}-{name}"
+            os.replace(part, target)
+            return target
+    raise AssertionError("numbers do not end")
+
+
+def numbered_folder(parent: Path) -> Path:
+    """Make an empty folder named by the next free number; several processes may at once."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in count(_next_number(parent)):
+        try:
+            (parent / f"{number:04d}").mkdir()
+        except FileExistsError:
+            continue
+        return parent / f"{number:04d}"
+    raise AssertionError("numbers do not end")
+
+
+def _next_number(folder: Path) -> int:
+    found = (_NUMBERED.match(entry.name) for entry in folder.iterdir())
+    return 1 + max((int(match[1]) for match in found if match), default=0)

@@ -1,0 +1,230 @@
+"""The models that a server draws with: the base with its LoRAs, and beside it the full model that a run has trained.
+
+Both stay in memory where there is room; where there is not, the one that is asked for is loaded in the other's place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from simpletune.adapters.lora_layers import ADAPTER, lora_layers
+from simpletune.config.schema import TrainConfig
+from simpletune.lora.attach import load_lora
+from simpletune.models.transformer import Transformer
+from simpletune.options import UserError
+from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.modulation_plan import Modulation
+from simpletune.runs.weights import BASE as BASE_WEIGHTS
+from simpletune.runs.weights import Weights, load_weights
+from simpletune.serve.requests import BASE
+from simpletune.system.console import say
+from simpletune.system.stage_timer import GIB
+
+ROOM = 2  # the second model must fit this many times: drawing and encoding prompts need memory, too
+
+
+@dataclass(frozen=True)
+class ServedModels:
+    """What a server offers by name, beside ``base``.
+
+    Args:
+        loras: files of LoRAs on the base.
+        tuned: the full model of a run: its name, and its weights.
+    """
+
+    loras: Mapping[str, Path] = field(default_factory=dict)
+    tuned: tuple[str, Weights] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name, ``base`` first."""
+        return (BASE, *([self.tuned[0]] if self.tuned else []), *self.loras)
+
+
+class LoraLayer(NamedTuple):
+    """One layer of a LoRA: where it belongs, PEFT's layer, and the file's own strength."""
+
+    path: str
+    layer: Any
+    scaling: float
+
+
+class Adapters:
+    """LoRAs of one transformer, of which one or none is in it at a time.
+
+    A LoRA's layers stand around the base's own layers. To switch it off they are taken out and the base's layers put
+    back: what is left is the base as it was loaded, not a base with updates of zero.
+
+    Args:
+        transformer: loaded, changed in place.
+        files: LoRA files by name.
+        device: where it computes.
+    """
+
+    def __init__(self, transformer: nn.Module, files: Mapping[str, Path], device: torch.device):
+        self.transformer = transformer
+        self._base: dict[str, nn.Module] = {}
+        self._layers: dict[str, list[LoraLayer]] = {BASE: []}
+        self._active = BASE
+        for name, file in files.items():
+            self._read(name, file, device)
+
+    def _read(self, name: str, file: Path, device: torch.device) -> None:
+        load_lora(self.transformer, file)
+        layers: list[LoraLayer] = []
+        for path, layer in list(lora_layers(self.transformer)):
+            for pair in (layer.lora_A, layer.lora_B):
+                pair.to(device)  # beside streamed weights they were made on the host
+            layers.append(LoraLayer(path, layer, layer.scaling[ADAPTER]))
+            self._base[path] = layer.get_base_layer()
+            _replace(self.transformer, path, self._base[path])
+        if hasattr(self.transformer, "peft_config"):
+            del self.transformer.peft_config  # PEFT's note that an adapter of this name is inside
+        self._layers[name] = layers
+
+    def use(self, name: str, scale: float) -> None:
+        """Have this LoRA inside, at this strength, and no other.
+
+        Args:
+            name: of a LoRA, or ``base``.
+            scale: 1 is the file's own strength.
+        """
+        if name != self._active:
+            for path, _, _ in self._layers[self._active]:
+                _replace(self.transformer, path, self._base[path])
+            for path, layer, _ in self._layers[name]:
+                _replace(self.transformer, path, layer)
+            self._active = name
+        for _, layer, own in self._layers[name]:
+            layer.scaling[ADAPTER] = own * scale
+
+
+def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, layer)
+
+
+class LoadedModel(NamedTuple):
+    """A transformer in memory, its modulation if that was taken out, and its LoRAs."""
+
+    transformer: Transformer
+    modulation: Modulation | None
+    adapters: Adapters
+
+
+class Models:
+    """Loads every model once at the start, so that what does not fit is known then.
+
+    Args:
+        config: with folders resolved.
+        served: which.
+        device: where to.
+        side: width and height of the largest picture, in pixels.
+        before_step: called before each pass through a transformer.
+
+    Raises:
+        UserError: weights are missing, or a LoRA does not fit the model.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        served: ServedModels,
+        device: torch.device,
+        side: int,
+        before_step: Callable[[], None],
+    ):
+        self.config, self.served, self.device, self.side = config, served, device, side
+        self._before_step = before_step
+        self._loaded: dict[str, LoadedModel] = {}
+        self._by_turns = False
+        first = self._get(BASE)
+        if served.tuned is None:
+            return
+        size = sum(each.nbytes for each in _tensors(first.transformer).values() if each.device.type == device.type)
+        free = free_bytes(device)
+        self._by_turns = free < ROOM * size
+        if self._by_turns:
+            say(
+                f"{served.tuned[0]} and the base are loaded by turns, as they are asked for: a second model of "
+                f"{size / GIB:.1f} GiB wants {ROOM * size / GIB:.1f} GiB free, and {free / GIB:.1f} are"
+            )
+        del first
+        tuned = self._get(served.tuned[0])
+        if not self._by_turns and config.memory.resident_blocks is None:
+            share_equal_tensors(self._loaded[BASE].transformer, tuned.transformer)
+
+    def use(self, name: str, scale: float) -> tuple[Transformer, Modulation | None]:
+        """The transformer of a served name, and its modulation if that was taken out.
+
+        Args:
+            name: a served name.
+            scale: strength of a LoRA.
+        """
+        own = self.served.tuned is not None and name == self.served.tuned[0]
+        model = self._get(name if own else BASE)
+        model.adapters.use(BASE if own else name, scale)
+        return model.transformer, model.modulation
+
+    def _get(self, name: str) -> LoadedModel:
+        if name not in self._loaded:
+            if self._by_turns:
+                self._loaded.clear()
+                free_memory(self.device)
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def _load(self, name: str) -> LoadedModel:
+        weights, loras = BASE_WEIGHTS, self.served.loras
+        if name != BASE:
+            assert self.served.tuned is not None
+            weights, loras = self.served.tuned[1], {}
+        transformer, modulation = load_weights(self.config, weights, self.device, [(self.side, self.side)])
+        try:
+            adapters = Adapters(transformer, loras, self.device)
+        except UserError as error:
+            if modulation is None:
+                raise
+            remedy = "memory.modulation=plan has taken the modulation out: for a LoRA of it give --modulation resident"
+            raise UserError(f"{error}. {remedy}") from error
+        transformer.register_forward_pre_hook(lambda module, inputs: self._before_step())
+        return LoadedModel(transformer, modulation, adapters)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that a second model could take: of the graphics card, or of the machine."""
+    if device.type == "cuda":
+        free_memory(device)
+        return torch.cuda.mem_get_info(device)[0]
+    return available_ram()
+
+
+def available_ram() -> int:
+    """Bytes of RAM that a program can still take; where the system does not say, all that there is."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def share_equal_tensors(model: nn.Module, other: nn.Module) -> None:
+    """Have one tensor in memory where two models hold the same values: partial fine-tuning leaves most as they were."""
+    ours = _tensors(model)
+    for path, tensor in _tensors(other).items():
+        same = ours.get(path)
+        if same is None or same.shape != tensor.shape or same.dtype != tensor.dtype or same.device != tensor.device:
+            continue
+        if torch.equal(same, tensor):
+            tensor.data = same.data
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
