@@ -127,7 +127,7 @@ def run(
         UserError: no row has that name.
     """
     if not any(only in name for name in ROWS):
-        raise UserError(f"--rows: none of the {len(ROWS)} rows holds {only!r}: {', '.join(ROWS)}")
+        raise UserError(f"--rows: none of the {len(ROWS)} rows holds {only!r}: {'; '.join(ROWS)}")
     results = Results(folder / "inference", COLUMNS)
     results.rows.clear()  # every row is compared with diffusers in this process
     started = time.monotonic()

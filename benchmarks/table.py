@@ -44,7 +44,7 @@ class Results:
             UserError: no row's does.
         """
         if not any(only in name for name in rows):
-            raise UserError(f"--rows: none of the {len(rows)} rows holds {only!r}: {', '.join(rows)}")
+            raise UserError(f"--rows: none of the {len(rows)} rows holds {only!r}: {'; '.join(rows)}")
         started = time.monotonic()
         for name, row in rows.items():
             if only not in name or not self.lacks(name):

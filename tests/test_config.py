@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from simpletune.cli import main as cli_main
 from simpletune.cli.main import main
 from simpletune.config.load import merge, read_config, validate
+from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
+from simpletune.demo import SHIPPED
 from simpletune.options import ConfigError, UserError, first_lines, shortened
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -383,3 +385,47 @@ def test_a_model_whose_description_is_none_of_sd3_is_a_problem_of_the_configurat
 def test_long_lists_are_cut_and_say_how_many_they_leave_out(names: list[str], text: str, lines: list[str]) -> None:
     assert shortened(names, most=2) == text
     assert first_lines(names, most=2) == lines
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("steps=30", "train.steps or validation.steps"),
+        ("learning_rate=0.1", "optimizer.lr"),
+        ("lora_rank=4", "adapter.rank"),
+        ("adapter.learning_rate=1", "optimizer.lr"),
+        ("adapter.rnk=4", "rank?"),
+        ("repeat=2", "data.repeats"),
+    ],
+)
+def test_a_field_of_another_section_or_trainer_is_recognised(
+    given: str, meant: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["check", "demo", given]) == 2  # as an override, and below in a file
+    assert f"Did you mean {meant}" in capsys.readouterr().err
+    key, _, value = given.partition("=")
+    if "." not in key:
+        config = {"name": "x", "data": {"path": "demo:pictures"}, key: float(value)}
+        (tmp_path / "c.json").write_text(json.dumps(config))
+        assert main(["check", str(tmp_path / "c.json")]) == 2
+        assert f"Did you mean {meant}" in capsys.readouterr().err
+
+
+def test_one_mistake_is_one_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "photo.png").touch()
+    for words, said in (
+        (["check", "demo", f"model.pretrained={tmp_path}"], f"{tmp_path} holds no part of a model"),
+        (["check", str(tmp_path)], f"{tmp_path} is a folder"),
+        (["check", "demo", "data.path=pics"], f"pics does not exist in {Path.cwd()}"),
+        (["check", "demo", "model.vae=demo:nothing"], "model.vae: demo:nothing is not part of the tool"),
+    ):
+        assert main(words) == 2
+        printed = capsys.readouterr().err.splitlines()
+        assert said in printed[-1] and len(printed) <= 2
+
+
+def test_parts_of_the_tiny_model_serve_another() -> None:
+    """So that a single file can be tried with it."""
+    config, _ = read_config(Path("demo"), ["model.text_encoders=demo:tiny-sd3", "model.vae=demo:tiny-sd3"])
+    model = resolve_model_folder(config).model
+    assert model.text_encoders == model.vae == model.pretrained == str(SHIPPED)

@@ -17,6 +17,21 @@ from simpletune.options import Json, Option, Problem, member_for, option_classes
 Complaint = Mapping[str, Any]
 """One of pydantic's ``ErrorDetails``."""
 SHOWN = 60  # characters of a value
+# What other trainers call options of ours.
+ELSEWHERE = {
+    "learning_rate": "optimizer.lr", "optimizer_type": "optimizer.name", "use_8bit_adam": "optimizer.name",
+    "lora_rank": "adapter.rank", "network_dim": "adapter.rank", "lora_alpha": "adapter.alpha",
+    "network_alpha": "adapter.alpha", "lora_dropout": "adapter.dropout", "lr_scheduler": "schedule.name",
+    "lr_warmup_steps": "schedule.warmup_steps", "max_train_steps": "train.steps", "num_train_epochs": "train.epochs",
+    "max_train_epochs": "train.epochs", "train_batch_size": "train.batch_size",
+    "gradient_accumulation_steps": "train.gradient_accumulation", "max_grad_norm": "train.clip",
+    "mixed_precision": "precision.compute", "base_model_precision": "precision.weights",
+    "gradient_checkpointing": "memory.checkpointing", "instance_prompt": "data.prompt",
+    "instance_data_dir": "data.path", "train_data_dir": "data.path",
+    "pretrained_model_name_or_path": "model.pretrained", "output_dir": "output.runs",
+    "checkpointing_steps": "checkpoint.every", "checkpoints_total_limit": "checkpoint.keep_last",
+    "validation_prompt": "validation.prompts", "guidance_scale": "validation.guidance", "use_ema": "ema",
+}  # fmt: skip
 RENAMED = {"boundaries": "offload_checkpoint_inputs"}  # options that were called otherwise before the first release
 NEEDS = {
     "bool_type": "true or false, without quotes",
@@ -61,7 +76,7 @@ def problems_of(error: ValidationError, data: Json, root: type[Option], most: in
             path = f"{path}.{_plain(item['ctx']['discriminator'])}"
         by_path[path].append(item)
         fields[path] = (owner, field)
-    return [Problem(path, _message(path, items, *fields[path])) for path, items in islice(by_path.items(), most)]
+    return [Problem(path, _message(path, items, *fields[path], root)) for path, items in islice(by_path.items(), most)]
 
 
 def locate(loc: tuple[int | str, ...], data: object, root: type[Option]) -> tuple[str, type[Option], FieldInfo | None]:
@@ -98,12 +113,14 @@ def _item_option(field: FieldInfo | None) -> type[Option] | None:
     return classes[0] if len(classes) == 1 else None
 
 
-def _message(path: str, items: list[Complaint], owner: type[Option], field: FieldInfo | None) -> str:
+def _message(
+    path: str, items: list[Complaint], owner: type[Option], field: FieldInfo | None, root: type[Option]
+) -> str:
     """Value, rule and remedy for one path."""
     kinds = {item["type"] for item in items}
     item, leaf = items[0], path.rsplit(".", 1)[-1]
     if "extra_forbidden" in kinds:
-        return f"unknown field.{did_you_mean(leaf, [f.alias or n for n, f in owner.model_fields.items()])}"
+        return f"unknown field.{other_field(leaf, [f.alias or n for n, f in owner.model_fields.items()], root)}"
     if "missing" in kinds:
         described = f": {first_sentence(field)}" if field is not None else ""
         return f"is required{described}. Add it"
@@ -169,6 +186,27 @@ def did_you_mean(word: str, known: list[str]) -> str:
         return f" Did you mean {RENAMED[word]}?"
     near = difflib.get_close_matches(word[:SHOWN], known, n=1)
     return f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}"
+
+
+def other_field(word: str, known: list[str], root: type[Option]) -> str:
+    """`` Did you mean X?`` in the same section, by another trainer's name, or in another section; or what is known.
+
+    Args:
+        word: the unknown field.
+        known: fields of its section.
+        root: the option with all sections.
+    """
+    near = did_you_mean(word, known)
+    if "Did you mean" in near:
+        return near
+    if word in ELSEWHERE:
+        return f" Did you mean {ELSEWHERE[word]}?"
+    paths = defaultdict(list)
+    for section, field in root.model_fields.items():
+        for name in dict.fromkeys(name for option in option_classes(field.annotation) for name in option.model_fields):
+            paths[name].append(f"{section}.{name}")
+    found = difflib.get_close_matches(word[:SHOWN], paths, n=1, cutoff=0.8)
+    return f" Did you mean {' or '.join(paths[found[0]][:3])}?" if found else near
 
 
 def show(value: object) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from simpletune.config.error_text import did_you_mean, problems_of
+from simpletune.config.error_text import did_you_mean, other_field, problems_of
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.config.shipped import find_config, missing_config
 from simpletune.memory.profiles import with_profile
@@ -59,6 +59,8 @@ def read_json(file: Path) -> Json:
         text = find_config(file).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(missing_config(file)) from None
+    except IsADirectoryError:
+        raise UserError(f"{file} is a folder. Name a configuration in it, such as {file}/NAME.json") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read as UTF-8 text ({error})") from None
     try:
@@ -130,7 +132,7 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
     leaf = parts[-1]
     field = option.model_fields.get(leaf) if option else None
     if field is None and option is not None:
-        problems.append(Problem(path, f"unknown field.{did_you_mean(leaf, _known(option))}"))
+        problems.append(Problem(path, f"unknown field.{other_field(leaf, _known(option), TrainConfig)}"))
         return []
     section[leaf] = parse_value(field, text)
     parent = _field_at(parts[:-1], merged)

@@ -20,9 +20,12 @@ def file_problems(config: TrainConfig) -> list[Problem]:
         found += _demo_problems("data.path", config.data.path, DATA_DEMOS)
     else:
         found += config.data.problems(Path(config.data.path))
+    unknown = [p for part in _demo_parts(config) for p in _demo_problems(f"model.{part[0]}", part[1], MODEL_DEMOS)]
+    if unknown:
+        return found + unknown
     if config.is_demo:
-        unknown = _demo_problems("model.pretrained", config.model.pretrained, MODEL_DEMOS)
-        return found + (unknown or list(config.shape_rules(parameter_shapes(transformer_config()))))
+        return found + list(config.shape_rules(parameter_shapes(transformer_config())))
+    config = resolve_model_folder(config)
     model = list(config.model.problems())
     if model:
         return found + model
@@ -82,8 +85,13 @@ def resolve_data_folder(config: TrainConfig) -> TrainConfig:
 
 def resolve_model_folder(config: TrainConfig) -> TrainConfig:
     """The same configuration with the model's ``demo:`` name replaced by its folder; nothing is fetched."""
-    if not config.is_demo:
-        return config
+    folders = {part: str(resolve(name, Path(config.output.cache))) for part, name in _demo_parts(config)}
+    return config.model_copy(update={"model": config.model.model_copy(update=folders)}) if folders else config
+
+
+def _demo_parts(config: TrainConfig) -> list[tuple[str, str]]:
+    """The fields of ``model`` that hold a ``demo:`` name."""
     model = config.model
-    folder = resolve(model.pretrained, Path(config.output.cache))
-    return config.model_copy(update={"model": model.model_copy(update={"pretrained": str(folder)})})
+    found = {"pretrained": model.pretrained, "transformer": model.transformer, "vae": model.vae}
+    found["text_encoders"] = model.text_encoders
+    return [(part, name) for part, name in found.items() if name is not None and name.startswith(DEMO)]

@@ -47,7 +47,8 @@ class Folder(Source):
             path: the folder, with ``demo:`` names resolved.
         """
         if not path.exists():
-            yield Problem("data.path", f"{self.path} does not exist. Give a folder with pictures")
+            place = "" if path.is_absolute() else f" in {Path.cwd()}"
+            yield Problem("data.path", f"{self.path} does not exist{place}. Give a folder with pictures")
         elif not path.is_dir():
             yield Problem("data.path", f"{self.path} is a file. Give the folder that holds the pictures")
         else:

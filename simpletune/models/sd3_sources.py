@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 WITHOUT_WEIGHTS = ("tokenizer", "scheduler")
 NAMES_OF = {"text_encoder": "CLIP-L", "text_encoder_2": "CLIP-G", "text_encoder_3": "T5", "vae": "autoencoder (VAE)"}
+PIPELINE = "a folder in diffusers' layout, or a hub name (owner/name)"
 REMEDY = (
     "Set model.text_encoders to a folder in diffusers' layout or to a hub name "
     "(stabilityai/stable-diffusion-3-medium-diffusers, say: only what is lacking is fetched)"
@@ -75,10 +76,7 @@ def locate(model: SD3, part: str) -> Part:
         return Part(part, Path(value))
     folder = Path(value) / part
     if not folder.is_dir():
-        raise UserError(
-            f"model.{field}: {value} has no {part}/ folder. "
-            "Give a folder in diffusers' layout, or a hub name (owner/name)"
-        )
+        raise UserError(f"model.{field}: {value} has no {part}/ folder. Give {PIPELINE}")
     return Part(part, folder)
 
 
@@ -119,11 +117,23 @@ def problems(model: SD3) -> Iterator[Problem]:
         return
     named = {problem.path for problem in unusable}
     provided = [(part, *provider(model, part)) for part in part_names(model)]
+    for field, value in dict.fromkeys((field, value) for _, field, value in provided):
+        if value is not None and f"model.{field}" not in named and _is_bare(value, model):
+            yield Problem(f"model.{field}", f"{value} holds no part of a model. Give {PIPELINE}")
+            named.add(f"model.{field}")
     for part, field, value in provided:
         if value is not None and not is_hub_name(value) and f"model.{field}" not in named:
             yield from _problems_of_part(field, value, part)
     if lacking := list(_lacking_text_parts(provided)):
         yield Problem("model.pretrained", f"{model.pretrained} holds no {', '.join(lacking)}. {REMEDY}")
+
+
+def _is_bare(folder: str, model: SD3) -> bool:
+    """Whether a folder that is there holds nothing of a model: pictures, say."""
+    if not Path(folder).is_dir():
+        return False
+    parts = any((Path(folder) / part).is_dir() for part in part_names(model))
+    return not parts and not (Path(folder) / "config.json").exists()
 
 
 def _lacking_text_parts(provided: list[tuple[str, str, str | None]]) -> Iterator[str]:
