@@ -546,7 +546,7 @@ def resident(read: str, mode: str) -> int:
     return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
 
 
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "I;16"])
-def test_a_decoded_picture_takes_no_more_than_itself_and_one_result(mode: str) -> None:
-    made = resident("", mode)  # with the picture itself, still in memory or given back
-    assert resident("decode(data.getvalue())", mode) - made < 2 * 6000 * 4000 * 4 / 2**20 + 60
+@pytest.mark.parametrize("mode, most", [("RGBA", 130), ("LA", 130), ("I;16", 60)])
+def test_a_decoded_picture_takes_no_more_than_itself_and_one_result(mode: str, most: int) -> None:
+    """In MiB: 92 each. The picture that was written counts for one; copies of the whole were four, and 254 and 119."""
+    assert resident("decode(data.getvalue())", mode) - resident("", mode) < most

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_TIMEOUT = 10.0  # seconds for a request's headers to arrive, counted from the connection or the last answer
@@ -37,5 +36,5 @@ class TimedProtocol(H11Protocol):
         self._deadline = self.loop.call_later(HEADER_TIMEOUT, self._close_unless_headers_came)
 
     def _close_unless_headers_came(self) -> None:
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+        if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
