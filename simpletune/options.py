@@ -19,9 +19,11 @@ Json = dict[str, Any]
 
 
 class Option(BaseModel):
-    """Base of all options: frozen, strict, unknown fields refused; the string under a field is its documentation."""
+    """Base of all options: frozen, strict, finite, unknown fields refused; the string under a field documents it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, defer_build=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
+    )
 
 
 SHOWN = 16  # problems on a screen

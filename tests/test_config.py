@@ -9,12 +9,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from simpletune.cli import main as cli_main
 from simpletune.cli.main import main
@@ -22,7 +24,7 @@ from simpletune.config.load import merge, read_config, validate
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import SHIPPED
-from simpletune.options import ConfigError, UserError, first_lines, shortened
+from simpletune.options import ConfigError, Option, UserError, first_lines, option_classes, shortened
 
 ROOT = Path(__file__).resolve().parent.parent
 MINIMAL = {"name": "x", "model": {"pretrained": "demo:tiny-sd3"}, "data": {"path": "demo:pictures"}}
@@ -429,3 +431,89 @@ def test_parts_of_the_tiny_model_serve_another() -> None:
     config, _ = read_config(Path("demo"), ["model.text_encoders=demo:tiny-sd3", "model.vae=demo:tiny-sd3"])
     model = resolve_model_folder(config).model
     assert model.text_encoders == model.vae == model.pretrained == str(SHIPPED)
+
+
+HEAD = '{"name": "a", "data": {"path": "demo:pictures"}, "model": {"pretrained": "demo:tiny-sd3"}, '
+HOSTILE = {  # a file's text, and what is said of it
+    "8 million prompts": (
+        lambda: f'{HEAD}"validation": {{"prompts": [{"1," * 8_000_000}1]}}}}',
+        "At most 1,048,576 are",
+    ),
+    "prompts": (lambda: f'{HEAD}"validation": {{"prompts": [{"1," * 400_000}1]}}}}', "more than 10,000 values"),
+    "9,000 prompts": (lambda: f'{HEAD}"validation": {{"prompts": [{"1," * 9_000}1]}}}}', "9001 problems"),
+    "unknown names": (
+        lambda: json.dumps({"name": "a", **{f"gradient_accumulation{n}_checkpoint" * 2: 0 for n in range(9000)}}),
+        "9001 problems",
+    ),
+    "names of a section": (
+        lambda: HEAD + '"train": ' + json.dumps({f"gradient_accumulatiom{n}": 0 for n in range(9000)}) + "}",
+        "9000 problems",
+    ),
+    "values of a tag": (lambda: HEAD + '"adapter": {"method": ' + json.dumps("l" * 900_000) + "}}", "adapter.method"),
+    "depth": (lambda: '{"name": ' + "[" * 900 + "]" * 900 + "}", "nested too deeply"),
+    "depth in text": (lambda: HEAD + '"train": {"steps": "' + "[" * 5000 + '"}}', "train.steps"),
+    "infinity": (lambda: HEAD + '"optimizer": {"lr": 1e400}}', "1e400 does not fit in 64 bits"),
+    "digits": (lambda: HEAD + '"train": {"steps": ' + "9" * 4000 + "}}", "does not fit in 64 bits"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_file_is_refused_in_words_in_little_time(case: str, tmp_path: Path) -> None:
+    make, said = HOSTILE[case]
+    file = tmp_path / "config.json"
+    file.write_text(make())
+    clock = time.perf_counter()
+    with pytest.raises(UserError) as caught:
+        read_config(file)
+    assert said in str(caught.value) and len(str(caught.value)) < 8000
+    assert time.perf_counter() - clock < 10  # seconds, on a busy machine; what was quadratic took minutes
+
+
+def test_many_prompts_are_read_in_little_time(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(HEAD + '"validation": {"prompts": ' + json.dumps(["a red star"] * 9000) + "}}")
+    clock = time.perf_counter()
+    config, _ = read_config(file)
+    assert config.validation.prompts is not None and len(config.validation.prompts) == 9000
+    assert time.perf_counter() - clock < 5  # seconds; the environment was once read for each of them
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("name=" + "[" * 5000, "name: "),
+        ("train.steps=" + "[" * 5000, "train.steps: "),
+        ("optimizer.lr=1e400", "1e400 does not fit in 64 bits"),
+        ("optimizer.lr=-Infinity", "-Infinity is not a JSON number"),
+        ("train.steps=" + "9" * 4000, "does not fit in 64 bits"),
+    ],
+)
+def test_a_hostile_override_is_a_problem_with_its_path(override: str, said: str) -> None:
+    merged, _, problems = merge({"name": "a", "data": {"path": "demo:pictures"}}, [override])
+    with pytest.raises(ConfigError) as caught:
+        validate(merged, "test", problems)
+    assert said in str(caught.value) and caught.value.problems[0].path == override.partition("=")[0]
+
+
+def all_options(option: type[Option]) -> Iterator[type[Option]]:
+    """An option and those in its fields, every member of every union."""
+    yield option
+    for field in option.model_fields.values():
+        for member in option_classes(field.annotation):
+            yield from all_options(member)
+
+
+@pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN"])
+def test_no_number_of_any_option_may_be_other_than_finite(value: str) -> None:
+    tried = []
+    for option in all_options(TrainConfig):
+        for name, field in option.model_fields.items():
+            if "float" not in str(field.annotation):
+                continue
+            given = f"[{value}, {value}]" if "tuple" in str(field.annotation) else value
+            with pytest.raises(ValidationError) as caught:
+                option.model_validate_json(f'{{"{field.alias or name}": {given}}}')
+            kinds = {error["type"] for error in caught.value.errors() if error["loc"][0] == (field.alias or name)}
+            assert "finite_number" in kinds, (option, name)
+            tried.append(name)
+    assert {"lr", "guidance", "clip_norm", "max_aspect"} <= set(tried)

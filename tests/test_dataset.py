@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from simpletune.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_data_folder
 from simpletune.data.source import UnusablePicture
+from simpletune.data_report import near_duplicates as duplicates
 from simpletune.data_report import scan as look_at
 from simpletune.data_report.look_alikes import EACH, GROUPS, SIDE, look_alikes
-from simpletune.data_report.near_duplicates import BITS, hash_of, near_duplicates
+from simpletune.data_report.near_duplicates import BITS, COLOURS, PictureHash, hash_of, near_duplicates
 from simpletune.data_report.scan import TILE, evenly_spaced
 from simpletune.training.loop import train
 
@@ -226,3 +228,46 @@ def test_pictures_that_change_while_they_are_looked_at_are_named(
 def test_a_place_that_cannot_be_written_is_said(config: str, messy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", config, "--out", str(messy / "p0.png" / "report")]) == 2
     assert "report cannot be written (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["equal", "near", "flat"])
+def test_many_pictures_that_are_alike_take_little_time(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    base = rng.integers(20, 230, 192, dtype=np.uint8)
+    noise = {"equal": np.zeros((20_000, 192)), "near": rng.integers(-3, 4, (20_000, 192))}
+    if kind == "flat":  # the same bits, and colours that differ
+        colours = np.repeat(rng.integers(0, 256, (4000, 1, 3), dtype=np.uint8), 64, axis=1).reshape(4000, -1)
+    else:
+        colours = (base + noise[kind]).astype(np.uint8)
+    hashes = [
+        PictureHash(0 if kind == "flat" else 2**40 + number % 3, each.tobytes()) for number, each in enumerate(colours)
+    ]
+    clock = time.perf_counter()
+    groups = near_duplicates(hashes)
+    assert time.perf_counter() - clock < 15  # seconds, on a busy machine; the quadratic loop took minutes
+    if kind != "flat":
+        assert groups == [list(range(20_000))]
+
+
+def test_groups_are_those_of_the_definition() -> None:
+    rng = np.random.default_rng(1)
+    means = rng.integers(0, 256, (12, 1, 3))
+    hashes = [
+        PictureHash(
+            int(bits), (means[number % 12] + rng.integers(-6, 7, (64, 3))).clip(0, 255).astype(np.uint8).tobytes()
+        )
+        for number, bits in enumerate(rng.choice([0, 0b1111, 0b11111111, 2**50 - 1], 120))
+    ]
+    colours = np.array([np.frombuffer(each.colours, dtype=np.uint8) for each in hashes]).astype(int)
+    alike = np.abs(colours[:, None] - colours[None]).mean(axis=-1) <= COLOURS
+    alike &= np.array([[(one.bits ^ other.bits).bit_count() <= BITS for other in hashes] for one in hashes])
+    for _ in range(8):  # by way of a third
+        alike = (alike.astype(int) @ alike.astype(int)) > 0
+    wanted = {tuple(np.flatnonzero(row).tolist()) for row in alike if row.sum() > 1}
+    assert {tuple(group) for group in near_duplicates(hashes)} == wanted and len(wanted) > 5
+
+
+def test_beyond_the_limit_only_equal_ones_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplicates, "COMPARED", 2)
+    hashes = [PictureHash(number, bytes(192)) for number in (0, 2**30, 1, 1, 3)]
+    assert near_duplicates(hashes) == [[0, 1], [2, 3]]  # 2 and 3 are equal; 4 is like them

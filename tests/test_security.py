@@ -9,12 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from simpletune.config.load import validate
-from simpletune.models.parts import Part, load_autoencoder
+from simpletune.models.parts import Part, load_autoencoder, load_text_model
+from simpletune.models.sd3_text import ENCODERS, _tokenizer
 from simpletune.options import ConfigError, UserError
 from simpletune.system.locks import exclusive
 from simpletune.system.model_folder import weight_files
@@ -218,3 +221,80 @@ def test_a_file_system_without_locks_is_said_once(
         with exclusive(tmp_path / "run"):
             pass
     assert capsys.readouterr().out.count("without locks") == 1
+
+
+SIZES = [  # a part's configuration, what is changed, what is said
+    ("transformer/config.json", {"num_layers": 10**9}, "num_layers 1000000000"),
+    ("transformer/config.json", {"patch_size": 0}, "patch_size 0"),
+    ("transformer/config.json", {"pos_embed_max_size": 10**5}, "pos_embed_max_size 100000"),
+    ("transformer/config.json", {"pos_embed_max_size": 1024, "num_attention_heads": 128}, "table of positions"),
+    ("transformer/config.json", "[" * 5000, "nested too deeply"),
+    ("transformer/config.json", "[]", "not a JSON object"),
+    ("transformer/config.json", " " * 2**21, "2,097,152 bytes"),
+    ("vae/config.json", {"block_out_channels": [10**6]}, "block_out_channels"),
+    ("vae/config.json", {"layers_per_block": 10**8}, "layers_per_block 100000000"),
+    ("text_encoder/config.json", {"hidden_size": 10**10}, "hidden_size 10000000000"),
+    ("text_encoder_2/config.json", {"max_position_embeddings": 10**10}, "max_position_embeddings"),
+    ("text_encoder_3/config.json", {"num_layers": 10**9}, "num_layers 1000000000"),
+    ("scheduler/scheduler_config.json", {"num_train_timesteps": 10**12}, "num_train_timesteps 1000000000000"),
+]
+
+
+@pytest.mark.parametrize("name, change, said", SIZES, ids=[said for _, _, said in SIZES])
+def test_sizes_that_no_model_has_are_refused_before_anything_is_built(
+    name: str, change: dict | str, said: str, tiny_config: dict, tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "pipeline"
+    shutil.copytree(tiny_pipeline, folder)
+    kept = json.loads((folder / name).read_text())
+    (folder / name).write_text(change if isinstance(change, str) else json.dumps(kept | change))
+    tiny_config["model"]["pretrained"] = str(folder)
+    clock = time.perf_counter()
+    with pytest.raises(ConfigError) as caught:
+        validate(tiny_config, "test")
+    assert said in str(caught.value) and name.partition("/")[0] in str(caught.value)
+    assert time.perf_counter() - clock < 5  # seconds
+
+
+@pytest.mark.parametrize(
+    "part, change",
+    [
+        ("vae", {"norm_num_groups": 7}),
+        ("vae", {"block_out_channels": [16, 16]}),
+        ("text_encoder", {"hidden_size": 8192}),
+        ("text_encoder", {"num_attention_heads": 7}),
+    ],
+)
+def test_a_configuration_that_does_not_fit_its_weights_is_refused_in_words(
+    part: str, change: dict, tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / part
+    shutil.copytree(tiny_pipeline / part, folder)
+    kept = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(kept | change))
+    load = load_autoencoder if part == "vae" else load_text_model
+    with pytest.raises(UserError, match=part):
+        load(Part(part, folder), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "part, file, text, said",
+    [
+        ("tokenizer", "tokenizer_config.json", "[" * 5000, "no tokenizer that can be read"),
+        ("tokenizer", "vocab.json", '{"a":', "no tokenizer that can be read"),
+        ("tokenizer", "tokenizer_config.json", '{"model_max_length": 1000000000}', "model_max_length 1000000000"),
+        ("tokenizer_3", "tokenizer.json", '{"version": "1.0", "model": {}}', "no tokenizer that can be read"),
+        ("tokenizer_3", "tokenizer.json", None, "At most 67,108,864"),
+    ],
+)
+def test_a_damaged_tokenizer_is_refused_in_words(
+    part: str, file: str, text: str | None, said: str, tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / part
+    shutil.copytree(tiny_pipeline / part, folder)
+    if text is None:
+        os.truncate(folder / file, 2**40)
+    else:
+        (folder / file).write_text(text)
+    with pytest.raises(UserError, match=said):
+        _tokenizer(next(each for each in ENCODERS if each.tokenizer == part), folder)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +14,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from simpletune.config.load import validate
+from simpletune.data import table
 from simpletune.data.folder import Folder
 from simpletune.data.pictures import decode
 from simpletune.data.plan import too_small
@@ -147,3 +150,40 @@ def test_pictures_that_would_be_scaled_up_too_far_are_rejected() -> None:
         "big",
         "small",
     ]
+
+
+def bomb(tmp_path: Path, captions: list[str], **options: Any) -> Path:
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(buffer, "PNG")
+    file = tmp_path / "bomb.parquet"
+    pq.write_table(pa.table({"image": [buffer.getvalue()] * len(captions), "text": captions}), file, **options)
+    return file
+
+
+def test_a_caption_that_was_compressed_from_far_more_than_a_caption_is_not_read(tmp_path: Path) -> None:
+    file = bomb(tmp_path, ["a " * 20_000_000], compression="zstd")
+    assert file.stat().st_size < 100_000
+    tracemalloc.start()
+    with pytest.raises(UserError, match="'text' of row group 0 has 4.,...,... bytes in 1 rows. At most 1,048,640"):
+        Table(path=str(file)).scan(file)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+
+
+def test_of_many_rows_the_one_with_too_long_a_caption_is_left_out(tmp_path: Path) -> None:
+    file = bomb(tmp_path, ["a red square", "a" * (2**20 + 1), *["a red square"] * 8], compression="zstd")
+    scan = Table(path=str(file)).scan(file)
+    assert [each.reason for each in scan.rejected] == ["its text has 1,048,577 bytes; the most is 1,048,576"]
+    assert len(scan.pictures) == 9 and all(each.read_same() for each in scan.pictures)
+
+
+def test_a_row_group_is_read_in_parts_where_it_could_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = bomb(tmp_path, [f"a red square {number}" for number in range(50)])
+    monkeypatch.setattr(table, "MAX_GROUP", 8000)
+    parts = [len(batch) for batch in table._batches(file, 0, ["image", "text"])]
+    assert sum(parts) == 50 and max(parts) < 20
+    scan = Table(path=str(file)).scan(file)
+    assert [each.caption for each in scan.pictures] == [f"a red square {number}" for number in range(50)]
+    monkeypatch.setattr(table, "MAX_GROUP", 100)
+    with pytest.raises(UserError, match="'image' of row group 0 has .* At most 100 are read"):
+        Table(path=str(file)).scan(file)

@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from simpletune.options import Json, Option, Problem, member_for, option_classes, union_of
+from simpletune.system import strict_json
+from simpletune.system.strict_json import JsonError
 
 Complaint = Mapping[str, Any]
 """One of pydantic's ``ErrorDetails``."""
@@ -32,6 +34,7 @@ ELSEWHERE = {
     "checkpointing_steps": "checkpoint.every", "checkpoints_total_limit": "checkpoint.keep_last",
     "validation_prompt": "validation.prompts", "guidance_scale": "validation.guidance", "use_ema": "ema",
 }  # fmt: skip
+SUGGESTED = 100  # problems of one validation that are put into words
 RENAMED = {"boundaries": "offload_checkpoint_inputs"}  # options that were called otherwise before the first release
 NEEDS = {
     "bool_type": "true or false, without quotes",
@@ -59,14 +62,14 @@ NEEDS = {
 }
 
 
-def problems_of(error: ValidationError, data: Json, root: type[Option], most: int | None = None) -> list[Problem]:
+def problems_of(error: ValidationError, data: Json, root: type[Option], most: int = SUGGESTED) -> list[Problem]:
     """All problems of one validation; several complaints about one value become one.
 
     Args:
         error: from validating ``data`` as a ``root``.
         data: the JSON that was validated.
         root: the option that was validated.
-        most: problems to put into words, the first ones; default: all.
+        most: problems to put into words, the first ones; the others have pydantic's: a suggestion takes long to find.
     """
     by_path: dict[str, list[Complaint]] = defaultdict(list)
     fields: dict[str, tuple[type[Option], FieldInfo | None]] = {}
@@ -76,7 +79,11 @@ def problems_of(error: ValidationError, data: Json, root: type[Option], most: in
             path = f"{path}.{_plain(item['ctx']['discriminator'])}"
         by_path[path].append(item)
         fields[path] = (owner, field)
-    return [Problem(path, _message(path, items, *fields[path], root)) for path, items in islice(by_path.items(), most)]
+    worded = set(islice(by_path, most))
+    return [
+        Problem(path, _message(path, items, *fields[path], root) if path in worded else items[0]["msg"])
+        for path, items in by_path.items()
+    ]
 
 
 def locate(loc: tuple[int | str, ...], data: object, root: type[Option]) -> tuple[str, type[Option], FieldInfo | None]:
@@ -171,9 +178,9 @@ def _remedy(value: object, kinds: set[str], needs: list[str]) -> str:
         if near:
             return f" Did you mean {near[0]}?"
     try:
-        meant = json.loads(value)
-    except ValueError:
-        return ""
+        meant = strict_json.parse(value)
+    except JsonError as error:
+        return "" if error.line else f" {show(value)}: {error}"
     numeric = kinds & {"int_type", "float_type"} and isinstance(meant, int | float) and not isinstance(meant, bool)
     if numeric or ("bool_type" in kinds and isinstance(meant, bool)):
         return f" Write {value} instead of {show(value)}"

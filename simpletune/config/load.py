@@ -56,15 +56,13 @@ def read_json(file: Path) -> Json:
         UserError: with line and column.
     """
     try:
-        text = find_config(file).read_text(encoding="utf-8-sig")
+        data = strict_json.read(find_config(file))
     except FileNotFoundError:
         raise UserError(missing_config(file)) from None
     except IsADirectoryError:
         raise UserError(f"{file} is a folder. Name a configuration in it, such as {file}/NAME.json") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read as UTF-8 text ({error})") from None
-    try:
-        data = strict_json.parse(text)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error})") from None
     except JsonError as error:
         if not error.line:
             raise UserError(f"{file}: {error}") from None
@@ -260,11 +258,11 @@ def _repaired(data: Json, found: list[Problem]) -> Json:
     result = copy.deepcopy(data)
     for problem in found:
         section: object = result
-        *parents, leaf = problem.path.split(".")
-        for part in parents:
-            section = section.get(part) if isinstance(section, dict) else None
-        if isinstance(section, dict):
-            section.pop(leaf, None)
+        for part in problem.path.split("."):
+            if not isinstance(section, dict):
+                break
+            owner, leaf, section = section, part, section.get(part)
+        owner.pop(leaf, None)  # of an item of a list, the list
     if not isinstance(result.setdefault("data", {}), dict):
         result["data"] = {}
     result["data"].setdefault("path", "demo:pictures")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from simpletune.data.source import UnusablePicture
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 EXIF_ORIENTATION = 0x0112
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # not those that start other programs, as EPS does
 MAX_PIXELS = 178_956_970  # where Pillow refuses to open what may be a decompression bomb
+STRIP_PIXELS = 2**22  # that are composed or scaled to 8 bits at once
 MAX_SPARE = 8  # a scaled picture's area over its bucket's, up to which it is scaled whole
 DAMAGE = (OSError, ValueError, SyntaxError, struct.error)  # what Pillow raises for damaged data, EXIF included
 
@@ -83,20 +85,41 @@ def decode(data: bytes, at_least: int | None = None) -> Image.Image:
         image = _open(data)
         if at_least is not None:
             image.draft(None, (at_least, at_least))
-        image = _to_srgb(ImageOps.exif_transpose(image))
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)  # else a copy, also of what is not turned
+        image = _to_srgb(image)
         if image.mode == "F":
             raise UnusablePicture("holds floating-point levels, which have no fixed white. Save it as PNG")
         if image.mode.startswith("I"):
-            return _from_16_bit(image)
+            return _in_strips(image, _from_16_bit)
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-            rgba = image.convert("RGBA")
-            white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-            return Image.alpha_composite(white, rgba).convert("RGB")
-        return image.convert("RGB")
+            return _in_strips(image, _on_white)
+        return image if image.mode == "RGB" else image.convert("RGB")
     except Image.DecompressionBombError:
         raise UnusablePicture(f"has more than {MAX_PIXELS:,} pixels") from None
     except DAMAGE as error:
         raise UnusablePicture(f"is damaged ({error})") from None
+
+
+def _in_strips(image: Image.Image, to_rgb: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """A picture turned to RGB strip by strip: memory holds it and the result, and nothing else of their size."""
+    from PIL import Image
+
+    result = Image.new("RGB", image.size)
+    rows = max(1, STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        result.paste(to_rgb(strip), (0, top))
+    return result
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Transparent parts on white."""
+    from PIL import Image
+
+    rgba = image.convert("RGBA")
+    white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, rgba).convert("RGB")
 
 
 def _to_srgb(image: Image.Image) -> Image.Image:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from simpletune.data.captions import checked, join_lines
+from simpletune.data.captions import MAX_BYTES, checked, join_lines
 from simpletune.data.pictures import picture_size
 from simpletune.data.source import Picture, Rejected, Scan, Source, UnusablePicture
 from simpletune.data.walk import is_outside, read_regular
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
     import pyarrow
     import pyarrow.parquet
 
+    Cell: TypeAlias = tuple[pyarrow.Scalar, pyarrow.Scalar | str, Path, int, int]  # picture, caption; chunk, row in it
+
 SUFFIXES = (".parquet", ".arrow")
+MAX_GROUP = 2**30  # bytes of one column of one row group, uncompressed
 
 
 class Table(Source):
@@ -57,38 +62,44 @@ class Table(Source):
             raise UserError(f"data.path: {self.path} holds no .parquet file of the split {self.split!r}")
         pictures, rejected, rows = [], [], 0
         for file in files:
-            for number in range(_chunks(file)):
-                images, captions = self._columns(file, number)
-                for row in range(len(images)):
-                    if self.limit is not None and rows >= self.limit:
-                        break
-                    name = f"{file.name}#{rows:08d}"
-                    rows += 1
-                    try:
-                        pictures.append(self._picture(name, images[row], captions[row], file, number, row))
-                    except UnusablePicture as reason:
-                        rejected.append(Rejected(name, str(reason)))
+            for cell in islice(self._cells(file), None if self.limit is None else self.limit - rows):
+                name = f"{file.name}#{rows:08d}"
+                rows += 1
+                try:
+                    pictures.append(self._picture(name, *cell))
+                except UnusablePicture as reason:
+                    rejected.append(Rejected(name, str(reason)))
         described = f"the column {self.caption_column}" if self.prompt is None else f"one prompt: {self.prompt!r}"
         if self.prompt is None:
             pictures, described = join_lines(pictures, described)
         return Scan(pictures, rejected, described)
 
-    def _columns(self, file: Path, number: int) -> tuple[pyarrow.ChunkedArray, pyarrow.ChunkedArray | list[str]]:
-        """The pictures and captions of one chunk of a file."""
-        table = _chunk(file, number)
-        for column in (self.image_column, *([self.caption_column] if self.prompt is None else [])):
-            if column not in table.column_names:
+    def _cells(self, file: Path) -> Iterator[Cell]:
+        """The pictures and captions of a file, row by row."""
+        columns = [self.image_column, *([self.caption_column] if self.prompt is None else [])]
+        known = _column_names(file)
+        for column in columns:
+            if column not in known:
                 field = "image_column" if column == self.image_column else "caption_column"
-                known = ", ".join(table.column_names)
-                raise UserError(f"data.{field}: {file.name} has no column {column!r}. It has: {known}")
-        images = table[self.image_column]
-        captions = [self.prompt] * len(images) if self.prompt else table[self.caption_column]
-        return images, captions
+                raise UserError(f"data.{field}: {file.name} has no column {column!r}. It has: {', '.join(known)}")
+        for number in range(_chunks(file)):
+            if not isinstance(_open(file), list):
+                _require_small(file, number, columns, self.caption_column)
+            row = 0
+            for batch in _batches(file, number, columns):
+                images, captions = batch[self.image_column], batch[self.caption_column] if self.prompt is None else None
+                for place in range(len(images)):
+                    caption = self.prompt or "" if captions is None else captions[place]
+                    yield images[place], caption, file, number, row
+                    row += 1
 
     def _picture(
         self, name: str, image: pyarrow.Scalar, caption: pyarrow.Scalar | str, file: Path, number: int, row: int
     ) -> Picture:
         if not isinstance(caption, str):
+            size = _text_bytes(caption)
+            if size > MAX_BYTES:
+                raise UnusablePicture(f"its {self.caption_column} has {size:,} bytes; the most is {MAX_BYTES:,}")
             try:
                 caption = caption.as_py()
             except UnicodeDecodeError:
@@ -145,14 +156,81 @@ def _chunks(file: Path) -> int:
     return len(opened) if isinstance(opened, list) else opened.num_row_groups
 
 
-@lru_cache(maxsize=1)
-def _chunk(file: Path, number: int) -> pyarrow.Table:
-    """One row group or record batch; the last one is kept, as rows are read in order."""
+def _column_names(file: Path) -> list[str]:
+    opened = _open(file)
+    if isinstance(opened, list):
+        return list(opened[0].schema.names) if opened else []
+    return list(opened.schema_arrow.names)
+
+
+def _require_small(file: Path, number: int, columns: Collection[str], caption_column: str) -> None:
+    """Whether a row group's columns are small enough to be read, as the file's own table of contents says.
+
+    Raises:
+        UserError: pictures or captions would take more memory than any should.
+    """
+    group = _group(file, number)
+    sizes: Counter[str] = Counter()
+    for place in range(group.num_columns):
+        column = group.column(place)
+        sizes[column.path_in_schema.partition(".")[0]] += column.total_uncompressed_size
+    for name in columns:
+        most = min(MAX_GROUP, (MAX_BYTES + 64) * group.num_rows) if name == caption_column else MAX_GROUP
+        if sizes[name] > most:
+            raise UserError(
+                f"data.path: {file}: the column {name!r} of row group {number} has {sizes[name]:,} bytes in "
+                f"{group.num_rows:,} rows. At most {most:,} are read. Write smaller row groups, or mend the column"
+            )
+
+
+def _group(file: Path, number: int) -> pyarrow.parquet.RowGroupMetaData:
+    opened = _open(file)
+    assert not isinstance(opened, list)
+    return opened.metadata.row_group(number)
+
+
+def _batches(file: Path, number: int, columns: list[str]) -> Iterator[pyarrow.RecordBatch]:
+    """The columns of one row group or record batch, in parts.
+
+    A value that stands once in a dictionary may stand in every row: a part has few enough rows to be held even so.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     import pyarrow as pa
 
     opened = _open(file)
     try:
-        return pa.Table.from_batches([opened[number]]) if isinstance(opened, list) else opened.read_row_group(number)
+        if isinstance(opened, list):
+            yield opened[number].select(columns)
+        else:
+            group = _group(file, number)
+            rows = max(1, min(group.num_rows, MAX_GROUP // max(1, group.total_byte_size)))
+            yield from opened.iter_batches(rows, row_groups=[number], columns=columns, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"data.path: {file} is damaged ({error})") from None
+
+
+def _text_bytes(cell: pyarrow.Scalar) -> int:
+    """Bytes of a text, before it is made one of Python's; 0 for what is no text."""
+    import pyarrow as pa
+
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    if not cell.is_valid or not any(is_kind(cell.type) for is_kind in kinds):
+        return 0
+    return int(cell.as_buffer().size)
+
+
+@lru_cache(maxsize=1)
+def _chunk(file: Path, number: int, column: str) -> pyarrow.Table:
+    """The pictures of one row group or record batch; the last ones are kept, as rows are read in order."""
+    import pyarrow as pa
+
+    opened = _open(file)
+    try:
+        if isinstance(opened, list):
+            return pa.Table.from_batches([opened[number].select([column])])
+        return opened.read_row_group(number, columns=[column])
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"data.path: {file} is damaged ({error})") from None
 
@@ -180,4 +258,4 @@ def _bytes_of(value: object, file: Path) -> bytes:
 
 
 def _read_again(file: Path, number: int, column: str, row: int) -> bytes:
-    return _bytes_of(_chunk(file, number)[column][row].as_py(), file)
+    return _bytes_of(_chunk(file, number, column)[column][row].as_py(), file)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 THREADS = 2
+LARGE = 2**25  # pixels of a picture that only one thread decodes: 128 MiB, and as much for a copy
 TILE = 144  # pixels of a tile's longer side
 LONG = 300  # characters that stand for 77 tokens where no tokenizer is at hand
 
@@ -151,8 +152,8 @@ def scan_dataset(config: TrainConfig, shown: int, name: str = "") -> DatasetRepo
     trained = [firsts[sample.picture.name] for sample in plan.samples if sample.repeat == 0]
     ordered = sorted(trained, key=lambda view: (view.bucket, view.picture.name))
     chosen = {ordered[place].picture.name for place in evenly_spaced(len(ordered), shown)}
-    with progress("look", len(firsts), "pictures") as advance, ThreadPoolExecutor(THREADS) as pool:
-        for result in pool.map(lambda view: _scan_picture(view, view.picture.name in chosen, advance), firsts.values()):
+    with progress("look", len(firsts), "pictures") as advance:
+        for result in _scan_pictures(firsts.values(), chosen, advance):
             (found.usable if isinstance(result, ScannedImage) else found.rejected).append(result)  # type: ignore[arg-type]
     if found.usable:
         _compare(found)
@@ -164,6 +165,21 @@ def scan_dataset(config: TrainConfig, shown: int, name: str = "") -> DatasetRepo
 def evenly_spaced(count: int, room: int) -> list[int]:
     """At most so many of the places 0 to count - 1, evenly spread."""
     return sorted({place * count // min(room, count) for place in range(min(room, count))}) if room else []
+
+
+def _scan_pictures(
+    views: Iterable[View], tiles: Collection[str], advance: Callable[[], None]
+) -> Iterator[ScannedImage | Rejected]:
+    """Decode pictures in several threads, large ones in one: each thread keeps the memory of its largest."""
+    with ThreadPoolExecutor(THREADS) as small, ThreadPoolExecutor(1) as large:
+        futures = deque(
+            (large if view.picture.size[0] * view.picture.size[1] > LARGE else small).submit(
+                _scan_picture, view, view.picture.name in tiles, advance
+            )
+            for view in views
+        )
+        while futures:
+            yield futures.popleft().result()
 
 
 def _scan_picture(view: View, tile: bool, advance: Callable[[], None]) -> ScannedImage | Rejected:

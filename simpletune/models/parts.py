@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from simpletune.models.config_limits import read_config
 from simpletune.models.sd3_shapes import ModelConfig
 from simpletune.models.single_file import PREFIXES, open_file
 from simpletune.options import UserError, shortened
-from simpletune.system.model_folder import fingerprint
+from simpletune.system.model_folder import fingerprint, weight_files
+from simpletune.system.safetensors_file import read_header
 
 if TYPE_CHECKING:
     import torch
@@ -48,15 +51,12 @@ class Part:
         """The part's ``config.json`` (of the scheduler ``scheduler_config.json``), or SD3 Medium's own.
 
         Raises:
-            UserError: it cannot be read.
+            UserError: it cannot be read, or names sizes that no model has.
         """
         if self.folder is None:
             return bundled_configs()[self.name]
         file = self.folder / ("scheduler_config.json" if self.name == "scheduler" else "config.json")
-        try:
-            return json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file} cannot be read ({error}). It describes the {self.name}") from None
+        return read_config(file, self.name)
 
     def fingerprint(self) -> str:
         """A short name for the part's content: configuration and weights."""
@@ -81,11 +81,15 @@ def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
     name = config.get("_class_name")
     if name not in ("AutoencoderKL", "AutoencoderTiny"):
         raise UserError(f"model.vae: {part.place} holds a {name}; SD3 needs an AutoencoderKL or AutoencoderTiny")
-    if part.file is None:
-        return getattr(diffusers, name).from_pretrained(
-            part.folder, dtype=dtype, local_files_only=True, use_safetensors=True
-        )
     from accelerate import init_empty_weights
+
+    if part.file is None:
+        kind = getattr(diffusers, name)
+        with loading(part):
+            with init_empty_weights():
+                expected = _shapes(kind.from_config(config).state_dict())
+            _require_weights(part, expected)
+            return kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True)
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 
     original = {PREFIXES["vae"] + key: tensor for key, tensor in open_file(part.file).read("vae").items()}
@@ -130,12 +134,14 @@ def load_text_model(part: Part, dtype: torch.dtype) -> Any:
 
     disable_progress_bar()
     kind = CLIPTextModelWithProjection
-    if part.file is None:
-        return _copied(kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True))
-    config = CLIPTextConfig.from_dict(part.config())
-    tensors = _clip_tensors(part)
-    with init_empty_weights():
+    with loading(part), init_empty_weights():
+        config = CLIPTextConfig.from_dict(part.config())
         expected = _shapes(kind(config).state_dict())
+    if part.file is None:
+        with loading(part):
+            _require_weights(part, expected)
+            return _copied(kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True))
+    tensors = _clip_tensors(part)
     require_tensor_shapes(part, expected, _shapes(tensors))
     return _copied(kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype))
 
@@ -164,11 +170,39 @@ def _clip_tensors(part: Part) -> dict[str, Tensor]:
     return tensors
 
 
+@contextmanager
+def loading(part: Part) -> Iterator[None]:
+    """What is raised while a part is built from its configuration or read from its files, in words.
+
+    Raises:
+        UserError: they do not fit each other, or are damaged.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    odd = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+    try:
+        yield
+    except (*odd, StrictDataclassError) as error:
+        said = str(error).strip().partition("\n")[0][:300]
+        raise UserError(
+            f"{part.place} cannot be loaded ({type(error).__name__}: {said}). Its files are damaged, or do not belong "
+            "together. Fetch it again"
+        ) from error
+
+
+def _require_weights(part: Part, expected: Mapping[str, torch.Size]) -> None:
+    """Names and shapes in a folder's headers against its configuration's, before anything of that size is allocated."""
+    assert part.folder is not None
+    headers = [read_header(file) for file in weight_files(part.folder)]
+    found = {name: tuple(entry["shape"]) for header in headers for name, entry in header.items() if name in expected}
+    require_tensor_shapes(part, expected, found)
+
+
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def require_tensor_shapes(part: Part, expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> None:
+def require_tensor_shapes(part: Part, expected: Mapping[str, torch.Size], found: Mapping[str, tuple[int, ...]]) -> None:
     """Names and shapes in the file against those in the configuration.
 
     Raises:
@@ -179,7 +213,9 @@ def require_tensor_shapes(part: Part, expected: Mapping[str, torch.Size], found:
     kinds = {"missing": missing, "unexpected": odd, "of another shape": sized}
     listed = [f"{title}: {shortened(names)}" for title, names in kinds.items() if names]
     if listed:
+        of_file = "Give model.text_encoders a folder with the configs that belong to the file"
+        remedy = of_file if part.file else "Fetch it again"
         raise UserError(
             f"{part.place} does not fit its configuration ({part.folder or 'SD3 Medium, bundled'}). "
-            f"{'; '.join(listed)}. Give model.text_encoders a folder with the configs that belong to the file"
+            f"{'; '.join(listed)}. {remedy}"
         )

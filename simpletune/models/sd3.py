@@ -16,7 +16,7 @@ from pydantic import Field
 from simpletune.hub.fetch import fetch, is_hub_name
 from simpletune.models import sd3_sources
 from simpletune.models.buckets import Size
-from simpletune.models.parts import Part, load_autoencoder, use_tiles
+from simpletune.models.parts import Part, load_autoencoder, loading, use_tiles
 from simpletune.models.sd3_shapes import ModelConfig, Shape, parameter_shapes, sd3_medium_config, timestep_of
 from simpletune.models.single_file import open_file
 from simpletune.options import Option, Problem
@@ -234,7 +234,9 @@ class SD3(Option):
         """The sampler's schedule of noise levels (diffusers' FlowMatchEulerDiscreteScheduler)."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        return FlowMatchEulerDiscreteScheduler.from_config(self.part("scheduler").config())
+        part = self.part("scheduler")
+        with loading(part):
+            return FlowMatchEulerDiscreteScheduler.from_config(part.config())
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """(c, h, w) of the latents of a picture in pixels."""

@@ -149,8 +149,7 @@ def _lacking_text_parts(provided: list[tuple[str, str, str | None]]) -> Iterator
 def _problems_of_part(field: str, value: str, part: str) -> Iterator[Problem]:
     """A part that a local folder or file has to hold, in a form that can be read."""
     if not is_single_file(value):
-        if not (Path(value) / part).is_dir() and not (field == part and (Path(value) / "config.json").exists()):
-            yield Problem(f"model.{field}", f"{value} has no {part}/ folder (diffusers' layout)")
+        yield from _problems_of_folder(field, Path(value), part)
         return
     file = open_file(Path(value))
     try:
@@ -160,6 +159,18 @@ def _problems_of_part(field: str, value: str, part: str) -> Iterator[Problem]:
             yield Problem(f"model.{field}", f"{value} holds no {NAMES_OF.get(part, part)}. {_remedy(part)}")
     except UserError as error:
         yield Problem(f"model.{field}", str(error))
+
+
+def _problems_of_folder(field: str, folder: Path, part: str) -> Iterator[Problem]:
+    """A part that a local folder has to hold; the transformer's configuration is read for its shapes anyway."""
+    own = field == part and (folder / "config.json").exists()
+    if not own and not (folder / part).is_dir():
+        yield Problem(f"model.{field}", f"{folder} has no {part}/ folder (diffusers' layout)")
+    elif part != "transformer" and not part.startswith("tokenizer"):
+        try:
+            Part(part, folder if own else folder / part).config()
+        except UserError as error:
+            yield Problem(f"model.{field}", str(error))
 
 
 def _unusable_names(model: SD3) -> Iterator[Problem]:

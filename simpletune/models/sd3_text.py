@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.models.parts import Part, load_text_model
+from simpletune.options import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MAX_TOKENIZER_BYTES = 64 * 2**20  # of one file; T5's has 2.4 MB
+MAX_TOKENS = 4096  # of a CLIP encoder
 BATCH = 1  # prompts that go through an encoder together: a prompt's last bits would depend on its neighbours
 
 
@@ -115,7 +118,22 @@ class Prompts:
 def _tokenizer(encoder: Encoder, folder: Path) -> PreTrainedTokenizerBase:
     from transformers import CLIPTokenizer, T5TokenizerFast
 
-    return (T5TokenizerFast if encoder.is_t5 else CLIPTokenizer).from_pretrained(folder, local_files_only=True)
+    for file in folder.iterdir():
+        if file.is_file() and file.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise UserError(
+                f"{file} has {file.stat().st_size:,} bytes. At most {MAX_TOKENIZER_BYTES:,} of a tokenizer are read"
+            )
+    kind = T5TokenizerFast if encoder.is_t5 else CLIPTokenizer
+    try:
+        tokenizer = kind.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        said = str(error).strip().partition("\n")[0][:300]
+        raise UserError(f"{folder} holds no tokenizer that can be read ({said}). Fetch it again") from error
+    if not encoder.is_t5 and not 1 <= tokenizer.model_max_length <= MAX_TOKENS:
+        raise UserError(
+            f"{folder}: model_max_length {tokenizer.model_max_length} does not fit. It must be from 1 to {MAX_TOKENS}"
+        )
+    return tokenizer
 
 
 def _run_clip(
@@ -160,5 +178,8 @@ def _folder_hash(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         if file.is_file():
-            digest.update(file.name.encode() + file.read_bytes())
+            digest.update(file.name.encode())
+            with open(file, "rb") as stream:
+                while part := stream.read(2**20):
+                    digest.update(part)
     return digest.hexdigest()[:8]

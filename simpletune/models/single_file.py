@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from simpletune.models.config_limits import require_sizes
 from simpletune.models.original_names import origin_of
 from simpletune.models.sd3_shapes import ModelConfig, parameter_shapes
 from simpletune.options import UserError, shortened
@@ -114,6 +115,7 @@ class SingleFile:
             config = _infer({name: entry["shape"] for name, entry in found.items()})
         except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
             raise UserError(f"{self.path} is not a whole SD3 transformer: {error} is missing or odd") from None
+        require_sizes(config, "transformer", str(self.path))
         layers = config["num_layers"]
         wanted = {origin_of(name, layers).name for name in (*parameter_shapes(config), "pos_embed.pos_embed")}
         if missing := sorted(wanted - set(found)):

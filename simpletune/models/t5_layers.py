@@ -19,7 +19,7 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from simpletune.memory import accounting
 from simpletune.memory.snapshot import HOST
-from simpletune.models.parts import Part, require_tensor_shapes
+from simpletune.models.parts import Part, loading, require_tensor_shapes
 from simpletune.models.single_file import PREFIXES, open_file
 from simpletune.system.console import progress
 from simpletune.system.model_folder import weight_files
@@ -110,7 +110,7 @@ class LayeredT5:
 
     def __init__(self, part: Part, dtype: torch.dtype, device: torch.device, tensors: Tensors | None = None):
         self.dtype, self.device = dtype, device
-        with init_empty_weights():
+        with loading(part), init_empty_weights():
             self.model = T5EncoderModel(T5Config.from_dict(part.config())).eval()
         self.tensors = tensors or PartTensors(part)
         found = {name: s for name, s in self.tensors.shapes.items() if not name.startswith(NOT_ENCODER)}

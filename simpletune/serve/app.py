@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import time
 import traceback
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -33,6 +35,7 @@ PAGE_FILES = {
 }
 STANDARD = ("negative_prompt", "width", "height", "steps", "guidance", "seed")  # of a Request, for the page
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that has left; no client sees it
+HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:@/\[\]]+)(:[0-9]{1,5})?")
 BODY_TIMEOUT = 30.0  # for a body to arrive
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -82,7 +85,8 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
 
     async def predict(request: Request) -> Response:
         worker.require_ready()
-        images = read_requests(await read_body(request, capabilities.limits.body), capabilities)
+        body = await read_body(request, capabilities.limits.body)
+        images = await run_in_threadpool(read_requests, body, capabilities)  # meanwhile others are answered
         job = worker.submit(images)
         request.scope["log"].update(pictures=len(images), loras=sorted({image.lora for image in images}))
         pictures = await finished(request, worker, job)
@@ -248,8 +252,8 @@ class RequestGuard:
         if self.options.hosts is None:
             return True
         host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "").lower()
-        name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
-        return name in self.options.hosts
+        whole = HOST.fullmatch(host)
+        return whole is not None and whole["name"] in self.options.hosts
 
 
 def log_line(scope: Scope, status: int, seconds: float) -> str:

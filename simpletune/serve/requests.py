@@ -201,7 +201,7 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
         RequestError: 400 for what is not strict JSON or not an object, 422 for values that do not fit.
     """
     try:
-        value = strict_json.parse(body)
+        value = strict_json.parse(body, capabilities.limits.body)
     except JsonError as error:
         place = f" (line {error.line}, column {error.column})" if error.line else ""
         raise RequestError(400, f"The body is not strict JSON: {error}{place}") from None

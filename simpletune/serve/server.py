@@ -26,6 +26,7 @@ from simpletune.serve.generator import ImageGenerator
 from simpletune.serve.limits import GUIDANCE, Limits
 from simpletune.serve.metrics import Metrics
 from simpletune.serve.models import ServedModels
+from simpletune.serve.protocol import TimedProtocol
 from simpletune.serve.requests import BASE, STEP, Capabilities
 from simpletune.serve.worker import SupportsGenerate, Worker
 from simpletune.system.console import say
@@ -163,7 +164,7 @@ def service(
     worker = Worker(load, limits, metrics)
     app = make_app(worker, capabilities, metrics, options)
     config = uvicorn.Config(
-        app, loop="asyncio", http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
+        app, loop="asyncio", http=TimedProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
         proxy_headers=False, server_header=False, limit_concurrency=4 * limits.queue + 64, timeout_graceful_shutdown=30,
     )  # fmt: skip
     return Service(Server(config, worker), worker, bound, capabilities)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from simpletune.options import UserError
+from simpletune.system import strict_json
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.checksums import hash_samples
 from simpletune.system.safetensors_file import write_safetensors
@@ -17,6 +17,7 @@ from simpletune.system.safetensors_file import write_safetensors
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+INDEX_BYTES, INDEX_VALUES = 16 * 2**20, 200_000  # of a shard index; T5's names 219 tensors
 NAMES = ("diffusion_pytorch_model", "model")
 
 
@@ -47,9 +48,10 @@ def _shards(index: Path) -> list[Path]:
         UserError: it names others, or is no index.
     """
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        found: Any = strict_json.read(index, INDEX_BYTES, INDEX_VALUES)
+        names = sorted(set(found["weight_map"].values()))
         away = [name for name in names if name != Path(name).name or name in ("", ".", "..")]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is damaged ({type(error).__name__}). Fetch it again") from None
     if away:
         raise UserError(

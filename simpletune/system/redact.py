@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 HIDDEN = "***"
@@ -26,23 +26,26 @@ def secrets_in_environment() -> list[str]:
 
 def redact(text: str) -> str:
     """A text without tokens and passwords."""
-    for secret in secrets_in_environment():
+    return _redact(text, secrets_in_environment())
+
+
+def secret_paths(value: Any) -> Iterator[str]:
+    """Where in a JSON value strings hold a token or a password."""
+    return _secret_paths(value, "", secrets_in_environment())  # asked once: it reads the whole environment
+
+
+def _redact(text: str, secrets: Sequence[str]) -> str:
+    for secret in secrets:
         text = text.replace(secret, HIDDEN)
     return SHAPES.sub(HIDDEN, text)
 
 
-def contains_secret(text: str) -> bool:
-    """Whether a text holds a token or a password."""
-    return redact(text) != text
-
-
-def secret_paths(value: Any, path: str = "") -> Iterator[str]:
-    """Where in a JSON value strings hold a token or a password."""
+def _secret_paths(value: Any, path: str, secrets: Sequence[str]) -> Iterator[str]:
     if isinstance(value, dict):
         for key, child in value.items():
-            yield from secret_paths(child, f"{path}.{key}" if path else str(key))
+            yield from _secret_paths(child, f"{path}.{key}" if path else str(key), secrets)
     elif isinstance(value, list):
         for number, child in enumerate(value):
-            yield from secret_paths(child, f"{path}.{number}")
-    elif isinstance(value, str) and contains_secret(value):
+            yield from _secret_paths(child, f"{path}.{number}", secrets)
+    elif isinstance(value, str) and _redact(value, secrets) != value:
         yield path

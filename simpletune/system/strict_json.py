@@ -1,11 +1,19 @@
-"""Strict JSON (RFC 8259) for text that others wrote: each key once, finite numbers, a bounded depth."""
+"""Strict JSON (RFC 8259) for text that others wrote: each key once, numbers of 64 bits, bounded length, depth, size."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import stat
+from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 MAX_DEPTH = 64  # levels of lists and objects; more would reach Python's recursion limit in what walks the values
+MAX_BYTES = 2**20  # of a text: what a person writes has a hundredth of it
+MAX_VALUES = 10_000  # of a text, in all of its lists and objects: each may be complained of
+LONGEST_INTEGER = 20  # characters of -2^63; more are refused before they are converted, which takes quadratic time
+SHOWN = 40  # characters of a number in a message
 JsonValue: TypeAlias = "None | bool | int | float | str | list[JsonValue] | dict[str, JsonValue]"
 
 
@@ -23,36 +31,60 @@ class JsonError(ValueError):
         self.line, self.column = line, column
 
 
-def parse(text: str | bytes) -> JsonValue:
+def parse(text: str | bytes, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES) -> JsonValue:
     """Parse strict JSON.
 
     Args:
         text: as text, or as UTF-8.
+        max_bytes: the text's length, at most.
+        max_values: values in it, at most.
 
     Returns:
-        The value. A number too large for a float, such as 1e999, is infinite.
+        The value.
 
     Raises:
-        JsonError: a syntax error, bytes that are not UTF-8, a duplicate key, NaN or Infinity, or more than
-            ``MAX_DEPTH`` levels.
+        JsonError: a syntax error, bytes that are not UTF-8, a duplicate key, NaN, Infinity or a number beyond 64 bits,
+            more than ``MAX_DEPTH`` levels, or more bytes or values than may be.
     """
     too_deep = f"it is nested too deeply. At most {MAX_DEPTH} levels are read"
+    if len(text) > max_bytes:
+        raise JsonError(f"it has {len(text):,} bytes. At most {max_bytes:,} are read")
     try:
         decoded = text if isinstance(text, str) else text.decode()
-        value: JsonValue = json.loads(decoded, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        value: JsonValue = json.loads(
+            decoded, object_pairs_hook=_object, parse_constant=_refuse_constant, parse_int=_integer, parse_float=_float
+        )
     except json.JSONDecodeError as error:
         raise JsonError(error.msg, error.lineno, error.colno) from None
     except RecursionError:
         raise JsonError(too_deep) from None
     except UnicodeDecodeError as error:
         raise JsonError(f"it is not UTF-8 ({error})") from None
-    except JsonError:
-        raise
-    except ValueError:  # Python refuses the conversion: it takes quadratic time
-        raise JsonError("an integer has thousands of digits. Write a shorter one") from None
-    if decoded.count("[") + decoded.count("{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
-        raise JsonError(too_deep)
+    opened = decoded.count("[") + decoded.count("{")
+    if opened > MAX_DEPTH or opened + decoded.count(",") >= max_values:
+        _require_few(value, max_values, too_deep)
     return value
+
+
+def read(file: Path, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES) -> JsonValue:
+    """Parse a file of strict JSON; a byte order mark is left out. A pipe or a device would never end: it is refused.
+
+    Args:
+        file: to read.
+        max_bytes: its length, at most.
+        max_values: values in it, at most.
+
+    Raises:
+        OSError: it cannot be read.
+        JsonError: as for ``parse``, or it is no regular file.
+    """
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
+        status = os.fstat(stream.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise JsonError("it is not a regular file")
+        if status.st_size > max_bytes:
+            raise JsonError(f"it has {status.st_size:,} bytes. At most {max_bytes:,} are read")
+        return parse(stream.read(max_bytes + 1).removeprefix(b"\xef\xbb\xbf"), max_bytes, max_values)
 
 
 def _object(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
@@ -70,12 +102,32 @@ def _refuse_constant(name: str) -> NoReturn:
     raise JsonError(f"{name} is not a JSON number. Write a finite number")
 
 
-def _is_deeper(value: JsonValue, depth: int) -> bool:
-    """Whether lists and objects are nested in more levels than ``depth``."""
+def _integer(digits: str) -> int:
+    if len(digits) > LONGEST_INTEGER or not -(2**63) <= int(digits) < 2**63:
+        raise JsonError(f"{_cut(digits)} does not fit in 64 bits. Write an integer from -2^63 to 2^63 - 1")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise JsonError(f"{_cut(digits)} does not fit in 64 bits. Write a number below 1.8e308")
+    return value
+
+
+def _cut(digits: str) -> str:
+    return digits if len(digits) <= SHOWN else f"{digits[: SHOWN - 3]}... ({len(digits):,} digits)"
+
+
+def _require_few(value: JsonValue, max_values: int, too_deep: str) -> None:
+    """Whether lists and objects are nested in few enough levels, and hold few enough values."""
     level: list[list[JsonValue] | dict[str, JsonValue]] = [value] if isinstance(value, list | dict) else []
-    for _ in range(depth):
+    count = 1
+    for _ in range(MAX_DEPTH):
+        count += sum(map(len, level))
+        if count > max_values:
+            raise JsonError(f"it holds more than {max_values:,} values. Write fewer")
         children = (parent.values() if isinstance(parent, dict) else parent for parent in level if parent)
         level = [child for each in children for child in each if type(child) is list or type(child) is dict]
         if not level:
-            return False
-    return True
+            return
+    raise JsonError(too_deep)
