@@ -20,6 +20,7 @@ from simpletune.cli.main import main
 from simpletune.config.load import validate
 from simpletune.demo import pictures, tiny_sd3
 from simpletune.runs import checkpoint
+from simpletune.system.atomic import remove
 from simpletune.training.loop import train
 
 STEPS = 6
@@ -122,7 +123,7 @@ class Place:
 
     def stopped(self) -> Place:
         """As it was after step 4, when it was killed."""
-        checkpoint.remove(checkpoint.checkpoint_folder(self.run, STEPS))
+        remove(checkpoint.checkpoint_folder(self.run, STEPS))
         for name in ("summary.json", "pytorch_lora_weights.safetensors", "README.md", "report.html", "report.md"):
             (self.run / name).unlink()
         return self

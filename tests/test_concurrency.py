@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from simpletune.data.cache import Cache
+from simpletune.options import UserError
 from simpletune.system import locks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,7 +133,7 @@ def test_a_file_system_without_locks_is_said_once_and_work_goes_on(
 
 def test_any_other_error_of_a_lock_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(errno.EIO, monkeypatch)
-    with pytest.raises(OSError, match="Input/output error"), locks.exclusive(tmp_path / "run"):
+    with pytest.raises(UserError, match="Input/output error"), locks.exclusive(tmp_path / "run"):
         pass
 
 

@@ -16,8 +16,10 @@ from test_plan import make_plan, some_pictures
 from torch import Tensor
 
 from simpletune.config.load import validate
+from simpletune.config.schema import run_folder
 from simpletune.data.plan import Plan
 from simpletune.models.sd3 import predict_velocity
+from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
 from simpletune.step.synthetic import SyntheticBatches
 from simpletune.tensors import trained_parameters
@@ -116,7 +118,8 @@ def uneven(tiny_config: dict, tmp_path: Path) -> dict:
 
 
 def started(data: dict) -> Run:
-    run = set_up(validate(data, "test"), StartOptions(0.0))
+    config = validate(data, "test")
+    run = set_up(config, StartOptions(AttemptRecorder(run_folder(config), 0.0)))
     run.trackers.__exit__(None, None, None)
     run.transformer.train()
     return run

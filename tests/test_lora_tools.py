@@ -249,7 +249,7 @@ def test_extract_at_full_rank_is_the_difference(pipeline, single, tuned, tmp_pat
         difference = state[f"{name}.weight"] - base[f"{name}.weight"]
         torch.testing.assert_close(update.delta(), difference, rtol=0, atol=1e-5)
     out = capsys.readouterr().out
-    assert "all 3 layers: residual 0.000% of the difference" in out
+    assert "3 layers in all: residual 0.000% of the difference" in out
     assert "1 tensors differ that no LoRA holds" in out and "proj_out.bias" in out
 
 

@@ -311,7 +311,7 @@ def test_a_run_draws_base_and_tuned_with_the_plan_and_generate_follows_it(config
     parser = ArgumentParser()
     add_arguments(parser)
     for more in ([], ["--modulation", "resident"], ["--full"], ["--full", "--modulation", "resident"]):
-        given = ["--run", str(runs[0]), "--output", str(tmp_path / "drawn.png"), *more]
+        given = ["--run", str(runs[0]), "--output", str(tmp_path / "drawn.png"), "--overwrite", *more]
         assert (pixels(generate(parser.parse_args(given))) - tuned).abs().max() <= 1
 
 
@@ -396,11 +396,11 @@ def test_a_resumed_run_keeps_what_auto_has_chosen(
     with monkeypatch.context() as on_a_gpu:
         on_a_gpu.setattr(setup, "settle_modulation", lambda config, _, before: settle_modulation(config, False, before))
         folder = run_with(config_json, name="auto", memory={"modulation": "auto"}, train={"steps": 3})
-    assert json.loads((folder / "chosen.json").read_text()) == {"modulation": "plan"}
+    assert json.loads((folder / "chosen.json").read_text())["modulation"] == "plan"
     run_with(config_json, "latest", name="auto", memory={"modulation": "auto"})  # on the CPU it would be resident
     assert "modulation plan (auto: as before)" in capsys.readouterr().out
     assert losses_of(folder) == losses_of(whole)
-    assert json.loads((folder / "chosen.json").read_text()) == {"modulation": "plan"}
+    assert json.loads((folder / "chosen.json").read_text())["modulation"] == "plan"
     assert json.loads((folder / "config.json").read_text())["memory"]["modulation"] == "auto"
 
 

@@ -28,7 +28,7 @@ from simpletune.options import UserError
 from simpletune.runs import checkpoint
 from simpletune.runs.names import RunName, find_lora, find_named, find_run, split_scale, weight_file
 from simpletune.runs.weights import BASE, result_of
-from simpletune.serve.server import _weights
+from simpletune.serve.server import _served_models
 from simpletune.system.atomic import remove
 from simpletune.training.loop import train
 
@@ -192,13 +192,13 @@ def test_serve_takes_steps(here: Path) -> None:
     parser = argparse.ArgumentParser()
     serve_arguments(parser)
     args = parser.parse_args(["--run", "q@2", "--lora", "last=q@latest", "--device", "cpu"])
-    base, loras = _weights(open_session(args), args.lora)
-    assert base == BASE and loras == {"q-step-2": saved("q", 2) / LORA, "last": saved("q", 4) / LORA}
-    assert (
-        _weights(open_session(parser.parse_args(["--run", "p@2"])), [])[0].trained == saved("p", 2) / "ema.safetensors"
-    )
+    served = _served_models(open_session(args), args.lora)
+    assert served.tuned is None
+    assert served.loras == {"q-step-2": saved("q", 2) / LORA, "last": saved("q", 4) / LORA}
+    tuned = _served_models(open_session(parser.parse_args(["--run", "p@2"])), []).tuned
+    assert tuned is not None and (tuned[0], tuned[1].trained) == ("p-step-2", saved("p", 2) / "ema.safetensors")
     with pytest.raises(UserError, match="--lora: p@2 is a full run, not a LoRA. Serve it by --run p@2"):
-        _weights(open_session(args), ["x=p@2"])
+        _served_models(open_session(args), ["x=p@2"])
 
 
 def test_a_checkpoint_is_pushed_with_a_card_of_its_own_and_no_local_path(here: Path, runs: Path) -> None:

@@ -17,8 +17,8 @@ def inspect(args: argparse.Namespace) -> None:
     import json
 
     from simpletune.lora.describe import describe, in_words
+    from simpletune.printable import printable
     from simpletune.runs.names import weight_file
-    from simpletune.system.printable import printable
 
     about = describe(weight_file(args.file), values=not args.header_only)
     print(json.dumps(about, indent=2) if args.json else printable(in_words(about)))

@@ -12,8 +12,8 @@ from simpletune.cli import data, draw, estimate, lora, report, serve, train
 from simpletune.cli import push as share
 from simpletune.cli.parser import Parser
 from simpletune.options import UserError
+from simpletune.printable import printable
 from simpletune.system.devices import prepare_environment
-from simpletune.system.printable import printable
 from simpletune.system.redact import redact
 from simpletune.system.signals import Stopped
 

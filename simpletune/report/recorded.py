@@ -132,9 +132,8 @@ class RunRecord:
     @property
     def peak_words(self) -> str:
         """What that peak is of."""
-        return (
-            "allocated on the GPU" if self.peak_key == "peak_allocated_gib" else "resident, the whole process (no GPU)"
-        )
+        on_gpu = self.peak_key == "peak_allocated_gib"
+        return "allocated on the GPU" if on_gpu else "resident, the whole process (no GPU)"
 
     @property
     def peak(self) -> float | None:

@@ -22,10 +22,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from simpletune.printable import printable
 from simpletune.serve.metrics import CONTENT_TYPE, Metrics
 from simpletune.serve.requests import Capabilities, RequestError, read_requests
 from simpletune.serve.worker import Job, Worker
-from simpletune.system.printable import printable
 
 PAGE = Path(__file__).parent / "page"
 PAGE_FILES = {
