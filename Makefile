@@ -3,7 +3,7 @@ SHELL := /usr/bin/env bash
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test slow gpu coverage torture tiny-sd3 clean
+.PHONY: help setup quality style test slow gpu coverage torture mutants tiny-sd3 clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ torture: setup  ## kill 50 runs at named and random moments (10 minutes on 2 idl
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture.py
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/attacks.py
 	SIMPLETUNE_FUZZ=500 $(PY) -m pytest -q tests/test_fuzz.py tests/test_data_odd.py
+
+mutants: setup  ## does a test fail for each fault of tests/mutants.toml? begins none after 30 minutes, and then goes on
+	PYTHONPATH=. $(PY) tests/mutants.py --minutes 30
 
 tiny-sd3: setup  ## make the tiny Stable Diffusion 3 that comes with the tool, from nothing; hours on 2 cores, resumable
 	$(PY) -m simpletune.demo.make_tiny_sd3
