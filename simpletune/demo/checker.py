@@ -30,16 +30,16 @@ from simpletune.demo.shapes import DISTANCES, Field
 PIXELS = 64
 ATTRIBUTES = ("shape", "colour", "background", "size", "position", "style")
 
-_TIMES = (0.5, 0.625, 0.8, 1.0, 1.25, 1.6, 2.0)
 _UNEVEN = 3.0  # standard deviation of the background, of 255
 _NEAR = 34.0  # how far a pixel may lie from a colour, of 255 in each channel's units, to count as it
 _OUTLINED = 0.3  # share of the figure's rim in the outline's colour when striped; noise has 0.22 at most
-_CONTRAST = 0.25  # standard deviation of the figure between its colour (0) and its tint (1)
-_EXPLAINED = 0.25  # share of that variance in the stripes' own wave; of a square wave's it is 0.81
-_RIVAL = 0.75  # least that the stripes' own wave explains, of what the best of `_WAVES` does
-_STRIPES = (np.pi / 4, STRIPE_PERIOD)
-_WAVES = [(angle, STRIPE_PERIOD * times) for angle in np.arange(12) * np.pi / 12 for times in _TIMES]
+_CONTRAST = 0.2  # standard deviation of the figure between its colour (0) and its tint (1)
+_EXPLAINED = 0.13  # share of that variance in one wave; of a square wave's it is 0.81, of noise's 0.02
+_ANGLES, _TIMES = np.arange(12) * np.pi / 12, (0.5, 0.625, 0.8, 1.0, 1.25, 1.6, 2.0)
+_WAVES = [(angle, STRIPE_PERIOD * times) for angle in _ANGLES for times in _TIMES]
 """Directions (every 15 degrees, 0 along x) and periods (shares of the side) among which stripes must stand out."""
+_STRIPES = [wave for wave in _WAVES if abs(wave[0] - np.pi / 4) < 0.27 and 0.79 < wave[1] / STRIPE_PERIOD < 1.26]
+"""The style's own, within 15 degrees and a quarter of its period: models draw by hand, as it were."""
 
 Mask = NDArray[np.bool_]  # [p, q]
 Pixels = NDArray[np.float64]  # [n, 3]
@@ -154,8 +154,8 @@ def _is_striped(canvas: Field, box: Mask, kinds: Sequence[Field]) -> bool:
     if paleness.std() < _CONTRAST:
         return False
     y, x = (np.argwhere(inside).T + 0.5) / PIXELS  # [n] each
-    own = _explained(paleness, x, y, _STRIPES)
-    return own >= _EXPLAINED and all(own >= _RIVAL * _explained(paleness, x, y, wave) for wave in _WAVES)
+    own = max(_explained(paleness, x, y, wave) for wave in _STRIPES)
+    return own >= _EXPLAINED and all(_explained(paleness, x, y, wave) <= own for wave in _WAVES)
 
 
 def _explained(values: Field, x: Field, y: Field, wave: tuple[float, float]) -> float:

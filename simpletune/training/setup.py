@@ -109,8 +109,9 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     with accelerator.main_process_first():  # it sets aside what is damaged
         saved = checkpoint.find(options.resume, run_folder(config)) if options.resume else None
     start = saved.step if saved else 0
-    precision = config.precision
-    say(f"simpletune {config.name} on {reason}: {precision.weights} weights, {precision.describe_matmul()}")
+    say(
+        f"simpletune {config.name} on {reason}: {config.precision.weights} weights, {config.precision.describe_matmul()}"
+    )
     resolved = resolve_folders(config)
     require_model_rules(resolved)
     threads = settle_threads(resolved, device, resumed=saved is not None)
