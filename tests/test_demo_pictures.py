@@ -133,7 +133,7 @@ def test_other_stripes_are_not_the_styles(change: str, monkeypatch: pytest.Monke
     """Stripes the other way, twice as wide, without an outline, hardly paler."""
     scenes = sample_scenes(60, seed=6, style="striped")
     if change != "direction":
-        monkeypatch.setattr(pictures, change, {"STRIPE_PERIOD": 0.28, "OUTLINE": 0.0, "TINT": 0.15}[change])
+        monkeypatch.setattr(pictures, change, {"STRIPE_PERIOD": 0.28, "OUTLINE": 0.0, "TINT": 0.05}[change])
     images = [draw(scene, seed=index) for index, scene in enumerate(scenes)]
     if change == "direction":
         images = [image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for image in images]

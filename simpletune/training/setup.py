@@ -109,9 +109,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     with accelerator.main_process_first():  # it sets aside what is damaged
         saved = checkpoint.find(options.resume, run_folder(config)) if options.resume else None
     start = saved.step if saved else 0
-    say(
-        f"simpletune {config.name} on {reason}: {config.precision.weights} weights, {config.precision.describe_matmul()}"
-    )
+    announce(config, reason)
     resolved = resolve_folders(config)
     require_model_rules(resolved)
     threads = settle_threads(resolved, device, resumed=saved is not None)
@@ -155,6 +153,12 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         guard=NonFiniteGuard(config, folder, model.core, batches, start, trackers.warn),
         predicted=predicted,
     )
+
+
+def announce(config: TrainConfig, device: str) -> None:
+    """Say which run this is, where, and in which precision."""
+    precision = config.precision
+    say(f"simpletune {config.name} on {device}: {precision.weights} weights, {precision.describe_matmul()}")
 
 
 def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> int:
