@@ -237,7 +237,7 @@ HOSTILE = (
     Hostile(
         "LoRA: escapes in metadata", 10, lambda f, p: ["inspect", _lora(f, p, {"a\x1b]0;x\x07": "\x1b[2J"})], False
     ),
-    Hostile("LoRA: a factor without axes", 10, _without_axes),
+    Hostile("LoRA: a factor without axes", 10, _without_axes, False),  # inspect describes it
     Hostile("data: a parquet cell of 200 MB", 40, _parquet),
     Hostile("data: 20,000 like pictures", 120, _same_pictures, False),
 )
