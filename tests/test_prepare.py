@@ -27,6 +27,7 @@ from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
 from simpletune.pipeline.encode import Prepared, TextCache, prepare
 from simpletune.system.stage_timer import StageTimer
+from simpletune.training.loop import train
 
 CLIP = vocabulary.CLIP_LENGTH
 
@@ -423,3 +424,17 @@ def test_validation_prompts_are_prepared_too(data: dict, calls: Calls) -> None:
     data["validation"]["prompts"] = None
     assert [request.prompt for request in run(data).requests] == ["a red circle"]
     assert prepared.requests[0].prompt == "a purple star"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data": {"resolution": 1024}}, "data.resolution: pictures of 1024 x 1024 px are too large"),
+        ({"validation": {"width": 1024, "prompts": ["x"]}}, "validation: pictures of 1024 x 32 px are too large"),
+    ],
+)
+def test_pictures_that_the_model_has_no_positions_for_are_refused(tiny_config: dict, change: dict, said: str) -> None:
+    config = {**tiny_config, **{key: {**tiny_config.get(key, {}), **value} for key, value in change.items()}}
+    config["data"]["max_upscale"] = 64
+    with pytest.raises(UserError, match=said):
+        train(validate(config, "test"))

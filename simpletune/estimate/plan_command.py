@@ -102,11 +102,12 @@ def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_jso
     with silent() if as_json else nullcontext():
         config = read_for_estimate(file, overrides)
     cards = [card_of(name) for name in devices or SHOWN_CARDS]
-    table = batch_table(config, cards, RESOLUTIONS)
+    resolutions = [side for side in RESOLUTIONS if side <= config.model.largest_side] or [config.model.largest_side]
+    table = batch_table(config, cards, resolutions)
     if as_json:
-        return json.dumps({name: dict(zip(map(str, RESOLUTIONS), row, strict=True)) for name, row in table.items()})
-    head = f"| {config.name}: card | " + " | ".join(f"{resolution} px" for resolution in RESOLUTIONS) + " |"
-    lines = [head, "|---" * (1 + len(RESOLUTIONS)) + "|"]
+        return json.dumps({name: dict(zip(map(str, resolutions), row, strict=True)) for name, row in table.items()})
+    head = f"| {config.name}: card | " + " | ".join(f"{resolution} px" for resolution in resolutions) + " |"
+    lines = [head, "|---" * (1 + len(resolutions)) + "|"]
     for card in cards:
         why = "has no bf16" if unfit(config, card) else "does not fit"
         cells = (str(batch) if batch and not unfit(config, card) else why for batch in table[card.name])

@@ -95,6 +95,12 @@ class SD3(Option):
         return config
 
     @property
+    def largest_side(self) -> int:
+        """Pixels of the longest side that the transformer has positions for."""
+        config = self.known_config()
+        return int(config["pos_embed_max_size"]) * int(config["patch_size"]) * 8
+
+    @property
     def text_tokens(self) -> int:
         """Tokens of a prompt that the transformer sees: CLIP's, then T5's."""
         return CLIP_TOKENS + self.t5_length

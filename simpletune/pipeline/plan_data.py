@@ -50,8 +50,26 @@ def plan_data(config: TrainConfig, processes: int) -> PlannedData:
         say(f"hint    {hint}")
     usable = without(scan.pictures, small)
     plan = make_plan(config, usable, processes)
+    require_positions(config, plan)
     failpoint("data.scanned")
     return PlannedData(plan, usable, scan.captions, [*scan.rejected, *small])
+
+
+def require_positions(config: TrainConfig, plan: Plan) -> None:
+    """The model has positions for pictures of every size that the run has.
+
+    Raises:
+        UserError: a bucket or a validation picture is too large.
+    """
+    most = config.model.largest_side
+    drawn = [config.picture_size()] if config.validation.prompts != [] else []
+    for field, sizes in (("data.resolution", plan.sizes()), ("validation", drawn)):
+        for width, height in sizes:
+            if max(width, height) > most:
+                raise UserError(
+                    f"{field}: pictures of {width} x {height} px are too large for this model, which has positions for "
+                    f"{most} px a side. Use a smaller resolution"
+                )
 
 
 def report_rejected(rejected: Sequence[Rejected], on_error: str) -> None:

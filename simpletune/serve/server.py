@@ -219,8 +219,7 @@ def _served_models(session: InferenceSession, given: list[str]) -> ServedModels:
 
 def _max_side(session: InferenceSession, given: int | None) -> int:
     """Width and height of the largest picture: as given, or 1024; the model's positions set the bound."""
-    config = session.config.model.known_config()
-    most = int(config["pos_embed_max_size"]) * int(config["patch_size"]) * 8
+    most = session.config.model.largest_side
     side = min(Limits.side, most) if given is None else given
     if not STEP <= side <= most or side % STEP:
         raise UserError(f"--max-side: {side} does not fit. Use a multiple of {STEP} from {STEP} to {most}")
