@@ -1,4 +1,4 @@
-"""The commands that README, CONTRIBUTING and docs show: where they are, how they are parsed, and why some are not run."""
+"""The commands that README, CONTRIBUTING and docs show: how to find and parse them, and why some are not run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_RUN = {
     r"^\./(train|test)\.sh": "installs (test_setup.py)",
     r"^make ": "for contributors; the target exists",
     r"^simpletune serve": "serves until it is stopped (test_serve.py)",
-    r"\b(a|b|other)\.safetensors|\bmerged|runs/(?!demo)": "names files of other runs (test_lora_tools.py, test_report.py)",
+    r"\b(a|b|other)\.safetensors|\bmerged|runs/(?!demo)": "needs other runs (test_lora_tools.py, test_report.py)",
 }
 
 

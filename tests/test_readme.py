@@ -31,18 +31,13 @@ DEMO = ["train.steps=8", "checkpoint.every=4", "validation.every=null", "validat
 STEPS = {"@100": "@4", "@200": "@8"}  # of the pages' demo, and of the shorter one here
 
 
-def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the demo was run, for a few steps."""
     folder = tmp_path_factory.mktemp("readme")
-    run([sys.executable, "-m", "simpletune", "train", str(ROOT / "configs" / "demo.json"), *DEMO, "device=cpu"], folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "demo", *DEMO, "device=cpu"]) == 0
     return folder
 
 
@@ -108,7 +103,10 @@ def test_every_reason_not_to_run_a_command_is_in_use() -> None:
 
 
 def test_a_script_runs_as_a_process(after_the_demo: Path) -> None:
-    done = run([sys.executable, str(ROOT / "inference" / "base_inference.py")], after_the_demo)
+    words = [sys.executable, str(ROOT / "inference" / "base_inference.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"^(\S+\.png): ", done.stdout, re.M)
 
 
