@@ -1,83 +1,134 @@
-"""README, CONTRIBUTING and docs: scripts and some verbs run after the demo; verbs, grids and paths exist."""
+"""README, CONTRIBUTING and docs: commands run after the demo or are parsed; verbs, grids, paths and links exist."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from documented import NOT_RUN, PAGES, Command, commands, inline_verbs
 from PIL import Image
 
-from simpletune.cli.main import VERBS as KNOWN
-from simpletune.cli.main import main
+from benchmarks.__main__ import GRIDS
+from benchmarks.__main__ import parser as grids_parser
+from simpletune.cli.main import VERBS, main, parse
+from simpletune.config.load import read_config
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-SCRIPTS = re.findall(r"^    python (inference/\S+\.py.*?)(?:\s+#.*)?$", README, re.M)
+COMMANDS = (ROOT / "docs" / "commands.md").read_text()
 FOLDERS = ("simpletune", "configs", "benchmarks", "inference", "profiles", "tests", "docs")
 DIFFUSERS_SCRIPTS = {"train_dreambooth_lora_sd3.py", "train_dreambooth_sd3.py"}
-DOCS = sorted((ROOT / "docs").glob("*.md"))
-VERBS = sorted(set(re.findall(r"^    simpletune (\w+)", README, re.M)))
-
-
-def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+SHOWN = [command for page in PAGES for command in commands(page)]
+RUN_ON = [page for page in PAGES if any(command.why_not_run() is None for command in commands(page))]
+DEMO = ["train.steps=8", "checkpoint.every=4", "validation.every=null", "validation.steps=2", "profile.max_traces=1"]
+STEPS = {"@100": "@4", "@200": "@8"}  # of the pages' demo, and of the shorter one here
 
 
 @pytest.fixture(scope="module")
-def after_the_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the demo was run, for a few steps."""
     folder = tmp_path_factory.mktemp("readme")
-    short = ["train.steps=8", "validation.every=null", "validation.steps=2", "profile.max_traces=1", "device=cpu"]
-    run([sys.executable, "-m", "simpletune", "train", str(ROOT / "configs" / "demo.json"), *short], folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "demo", *DEMO, "device=cpu"]) == 0
     return folder
 
 
-def test_the_readme_names_all_scripts_and_verbs() -> None:
-    assert {line.split()[0] for line in SCRIPTS} == {
-        f"inference/{file.name}" for file in (ROOT / "inference").glob("*.py") if not file.name.startswith("_")
-    }
-    assert set(VERBS) == set(KNOWN)
+@pytest.fixture
+def after_the_demo(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same folder for each test, as the current one."""
+    folder = tmp_path / "project"
+    shutil.copytree(demo, folder)
+    monkeypatch.chdir(folder)
+    return folder
 
 
-@pytest.mark.parametrize("line", SCRIPTS)
-def test_the_scripts_run_after_the_demo(line: str, after_the_demo: Path) -> None:
-    script, *words = shlex.split(line)
-    done = run([sys.executable, str(ROOT / script), *words], after_the_demo)
-    pictures = re.findall(r"^(\S+\.png): ", done.stdout, re.M)
-    assert len(pictures) == 1
-    with Image.open(after_the_demo / pictures[0]) as picture:
-        assert picture.width >= 64
-    assert "peak memory" in done.stdout
+def execute(command: Command, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
+    """Run a command in this process, scripts too."""
+    words = command.words()
+    for theirs, ours in STEPS.items():
+        words = [word.replace(theirs, ours) for word in words]
+    if words[0] == "simpletune":
+        return main(words[1:])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", words[1:])
+        patch.syspath_prepend(str(ROOT / "inference"))
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / words[1]), run_name="__main__")
+    return ended.value.code
 
 
-def test_the_verbs_run_after_the_demo(
-    after_the_demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("page", RUN_ON)
+def test_the_commands_of_a_page_run_after_the_demo(
+    page: str, after_the_demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(after_the_demo)
-    for words in (["check", "demo"], ["schema"], ["prepare", "demo", "device=cpu"], ["generate", "--prompt", "a disc"]):
-        assert main(words) == 0
-        assert capsys.readouterr().out
-    summary = json.loads((after_the_demo / "runs" / "demo" / "summary.json").read_text())
-    assert summary["eval_loss_after"] < summary["eval_loss_before"]
-    assert main(["compare", "--prompt", "a red disc", "--seeds", "2"]) == 0
-    assert "3 models, 2 pictures each" in capsys.readouterr().out
+    for command in [each for each in commands(page) if each.why_not_run() is None]:
+        assert execute(command, monkeypatch) in (0, None), f"{command}\n{capsys.readouterr().err}"
+        shown = capsys.readouterr().out
+        assert shown, command
+        if re.search("generate|inference", command.text):
+            with Image.open(re.findall(r"^(\S+\.png): ", shown, re.M)[0]) as picture:
+                assert picture.width >= 64 or "--size" in command.text
+            assert "peak memory" in shown, command
 
 
-def test_the_grids_are_those_of_the_benchmarks() -> None:
-    from benchmarks.__main__ import GRIDS
+@pytest.mark.parametrize("command", SHOWN, ids=str)
+def test_every_command_is_parsed_and_its_configuration_read(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = command.words()
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+    elif words[:3] == ["python", "-m", "benchmarks"]:
+        grids_parser().parse_args(words[3:])
+    elif words[0] in ("python", "./test.sh"):
+        assert (ROOT / words[words[0] == "python"]).is_file()
+    else:
+        if words[0] == "./train.sh":
+            words = ["train", *(words[1:] or ["demo"])]
+        args = parse(words[words.index("simpletune") + 1 :] if "simpletune" in words else words)
+        if hasattr(args, "config"):
+            read_config(args.config, args.overrides, needs_data=False, needs_model=False)
 
-    line = re.search(r"python -m benchmarks GRID .*?: ([\w,\s]+)$", README, re.M)
+
+def test_every_reason_not_to_run_a_command_is_in_use() -> None:
+    used = {command.why_not_run() for command in SHOWN}
+    assert [reason for reason in NOT_RUN.values() if reason not in used] == []
+
+
+def test_a_script_runs_as_a_process(after_the_demo: Path) -> None:
+    words = [sys.executable, str(ROOT / "inference" / "base_inference.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"^(\S+\.png): ", done.stdout, re.M)
+
+
+def test_the_page_of_commands_names_all_verbs_scripts_and_grids() -> None:
+    shown = [shlex.split(command.text) for command in commands("docs/commands.md")]
+    assert {words[1] for words in shown if words[0] == "simpletune"} == set(VERBS)
+    scripts = {f"inference/{file.name}" for file in (ROOT / "inference").glob("[!_]*.py")}
+    assert {words[1] for words in shown if words[1].endswith(".py")} == scripts
+    line = re.search(r"python -m benchmarks GRID .*?: ([\w,\s]+)$", COMMANDS, re.M)
     assert line is not None
     assert set(re.findall(r"\w+", line[1])) - {"or"} == {grid.__name__ for grid in GRIDS}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_verbs_within_sentences_exist(page: str) -> None:
+    assert inline_verbs(page) <= set(VERBS)
+
+
+def test_the_readme_is_short_and_the_index_names_every_page() -> None:
+    assert len(README.splitlines()) <= 150
+    index = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert index == {Path(page).name for page in PAGES if page.startswith("docs/")} - {"README.md"}
 
 
 def test_the_tree_names_every_folder() -> None:
@@ -88,11 +139,21 @@ def test_the_tree_names_every_folder() -> None:
     assert rooms == {each.name for each in (ROOT / "simpletune").iterdir() if each.is_dir() and each.name[0] != "_"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{each.name}" for each in DOCS)])
-def test_every_file_that_a_page_names_exists(page: str) -> None:
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_and_heading_that_a_page_names_exists(page: str) -> None:
     text = (ROOT / page).read_text()
-    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
-    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+    links = [link for link in re.findall(r"\]\(([^)\s]+)", text) if "://" not in link]
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / file if file else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
     if page == "docs/speed_log.md":  # names what was tried, and is gone since
         return
     files = set(re.findall(r"`((?:\w+/)*\w+\.py)\b", text)) - DIFFUSERS_SCRIPTS
