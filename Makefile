@@ -6,8 +6,8 @@ PY := .venv/bin/python
 .DEFAULT_GOAL := help
 .PHONY: help setup quality style test slow gpu coverage torture tiny-sd3 clean
 
-help:  ## show this list; at once
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+help:  ## show this list; takes no time
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## make .venv with what the tests need; time not measured (mostly the download of torch)
 	@source simpletune/setup.sh && simpletune_setup . dev
@@ -32,7 +32,7 @@ gpu: setup  ## run the tests that need an NVIDIA GPU, then two grids that start 
 	$(PY) -m benchmarks estimate --out benchmarks/results/gpu
 	$(PY) -m benchmarks speed --out benchmarks/results/gpu
 
-coverage: setup  ## show which code the tests run, and why the rest is not run; 17 min on 2 cores of 21 November 2026
+coverage: setup  ## show which code the tests run, and why the rest is not run; 17 min (2 cores, 21 November 2026)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage.json
 	$(PY) tests/coverage_table.py .coverage.json
 
