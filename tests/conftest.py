@@ -2,22 +2,62 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
+from simpletune.config.schema import TrainConfig
 from simpletune.demo import pictures, tiny_sd3
 from simpletune.system.devices import prepare_environment
+from simpletune.training import loop
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
 prepare_environment()
 settings.register_profile("repeatable", derandomize=True)  # a change that breaks nothing must not find an old defect
 settings.load_profile("default" if os.environ.get("SIMPLETUNE_FUZZ") else "repeatable")
 ROOT = Path(__file__).resolve().parent.parent
+TRAININGS: list[str] = []  # names of the runs that this process trained; those in child processes are not counted
+COUNTED = pytest.StashKey[int]()  # trainings of the workers that have ended
+
+
+def count_trainings() -> None:
+    """Let every call of ``training.loop.train`` be counted, before a test module imports it."""
+    honest = loop.train
+
+    @functools.wraps(honest)
+    def train(config: TrainConfig, *args: Any, **named: Any) -> Path:
+        TRAININGS.append(config.name)
+        return honest(config, *args, **named)
+
+    loop.train = train
+
+
+count_trainings()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands its count to the process that started it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["trainings"] = len(TRAININGS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add up what a worker counted; one that crashed has handed over nothing."""
+    counted = node.config.stash.get(COUNTED, 0)
+    node.config.stash[COUNTED] = counted + getattr(node, "workeroutput", {}).get("trainings", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The figure that decides how long the suite takes."""
+    number = len(TRAININGS) + config.stash.get(COUNTED, 0)
+    terminalreporter.write_line(f"{number} trainings in this run, without those in child processes")
 
 
 @pytest.fixture(scope="session", autouse=True)
