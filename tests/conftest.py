@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import pictures, tiny_sd3
 from simpletune.system.devices import prepare_environment
@@ -112,6 +116,40 @@ def tiny_config(tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tm
             "report": False,
         },
     }
+
+
+TrainOnce = Callable[[dict], Path]
+
+
+@pytest.fixture(scope="session")
+def train_once(tmp_path_factory: pytest.TempPathFactory) -> TrainOnce:
+    """Train a configuration at its first use in the session, wherever its outputs lie. Only read what the run left."""
+    folder, known = tmp_path_factory.mktemp("once"), {}
+
+    def run(data: dict) -> Path:
+        value = copy.deepcopy(data)
+        output = {name: place for name, place in value["output"].items() if name not in ("runs", "profiles")}
+        value["output"] = output
+        key = json.dumps(value, sort_keys=True)
+        if key not in known:
+            places = {name: str(folder / str(len(known)) / name) for name in ("runs", "profiles")}
+            value["output"] = output | places
+            known[key] = loop.train(validate(value, "once"))
+        return known[key]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def copy_run(train_once: TrainOnce) -> TrainOnce:
+    """A run as if trained under its own name and folder: a copy of the one that is trained once, to be changed."""
+
+    def run(data: dict) -> Path:
+        folder = Path(data["output"]["runs"]) / data["name"]
+        shutil.copytree(train_once(data), folder)
+        return folder
+
+    return run
 
 
 @pytest.fixture
