@@ -18,6 +18,7 @@ from hypothesis import settings
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import pictures, tiny_sd3
+from simpletune.estimate.simulate import StepReport, simulate
 from simpletune.system.devices import prepare_environment
 from simpletune.training import loop
 
@@ -150,6 +151,20 @@ def copy_run(train_once: TrainOnce) -> TrainOnce:
         return folder
 
     return run
+
+
+@pytest.fixture(scope="session")
+def simulate_once() -> Callable[..., StepReport]:
+    """``simulate``, which remembers: searches ask for the same steps again and again."""
+    known: dict[str, StepReport] = {}
+
+    def remembered(config: TrainConfig, *more: object) -> StepReport:
+        key = f"{config.model_dump_json(exclude={'name', 'output'})} {more}"
+        if key not in known:
+            known[key] = simulate(config, *more)  # type: ignore[arg-type]
+        return known[key]
+
+    return remembered
 
 
 @pytest.fixture

@@ -42,10 +42,10 @@ def test_every_row_of_the_memory_grid_is_a_valid_configuration() -> None:
 def test_the_committed_predictions_meet_their_targets() -> None:
     file = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "cpu" / "memory.json"
     rows = json.loads(file.read_text())["rows"]
-    targeted = {name: row for name, row in rows.items() if row.get("target_mib")}
+    targeted = {name: row.target_mib for name, row in memory.ROWS.items() if row.target_mib}
     assert len(targeted) == 7
-    for row in targeted.values():
-        assert row["predicted_mib"] <= row["target_mib"]
+    for name, target in targeted.items():
+        assert rows[name]["predicted_mib"] <= target == rows[name]["target_mib"], name
 
 
 def test_the_quality_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
