@@ -75,9 +75,7 @@ def test_the_scripts_run_after_the_demo(
     require_picture(capsys.readouterr().out, after_the_demo)
 
 
-@pytest.mark.parametrize(
-    "line", [SCRIPTS[0], *(pytest.param(line, marks=pytest.mark.slow) for line in SCRIPTS[1:])]
-)
+@pytest.mark.parametrize("line", [SCRIPTS[0], *(pytest.param(line, marks=pytest.mark.slow) for line in SCRIPTS[1:])])
 def test_a_script_runs_as_a_program(line: str, after_the_demo: Path) -> None:
     script, *words = shlex.split(line)
     require_picture(run([sys.executable, str(ROOT / script), *words], after_the_demo).stdout, after_the_demo)
