@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
+from simpletune.config.load import validate
+from simpletune.config.schema import TrainConfig
 from simpletune.demo import pictures, tiny_sd3
+from simpletune.estimate.simulate import StepReport, simulate
 from simpletune.system.devices import prepare_environment
+from simpletune.training import loop
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
 prepare_environment()
 settings.register_profile("repeatable", derandomize=True)  # a change that breaks nothing must not find an old defect
 settings.load_profile("default" if os.environ.get("SIMPLETUNE_FUZZ") else "repeatable")
 ROOT = Path(__file__).resolve().parent.parent
+TRAININGS: list[str] = []  # names of the runs that this process trained; those in child processes are not counted
+COUNTED = pytest.StashKey[int]()  # trainings of the workers that have ended
+
+
+def count_trainings() -> None:
+    """Let every call of ``training.loop.train`` be counted, before a test module imports it."""
+    honest = loop.train
+
+    @functools.wraps(honest)
+    def train(config: TrainConfig, *args: Any, **named: Any) -> Path:
+        TRAININGS.append(config.name)
+        return honest(config, *args, **named)
+
+    loop.train = train
+
+
+count_trainings()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands its count to the process that started it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["trainings"] = len(TRAININGS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add up what a worker counted; one that crashed has handed over nothing."""
+    counted = node.config.stash.get(COUNTED, 0)
+    node.config.stash[COUNTED] = counted + getattr(node, "workeroutput", {}).get("trainings", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The figure that decides how long the suite takes."""
+    number = len(TRAININGS) + config.stash.get(COUNTED, 0)
+    terminalreporter.write_line(f"{number} trainings in this run, without those in child processes")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -72,6 +117,54 @@ def tiny_config(tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tm
             "report": False,
         },
     }
+
+
+TrainOnce = Callable[[dict], Path]
+
+
+@pytest.fixture(scope="session")
+def train_once(tmp_path_factory: pytest.TempPathFactory) -> TrainOnce:
+    """Train a configuration at its first use in the session, wherever its outputs lie. Only read what the run left."""
+    folder, known = tmp_path_factory.mktemp("once"), {}
+
+    def run(data: dict) -> Path:
+        value = copy.deepcopy(data)
+        output = {name: place for name, place in value["output"].items() if name not in ("runs", "profiles")}
+        value["output"] = output
+        key = json.dumps(value, sort_keys=True)
+        if key not in known:
+            places = {name: str(folder / str(len(known)) / name) for name in ("runs", "profiles")}
+            value["output"] = output | places
+            known[key] = loop.train(validate(value, "once"))
+        return known[key]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def copy_run(train_once: TrainOnce) -> TrainOnce:
+    """A run as if trained under its own name and folder: a copy of the one that is trained once, to be changed."""
+
+    def run(data: dict) -> Path:
+        folder = Path(data["output"]["runs"]) / data["name"]
+        shutil.copytree(train_once(data), folder)
+        return folder
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def simulate_once() -> Callable[..., StepReport]:
+    """``simulate``, which remembers: searches ask for the same steps again and again."""
+    known: dict[str, StepReport] = {}
+
+    def remembered(config: TrainConfig, *more: object) -> StepReport:
+        key = f"{config.model_dump_json(exclude={'name', 'output'})} {more}"
+        if key not in known:
+            known[key] = simulate(config, *more)  # type: ignore[arg-type]
+        return known[key]
+
+    return remembered
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from simpletune.memory.profiles import with_profile
 from simpletune.training.loop import train
 
 ROOT = Path(__file__).resolve().parent.parent
+TRACED = "demo.json"  # one has a trace: what profiling adds is the same for all
 FILES = sorted(file for file in (ROOT / "configs").glob("*.json") if file.name != "schema.json")
 
 
@@ -37,7 +38,7 @@ def test_trains_scaled_down(file: Path, tiny_config: dict, capsys: pytest.Captur
         f"model.pretrained={tiny_config['model']['pretrained']}", "model.t5_length=8", "device=cpu",
         f"data.path={tiny_config['data']['path']}", "data.resolution=32", "train.steps=3", "schedule.warmup_steps=1",
         "checkpoint.every=2", "validation.every=null", "validation.steps=1", "validation.eval_samples=2",
-        "validation.seed=5", "profile.max_traces=1", "output.report=false",
+        "validation.seed=5", f"profile.max_traces={int(file.name == TRACED)}", "output.report=false",
         *(f"output.{key}={value}" for key, value in tiny_config["output"].items() if key != "report"),
         *for_one_block(file),
     ]  # fmt: skip
@@ -48,3 +49,5 @@ def test_trains_scaled_down(file: Path, tiny_config: dict, capsys: pytest.Captur
     assert summary["steps"] == 3 and summary["eval_loss_after"] is not None
     assert (run / config.adapter.output_name).exists()
     assert (run / "samples" / "grid.png").exists()
+    traces = list((run.parents[1] / "profiles").rglob("*.pt.trace.json.gz"))
+    assert len(traces) == (file.name == TRACED)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import TrainOnce
 from safetensors.torch import load_file
 
 from simpletune.config.load import validate
@@ -51,10 +52,21 @@ def steps_of(run: Path) -> list[str]:
 # --- disk -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("number, kind", [(errno.ENOSPC, "full"), (errno.EDQUOT, "quota"), (errno.EFBIG, "larger")])
+def test_every_errno_of_a_full_disk_is_said_with_what_was_needed(number: int, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"{kind}.*1\.0 MiB were needed.*--resume latest") as caught:
+        with disk.room_for("saving", tmp_path / "run", 2**20):
+            raise OSError(number, os.strerror(number))
+    assert caught.value.code == 6
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)), disk.room_for("saving", tmp_path / "run", 2**20):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 @pytest.mark.parametrize("file", [checkpoint.OPTIMIZER, checkpoint.STATE])
-def test_full_while_saving(tiny_config: dict, monkeypatch: pytest.MonkeyPatch, number: int, file: str) -> None:
-    whole = run_with(tiny_config, name="whole")
+def test_full_while_saving(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, file: str, train_once: TrainOnce
+) -> None:
+    whole, number = train_once(tiny_config), errno.ENOSPC
     honest = checkpoint.flush_to_disk
     calls: list[Path] = []
 
@@ -127,8 +139,8 @@ def test_full_while_caching(tiny_config: dict, tmp_path: Path, monkeypatch: pyte
     run_with(tiny_config, output=cache)
 
 
-def test_on_a_file_system_that_is_really_full(tiny_config: dict, tmp_path: Path, shared_cache: Path) -> None:
-    run_with(tiny_config, name="warm")  # the cache is filled
+def test_on_a_file_system_that_is_really_full(tiny_config: dict, tmp_path: Path, train_once: TrainOnce) -> None:
+    train_once(tiny_config)  # the cache is filled
     mounted = tmp_path / "small"
     mounted.mkdir()
     data = {
@@ -188,10 +200,10 @@ def test_the_space_that_is_foreseen_is_what_is_written(tiny_config: dict, tmp_pa
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "lose", "state"])
 def test_of_a_damaged_last_checkpoint_the_one_before_is_used(
-    tiny_config: dict, damage: str, capsys: pytest.CaptureFixture[str]
+    tiny_config: dict, damage: str, capsys: pytest.CaptureFixture[str], train_once: TrainOnce, copy_run: TrainOnce
 ) -> None:
-    whole = run_with(tiny_config, name="whole")
-    run = run_with(tiny_config, checkpoint={"every": 2})
+    whole = train_once(tiny_config)
+    run = copy_run(tiny_config | {"checkpoint": {"every": 2}})
     last = checkpoint.checkpoint_folder(run, 4)
     file = last / (checkpoint.STATE if damage == "state" else checkpoint.TRAINABLE)
     spoil(file, "cut" if damage == "state" else damage)
@@ -215,12 +227,11 @@ def spoil(file: Path, damage: str) -> None:
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
 @pytest.mark.parametrize("kind", ["latents", "text"])
 def test_a_damaged_cache_file_is_set_aside_and_made_again(
-    tiny_config: dict, tmp_path: Path, shared_cache: Path, kind: str, damage: str, capsys: pytest.CaptureFixture[str]
+    tiny_config: dict, tmp_path: Path, kind: str, damage: str, capsys: pytest.CaptureFixture[str], train_once: TrainOnce
 ) -> None:
-    run_with(tiny_config, name="whole")
-    shutil.copytree(shared_cache, tmp_path / "own")
+    whole = train_once(tiny_config)
+    shutil.copytree(tiny_config["output"]["cache"], tmp_path / "own")
     output = {"cache": str(tmp_path / "own")}
-    run_with(tiny_config, output=output)
     used = sorted((tmp_path / "own" / kind).rglob("*.safetensors"))
     spoiled = next(file for file in used if load_file(file))
     before = {name: tensor.clone() for name, tensor in load_file(spoiled).items()}  # not mapped
@@ -234,7 +245,7 @@ def test_a_damaged_cache_file_is_set_aside_and_made_again(
     assert aside and all(place.with_suffix("").exists() for place in aside)
     if spoiled.with_name(f"{spoiled.name}.damaged") in aside:
         torch.testing.assert_close(load_file(spoiled), before, rtol=0, atol=0)
-    torch.testing.assert_close(weights(again, 4), weights(again.with_name("whole"), 4), rtol=0, atol=0)
+    torch.testing.assert_close(weights(again, 4), weights(whole, 4), rtol=0, atol=0)
 
 
 def test_damage_that_comes_later_is_found_when_the_file_is_read(tmp_path: Path) -> None:

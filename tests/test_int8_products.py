@@ -64,6 +64,7 @@ def layer(
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_kernels_in_tritons_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "interpreted_kernel.py"]

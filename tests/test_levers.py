@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import TrainOnce
 from safetensors.torch import load_file
 
 from simpletune.config.load import validate
@@ -58,14 +59,17 @@ Result = tuple[list[float], dict[str, torch.Tensor]]
 
 
 @pytest.fixture
-def run_with(tiny_config: dict, three_blocks: Path):
-    """Ten steps of one base with some memory options: the losses, and the weights afterwards."""
+def run_with(tiny_config: dict, three_blocks: Path, train_once: TrainOnce):
+    """Ten steps of one base with some memory options: the losses, and the weights afterwards.
+
+    Without options it is trained once for all tests.
+    """
 
     def run(base: str, memory: dict, precision: dict | None = None) -> Result:
         data = copy.deepcopy(tiny_config) | {"train": {"steps": STEPS, "batch_size": 2}} | copy.deepcopy(BASES[base])
         data["model"]["pretrained"] = str(three_blocks)
         data |= {"memory": memory, "precision": precision or data["precision"]}
-        folder = train(validate(data, "lever"))
+        folder = train(validate(data, "lever")) if memory else train_once(data)
         weights = load_file(checkpoint.checkpoint_folder(folder, STEPS) / checkpoint.TRAINABLE)
         return [row["loss"] for row in read_metrics(folder)], weights
 

@@ -109,6 +109,7 @@ def test_captions_and_their_labels_agree() -> None:
     assert not any(pictures.STYLE_TRIGGER in text for text in held_out)
 
 
+@pytest.mark.slow
 def test_everything_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_autoencoder, "STEPS", 2)
     monkeypatch.setattr(train_text_encoders, "STEPS", 2)

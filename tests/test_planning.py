@@ -29,6 +29,11 @@ def a_card(mib: float) -> Card:
     return replace(L4, name=f"Test {mib:.0f}", gib=mib / 1024, found=1.0)
 
 
+@pytest.fixture(autouse=True)
+def searches_share_what_they_predict(monkeypatch: pytest.MonkeyPatch, simulate_once) -> None:
+    monkeypatch.setattr("simpletune.estimate.planning.simulate", simulate_once)
+
+
 @pytest.fixture
 def config_of(shared_cache: Path):
     """The demo's model of three blocks, whose activations take most at this size."""
@@ -45,11 +50,11 @@ def must_have(config) -> float:
     return estimate(config, L4.capability).needed() / MIB
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-def test_each_candidate_takes_less_memory_than_the_one_before(method: str, config_of) -> None:
+@pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.slow), "full"])
+def test_each_candidate_takes_less_memory_than_the_one_before(method: str, config_of, simulate_once) -> None:
     config = config_of(f"adapter.method={method}")
     for candidates in list(candidate_lists(config, L4))[1 : 2 if method == "full" else None : 4]:
-        peaks = [simulate(choice.config).peak.bytes for choice in candidates]
+        peaks = [simulate_once(choice.config).peak.bytes for choice in candidates]
         assert peaks[0] > peaks[1] > peaks[2] >= peaks[-1]
         assert all(after <= 1.03 * before for before, after in pairwise(peaks))
         assert [choice.about.split(", ")[-1] for choice in candidates] == [
@@ -87,6 +92,21 @@ def test_what_other_programs_hold_is_left_to_them(config_of) -> None:
     assert tight.step_time.seconds >= free.step_time.seconds
 
 
+def test_the_largest_batch_is_found_by_bisection(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fits(self: Search, config) -> bool:
+        asked.append(config.train.batch_size)
+        return config.train.batch_size <= 11
+
+    monkeypatch.setattr("simpletune.estimate.planning.MOST", 64)
+    monkeypatch.setattr(Search, "fits", fits)
+    best = Search(config_of("train.batch_size=4"), L4).largest_batch()[0]
+    assert best.choice.config.train.batch_size == 11 and best.choice.overrides[0] == "train.batch_size=11"
+    assert asked[0] == 1 and {11, 12} <= set(asked) and len(asked) < 10
+
+
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_one_more_does_not(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simpletune.estimate.planning.MOST", 16)
     config = config_of("train.batch_size=4")

@@ -59,7 +59,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 
 
 def changed(ground: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
-    data = copy.deepcopy(ground) | {"name": name}
+    data = copy.deepcopy(ground) | {"name": name, "profile": {"max_traces": 0}}
     for section, values in changes.items():
         data[section] = {**(data.get(section) or {}), **values} if isinstance(values, dict) else values
     return data

@@ -42,6 +42,12 @@ def four_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def searches_share_what_they_predict(monkeypatch: pytest.MonkeyPatch, simulate_once) -> None:
+    for module in ("levers", "auto_checkpointing"):
+        monkeypatch.setattr(f"simpletune.estimate.{module}.simulate", simulate_once)
+
+
 @pytest.fixture
 def config_of(tiny_config: dict, four_blocks: Path):
     """The tiny run on four blocks at 256 px with some values changed."""
@@ -100,7 +106,8 @@ def test_values_of_ones_own_go_before_a_profiles(tiny_config: dict) -> None:
 
 
 def test_auto_checkpoints_as_few_blocks_as_fit(config_of) -> None:
-    peaks = [simulate(config_of(memory={"checkpointing": count or "none"})).peak.bytes for count in range(5)]
+    counts = range(5)
+    peaks = [simulate(config_of(memory={"checkpointing": count or "none"}), SIZE).peak.bytes for count in counts]
     assert peaks[0] > peaks[1] > peaks[2]
     for budget in (peaks[0], peaks[0] - 1, peaks[1], peaks[2], min(peaks)):
         auto = config_of(memory={"checkpointing": "auto", "budget_gib": budget / 2**30})
@@ -137,9 +144,9 @@ def auto(config_of, tiny_config: dict, tmp_path: Path) -> TrainConfig:
 
 
 def test_auto_without_a_budget_takes_the_card_and_asks_once(
-    auto: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    auto: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, simulate_once
 ) -> None:
-    peaks = [simulate(with_checkpointed(auto, count), SIZE).peak.bytes for count in range(5)]
+    peaks = [simulate_once(with_checkpointed(auto, count), SIZE).peak.bytes for count in range(5)]
     for count in (0, 1, 2):
         chosen = choose(auto, SIZE, a_card(peaks[count]))
         assert chosen.memory.checkpointing == (count or "none")
@@ -154,9 +161,9 @@ def test_auto_without_a_budget_takes_the_card_and_asks_once(
 
 
 def test_auto_leaves_out_what_other_programs_hold_and_refuses_the_cpu(
-    auto: TrainConfig, monkeypatch: pytest.MonkeyPatch
+    auto: TrainConfig, monkeypatch: pytest.MonkeyPatch, simulate_once
 ) -> None:
-    peak = simulate(with_checkpointed(auto, 0), SIZE).peak.bytes
+    peak = simulate_once(with_checkpointed(auto, 0), SIZE).peak.bytes
     monkeypatch.setattr(auto_checkpointing, "card_at_hand", lambda device: (a_card(peak), 0))
     assert choose_on(auto, torch.device("cuda"), SIZE).memory.checkpointing == "none"
     monkeypatch.setattr(auto_checkpointing, "card_at_hand", lambda device: (a_card(peak), MIB))
@@ -187,7 +194,7 @@ def test_every_lever_that_applies_is_valid_and_savings_are_in_order(config_of) -
     assert [saving.saved_bytes for saving in found] == sorted((s.saved_bytes for s in found), reverse=True)
     names = {" ".join(saving.lever.overrides) for saving in found}
     assert {"memory.checkpointing=all", "precision.weights=int8", "train.batch_size=1"} <= names
-    for saving in found:
+    for saving in (found[0], found[-1]):  # by a simulation of its own
         assert simulate(saving.config).peak.bytes == saving.peak_bytes
     assert changed(config, ["memory.checkpointing=none"]) is None  # changes nothing
     assert changed(config, ["memory.resident_blocks=0"]) is None  # not without checkpointing
@@ -205,7 +212,7 @@ def test_a_full_device_names_what_was_resident_and_what_would_save_most(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
     monkeypatch.setattr(StepCore, "step", full)
-    config = config_of(memory={"checkpointing": "none"})
+    config = config_of(memory={"checkpointing": "none"}, train={"steps": 4, "batch_size": 2})
     with pytest.raises(UserError) as caught:
         train(config)
     text = str(caught.value)

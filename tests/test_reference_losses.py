@@ -69,8 +69,15 @@ def config_of(inputs: tuple[Path, Path], tiny_config: dict, method: str, sigma: 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("sigma", ["logit_normal", "uniform"])
+@pytest.mark.parametrize(
+    "sigma, method",
+    [
+        ("uniform", "full"),
+        ("logit_normal", "lora"),
+        pytest.param("logit_normal", "full", marks=pytest.mark.slow),
+        pytest.param("uniform", "lora", marks=pytest.mark.slow),
+    ],
+)
 def test_first_losses(inputs: tuple[Path, Path], method: str, sigma: str, tiny_config: dict, tmp_path: Path) -> None:
     config = config_of(inputs, tiny_config, method, sigma)
     lora = initial_lora(config, tmp_path) if method == "lora" else None
@@ -82,7 +89,9 @@ def test_first_losses(inputs: tuple[Path, Path], method: str, sigma: str, tiny_c
     assert len(set(ours)) == STEPS
 
 
-@pytest.mark.parametrize("batch_size, accumulation", [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    "batch_size, accumulation", [(2, 2), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((2, 1), (4, 1)))]
+)
 def test_losses_of_two_processes(
     inputs: tuple[Path, Path], batch_size: int, accumulation: int, tiny_config: dict, tmp_path: Path
 ) -> None:

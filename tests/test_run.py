@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import TrainOnce
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -45,18 +46,24 @@ def saved_weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def full_run(tiny_config: dict) -> Path:
-    """A run with everything on: two prompts, traces, checkpoints."""
-    return run_with(
-        tiny_config,
-        train={"steps": 12, "batch_size": 2},
-        checkpoint={"every": 4, "keep_last": 2},
-        validation={"prompts": ["a red disc", "a blue square"], "every": 6, "steps": 2, "eval_samples": 6},
-        profile={"max_traces": 5},
+def full_run(tiny_config: dict, train_once: TrainOnce) -> Path:
+    """A run with everything on: two prompts, traces, checkpoints; trained once for all tests."""
+    return train_once(
+        tiny_config
+        | {
+            "train": {"steps": 12, "batch_size": 2},
+            "checkpoint": {"every": 4, "keep_last": 2},
+            "validation": {"prompts": ["a red disc", "a blue square"], "every": 6, "steps": 2, "eval_samples": 6},
+            "profile": {"max_traces": 5},
+        }
     )
 
 
-def test_leaves_what_the_design_says(full_run: Path, tmp_path: Path) -> None:
+def profiles_of(run: Path) -> Path:
+    return run.parents[1] / "profiles" / run.name
+
+
+def test_leaves_what_the_design_says(full_run: Path) -> None:
     summary = json.loads((full_run / "summary.json").read_text())
     assert set(summary) >= SUMMARY_FIELDS
     assert {"text", "latents", "load", "train", "validate", "save"} == set(summary["stages"])
@@ -88,10 +95,10 @@ def test_pictures_are_of_base_and_tuned_from_the_same_noise(full_run: Path) -> N
     assert grid.width > 3 * 160 and grid.height > 2 * 160
 
 
-def test_tensorboard_reads_scalars_and_pictures(full_run: Path, tmp_path: Path) -> None:
+def test_tensorboard_reads_scalars_and_pictures(full_run: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(tmp_path / "profiles" / "tiny"))
+    events = EventAccumulator(str(profiles_of(full_run)))
     events.Reload()
     assert {"loss", "lr", "grad_norm", "seconds", "training_loss_fixed_noise"} <= set(events.Tags()["scalars"])
     assert events.Tags()["images"] == ["samples"]
@@ -100,8 +107,8 @@ def test_tensorboard_reads_scalars_and_pictures(full_run: Path, tmp_path: Path) 
     )
 
 
-def test_one_trace_an_epoch(full_run: Path, tmp_path: Path) -> None:
-    traces = sorted((tmp_path / "profiles" / "tiny").glob("epoch-*/*.pt.trace.json.gz"))
+def test_one_trace_an_epoch(full_run: Path) -> None:
+    traces = sorted(profiles_of(full_run).glob("epoch-*/*.pt.trace.json.gz"))
     assert [trace.parent.name for trace in traces] == ["epoch-000", "epoch-001", "epoch-002", "epoch-003"]
     names = {event.get("name") for event in json.loads(gzip.open(traces[0]).read())["traceEvents"]}
     assert {"## data ##", "## forward ##", "## backward ##", "## clip ##", "## optimizer ##"} <= names
@@ -146,8 +153,10 @@ def test_resume_is_exact_with_accumulation_dropout_and_schedule(tiny_config: dic
         ({"train": {"steps": 2}}, "2 steps are done and 2 are asked for. Ask for more: train.steps=N"),
     ],
 )
-def test_resume_refuses_what_may_not_change(tiny_config: dict, changes: dict, message: str) -> None:
-    run_with(tiny_config, train={"steps": 2})
+def test_resume_refuses_what_may_not_change(
+    tiny_config: dict, changes: dict, message: str, copy_run: TrainOnce
+) -> None:
+    copy_run(tiny_config | {"train": {"steps": 2}})
     with pytest.raises(UserError, match=message):
         run_with(tiny_config, "latest", **{"train": {"steps": 4}} | changes)
 

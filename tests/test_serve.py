@@ -98,16 +98,17 @@ def test_the_base_is_untouched_by_loras_and_each_lora_by_the_other(live: Running
     assert live.pictures(PROMPT, lora="first", lora_scale=0)[0] == once["base"]
 
 
-def test_32_at_once_and_none_depends_on_the_others(live: Running) -> None:
+@pytest.mark.parametrize("number", [9, pytest.param(32, marks=pytest.mark.slow)])
+def test_many_at_once_and_none_depends_on_the_others(number: int, live: Running) -> None:
     prompts = [PROMPT, PROMPT.replace("red", "blue"), PROMPT.replace("circle", "star")]
     asked = [
-        ({"prompt": prompts[n % 3], "seed": n, "lora": ("base", "first", "second")[n // 3 % 3]}) for n in range(32)
+        ({"prompt": prompts[n % 3], "seed": n, "lora": ("base", "first", "second")[n // 3 % 3]}) for n in range(number)
     ]
-    with ThreadPoolExecutor(32) as pool:
+    with ThreadPoolExecutor(number) as pool:
         together = list(pool.map(lambda instance: live.pictures(instance, num_inference_steps=2), asked))
     alone = [live.pictures(instance, num_inference_steps=2) for instance in reversed(asked)]
     assert together == alone[::-1]
-    assert len({each[0] for each in together}) == 32
+    assert len({each[0] for each in together}) == number
 
 
 def test_drawing_can_be_given_up_before_every_step(live: Running) -> None:

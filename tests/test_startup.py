@@ -42,6 +42,7 @@ def test_a_plain_run_imports_nothing_that_it_does_not_use(tiny_config: dict, wri
     assert (at_exit > 100_000) == (torch.version.cuda is None and torch.version.hip is None)
 
 
+@pytest.mark.slow
 def test_imports_are_not_collected_and_with_a_torch_for_gpus_thawed_at_the_end() -> None:
     code = (
         "import torch; torch.version.cuda = '13.0'; found = []; gc.callbacks.append(lambda *args: found.append(args)); "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -318,15 +319,17 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int8-quanto"])
+@pytest.mark.parametrize(
+    "weights", ["fp32", "int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "int8-quanto"))]
+)
 def test_whole_runs_are_equal_and_resume(weights: str, config: dict) -> None:
     config["precision"] = {"weights": weights}
     resident = train(validate(config, "resident"))
-    config |= {"name": "streamed", "memory": STREAMED}
+    config |= {"name": "streamed", "memory": STREAMED, "checkpoint": {"every": 2}}
     streamed = train(validate(config, "streamed"))
-    config["name"], config["train"]["steps"] = "halves", 2
-    halves = train(validate(config, "first half"))
-    config["train"]["steps"] = 4
+    config["name"], halves = "halves", streamed.with_name("halves")
+    shutil.copytree(streamed, halves)
+    shutil.rmtree(checkpoint.checkpoint_folder(halves, 4))
     train(validate(config, "second half"), resume="latest")
     for run in (streamed, halves):
         assert [row["loss"] for row in read_metrics(run)] == [row["loss"] for row in read_metrics(resident)]

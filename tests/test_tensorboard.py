@@ -22,6 +22,7 @@ from simpletune.config.load import validate
 from simpletune.profiling.trace_file import write_trace
 from simpletune.training.loop import train
 
+pytestmark = pytest.mark.slow  # test_run.py reads the event files, test_traces.py the traces
 SYNTHETIC = Path(__file__).parent / "assets" / "synthetic_cuda_trace.json"
 Ask = Callable[..., Any]
 COMMAND = [sys.executable, "-m", "tensorboard.main", "--port", "0", "--host", "127.0.0.1", "--load_fast", "false"]

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parent
 
 
+@pytest.mark.slow  # test_interruptions.py fails a run at each kind of moment, test_processes.py kills two processes
 def test_killed_runs_end_like_unkilled_ones() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)}
     command = [sys.executable, str(TESTS / "torture.py"), "--kills", "4", "--whole", "0"]
