@@ -174,7 +174,7 @@ def test_a_lora_of_what_a_plan_takes_out_is_refused(run: Path, tmp_path: Path, m
     with running(server.build(parse(words))) as it:
         it.thread.join(20)
         assert isinstance(it.failure, UserError)
-        assert "norm1.linear" in str(it.failure) and "give --modulation resident" in str(it.failure)
+        assert "norm1.linear" in str(it.failure) and "--modulation resident" in str(it.failure)
 
 
 @pytest.mark.gpu

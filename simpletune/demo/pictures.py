@@ -69,8 +69,8 @@ SUBJECT_TEMPLATE = "a {size} {subject} figure {position}, on a {background} back
 STYLE_TRIGGER, SUBJECT_TRIGGER = "glim", "blick"
 """Meaningless words for the style and the figure that fine-tuning will teach."""
 MEANINGLESS = ("blick", "zorp")
-"""Words of the vocabulary that the text encoders saw in place of a style. Their embeddings are averages of all styles,
-so a small change of the model cannot separate them from the styles; a word that splits into letters is easier."""
+"""Words of the vocabulary that the text encoders saw in place of a style. The encoders place both in the middle of all
+styles, where a small change of the model cannot separate them; a word that splits into letters is easier to learn."""
 
 OUTLINE = 0.036
 STRIPE_PERIOD = 0.14
