@@ -206,7 +206,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"name": "old", "rank": 3}))
     report = make_report([folder])
     told = " ".join(report.status)
-    assert "2 lines of metrics.jsonl cannot be read" in told
+    assert "metrics.jsonl: ignored 2 lines" in told
     assert "summary.json cannot be read" in told and "config.json is of another version" in told
     write_report(report, folder / "report.html")
     for name in ("config.json", "metrics.jsonl", "evaluations.jsonl"):
