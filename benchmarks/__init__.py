@@ -1,7 +1,7 @@
-"""Benchmark grids: ``python -m benchmarks GRID`` measures, and writes JSON and Markdown tables.
+"""Benchmark grids: ``python -m benchmarks GRID`` measures and writes JSON and Markdown tables.
 
-A grid's row that is already in the JSON is not measured again, so that a grid can be done in portions. Not part of the
-installed package: it may import every room, and no room imports it.
+Rows that are already in the JSON are not measured again, so a grid can be measured in several sessions. This package is
+not installed; it may import every room, and no room imports it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def memory(args: argparse.Namespace) -> object:
 
 
 def estimate(args: argparse.Namespace) -> object:
-    """predicted beside measured memory, for the memory grid and the published study"""
+    """predicted and measured memory, for the memory grid and the published study"""
     from benchmarks import estimate
 
     return estimate.run(args.out, args.minutes, args.rows)
@@ -38,7 +38,7 @@ def quality(args: argparse.Namespace) -> object:
 
 
 def inference(args: argparse.Namespace) -> object:
-    """seconds, memory and cost of a picture, beside plain diffusers"""
+    """seconds, memory and cost of a picture, compared with plain diffusers"""
     from benchmarks import inference
 
     workload = inference.Workload(args.model or inference.DEMO, args.size, args.steps, args.rounds, args.device)
@@ -46,34 +46,34 @@ def inference(args: argparse.Namespace) -> object:
 
 
 def study(args: argparse.Namespace) -> object:
-    """full fine-tuning beside LoRA of rank 64, 16 and 1"""
+    """full fine-tuning compared with LoRA of rank 64, 16 and 1"""
     from benchmarks import study
 
     return study.run(args.out, args.minutes, args.rows, args.model, args.overrides)
 
 
 def int8(args: argparse.Namespace) -> object:
-    """what int8 products cost in exactness"""
+    """numerical error of int8 products"""
     from benchmarks import int8
 
     return int8.run(args.out, args.minutes, args.rows, args.overrides)
 
 
 def speed(args: argparse.Namespace) -> object:
-    """seconds a step, beside the device's own rates and diffusers' recipe"""
+    """seconds per step, compared with the device's rates and diffusers' recipe"""
     from benchmarks import speed
 
     return speed.run(args.out, args.minutes, args.rows, args.model, args.device)
 
 
 def pair(args: argparse.Namespace) -> object:
-    """whole runs beside diffusers' DreamBooth LoRA recipe, on the CPU"""
+    """complete runs compared with diffusers' DreamBooth LoRA recipe, on the CPU"""
     from benchmarks import pair
 
     return pair.run(args.out, args.rounds, args.steps, args.minutes, args.overrides)
 
 
-# Which arguments each grid takes, beside --out and --minutes.
+# The arguments of each grid besides --out and --minutes.
 GRIDS: dict[Grid, tuple[str, ...]] = {
     memory: ("rows",),
     estimate: ("rows",),
@@ -87,14 +87,14 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line's parser: one subparser a grid, with that grid's arguments alone."""
+    """Build the parser with one subparser per grid, which takes only that grid's arguments."""
     top = argparse.ArgumentParser(prog="python -m benchmarks", description=sys.modules[__name__].__doc__)
     grids = top.add_subparsers(dest="grid", required=True, metavar="GRID")
     for grid, names in GRIDS.items():
         sub = grids.add_parser(grid.__name__, help=grid.__doc__, description=grid.__doc__)
         sub.set_defaults(run=grid)
-        sub.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu"), help="the folder of the results")
-        sub.add_argument("--minutes", type=float, default=8.0, help="start no row after this many (default: 8)")
+        sub.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu"), help="folder for the results")
+        sub.add_argument("--minutes", type=float, default=8.0, help="start no row after this many minutes (default: 8)")
         for name in names:
             flag = name if name == "overrides" else f"--{name}"
             sub.add_argument(flag, **ARGUMENTS[name])
@@ -102,24 +102,24 @@ def parser() -> argparse.ArgumentParser:
 
 
 def price(text: str) -> tuple[str, float]:
-    """NAME=PRICE, a price of an hour."""
+    """Parse NAME=PRICE, a price per hour."""
     name, _, value = text.partition("=")
     try:
         hour = float(value)
     except ValueError:
         hour = -1.0
     if not name or not 0 <= hour < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not NAME=PRICE, such as spot=0.35")
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=PRICE. Use, for example, spot=0.35")
     return name, hour
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {  # argparse's own keywords
     "overrides": {"nargs": "*", "metavar": "key.path=value", "help": "changes to every row's configuration"},
-    "rows": {"default": "", "help": "only rows whose names contain this"},
-    "prompts": {"type": int, "default": 100, "help": "prompts for each score (default: 100)"},
+    "rows": {"default": "", "help": "measure only rows whose names contain this"},
+    "prompts": {"type": int, "default": 100, "help": "prompts per score (default: 100)"},
     "model": {"help": "a hub name or a folder; default: the tiny model"},
     "size": {"type": size, "metavar": "WIDTHxHEIGHT", "help": "default: 1024x1024; the demo's 64x64"},
-    "steps": {"type": positive, "help": "of sampling (default: 28; the demo's 12), or of training (default: 20)"},
+    "steps": {"type": positive, "help": "sampling steps (default: 28; demo: 12) or training steps (default: 20)"},
     "rounds": {"type": positive, "default": 5, "help": "rounds (default: 5)"},
     "device": {"choices": ("auto", "cuda", "cpu"), "default": "auto", "help": "default: auto"},
     "price": {
@@ -127,7 +127,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # argparse's own keywords
         "action": "append",
         "default": [],
         "metavar": "NAME=PRICE",
-        "help": "of an hour of this machine: adds a table of what 1000 pictures cost; may be repeated",
+        "help": "price of this machine per hour: adds a table with the cost of 1000 pictures; repeatable",
     },
 }
 
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one grid.
 
     Returns:
-        0; a user's mistake is a message and its exit code.
+        0, or the exit code of a user's mistake after printing its message.
     """
     args = parser().parse_args(argv)
     prepare_environment()

@@ -1,4 +1,4 @@
-"""diffusers' own pipeline, as one would write it from its documentation: what ``inference`` compares with."""
+"""The baseline of ``inference``: diffusers' own pipeline, used as in its documentation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Plain:
     Args:
         model: with folders resolved; a folder in diffusers' layout.
         dtype: of all weights.
-        device: where to.
+        device: to load onto.
         lora: a folder with a LoRA to load, or None.
 
     Raises:
-        UserError: the model is no such folder.
+        UserError: the model is not such a folder.
     """
 
     def __init__(self, model: SD3, dtype: torch.dtype, device: torch.device, lora: Path | None):
@@ -36,8 +36,8 @@ class Plain:
         folder = model.part("transformer").folder
         if folder is None or not (folder.parent / "model_index.json").exists():
             raise UserError(
-                f"--model: {model.pretrained} is no folder in diffusers' layout, and diffusers is what the table "
-                "compares with. Give a pipeline's folder or hub name"
+                f"--model: {model.pretrained} is not a folder in diffusers' layout, which the baseline needs. "
+                "Use a pipeline's folder or hub name"
             )
         self.pipe: Any = StableDiffusion3Pipeline.from_pretrained(folder.parent, dtype=dtype).to(device)
         self.pipe.set_progress_bar_config(disable=True)
@@ -47,7 +47,7 @@ class Plain:
 
     @torch.no_grad()
     def draw(self, request: Request) -> tuple[float, float, float, Tensor]:
-        """One picture, as the pipeline's ``__call__`` does it, its three parts timed.
+        """Draw one picture like the pipeline's ``__call__``, and time its three parts.
 
         Returns:
             Seconds to encode, to denoise and to decode, and the latents [1, c, h, w].

@@ -1,8 +1,8 @@
-"""diffusers' documented way to train SD3, by its two DreamBooth examples: what ours is compared with.
+"""The training baseline: SD3 trained as in diffusers' two DreamBooth examples.
 
-Written from what ``examples/dreambooth/train_dreambooth_lora_sd3.py`` and ``train_dreambooth_sd3.py`` of diffusers do
-with their defaults and ``--mixed_precision bf16``; docs/speed.md lists the facts. It imports nothing of simpletune, so
-that a process of it pays for nothing of ours.
+It reproduces ``examples/dreambooth/train_dreambooth_lora_sd3.py`` and ``train_dreambooth_sd3.py`` of diffusers with
+their defaults and ``--mixed_precision bf16``; docs/speed.md lists the facts. It imports nothing from simpletune, so
+that simpletune adds nothing to its start-up time.
 
 Shapes: b samples, c latent channels, h and w an eighth of the picture's, t text tokens, e and p the text's widths.
 """
@@ -25,7 +25,7 @@ TARGETS = [
     "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
 ]  # fmt: skip
 AUTOENCODER = "autoencoder"
-"""The range in a trace around what encodes pictures."""
+"""Name of the profiler range around the encoding of pictures."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Flags:
 
     Args:
         checkpointing: ``--gradient_checkpointing``.
-        precondition: ``--precondition_outputs``: the model's output as an estimate of z_0.
-        lr: ``--learning_rate``, of AdamW.
+        precondition: ``--precondition_outputs``: turn the model's output into an estimate of z_0.
+        lr: ``--learning_rate`` of AdamW.
     """
 
     checkpointing: bool = False
@@ -44,14 +44,14 @@ class Flags:
 
 
 class DreamBooth:
-    """A model that is trained as the examples do it.
+    """A model trained as in the examples.
 
     Args:
         transformer: SD3Transformer2DModel.
-        vae: AutoencoderKL; it stays in fp32 and encodes each batch anew.
+        vae: AutoencoderKL; stays in fp32 and encodes every batch, without a cache.
         scheduler: FlowMatchEulerDiscreteScheduler.
-        accelerator: knows device and mixed precision.
-        rank: of the LoRA; None: all weights train, in fp32 under autocast.
+        accelerator: with device and mixed precision.
+        rank: of the LoRA; None: train all weights, in fp32 under autocast.
         flags: of the examples' command line.
     """
 
@@ -82,7 +82,7 @@ class DreamBooth:
         self.transformer.train()
 
     def step(self, pixels: Tensor, prompt_embeds: Tensor, pooled: Tensor) -> Tensor:
-        """One step.
+        """Take one step.
 
         Args:
             pixels: [b, 3, 8h, 8w] in -1..1.
@@ -106,7 +106,7 @@ class DreamBooth:
         return loss.detach()
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Pictures [b, 3, 8h, 8w] to latents [b, c, h, w]: a draw from the posterior."""
+        """Encode pictures [b, 3, 8h, 8w] to latents [b, c, h, w] sampled from the posterior."""
         with record_function(AUTOENCODER):
             z_0 = self.vae.encode(pixels.to(dtype=self.vae.dtype)).latent_dist.sample()
             z_0 = (z_0 - self.vae.config.shift_factor) * self.vae.config.scaling_factor
@@ -120,7 +120,7 @@ class DreamBooth:
         prompt_embeds: Tensor,  # [b, t, e]
         pooled: Tensor,  # [b, p]
     ) -> Tensor:
-        """Mean squared error; preconditioned (arXiv:2206.00364, section 5), sigma^2 times that of the velocity."""
+        """Return the mean squared error; preconditioned (arXiv:2206.00364, section 5), sigma^2 times the velocity's."""
         timesteps = self.scheduler.timesteps[indices].to(device=z_0.device)
         sigmas = self.sigmas(timesteps, z_0)
         noisy = (1.0 - sigmas) * z_0 + sigmas * noise
@@ -136,7 +136,7 @@ class DreamBooth:
         return error.reshape(len(error), -1).mean(1).mean()
 
     def sigmas(self, timesteps: Tensor, like: Tensor) -> Tensor:
-        """The noise levels [b, 1, 1, 1] of timesteps, each looked up in the scheduler's table."""
+        """Look up the noise levels [b, 1, 1, 1] of timesteps in the scheduler's table."""
         table = self.scheduler.timesteps.to(like.device)
         found = [(table == timestep).nonzero().item() for timestep in timesteps]
         return self.scheduler.sigmas.to(like.device, like.dtype)[found].view(-1, 1, 1, 1)

@@ -1,11 +1,11 @@
-"""A whole process of diffusers' DreamBooth LoRA recipe for SD3: what ``pair`` runs beside a run of ours.
+"""The baseline process of ``pair``: diffusers' DreamBooth LoRA recipe for SD3.
 
     python -m benchmarks.dreambooth PIPELINE PICTURES OUT --steps 20 --size 256
 
-Loads tokenizers, text encoders, autoencoder and transformer from a pipeline's folder, encodes the one prompt, prepares
-the pictures in memory, trains with a TensorBoard log, saves the LoRA, and loads the pipeline with it once more: the
-example does both without being asked. ``--whole`` adds what its documentation's command does: validation pictures after
-the first epoch and at the end.
+Load tokenizers, text encoders, autoencoder and transformer from a pipeline's folder, encode the one prompt, prepare the
+pictures in memory, train with a TensorBoard log, save the LoRA, and load the pipeline with it: the example always does
+the last two. ``--whole`` adds validation pictures after the first epoch and at the end, as in the command of its
+documentation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-UNLISTED = ("bitsandbytes", "optimum")  # not among the example's requirements: its user's process imports neither
+UNLISTED = ("bitsandbytes", "optimum")  # not in the example's requirements, so its process does not import them
 CLIP_TOKENS, T5_TOKENS = 77, 77
 IMAGES = 4
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -26,7 +26,7 @@ SECONDS = "seconds.json"
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command line's parser."""
     parser = argparse.ArgumentParser(description="diffusers' DreamBooth LoRA recipe for SD3")
     parser.add_argument("pipeline", type=Path)
     parser.add_argument("pictures", type=Path)
@@ -40,7 +40,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Train, and write the losses and the seconds of each step and of what comes after the LoRA, beside the LoRA."""
+    """Train; write beside the LoRA each step's loss and seconds, and the seconds after the LoRA was saved."""
     import torch
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration, set_seed
@@ -92,7 +92,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def embeddings(pipeline: Path, prompt: str, device: Any) -> tuple[Any, Any]:
-    """Of the prompt, by the three text encoders in bf16, which are then freed.
+    """Encode the prompt with the three text encoders in bf16, and free them.
 
     Returns:
         prompt_embeds [1, t, e] and pooled [1, p].
@@ -122,14 +122,14 @@ def embeddings(pipeline: Path, prompt: str, device: Any) -> tuple[Any, Any]:
 
 
 def _tokens(tokenizer: Any, prompt: str, length: int) -> Any:
-    """Token numbers [1, length], or as many as the encoder has places for, of a tiny model."""
+    """Tokenize to [1, length], or fewer if a tiny encoder has fewer positions."""
     length = min(length, tokenizer.model_max_length)
     found = tokenizer([prompt], padding="max_length", max_length=length, truncation=True, return_tensors="pt")
     return found.input_ids
 
 
 def pixels(folder: Path, size: int) -> list[Any]:
-    """All pictures [3, size, size] in -1..1, prepared once: the shorter side scaled to the size, a random cut."""
+    """Prepare all pictures once as [3, size, size] in -1..1: shorter side scaled to the size, random crop."""
     import numpy as np
     import torch
     from PIL import Image, ImageOps
@@ -146,7 +146,7 @@ def pixels(folder: Path, size: int) -> list[Any]:
 
 
 def save(transformer: Any, folder: Path) -> None:
-    """The LoRA in fp32, by the pipeline's own function."""
+    """Save the LoRA in fp32 with the pipeline's own function."""
     import torch
     from diffusers import StableDiffusion3Pipeline
     from peft.utils import get_peft_model_state_dict
@@ -156,7 +156,7 @@ def save(transformer: Any, folder: Path) -> None:
 
 
 def load(args: argparse.Namespace, **parts: Any) -> Any:
-    """The pipeline in bf16, with parts that are at hand."""
+    """Load the pipeline in bf16, reusing parts in memory."""
     import torch
     from diffusers import StableDiffusion3Pipeline
 
@@ -164,7 +164,7 @@ def load(args: argparse.Namespace, **parts: Any) -> Any:
 
 
 def draw(args: argparse.Namespace, accelerator: Any, pipe: Any) -> None:
-    """Validation pictures into the log."""
+    """Log validation pictures."""
     import numpy as np
     import torch
 

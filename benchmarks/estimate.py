@@ -1,4 +1,4 @@
-"""``estimate``: predicted beside measured, for the memory grid, and for the study that this tool started from."""
+"""``estimate``: compare predictions with measurements of the memory grid and of the study behind this tool."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from benchmarks.table import Results, describe_machine
 from simpletune.system.console import say
 
 # The student study on an L4 (its plot's data): SD3 Medium, 1024 px, batch 1, quanto's int8 for LoRA, checkpointing,
-# adamw_bf16. Its LoRA figures differ by 10 bytes for each parameter of LoRA on the image stream's attention, in bf16
-# with a gradient and adamw_bf16's three states: so that is what is predicted here.
+# adamw_bf16. Its LoRA figures differ by 10 bytes per LoRA parameter, which matches LoRA on the image stream's attention
+# in bf16 with a gradient and adamw_bf16's three states. The prediction here assumes that.
 STUDY = (
     "precision.weights=int8-quanto", "adapter.targets=attention_image", "adapter.dtype=bf16",
     "optimizer.name=adamw_bf16", "memory.crop_positions=false", "model.t5_length=154",
@@ -41,15 +41,15 @@ LAST = "LoRA r1, int8"
 
 
 def run(folder: Path, minutes: float, only: str = "") -> str:
-    """Do what is missing of the memory grid and of the study, and tell predicted, measured and error.
+    """Complete the memory grid and the study; compare predicted with measured memory.
 
     Args:
         folder: of the results.
-        minutes: no row is begun after so many.
-        only: names of rows must hold this.
+        minutes: start no row after this many.
+        only: text that row names must contain.
 
     Returns:
-        What is to be said, in lines.
+        The report as text.
     """
     memory.run(folder, minutes, only)
     grid = Results(folder / "memory", memory.COLUMNS)
@@ -63,13 +63,13 @@ def run(folder: Path, minutes: float, only: str = "") -> str:
     lines.append(
         f"{len(errors)} rows measured: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}"
         if errors
-        else "no row was measured: there was no GPU"
+        else "no row was measured, because there was no GPU"
     )
     return "\n".join([*lines, "", study(folder, minutes, only).read_text(encoding="utf-8")])
 
 
 def study(folder: Path, minutes: float, only: str = "") -> Path:
-    """The study's four rows.
+    """Predict the study's four rows.
 
     Returns:
         The Markdown table.
@@ -88,7 +88,7 @@ def study(folder: Path, minutes: float, only: str = "") -> Path:
 
 
 def study_row(published: float, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """One row."""
+    """Predict one row."""
     from simpletune.estimate.simulate import simulate
 
     report = simulate(memory.config_of(overrides), capability=memory.SM_89)

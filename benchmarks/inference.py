@@ -1,7 +1,7 @@
-"""``inference``: seconds, memory and cost of a picture, each lever alone and together, against plain diffusers.
+"""``inference``: measure seconds, memory and cost of a picture for each lever and for all, against plain diffusers.
 
-All rows come from one process: the same model, prompts, seeds, steps and sampler. Every row is warmed up once; then a
-few rounds are timed, and the fastest counts, because other work on the machine can only add time.
+All rows come from one process with the same model, prompts, seeds, steps and sampler. Every row is warmed up once, then
+timed for a few rounds; the fastest counts, because other work on the machine can only add time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.diffusers_pipeline import Plain
 from benchmarks.inference_rows import ABOUT, BASELINE, BASELINE_LORA, COLUMNS, PICTURES, ROWS, Way
-from benchmarks.table import Results, describe_machine, table
+from benchmarks.table import Results, describe_machine, no_such_row, table
 from simpletune.adapters.lora import Lora
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -31,7 +31,6 @@ from simpletune.drawing.shared_base import SharedBase
 from simpletune.drawing.similarity import latent_distance
 from simpletune.memory import Memory
 from simpletune.models.sd3 import SD3
-from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache, free_memory
 from simpletune.pipeline.sample import Request, Sampler, decode
 from simpletune.quant import Precision
@@ -46,15 +45,15 @@ DEMO = "demo:tiny-sd3"
 
 @dataclass(frozen=True)
 class Job:
-    """What all rows share.
+    """Common setup of all rows.
 
     Args:
-        config: with folders resolved; precision as diffusers holds weights.
-        device: where to.
+        config: with folders resolved, in the precision of diffusers' weights.
+        device: to run on.
         requests: to draw.
-        lora: a LoRA's folder.
+        lora: folder of a LoRA.
         text: prompt embeddings.
-        rounds: how many are timed.
+        rounds: number of timed rounds.
     """
 
     config: TrainConfig
@@ -67,7 +66,7 @@ class Job:
 
 @dataclass
 class Round:
-    """Seconds of one round's parts, and the latents."""
+    """Seconds of the parts of one round, and the latents."""
 
     encode: float
     denoise: float
@@ -82,13 +81,13 @@ class Round:
 
 @dataclass(frozen=True)
 class Workload:
-    """What every row draws, and where.
+    """The pictures that every row draws, and the device.
 
     Args:
         model: the base model.
         size: (width, height) in pixels; None: 64 px for the demo model, else 1024.
         steps: sampling steps; None: 12 for the demo model, else 28.
-        rounds: how many are timed.
+        rounds: number of timed rounds.
         device: auto, cuda or cpu.
     """
 
@@ -100,7 +99,7 @@ class Workload:
 
     @property
     def is_demo(self) -> bool:
-        """Whether it is the tiny model."""
+        """Whether the model is the tiny one."""
         return self.model == DEMO
 
 
@@ -115,21 +114,21 @@ def run(
 
     Args:
         folder: of the results.
-        minutes: no row is begun after so many.
-        only: names of rows must hold this; diffusers is always measured.
-        prices: of an hour of this machine, by name: for the cost table.
-        workload: what every row draws.
+        minutes: start no row after this many.
+        only: text that row names must contain; diffusers is always measured.
+        prices: of this machine per hour, by name, for the cost table.
+        workload: of every row.
 
     Returns:
         The Markdown table.
 
     Raises:
-        UserError: no row has that name.
+        UserError: no row name contains ``only``.
     """
     if not any(only in name for name in ROWS):
-        raise UserError(f"--rows: none of the {len(ROWS)} rows holds {only!r}: {'; '.join(ROWS)}")
+        raise no_such_row(ROWS, only)
     results = Results(folder / "inference", COLUMNS)
-    results.rows.clear()  # every row is compared with diffusers in this process
+    results.rows.clear()  # compare every row with diffusers in the same process
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         job = prepare(workload, Path(place))
@@ -138,7 +137,7 @@ def run(
         for name, way in ROWS.items():
             wanted = only in name or name in (BASELINE, BASELINE_LORA)
             if not wanted or time.monotonic() - started > 60 * minutes:
-                say(f"bench   {name}: left out")
+                say(f"bench   {name}: skipped")
                 continue
             row, best = measure(job, way, beside)
             baseline = baselines.setdefault(bool(way.lora), best)
@@ -150,7 +149,7 @@ def run(
 
 
 def write_page(results: Results, job: Job, model: str, prices: Mapping[str, float]) -> Path:
-    """The Markdown table, and where there are prices one of costs."""
+    """Write the Markdown table, and a table of costs if prices are given."""
     first = job.requests[0]
     about = ABOUT.format(
         model=model, size=f"{first.width} x {first.height}", steps=first.steps, guidance=first.guidance,
@@ -158,7 +157,7 @@ def write_page(results: Results, job: Job, model: str, prices: Mapping[str, floa
     )  # fmt: skip
     page = results.write_table("Inference", about, describe_machine())
     if prices:
-        columns = {"what": "", **{name: f"{name}, at {price:g} an hour" for name, price in prices.items()}}
+        columns = {"what": "", **{name: f"{name}, at {price:g} per hour" for name, price in prices.items()}}
         costs = table(columns, {name: row["cost"] for name, row in results.rows.items()})
         text = "\n".join(["", "## Cost of 1000 pictures, in the currency of the prices", "", *costs, ""])
         page.write_text(page.read_text(encoding="utf-8") + text, encoding="utf-8")
@@ -166,7 +165,7 @@ def write_page(results: Results, job: Job, model: str, prices: Mapping[str, floa
 
 
 def finish(results: Results, prices: Mapping[str, float]) -> None:
-    """Add to every row how many times as fast as diffusers it is, and what it costs."""
+    """Add to every row its speed relative to diffusers, and its cost."""
     rows = results.rows
     fastest = {
         lora: min(r["seconds_per_picture"] for n, r in rows.items() if n.startswith("diffusers") and r["lora"] == lora)
@@ -179,14 +178,16 @@ def finish(results: Results, prices: Mapping[str, float]) -> None:
 
 
 def peak_words(device: torch.device) -> str:
-    """What the memory column is."""
+    """Describe the memory column."""
     if device.type == "cuda":
         return "`torch.cuda.max_memory_allocated` of the row"
-    return "resident memory of the whole process, libraries and what earlier rows left to the allocator included"
+    return (
+        "resident memory of the whole process, including libraries and memory that the allocator kept from other rows"
+    )
 
 
 def prepare(workload: Workload, folder: Path) -> Job:
-    """Model, prompts and a LoRA of rank 16 on the attention, whose values are random and small."""
+    """Prepare the model, the prompts, and a LoRA of rank 16 on attention with small random values."""
     width, height = workload.size or ((64, 64) if workload.is_demo else (1024, 1024))
     steps = workload.steps or (12 if workload.is_demo else 28)
     config = TrainConfig(
@@ -209,12 +210,12 @@ def prepare(workload: Workload, folder: Path) -> Job:
 
 
 def precision(weights: str, compute: str) -> Any:
-    """A precision by its tag."""
+    """Look up a precision by its tag."""
     return TypeAdapter(Precision).validate_python({"weights": weights, "compute": compute})
 
 
 def random_lora(config: TrainConfig, folder: Path) -> Path:
-    """A LoRA file of rank 16, made on the CPU."""
+    """Create a LoRA file of rank 16 on the CPU."""
     folder.mkdir(parents=True)
     adapter = Lora(rank=16)
     base = config.model.load_transformer(config.precision, torch.device("cpu"))
@@ -228,16 +229,16 @@ def random_lora(config: TrainConfig, folder: Path) -> Path:
 
 
 class Beside:
-    """On the CPU, where other work may come and go, rounds of diffusers in between those of a row, to compare it with.
+    """On the CPU, interleave rounds of diffusers with those of a row, so that other work slows both.
 
-    On a GPU their weights would stand in the row's memory: there the table's own rows of diffusers must do.
+    On a GPU, diffusers' weights would add to the row's memory, so rows are compared with the table's diffusers rows.
     """
 
     def __init__(self, job: Job):
         self.job, self._rounds = job, dict[bool, Callable[[], Round]]()
 
     def round(self, lora: bool) -> float | None:
-        """Seconds of one."""
+        """Time one round."""
         if self.job.device.type == "cuda":
             return None
         if lora not in self._rounds:
@@ -247,7 +248,7 @@ class Beside:
 
 
 def measure(job: Job, way: Way, beside: Beside) -> tuple[dict[str, Any], Round]:
-    """One row: what it takes, and its fastest round."""
+    """Measure one row: memory, and the fastest round."""
     gc.collect()
     stages = StageTimer(cuda=job.device.type == "cuda")
     clock = time.perf_counter()
@@ -273,7 +274,7 @@ def measure(job: Job, way: Way, beside: Beside) -> tuple[dict[str, Any], Round]:
 
 
 def diffusers_round(job: Job, way: Way) -> Callable[[], Round]:
-    """Rounds by diffusers' own pipeline."""
+    """Rounds with diffusers' own pipeline."""
     config = job.config
     plain = Plain(config.model, config.precision.compute_dtype(), job.device, job.lora if way.lora else None)
 
@@ -293,7 +294,7 @@ def diffusers_round(job: Job, way: Way) -> Callable[[], Round]:
 
 
 def own_round(job: Job, way: Way) -> Callable[[], Round]:
-    """Rounds by this package."""
+    """Rounds with simpletune."""
     base = job.config
     held = precision(way.weights, base.precision.compute) if way.weights else base.precision
     memory = Memory(cache_quantised=False).model_copy(update=dict(way.memory))
@@ -309,7 +310,7 @@ def own_round(job: Job, way: Way) -> Callable[[], Round]:
         clock = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             text = job.text if way.cached else TextCache(config.model, held.encoder_dtype(), Path(folder))
-            with redirect_stdout(io.StringIO()):  # its progress lines
+            with redirect_stdout(io.StringIO()):  # hide its progress lines
                 text.fill([first.prompt, first.negative_prompt], job.device)
             embeddings = {prompt: text.load(prompt) for prompt in (first.prompt, first.negative_prompt)}
         encoded = time.perf_counter()
@@ -323,5 +324,5 @@ def own_round(job: Job, way: Way) -> Callable[[], Round]:
 
 
 def unguided(requests: Sequence[Request]) -> list[Request]:
-    """The same without classifier-free guidance."""
+    """Turn off classifier-free guidance."""
     return [replace(request, guidance=1.0) for request in requests]

@@ -1,4 +1,4 @@
-"""The rows of ``inference``: ways to draw the same pictures."""
+"""The rows of ``inference``: different ways to draw the same pictures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Way:
     """One way to draw.
 
     Args:
-        diffusers: with diffusers' pipeline.
-        cached: whether prompts are read from the cache; if not, every round encodes them, encoders loaded for it.
-        weights: ``precision.weights``; None: as diffusers holds them.
+        diffusers: use diffusers' pipeline.
+        cached: read prompts from the cache; if false, every round loads the encoders and encodes them.
+        weights: ``precision.weights``; None: the type of diffusers' weights.
         lora: live, fused, or none.
-        batch: pictures drawn together.
-        reuse: steps for which one guidance difference serves.
-        guided: with classifier-free guidance.
-        compiled: blocks compiled.
+        batch: pictures per pass.
+        reuse: steps that share one guidance difference.
+        guided: use classifier-free guidance.
+        compiled: compile the blocks.
         memory: options of ``memory``.
     """
 
@@ -63,11 +63,11 @@ COLUMNS = {
     "differs": "latents differ by", "first": "load and first picture, s",
 }  # fmt: skip
 ABOUT = """\
-{model}, {size} px, {steps} steps, guidance {guidance:g}, {pictures} pictures a round of one prompt, {compute} products,
-fastest of {rounds} rounds; one process. *Encode*: prompt and negative prompt, a share for each picture; *prompts new*
-loads the text encoders for it, the other rows read the cache; diffusers keeps its encoders in memory. *Peak*: {peak}.
-*Latents differ by*: root mean square from diffusers' latents of the same seeds and the same LoRA, largest over the
-pictures; latents have a variance of about 1. The rows with other precisions, without guidance and those marked lossy
-draw other pictures than diffusers; all others draw the same up to rounding. *Times diffusers*: on the CPU
-against rounds of diffusers that take turns with the row's own, so that other work on the machine slows both; on a GPU
-against diffusers' row. How far from 1 diffusers' own rows are is the table's noise."""
+{model}, {size} px, {steps} steps, guidance {guidance:g}, {pictures} pictures per round from one prompt, {compute}
+computation, fastest of {rounds} rounds, one process. *Encode*: prompt and negative prompt, divided by the pictures of a
+round; *prompts new* loads the text encoders for it, the other rows read the cache; diffusers keeps its encoders in
+memory. *Peak*: {peak}. *Latents differ by*: root mean square difference from diffusers' latents with the same seeds and
+LoRA, maximum over the pictures; latents have a variance of about 1. Rows with other precisions, without guidance, and
+rows marked lossy draw pictures that differ from diffusers'; all others agree up to rounding. *Times diffusers*: on the
+CPU relative to rounds of diffusers interleaved with the row's own, so that other work on the machine slows both; on a
+GPU relative to diffusers' row. The deviation of diffusers' own rows from 1 is the table's noise."""

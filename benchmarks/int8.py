@@ -1,7 +1,7 @@
-"""``int8``: what int8 products cost in exactness.
+"""``int8``: measure the numerical error of int8 products.
 
-Losses of the demo's run in bf16 and with each kind of products of int8 weights, on the same steps; and the error of one
-product at the sizes of SD3 Medium's layers.
+Compare the losses of the demo's run in bf16 and with each kind of int8 products on the same steps, and measure the
+error of one product at the sizes of SD3 Medium's layers.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ ERRORS = {
     "gradient": "input gradient, weights int8", "int8_gradient": "input gradient, both",
 }  # fmt: skip
 ABOUT = f"""\
-The demo's run on the tiny SD3, {STEPS} steps, everything but `precision` alike: the same pictures, noise levels and
-noise in every step. On a CPU the products are the kernel's arithmetic by `torch._int_mm`.
+The demo's run on the tiny SD3 for {STEPS} steps; only `precision` differs: pictures, noise levels and noise are
+identical in every step. On a CPU, `torch._int_mm` computes the products with the kernel's arithmetic.
 
-*{ONE}*: relative errors in percent (norm of the difference over norm of the exact, in float64) at the sizes of SD3
-Medium's layers, {ROWS} rows, normal weights; *outliers*: {OUTLIERS} columns of the activations are 30 times as large;
-*channels*: so are {OUTLIERS} rows of the weight."""
+*{ONE}*: relative errors in percent (norm of the difference over norm of the exact product, in float64) at the sizes of
+SD3 Medium's layers, {ROWS} rows, normally distributed weights; *outliers*: {OUTLIERS} columns of the activations are 30
+times as large; *channels*: {OUTLIERS} rows of the weight are, too."""
 
 
 def loss_row(options: list[str], overrides: list[str]) -> dict[str, Any]:
-    """One run of the demo."""
+    """Run the demo once."""
     with tempfile.TemporaryDirectory(prefix="simpletune-int8-") as scratch:
         places = [f"output.runs={scratch}/runs", f"output.profiles={scratch}/profiles", "output.report=false"]
         quiet = ["profile.max_traces=0", "validation.prompts=[]", "tracking.tensorboard=false", "name=int8"]
@@ -67,13 +67,13 @@ def loss_row(options: list[str], overrides: list[str]) -> dict[str, Any]:
 
 
 def relative(ours: Tensor, exact: Tensor) -> float:
-    """|ours - exact| / |exact|, in percent."""
+    """Compute |ours - exact| / |exact|, in percent."""
     return 100 * float((ours.double() - exact).norm() / exact.norm())
 
 
 @torch.no_grad()
 def error_row(shape: tuple[int, int], outliers: str) -> dict[str, Any]:
-    """Errors of one layer's product and of its input gradient, against float64."""
+    """Measure the errors of one layer's product and of its input gradient against float64."""
     outputs, inputs = shape
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, inputs, generator=generator)
@@ -100,7 +100,7 @@ def error_row(shape: tuple[int, int], outliers: str) -> dict[str, Any]:
 
 
 def grid(overrides: list[str]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Every row's name and how it is measured."""
+    """Return every row's name and the function that measures it."""
     rows: dict[str, Callable[[], dict[str, Any]]] = {
         name: partial(loss_row, options, overrides) for name, options in RUNS.items()
     }
@@ -111,14 +111,14 @@ def grid(overrides: list[str]) -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """Means of the steps around each."""
+    """Average each step with its neighbours."""
     half = SMOOTH // 2
     near = [losses[max(0, step - half) : step + half + 1] for step in range(len(losses))]
     return [sum(some) / len(some) for some in near]
 
 
 def draw(rows: dict[str, dict[str, Any]], file: Path) -> None:
-    """The curves, and how far each is from bf16's."""
+    """Chart the losses, and their difference from bf16's."""
     import vl_convert
 
     runs = {name: rows[name]["losses"] for name in RUNS if name in rows}
@@ -137,7 +137,7 @@ def draw(rows: dict[str, dict[str, Any]], file: Path) -> None:
          "encoding": {"x": x, "color": colour,
                       "y": {"field": field, "type": "quantitative", "title": None, "scale": {"zero": False}}}}
         for field, title, height in (
-            ("loss", f"Training loss, mean of {SMOOTH} steps", 260), ("apart", "Each step's loss less bf16's", 160)
+            ("loss", f"Training loss, mean of {SMOOTH} steps", 260), ("apart", "Loss of each step minus bf16's", 160)
         )
     ]  # fmt: skip
     spec = {"data": {"values": points}, "vconcat": panels, "config": {"title": {"anchor": "start"}}}
@@ -145,19 +145,19 @@ def draw(rows: dict[str, dict[str, Any]], file: Path) -> None:
 
 
 def run(folder: Path, minutes: float, only: str, overrides: list[str]) -> Path:
-    """Measure what is missing; write ``int8.json``, ``int8.md`` and ``int8.png``.
+    """Measure missing rows; write ``int8.json``, ``int8.md`` and ``int8.png``.
 
     Args:
         folder: of the results.
-        minutes: no row is begun after so many.
-        only: names of rows must hold this.
+        minutes: start no row after this many.
+        only: text that row names must contain.
         overrides: of the demo's configuration.
 
     Returns:
         The Markdown table.
 
     Raises:
-        UserError: no row holds ``only``.
+        UserError: no row name contains ``only``.
     """
     results = Results(folder / "int8", COLUMNS)
     for name, measure in results.missing(grid(overrides), minutes, only):

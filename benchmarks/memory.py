@@ -1,7 +1,7 @@
 """``memory``: peak memory of SD3 Medium's training step at its real size: a baseline and one change at a time.
 
-No weights are needed: memory does not depend on their values. Each row is predicted by running the step on fake
-tensors; where there is a GPU it is measured too, in a process of its own.
+It needs no weights, because memory does not depend on their values. Each row is predicted by running the step on fake
+tensors and, if there is a GPU, measured in its own process.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Row:
 
     Args:
         overrides: of the baseline's file.
-        target_mib: what the peak should not pass, or None.
-        whole: the whole job by stage, instead of the training step.
+        target_mib: limit that the peak should not exceed, or None.
+        whole: predict the whole job by stage instead of the training step.
     """
 
     overrides: tuple[str, ...]
@@ -107,23 +107,23 @@ STAGES = {
     "predicted_mib": "the job's predicted peak, MiB", "target_mib": "target, MiB", "at": "peak at",
 }  # fmt: skip
 ABOUT = """\
-SD3 Medium's transformer at its real size, with weights that have no values; 1024 px, batch 1, 333 text tokens, LoRA on
+SD3 Medium's transformer at its real size with uninitialised weights; 1024 px, batch 1, 333 text tokens, LoRA on
 attention, gradient checkpointing of all blocks, unless a row says otherwise. *Small states*: LoRA weights in bf16 with
-8-bit AdamW; the targeted streamed LoRA row also keeps the checkpoints' inputs on the host. *Predicted*: peak bytes
-of the training step on fake tensors, with the workspaces of an sm_89 card (L4), without the CUDA context. *Measured* is
+8-bit AdamW; the streamed LoRA row with a target also keeps the checkpoint inputs on the host. *Predicted*: peak bytes
+of the training step on fake tensors, with the workspaces of an sm_89 card (L4), without the CUDA context. *Measured*:
 `torch.cuda.max_memory_allocated` of four steps; empty: not yet measured. The first five rows have targets. The second
-table has the other stages too, predicted, without the workspaces that cuDNN takes for convolutions."""
+table also predicts the other stages, without cuDNN's workspaces for convolutions."""
 SM_89 = (8, 9)
 
 
 def config_of(overrides: tuple[str, ...]) -> TrainConfig:
-    """A row's configuration."""
+    """Return a row's configuration."""
     config, _ = read_config(CONFIG, [*ENOUGH, *overrides, "data.path=demo:pictures"])
     return config
 
 
 def predict(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """One row on fake tensors."""
+    """Predict one row on fake tensors."""
     from simpletune.estimate.simulate import simulate
 
     report = simulate(config_of(overrides), capability=SM_89)
@@ -137,7 +137,7 @@ def predict(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def predict_job(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """One row of the whole job on fake tensors."""
+    """Predict one row of the whole job on fake tensors."""
     from simpletune.estimate.simulate_stages import simulate_stages
 
     snapshots = simulate_stages(config_of(overrides), capability=SM_89).stages
@@ -152,12 +152,12 @@ def predict_job(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def run(folder: Path, minutes: float, only: str = "") -> Path:
-    """Do the rows that are missing, each in a process of its own, until the time is up.
+    """Measure the missing rows, each in its own process, until the time is up.
 
     Args:
         folder: of the results.
-        minutes: no row is begun after so many.
-        only: names of rows must hold this.
+        minutes: start no row after this many.
+        only: text that row names must contain.
 
     Returns:
         The Markdown table.
@@ -172,10 +172,10 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
 
 
 def _in_process(row: Row) -> dict[str, Any]:
-    """A row in a process of its own.
+    """Measure a row in its own process.
 
     Raises:
-        CalledProcessError: it failed; what it wrote to standard error is shown.
+        CalledProcessError: the process failed; its standard error is shown.
     """
     command = [sys.executable, "-m", "benchmarks.memory_row", json.dumps(row.overrides), *["whole"] * row.whole]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)

@@ -1,6 +1,6 @@
-"""One row of ``memory`` in a process of its own: a JSON list of overrides in, the row's JSON out.
+"""Measure one row of ``memory`` in this process: read a JSON list of overrides, print the row's JSON.
 
-After the list, ``whole`` asks for the whole job by stage.
+A second argument ``whole`` selects the whole job by stage.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ STEPS = 4
 
 
 def measure(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Take a few steps on the GPU, with weights that have no values.
+    """Take a few steps on the GPU with uninitialised weights.
 
     Returns:
-        Peaks in MiB, and the median of seconds a step without the first.
+        Peaks in MiB, and the median seconds per step without the first.
     """
     import torch
 
@@ -55,7 +55,7 @@ def measure(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def main(overrides: tuple[str, ...], whole: bool = False) -> dict[str, Any]:
-    """Predict, and where there is a GPU measure; the whole job is only predicted."""
+    """Predict, and measure if there is a GPU; the whole job is only predicted."""
     import torch
 
     from benchmarks.memory import predict, predict_job

@@ -1,8 +1,8 @@
-"""``pair``: a run of ours beside diffusers' DreamBooth LoRA recipe, whole processes in turn, on the CPU.
+"""``pair``: compare complete runs of simpletune and of diffusers' DreamBooth LoRA recipe, alternating, on the CPU.
 
-A tiny SD3 of 6 layers and 6 heads, 256 px, LoRA r16 on attention, batch 1, bf16, no checkpointing, AdamW: the same
-model folder, pictures, prompt, tokens, threads and environment. What counts is the ratio within a round: a busy machine
-slows both. docs/speed.md says what each side does.
+Both train a tiny SD3 with 6 layers and 6 heads at 256 px, LoRA r16 on attention, batch 1, bf16, no checkpointing,
+AdamW, from one model folder, with equal pictures, prompt, tokens, threads and environment. The result is the ratio
+within a round, because a busy machine slows both. docs/speed.md describes each side.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT = "a glim picture of a large blue heart in the middle, on a cream backgro
 PICTURES, SIZE, STEPS, LAYERS, WARM_UP = 5, 256, 20, 6, 2
 GOAL = 0.6
 LAUNCHER = ("accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes=1", "--mixed_precision=bf16")
-NOTHING = "platform"  # of Python's own: prints a line
+NOTHING = "platform"  # a module of Python that does almost nothing: it prints a line
 LEAN: dict[str, Any] = {
     "validation": {"prompts": [], "eval_samples": 0, "every": None},
     "profile": {"max_traces": 0},
@@ -46,22 +46,22 @@ WHOLE = "With everything on"
 ABOUT = """\
 A tiny SD3 ({layers} layers, {layers} heads), {size} px, LoRA r16 on attention, batch 1, bf16, AdamW, no checkpointing,
 {steps} steps over {pictures} pictures with one prompt, {threads} thread(s) each. *diffusers*: its SD3 DreamBooth LoRA
-recipe. Whole processes, the order alternating; ratios are within a round, and the goal is {goal} of both. *process*:
-with an empty cache; *warm cache*: prompts and pictures were encoded by the run before. With an empty cache too: *until
-saved*, diffusers' without the pipeline that it loads when its LoRA is saved; *launched*, its process with the seconds
-that `accelerate launch`, by which its documentation starts it, takes for a module that does nothing. Steps: the median
-without the first {warm_up}. A TensorBoard log on both sides, no previews, report, estimate, evaluation and traces; the
-second table has them on both sides: ours by its defaults, diffusers' with its validation pictures.
+recipe. Complete processes in alternating order; ratios are within a round, and the goal is {goal} for both. *process*:
+with an empty cache; *warm cache*: the run before encoded prompts and pictures. Also with an empty cache: *until saved*,
+diffusers without loading the pipeline after saving its LoRA; *launched*, diffusers plus the time of `accelerate launch`
+for a module that does nothing, because its documentation starts it that way. Steps: the median without the first
+{warm_up}. Both sides write a TensorBoard log, without previews, report, estimate, evaluation and traces; the second
+table includes these: ours with its defaults, diffusers' with its validation pictures.
 
 {verdict}"""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What both sides get.
+    """Inputs of both sides.
 
     Args:
-        folder: for everything they write.
+        folder: for everything that both sides write.
         steps: of each run.
         overrides: of our configuration.
         layers: of the tiny model.
@@ -76,12 +76,12 @@ class Job:
 
     @property
     def pipeline(self) -> Path:
-        """The model."""
+        """Folder of the model."""
         return self.folder / "pipeline"
 
     @property
     def pictures(self) -> Path:
-        """The data set."""
+        """Folder of the data set."""
         return self.folder / "pictures"
 
     def prepare(self) -> None:
@@ -93,7 +93,7 @@ class Job:
         pictures.write_folder(self.pictures, scenes, seed=3, pixels=self.size)
 
     def config(self, name: str, cache: Path, whole: bool) -> dict[str, Any]:
-        """Our configuration: the recipe's settings, with everything on or as little as the pair allows."""
+        """Return our configuration: the recipe's settings, with all extras or as few as possible."""
         return {
             "name": name,
             "device": "cpu",
@@ -118,13 +118,13 @@ class Job:
 def run(
     folder: Path, rounds: int = 5, steps: int | None = None, minutes: float = 8.0, overrides: Sequence[str] = ()
 ) -> Path:
-    """Do the rounds that are missing, then one with everything on.
+    """Measure the missing rounds, then one with everything on.
 
     Args:
         folder: of the results.
-        rounds: how many.
+        rounds: number of rounds.
         steps: of each run; None: 20.
-        minutes: no round is begun after so many.
+        minutes: start no round after this many.
         overrides: of our configuration.
 
     Returns:
@@ -145,7 +145,7 @@ def run(
 
 
 def write_page(results: Results, job: Job) -> Path:
-    """The tables."""
+    """Write the tables."""
     rows = [row for row in results.rows.values() if "table" not in row]
     about = ABOUT.format(
         layers=job.layers, size=job.size, steps=job.steps, pictures=PICTURES, threads=threads(), goal=GOAL,
@@ -158,7 +158,7 @@ VERDICT = {"median": "median", "least": "least", "most": "most"}
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Median, least and most of each ratio over the rounds."""
+    """Compute median, minimum and maximum of each ratio over the rounds."""
     titles = {
         "step_ratio": "seconds a step", "process_ratio": "seconds of the process", "warm_ratio": "warm cache",
         "saved_ratio": "until saved", "launched_ratio": "launched", "cpu_ratio": "CPU seconds",
@@ -172,13 +172,13 @@ def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def one_round(job: Job, name: str, ours_first: bool, whole: bool = False) -> dict[str, Any]:
-    """A run of each side, ours twice: with an empty cache, then with a full one.
+    """Run each side, ours twice: with an empty cache, then with a full one.
 
     Args:
-        job: what to do.
+        job: inputs of both sides.
         name: of the runs.
-        ours_first: the order.
-        whole: with everything on, once.
+        ours_first: run ours before diffusers'.
+        whole: run once with everything on.
     """
     row: dict[str, Any] = {"order": "ours" if ours_first else "diffusers", "load": round(os.getloadavg()[0], 2)}
     sides: list[Callable[[], dict[str, Any]]] = [lambda: ours(job, name, whole), lambda: theirs(job, name, whole)]
@@ -198,7 +198,7 @@ def one_round(job: Job, name: str, ours_first: bool, whole: bool = False) -> dic
 
 
 def ours(job: Job, name: str, whole: bool) -> dict[str, Any]:
-    """``python -m simpletune train``."""
+    """Run ``python -m simpletune train``."""
     cache = job.folder / f"cache-{name}"
     row: dict[str, Any] = {}
     for kind in ("process",) if whole else ("process", "warm"):
@@ -217,7 +217,7 @@ def ours(job: Job, name: str, whole: bool) -> dict[str, Any]:
 
 
 def theirs(job: Job, name: str, whole: bool) -> dict[str, Any]:
-    """``python -m benchmarks.dreambooth``."""
+    """Run ``python -m benchmarks.dreambooth``."""
     out = job.folder / f"theirs-{name}"
     command = ["benchmarks.dreambooth", str(job.pipeline), str(job.pictures), str(out), "--prompt", PROMPT]
     seconds, cpu = timed([*command, "--steps", str(job.steps), "--size", str(job.size), *["--whole"] * whole])
@@ -227,20 +227,20 @@ def theirs(job: Job, name: str, whole: bool) -> dict[str, Any]:
 
 
 def median(seconds: Sequence[float]) -> float:
-    """Without the first steps, if there are others."""
+    """Drop the first steps, if there are others."""
     return statistics.median(seconds[WARM_UP:] or seconds)
 
 
 def threads() -> int:
-    """Of each process."""
+    """Return the environment of each process."""
     return int(os.environ.get("OMP_NUM_THREADS", usable_cores()))
 
 
 def timed(words: Sequence[str]) -> tuple[float, float]:
-    """Seconds of a whole Python process of a module, and the CPU's seconds, which other work lengthens less.
+    """Time a complete Python process of a module: seconds, and CPU seconds, which other work affects less.
 
     Raises:
-        CalledProcessError: it failed; what it said is shown.
+        CalledProcessError: the process failed; its output is shown.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads()), "TOKENIZERS_PARALLELISM": "false"}
     clock, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,7 +1,7 @@
-"""``quality``: does a lever, a precision or an adapter cost quality? Answered on the tiny SD3, by a checker.
+"""``quality``: measure the effect of levers, precisions and adapters on quality, on the tiny SD3 with its checker.
 
-Prompt accuracy is the mean share of shape, colour, background, size and position read rightly; the style score is the
-share of pictures read as striped, the demo's style, when the prompt names the trigger word.
+Prompt accuracy is the mean share of shape, colour, background, size and position recognised correctly; the style score
+is the share of pictures recognised as striped, the demo's style, when the prompt has the trigger word.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ COLUMNS = {
     "eval_loss_before": "loss before", "eval_loss_after": "loss after", "seconds": "seconds", "bytes": "result, bytes",
 }  # fmt: skip
 ABOUT = f"""\
-Drawn from held-out triples of shape, colour and background, one seed a prompt, {STEPS} steps, guidance {GUIDANCE:g}.
-*Prompt accuracy*: mean share of {", ".join(CONTENT)} read rightly by the demo's checker. *Style score*: for a base, the
-share drawn in the style that the prompt names; for a tuned model, the share that is {STYLE} when the prompt names the
-trigger word. *Without the trigger*: prompts for flat and painted pictures; drift is the mean absolute difference from
-the base's picture of the same noise, of 1. Seconds: of a whole fine-tuning run, or of one picture for a base."""
+Held-out triples of shape, colour and background, one seed per prompt, {STEPS} steps, guidance {GUIDANCE:g}. *Prompt
+accuracy*: mean share of {", ".join(CONTENT)} that the demo's checker recognises correctly. *Style score*: for a base,
+the share drawn in the style that the prompt names; for a tuned model, the share that is {STYLE} when the prompt has the
+trigger word. *Without the trigger*: prompts for flat and painted pictures; drift is the mean absolute difference, 0 to
+1, from the base's picture from the same noise. *Seconds*: of a fine-tuning run, or for a base of one picture."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and what its picture should show."""
+    """A prompt and the scene that its picture should show."""
 
     text: str
     scene: pictures.Scene
@@ -94,30 +94,30 @@ class Prompt:
 
 
 def prompts_of(count: int, style: str | None, trigger: str | None) -> list[Prompt]:
-    """Prompts of scenes that were kept from training.
+    """Create prompts of scenes that were held out of training.
 
     Args:
-        count: how many.
-        style: of all of them, or None for all styles evenly.
-        trigger: the word that stands for the style.
+        count: number of prompts.
+        style: of all prompts, or None for all styles evenly.
+        trigger: word for the style.
     """
     scenes = pictures.sample_scenes(count, seed=9, held_out=True, style=style)
     return [Prompt(pictures.caption(s, number, trigger), s, 1000 + number) for number, s in enumerate(scenes)]
 
 
 def unrelated(count: int) -> list[Prompt]:
-    """Prompts that fine-tuning should leave alone: half of them flat, half painted."""
+    """Create prompts that fine-tuning should not affect: half of them flat, half painted."""
     flat, painted = (prompts_of(count, style, None) for style in ("flat", "painted"))
     return [*flat[: count // 2], *painted[count // 2 :]]
 
 
 class Easel:
-    """Draws prompts with one model.
+    """Draw prompts with one model.
 
     Args:
         config: with folders resolved.
-        weights: which.
-        device: where to.
+        weights: of the model.
+        device: to draw on.
     """
 
     def __init__(self, config: TrainConfig, weights: Weights, device: torch.device):
@@ -128,7 +128,7 @@ class Easel:
         self.vae = config.model.load_vae(device, dtype)
 
     def draw(self, prompts: list[Prompt]) -> list[Image.Image]:
-        """One picture a prompt."""
+        """Draw one picture per prompt."""
         self.text.fill([prompt.text for prompt in prompts] + [""], self.device)
         requests = [Request(p.text, p.seed, "", 64, 64, STEPS, GUIDANCE) for p in prompts]
         sampler = Sampler(self.transformer, self.config.model, self.config.precision, self.modulation)
@@ -136,28 +136,28 @@ class Easel:
 
 
 def accuracies(images: list[Image.Image], prompts: list[Prompt]) -> dict[str, float]:
-    """Shares read rightly: each of the checker's attributes, ``prompt`` and ``style``."""
+    """Compute the shares recognised correctly: each of the checker's attributes, ``prompt`` and ``style``."""
     scores = checker.score(images, [prompt.scene for prompt in prompts])
     return {**scores, "prompt": float(np.mean([scores[name] for name in CONTENT]))}
 
 
 def file_name(row: str) -> str:
-    """A row's name as a file's."""
+    """Turn a row's name into a file name."""
     return re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
 
 
 def drift(images: list[Image.Image], base: list[Image.Image]) -> float:
-    """Mean absolute difference of values, 0 to 1."""
+    """Return the mean absolute difference of values, 0 to 1."""
     pairs = zip(images, base, strict=True)
     return float(np.mean([np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() / 255 for a, b in pairs]))
 
 
 class Quality:
-    """The grid and what its rows share.
+    """The grid and the data that its rows share.
 
     Args:
         folder: of the results.
-        count: prompts for each score.
+        count: prompts per score.
         overrides: of the demo's configuration, for all rows.
     """
 
@@ -169,19 +169,19 @@ class Quality:
         self.folder = folder / "quality"
 
     def config(self, options: list[str], name: str = "quality") -> TrainConfig:
-        """The demo's configuration with changes; runs and traces go to a scratch folder."""
+        """Return the demo's configuration with changes; runs and traces go to a scratch folder."""
         places = [f"output.runs={self.scratch}/runs", f"output.profiles={self.scratch}/profiles"]
         quiet = ["profile.max_traces=0", "validation.prompts=[]", "tracking.tensorboard=false", f"name={name}"]
         return read_config(CONFIG, [*options, *self.overrides, *places, *quiet])[0]
 
     def easel(self, options: list[str], weights: Weights = BASE) -> Easel:
-        """An easel with some weights, on the device that a run would take."""
+        """Load weights for drawing, on the device that a run would use."""
         config = self.config(options)
         device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
         return Easel(resolve_folders(config), weights, device)
 
     def base_row(self, name: str, options: list[str]) -> dict[str, Any]:
-        """The base model in one precision: all styles, as prompted."""
+        """Score the base model in one precision, in all styles."""
         easel = self.easel(options)
         prompts = prompts_of(2 * self.count, None, None)
         easel.text.fill([prompt.text for prompt in prompts] + [""], easel.device)
@@ -195,14 +195,14 @@ class Quality:
         return {**scores, "drift": drift(easel.draw(without), base), "seconds": round(seconds, 3), "of": len(prompts)}
 
     def base_pictures(self, prompts: list[Prompt]) -> list[Image.Image]:
-        """What the base draws in fp32: drift is measured from it."""
+        """Draw with the base in fp32, the reference for drift."""
         key = tuple(prompts)
         if key not in self.drawn:
             self.drawn[key] = self.easel(PRECISIONS["fp32"]).draw(prompts)
         return self.drawn[key]
 
     def keep_pictures(self, name: str, easel: Easel) -> None:
-        """Write what a row's model makes of three prompts that name the trigger word, and one that does not."""
+        """Draw three prompts with the trigger word and one without with a row's model."""
         images = easel.draw([*prompts_of(3, STYLE, pictures.STYLE_TRIGGER), *unrelated(2)[1:]])
         sheet = Image.new("RGB", (64 * len(images), 64))
         for number, image in enumerate(images):
@@ -211,14 +211,14 @@ class Quality:
         sheet.save(self.folder / f"{file_name(name)}.png")
 
     def write_grid(self) -> None:
-        """One picture of all rows that have pictures."""
+        """Write a contact sheet of all rows with pictures."""
         strips = {name: self.folder / f"{file_name(name)}.png" for name in self.rows()}
         rows: list[tuple[str, list[Image.Image]]] = [(n, [Image.open(f)]) for n, f in strips.items() if f.exists()]
         if rows:
             grid(rows, ["three prompts with the trigger word, one without"]).save(self.folder.with_suffix(".png"))
 
     def tuned_row(self, name: str, options: list[str]) -> dict[str, Any]:
-        """One fine-tuning run, and its result's scores."""
+        """Fine-tune once, and score the result."""
         config = self.config(options)
         clock = time.perf_counter()
         run = train(config)
@@ -242,12 +242,12 @@ class Quality:
         }
 
     def trigger_row(self) -> dict[str, Any]:
-        """What the base makes of the trigger word, before anything taught it."""
+        """Score the base on prompts with the trigger word, before fine-tuning."""
         prompts = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
         return {**accuracies(self.base_pictures(prompts), prompts), "of": self.count}
 
     def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
-        """Every row's name and how it is measured."""
+        """Return every row's name and the function that measures it."""
         rows: dict[str, Callable[[], dict[str, Any]]] = {
             f"base, {name}": partial(self.base_row, f"base, {name}", options) for name, options in PRECISIONS.items()
         }
@@ -256,20 +256,20 @@ class Quality:
 
 
 def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str]) -> Path:
-    """Measure what is missing and write ``quality.json`` and ``quality.md``.
+    """Measure missing rows; write ``quality.json`` and ``quality.md``.
 
     Args:
         folder: of the results.
-        count: prompts for each score.
-        minutes: no row is begun after so many.
-        only: names of rows must hold this.
+        count: prompts per score.
+        minutes: start no row after this many.
+        only: text that row names must contain.
         overrides: of the demo's configuration.
 
     Returns:
         The Markdown table.
 
     Raises:
-        UserError: no row holds ``only``.
+        UserError: no row name contains ``only``.
     """
     quality = Quality(folder, count, overrides)
     for name, measure in quality.results.missing(quality.rows(), minutes, only):

@@ -1,4 +1,4 @@
-"""What a device does at best: products of matrices and copies, measured; and the least time that a step can take."""
+"""Measure a device's best rates of matrix products and copies, and derive the minimum time of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def finish(device: torch.device) -> None:
 
 
 def rates(device: torch.device) -> dict[str, dict[str, Any]]:
-    """Each rate with its unit: products in 10^12 operations a second, copies in 10^9 bytes, read and written."""
+    """Measure each rate: products in 10^12 operations per second, copies in 10^9 bytes read and written per second."""
     n, size = (8192, 2**30) if device.type == "cuda" else (1024, 2**27)
     found: dict[str, dict[str, Any]] = {}
     for name, dtype in ((PRODUCTS, torch.bfloat16), (FP32, torch.float32)):
@@ -35,7 +35,7 @@ def rates(device: torch.device) -> dict[str, dict[str, Any]]:
 
 
 def fastest(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of the fastest of a few calls: other work on the machine can only add time."""
+    """Return the seconds of the fastest of a few calls: other work on the machine can only add time."""
     seconds = []
     for _ in range(BEST_OF + 1):
         finish(device)
@@ -49,13 +49,13 @@ def fastest(call: Callable[[], Any], device: torch.device) -> float:
 def least_seconds(
     rates: dict[str, dict[str, Any]], operations: float, traffic: float, int8_operations: float = 0.0
 ) -> float:
-    """The floor of a step.
+    """Compute the minimum time of a step.
 
     Args:
-        rates: as measured.
-        operations: of all products, recomputation included.
-        traffic: bytes that have to be read and written at least.
-        int8_operations: so many of the operations are done by int8 products.
+        rates: measured.
+        operations: of all products, including recomputation.
+        traffic: minimum of bytes to read and write.
+        int8_operations: the part of the operations in int8 products.
     """
     products = (operations - int8_operations) / rates[PRODUCTS]["rate"] / 1e12
     return max(products + int8_operations / rates[INT8]["rate"] / 1e12, traffic / rates[COPY]["rate"] / 1e9)

@@ -1,7 +1,7 @@
-"""``speed``: seconds a step, against what the device can do and against diffusers' documented way.
+"""``speed``: measure seconds per step, compared with the device's rates and with diffusers' documented recipe.
 
-Every row runs the trainer's own step on a model of the real size with random weights; all rows are measured in one
-process, each model freed before the next one.
+Every row runs the trainer's own step on a model of the real size with random weights. All rows are measured in one
+process; each model is freed before the next.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ WARM_UP, LEAST, MOST, SECONDS = 3, 5, 20, 20.0
 
 @dataclass
 class Steps:
-    """Something that takes steps.
+    """A model in training.
 
     Args:
-        step: takes one.
-        model: with what trains in it.
-        optimizer: over that.
+        step: takes one step.
+        model: with its trained parameters.
+        optimizer: of the trained parameters.
     """
 
     step: Callable[[], Tensor]
@@ -61,11 +61,11 @@ class Steps:
 
 
 class Drawn(EmptyTensors):
-    """Random weights of a transformer, drawn on the device: norms one, biases zero, the rest normal.
+    """Random weights of a transformer, created on the device: norms one, biases zero, the rest normal.
 
     Args:
         config: the transformer's ``config.json``.
-        device: where they are drawn.
+        device: of the weights.
     """
 
     def __init__(self, config: Mapping[str, Any], device: torch.device):
@@ -73,7 +73,7 @@ class Drawn(EmptyTensors):
         self.device = device
 
     def get(self, name: str) -> Tensor:
-        """One tensor in fp32, on the device."""
+        """Create one tensor in fp32 on the device."""
         tensor = torch.empty(super().get(name).shape, device=self.device)
         if tensor.dim() > 1:
             return tensor.normal_(0, tensor[0].numel() ** -0.5)
@@ -85,9 +85,9 @@ def run(folder: Path, minutes: float, only: str = "", model: str | None = None, 
 
     Args:
         folder: of the results.
-        minutes: no row is begun after so many.
-        only: names of rows must hold this.
-        model: demo, or None: SD3 Medium's size where there is a GPU, else demo.
+        minutes: start no row after this many.
+        only: text that row names must contain.
+        model: demo, or None: SD3 Medium's size on a GPU, else demo.
         device: auto, cuda or cpu.
 
     Returns:
@@ -101,7 +101,7 @@ def run(folder: Path, minutes: float, only: str = "", model: str | None = None, 
         results.add(name, {**rate, "table": ROOFLINE})
     for name, row in results.missing(rows, minutes, only):
         results.add(name, found := measure(name, row, here, results.rows))
-        say(f"bench   {name}: {found.get('note') or format(found['seconds_per_step'], '.4f') + ' s a step'}")
+        say(f"bench   {name}: {found.get('note') or format(found['seconds_per_step'], '.4f') + ' s/step'}")
     compare(results, rows)
     words = ("The tiny model", "256 px, batch 1, no checkpointing, 154 text tokens")
     if not small:
@@ -112,7 +112,7 @@ def run(folder: Path, minutes: float, only: str = "", model: str | None = None, 
 
 
 def compare(results: Results, rows: Mapping[str, Row]) -> None:
-    """Put into each row what share of diffusers' seconds it takes, at equal settings."""
+    """Add to each row its step time relative to diffusers' at equal settings."""
     for name, row in list(results.rows.items()):
         beside = results.rows.get(rows[name].beside or "", {}) if name in rows else {}
         if "seconds_per_step" in row and "seconds_per_step" in beside:
@@ -121,13 +121,13 @@ def compare(results: Results, rows: Mapping[str, Row]) -> None:
 
 
 def config_of(overrides: tuple[str, ...]) -> TrainConfig:
-    """A row's configuration, its folders resolved."""
+    """Return a row's configuration with folders resolved."""
     return resolve_folders(read_config(CONFIG, [*ENOUGH, *overrides])[0])
 
 
 def measure(name: str, row: Row, device: torch.device, rates: Mapping[str, Any]) -> dict[str, Any]:
-    """One row; what does not fit on the device is a row that says so."""
-    free_memory(device)  # of the row before
+    """Measure one row; if it does not fit on the device, return a row with a note."""
+    free_memory(device)  # from the previous row
     config, stages = config_of(row.overrides), StageTimer(cuda=device.type == "cuda")
     try:
         with theirs(config, device) if name == row.beside else ours(config, device) as steps, stages.stage("train"):
@@ -143,7 +143,7 @@ def measure(name: str, row: Row, device: torch.device, rates: Mapping[str, Any])
 def figures(
     config: TrainConfig, steps: Steps, seconds: float, rates: dict[str, Any], device: torch.device
 ) -> dict[str, Any]:
-    """What follows from a median of seconds a step."""
+    """Derive figures from the median seconds per step."""
     flops, accumulated = flops_of(config, steps.model), config.train.gradient_accumulation
     model, executed = flops.model * accumulated, (flops.model + flops.recomputed) * accumulated
     int8 = getattr(config.precision, "products", None) == "int8"
@@ -164,8 +164,8 @@ def figures(
 
 
 def flops_of(config: TrainConfig, model: nn.Module) -> Flops:
-    """The operations of a micro-batch of a row."""
-    # accelerate's and PEFT's names of parameters are the transformer's own, with the adapter's name in LoRA's.
+    """Count the operations of a micro-batch of a row."""
+    # accelerate and PEFT keep the transformer's parameter names and add the adapter's name to those of LoRA.
     trained = {name: tuple(value.shape) for name, value in trained_parameters(model).items()}
     side, tokens = config.data.resolution, config.model.text_tokens
     blocks = config.memory.checkpointed(config.model.blocks())
@@ -174,7 +174,7 @@ def flops_of(config: TrainConfig, model: nn.Module) -> Flops:
 
 
 def traffic(steps: Steps, flops: Flops) -> float:
-    """Bytes that a step moves at least: all weights for each pass; of what trains weight, gradient and state, twice."""
+    """Return the minimum traffic of a step: weights once per pass; trained weights, gradients and states twice."""
     weights = sum(tensor.nbytes for tensor in [*steps.model.parameters(), *steps.model.buffers()])
     trained = sum(2 * parameter.nbytes for parameter in trained_parameters(steps.model).values())
     states = [value for state in steps.optimizer.state.values() for value in state.values()]
@@ -184,10 +184,10 @@ def traffic(steps: Steps, flops: Flops) -> float:
 
 
 def timed(step: Callable[[], Tensor], device: torch.device) -> list[float]:
-    """Seconds of steps after warm-up, each waited for.
+    """Time steps after warm-up, synchronising after each.
 
     Raises:
-        FloatingPointError: the loss is not finite: such a step is no measure.
+        FloatingPointError: the loss is not finite, so the times are not representative.
     """
     seconds: list[float] = []
     for number in range(WARM_UP + MOST):
@@ -205,7 +205,7 @@ def timed(step: Callable[[], Tensor], device: torch.device) -> list[float]:
 
 
 def profiled(step: Callable[[], Tensor], device: torch.device) -> dict[str, float]:
-    """Shares of one step's time, from the profiler."""
+    """Profile one step and return the shares of its time."""
     window = Window(Profile(), Place(0, 1, 1), cuda=device.type == "cuda")
     window.start()
     try:
@@ -220,7 +220,7 @@ def profiled(step: Callable[[], Tensor], device: torch.device) -> dict[str, floa
 
 @contextmanager
 def ours(config: TrainConfig, device: torch.device) -> Any:
-    """The trainer's step on random latents and prompts."""
+    """Set up the trainer's step on random latents and prompts."""
     side, shapes = config.data.resolution, config.model.known_config()
     on_host = stays_on_host(config.memory, config.model)
     model = load(shapes, Drawn(shapes, device), config.precision, device, on_host)
@@ -242,7 +242,7 @@ def ours(config: TrainConfig, device: torch.device) -> Any:
 
 @contextmanager
 def theirs(config: TrainConfig, device: torch.device) -> Any:
-    """diffusers' step on random pictures and prompts, at a configuration's settings."""
+    """Set up diffusers' step on random pictures and prompts, with a configuration's settings."""
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
 
     from benchmarks.diffusers_training import DreamBooth, Flags
@@ -254,7 +254,7 @@ def theirs(config: TrainConfig, device: torch.device) -> Any:
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             tensor.copy_(tensors.get(name))
-    real = config.model.pretrained == SD3_MEDIUM  # not fetched: its configurations come with the tool
+    real = config.model.pretrained == SD3_MEDIUM  # its configurations ship with the tool, so nothing is fetched
     parts = {
         part: bundled_configs()[part] if real else config.model.part(part).config() for part in ("vae", "scheduler")
     }
@@ -273,7 +273,7 @@ def theirs(config: TrainConfig, device: torch.device) -> Any:
 
 @contextmanager
 def accelerator_on(device: torch.device, mixed_precision: str = "bf16") -> Any:
-    """accelerate's Accelerator; its settings hold for the whole process, so they are forgotten before and after."""
+    """Create accelerate's Accelerator; reset its process-wide settings before and after."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 

@@ -1,4 +1,4 @@
-"""The rows of ``speed``, as overrides of one configuration, and what the table says of them."""
+"""The rows of ``speed`` as overrides of one configuration, and the table's texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Row:
 
     Args:
         overrides: of the configuration.
-        beside: the diffusers row of equal settings; a row that is its own is diffusers'.
+        beside: the diffusers row with equal settings; for a diffusers row, its own name.
     """
 
     overrides: tuple[str, ...]
@@ -42,7 +42,7 @@ class Row:
 
 
 def grid() -> dict[str, Row]:
-    """SD3 Medium at its real size: a yardstick, then ours at the same settings; at most 30 rows."""
+    """List the rows of SD3 Medium at its real size: diffusers, then ours with equal settings; at most 30 rows."""
     rows: dict[str, Row] = {}
     sizes = {"1024 px": (), "1024 px, batch 4": BATCH4, "512 px": PX512, "512 px, batch 4": (*PX512, *BATCH4)}
     for title, size in sizes.items():
@@ -71,7 +71,7 @@ def grid() -> dict[str, Row]:
 
 
 def demo_grid() -> dict[str, Row]:
-    """The tiny model at 256 px, for a machine without a GPU."""
+    """List the rows of the tiny model at 256 px, for a machine without a GPU."""
     first, second, third = "diffusers, LoRA", "diffusers, LoRA, checkpointing", "diffusers, full"
     rows = {
         first: Row((*DEMO, *BF16), first),
@@ -101,8 +101,8 @@ COLUMNS = {
 ABOUT = """\
 {model}, random weights, LoRA r16 on attention or all weights, AdamW, {setting}, unless a row
 says otherwise. Ours is the trainer's own step on random latents; *diffusers* is its DreamBooth recipe, which encodes
-the pictures in each step. Median seconds without warm-up. *TFLOP/s* are the model's operations, without what
-checkpointing computes again; *MFU*: of the maker's peak; *of the measured rate*: of the rate below. *Floor*: all
-products at the measured rates, or weights and optimizer state at the measured bandwidth, whichever takes longer. Peaks
-are the device's (`max_memory_allocated`), without one the process's. The last columns are shares of one profiled step.
-What each figure means: docs/speed.md."""
+the pictures in each step. Median seconds without warm-up. *TFLOP/s* counts the model's operations, without
+recomputation by checkpointing; *MFU*: share of the vendor's peak; *of the measured rate*: share of the rate below.
+*Floor*: all products at the measured rates, or weights and optimizer state at the measured bandwidth, whichever takes
+longer. Peaks are the device's (`max_memory_allocated`), or without a device the process's. The last columns are shares
+of one profiled step. docs/speed.md explains each figure."""

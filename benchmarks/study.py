@@ -1,7 +1,7 @@
-"""``study``: full fine-tuning against LoRA of rank 64, 16 and 1, each a whole run; the two figures of a study
-that compared them for SD3 Medium on an L4, runtime per epoch and peak memory, from runs of one's own.
+"""``study``: compare full fine-tuning with LoRA of rank 64, 16 and 1 by complete runs, and reproduce the two figures of
+a study that compared them for SD3 Medium on an L4: runtime per epoch and peak memory.
 
-On the tiny model it takes minutes on a CPU. With ``--model`` it is the study's own job: 1024 px, batch 1, gradient
+On the tiny model it takes minutes on a CPU. With ``--model`` it repeats the study's own job: 1024 px, batch 1, gradient
 checkpointing, int8 base by quanto for LoRA, bf16 for full fine-tuning.
 """
 
@@ -36,7 +36,7 @@ BOTH = (
     "profile.max_traces=0", "memory.modulation=resident",
 )  # fmt: skip
 TINY = ("train.steps=120", "schedule.warmup_steps=5")
-TINY_RATE = {FULL: ("optimizer.lr=0.0005",)}  # the demo's own is for LoRA
+TINY_RATE = {FULL: ("optimizer.lr=0.0005",)}  # the demo's learning rate is for LoRA
 STUDY = (
     "data.resolution=1024", "data.caption_dropout=0.05", "train.batch_size=1", "train.gradient_accumulation=1",
     "train.steps=200", "schedule.warmup_steps=100", "optimizer.lr=0.00001", "validation.guidance=3.0",
@@ -56,30 +56,30 @@ PUBLISHED: list[tuple[str, ...]] = [
 ABOUT = "One of the four runs of python -m benchmarks study."
 TITLE = "Full fine-tuning against LoRA of rank 64, 16 and 1"
 ABOUT_TINY = (
-    "The four runs of a study of SD3 Medium, on the tiny model that comes with the tool: what is compared is the same, "
-    "the sizes are not. Without a GPU the memory is that of the whole process, most of it Python and its libraries."
+    "The four runs of a study of SD3 Medium, repeated on the tiny model that ships with the tool, so only the sizes "
+    "differ. Without a GPU the memory is that of the whole process, most of it Python and its libraries."
 )
 ABOUT_REAL = (
     "SD3 Medium at the settings of the study: 1024 px, batch 1, checkpointing; LoRA over an int8 base, full in bf16."
 )
-PUBLISHED_HEAD = ("what", "GPU", "job", "peak", "a step", "source")
+PUBLISHED_HEAD = ("run", "GPU", "job", "peak", "per step", "source")
 PUBLISHED_NOTES = [
-    "Figures that others published for SD3 and SD3.5 Medium, on their machines: no measurements of this tool.",
+    "Figures that others published for SD3 and SD3.5 Medium on their machines, not measured with this tool.",
     "The study's plot calls its times runtime per epoch; by their size they are most likely seconds per step. Its full "
     "fine-tuning could not be repeated on 24 GB. Its claims: about 50% less time and 80% less memory with LoRA.",
 ]
 
 
 def config_of(name: str, model: str | None, overrides: list[str]) -> tuple[Path, list[str], TrainConfig]:
-    """One of the four runs.
+    """Configure one of the four runs.
 
     Args:
-        name: of the four.
+        name: of the run.
         model: a hub name, a folder or a file; None: the tiny model.
-        overrides: the user's, which go last.
+        overrides: the user's, applied last.
 
     Returns:
-        The configuration's file, all overrides, and what they make.
+        The configuration's file, all overrides, and the resulting configuration.
     """
     settings = [f"name=study-{name.lower().replace(' ', '-')}", f"about={ABOUT}", *RUNS[name], *BOTH]
     settings += [*STUDY, f"model.pretrained={model}"] if model else [*TINY, *TINY_RATE.get(name, ())]
@@ -89,17 +89,17 @@ def config_of(name: str, model: str | None, overrides: list[str]) -> tuple[Path,
 
 
 def run(folder: Path, minutes: float, only: str, model: str | None, overrides: list[str]) -> Path:
-    """Do the runs that are missing, each in a process of its own, then write the report on all of them.
+    """Complete the missing runs, each in its own process, then write the report on all of them.
 
     Args:
         folder: of the results.
-        minutes: no run is begun after so many.
-        only: names must hold this.
+        minutes: start no run after this many.
+        only: text that names must contain.
         model: a hub name, a folder or a file; None: the tiny model.
         overrides: changes to every run's configuration.
 
     Returns:
-        The page; its Markdown twin is beside it.
+        The page; its Markdown version is beside it.
     """
     results = Results(folder / "study", {})
     runs = {name: config_of(name, model, overrides) for name in RUNS}
@@ -119,7 +119,7 @@ def run(folder: Path, minutes: float, only: str, model: str | None, overrides: l
 
 
 def row_of(run: RunRecord) -> dict[str, Any]:
-    """The figures of a finished run."""
+    """Read the figures of a finished run."""
     keys = (
         "device", "steps", "steps_per_epoch", "trainable_parameters", "total_parameters", "seconds_per_step",
         "samples_per_second", "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib", "seconds_total", "first_loss",

@@ -1,9 +1,9 @@
-"""A grid's rows in a JSON file, and as a Markdown table with the machine and the versions that made it."""
+"""Store a grid's rows in a JSON file, and write them as a Markdown table with machine and versions."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,12 +16,17 @@ from simpletune.system.environment import describe_machine
 Row = TypeVar("Row")
 
 
+def no_such_row(rows: Collection[str], only: str) -> UserError:
+    """The error of ``--rows`` when no row name contains its text."""
+    return UserError(f"--rows: none of the {len(rows)} rows contains {only!r}. Use part of a name: {'; '.join(rows)}")
+
+
 class Results:
-    """Rows by name, kept in a JSON file as they are measured.
+    """Rows by name, saved to a JSON file as they are measured.
 
     Args:
-        stem: path of the files without their endings.
-        columns: keys of the rows that the table shows, and their titles.
+        stem: path of the files without suffix.
+        columns: keys of the columns, and their titles.
     """
 
     def __init__(self, stem: Path, columns: Mapping[str, str]):
@@ -33,29 +38,29 @@ class Results:
         return name not in self.rows
 
     def missing(self, rows: Mapping[str, Row], minutes: float, only: str = "") -> Iterator[tuple[str, Row]]:
-        """Rows that are still to be measured, until the time is up.
+        """Yield the rows that are still to be measured, until the time is up.
 
         Args:
             rows: of the whole grid, by name.
-            minutes: no row is begun after so many.
-            only: names must hold this.
+            minutes: start no row after this many.
+            only: text that row names must contain.
 
         Raises:
-            UserError: no row's does.
+            UserError: no row name contains ``only``.
         """
         if not any(only in name for name in rows):
-            raise UserError(f"--rows: none of the {len(rows)} rows holds {only!r}: {'; '.join(rows)}")
+            raise no_such_row(rows, only)
         started = time.monotonic()
         for name, row in rows.items():
             if only not in name or not self.lacks(name):
                 continue
             if time.monotonic() - started > 60 * minutes:
-                say("bench   time is up; the same command goes on with the next row")
+                say("bench   time is up; run the same command again to continue")
                 break
             yield name, row
 
     def add(self, name: str, row: dict[str, Any]) -> None:
-        """Keep a row, on disk too."""
+        """Add a row and save it to disk."""
         self.rows[name] = row
         self.stem.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.stem.with_suffix(".json"), {"machine": describe_machine(), "rows": self.rows})
@@ -71,12 +76,12 @@ class Results:
 
         Args:
             title: of the page.
-            about: what the rows are.
+            about: description of the rows.
             machine: hardware and versions.
-            more: titles of further tables, and their columns; a row whose ``table`` is such a title goes there.
+            more: titles of further tables, and their columns; a row belongs to the table that its ``table`` names.
 
         Returns:
-            Its file.
+            The file.
         """
         more = more or {}
         rest = {name: row for name, row in self.rows.items() if row.get("table") not in more}
@@ -91,7 +96,7 @@ class Results:
 
 
 def table(columns: Mapping[str, str], rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lines of Markdown: the rows' names, and of each row what the columns after the first name."""
+    """Format rows as a Markdown table; the first column has the rows' names."""
     lines = ["| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
     for name, row in rows.items():
         lines.append("| " + " | ".join([name, *(shown(row.get(key)) for key in list(columns)[1:])]) + " |")
@@ -99,7 +104,7 @@ def table(columns: Mapping[str, str], rows: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def shown(value: Any) -> str:
-    """A cell."""
+    """Format a cell."""
     if value is None:
         return ""
     if isinstance(value, float):

@@ -78,7 +78,7 @@ def test_inference_is_measured_against_diffusers_in_one_process(
     wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inference, "ROWS", {name: inference.ROWS[name] for name in wanted})
-    with pytest.raises(UserError, match=f"none of the {len(wanted)} rows holds 'nothing'"):
+    with pytest.raises(UserError, match=f"none of the {len(wanted)} rows .*'nothing'"):
         inference.run(tmp_path, only="nothing")
     workload = inference.Workload(size=(32, 32), steps=2, rounds=1, device="cpu")
     page = inference.run(tmp_path, prices={"spot": 0.36}, workload=workload).read_text()
@@ -131,7 +131,7 @@ def test_the_command_runs_the_grid_that_is_named(grid: str, tmp_path: Path, monk
 def test_a_price_that_cannot_be_is_refused_with_the_rule(price: str, capsys) -> None:
     with pytest.raises(SystemExit):
         benchmarks.main(["inference", "--price", price])
-    assert f"{price} is not NAME=PRICE, such as spot=0.35" in capsys.readouterr().err
+    assert f"{price} is not NAME=PRICE" in capsys.readouterr().err
 
 
 def test_a_users_mistake_is_a_message_and_an_exit_code(tmp_path: Path, capsys) -> None:

@@ -67,7 +67,7 @@ def test_every_checkpoint_is_drawn_beside_the_base(runs: Path, tmp_path: Path, c
     base, _, first, last = (each["latent_distance_from_base"] for each in figures["models"])
     assert base == [0] < first < last, "the result is the last checkpoint: not a column of its own"
     said = capsys.readouterr().out
-    assert said.count("are the same weights") == 1 and "LoRA lora x 1 and lora step 4 are the same" in said
+    assert said.count("same weights") == 1 and "LoRA lora x 1 and lora step 4 have the same" in said
 
 
 def test_a_full_result_is_its_last_checkpoint_too(runs: Path, tmp_path: Path, capsys) -> None:
@@ -79,7 +79,7 @@ def test_a_full_result_is_its_last_checkpoint_too(runs: Path, tmp_path: Path, ca
     assert kept[2].transformer == full / TRANSFORMER, (
         "a checkpoint's weights would not be held in the precision asked for"
     )
-    assert "full full and full step 4 are the same weights" in capsys.readouterr().out
+    assert "full full and full step 4 have the same weights" in capsys.readouterr().out
     elsewhere = tmp_path / "other"
     shutil.copytree(full, elsewhere)
     values = load_file(elsewhere / "checkpoints" / last.trained.parent.name / last.trained.name)
@@ -112,7 +112,7 @@ def test_the_first_named_run_gives_the_settings_and_keeps_the_comparison(runs: P
     assert f"settings of {tmp_path / 'newest'}, the newest run" in said and "second, the newest" not in said
     assert len(list((tmp_path / "first" / "compare" / "0001").glob("*/000.png"))) == 3, "the second adds no column"
     latest = tmp_path / "first" / "compare" / "latest.html"
-    assert f"{latest}: always leads" in said and 'url=0002/compare.html"' in latest.read_text()
+    assert f"{latest}: always opens" in said and 'url=0002/compare.html"' in latest.read_text()
 
 
 def test_a_comparison_goes_into_a_new_folder(runs: Path, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_models_that_cannot_be_held_alike_are_told(runs: Path, tmp_path: Path, c
     words = ["base", saved(runs / "full", 4), "--run", runs / "lora", "--precision", "int8", "--prompt", "a disc"]
     compare(parsed(add_compare_arguments, *words, "--output", tmp_path))
     said = capsys.readouterr().out
-    assert "NOT in the same precision" in said and "base: int8; " in said and "--precision bf16 holds all" in said
+    assert "precisions differ" in said and "base: int8; " in said and "--precision bf16" in said
 
 
 def test_what_a_name_stands_for(runs: Path, tmp_path: Path) -> None:
@@ -193,8 +193,8 @@ def test_a_lora_is_drawn_at_each_strength_unless_it_has_its_own(runs: Path) -> N
     ("words", "message"),
     [
         (["--model", "{base}", "--checkpoints", "x"], "x does not exist. Give a LoRA file, a run's folder, its"),
-        (["--model", "{base}", "--checkpoints"], "--checkpoints: no run is given. Give one: --run FOLDER"),
-        (["--model", "{base}"], "no run is named, and no LoRA. Give --run RUN"),
+        (["--model", "{base}", "--checkpoints"], "--checkpoints: no run is named"),
+        (["--model", "{base}"], "neither a run nor a LoRA is named. Use --run RUN"),
         (["--run", "{empty}", "--checkpoints"], "has no checkpoint. Leave the option out, or name another run"),
         (["--run", "{empty}"], "has no result and no checkpoint. Let it train on"),
     ],
@@ -216,7 +216,7 @@ def test_the_full_model_of_a_run_is_its_own_or_the_base_with_its_lora(runs: Path
     assert (name, full.transformer, full.merged) == ("full", runs / "full" / TRANSFORMER, False)
     folded = asked("--run", runs / "lora", "--full")[1]
     assert folded.merged and folded.lora == runs / "lora" / LORA_FILE
-    with pytest.raises(UserError, match="no run is named, and no LoRA. Give --run RUN"):
+    with pytest.raises(UserError, match="neither a run nor a LoRA is named. Use --run RUN"):
         asked("--model", tiny_pipeline)
 
 
@@ -249,5 +249,5 @@ def test_likeness_by_a_vision_transformer(runs: Path, dino: Path, tmp_path: Path
     sheet = compare(parsed(add_compare_arguments, *words, "--scale", "8", "--dino", dino))
     base, lora = json.loads(sheet.with_name("compare.json").read_text())["models"]
     assert base["dino_base"] == pytest.approx([1.0]) and -1 <= lora["dino_base"][0] < 0.9999
-    with pytest.raises(UserError, match="--dino: .*nowhere cannot be loaded .* Give a model's folder or hub name"):
+    with pytest.raises(UserError, match="--dino: .*nowhere cannot be loaded .* folder or hub name"):
         Dino(str(tmp_path / "nowhere"), torch.device("cpu"))

@@ -164,7 +164,7 @@ def test_estimate_prints_figures_and_bars_without_data(
     file.write_text(json.dumps(tiny_config))
     assert main(["estimate", str(file), "--device", "L4"]) == 0
     text = capsys.readouterr().out
-    assert "it fits" in text and "█" in text and "the data set was not looked at" in text
+    assert "it fits" in text and "█" in text and "data set was not read" in text
     assert main(["estimate", str(file), "--device", "L4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert set(told["stages"]) >= {"text", "latents", "train"} and told["fits"] is True
@@ -280,10 +280,10 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(
     monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(whole), 0))
     forecast(config, CUDA, SIZE)
     monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(whole), MIB))
-    with pytest.raises(UserError, match="of which other programs hold 1"):
+    with pytest.raises(UserError, match="1 of them in use by other programs"):
         forecast(config, CUDA, SIZE)
     monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(510), 0))
-    with pytest.raises(UserError, match="no change fits"):
+    with pytest.raises(UserError, match="no single change fits"):
         forecast(config, CUDA, SIZE)
 
 

@@ -182,7 +182,7 @@ def test_too_little_room_is_refused_before_anything_is_made(
     )
     monkeypatch.setattr(space, "free_bytes", lambda path: 420_000)
     run_with(tiny_config, output=output, train={"steps": 40}, checkpoint={"every": 5})
-    assert "that is close" in capsys.readouterr().out
+    assert "nearly full" in capsys.readouterr().out
 
 
 def test_the_space_that_is_foreseen_is_what_is_written(tiny_config: dict, tmp_path: Path) -> None:

@@ -176,8 +176,8 @@ def test_a_cut_for_good_says_so_and_the_next_run_begins_the_file_anew(hub: FakeH
     assert code == 2
     size = len(hub.files[WEIGHTS])
     assert error(said) == (
-        f"{NAME}: the connection was cut while {WEIGHTS} ({size:,} bytes) was fetched. "
-        "Start again: this file begins anew, files that are whole stay"
+        f"{NAME}: the connection was interrupted while fetching {WEIGHTS} ({size:,} bytes). "
+        "Start again: this file is fetched from the start, complete files are kept"
     )
     assert_no_weights_in_cache()
 
@@ -228,7 +228,7 @@ def test_a_file_that_lacks_its_end_is_not_kept(hub: FakeHub, run) -> None:
     hub.short = True
     code, said = run()
     assert code == 2
-    assert error(said) == f"{NAME} cannot be fetched (OSError). Try again, or give a local folder"
+    assert error(said) == f"{NAME} cannot be fetched (OSError). Try again, or use a local folder"
     assert_no_weights_in_cache()
     hub.short = False
     assert run()[0] == 0
@@ -245,7 +245,7 @@ def test_a_disk_that_fills_up_while_fetching(hub: FakeHub, run, tmp_path: Path) 
         signal.signal(signal.SIGXFSZ, ignored)
     assert code == 6
     assert error(said) == (
-        f"{NAME}: the disk of {tmp_path / 'hf'} allows no larger file; files that were fetched whole stay. "
+        f"{NAME}: the disk of {tmp_path / 'hf'} allows no larger file; complete files are kept. "
         "Free space, or set HF_HOME to a larger disk, and start again"
     )
     assert_no_weights_in_cache()
@@ -255,7 +255,7 @@ def test_a_disk_that_fills_up_while_fetching(hub: FakeHub, run, tmp_path: Path) 
 FAILURES = {
     "gated, no access": (
         Failure(403, "GatedRepo", on="resolve"),
-        f"{NAME} is gated, and the account of your token has not accepted its licence (403). Accept it at",
+        f"{NAME} is gated, and your token's account has not accepted its licence (403). Accept it at",
     ),
     "gated, token refused": (
         Failure(401, "GatedRepo", on="resolve"),
@@ -268,11 +268,14 @@ FAILURES = {
         Failure(404),
         "was not found on the hub, or it is private (404). Check the name, or log in",
     ),
-    "bad token": (Failure(401), f"{NAME}: the hub does not accept your token (401): mistyped or expired? Anew, log in"),
-    "forbidden": (Failure(403), f"{NAME}: your token may not read it (403). Use one with read access"),
-    "many requests": (Failure(429), f"{NAME}: the hub asks for fewer requests (429). Wait some minutes"),
-    "trouble": (Failure(500), f"{NAME}: the hub has trouble of its own (status 500). Try again later, or give a local"),
-    "trouble with files": (Failure(500, on="weights"), "the hub has trouble of its own (status 500)"),
+    "bad token": (
+        Failure(401),
+        f"{NAME}: the hub rejects your token (401): is it mistyped or expired? To renew it, log in",
+    ),
+    "forbidden": (Failure(403), f"{NAME}: your token has no read access (403)"),
+    "many requests": (Failure(429), f"{NAME}: the hub limits the rate of requests (429). Wait"),
+    "trouble": (Failure(500), f"{NAME}: the hub has an internal error (status 500). Try again later, or use a local"),
+    "trouble with files": (Failure(500, on="weights"), "internal error (status 500)"),
     "no file": (Failure(404, "EntryNotFound", on="weights"), f"{NAME} has no {WEIGHTS} (404)"),
     "hangs up": (
         Failure("close"),
@@ -329,7 +332,9 @@ def test_offline_uses_the_cache_or_says_what_is_missing(hub: FakeHub, run, monke
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     code, said = run()
     assert code == 2
-    assert error(said).startswith(f"{NAME} is not in the local cache, and HF_HUB_OFFLINE forbids asking the hub. Unset")
+    assert error(said).startswith(
+        f"{NAME} is not in the local cache, and HF_HUB_OFFLINE forbids access to the hub. Unset"
+    )
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert run(t5=False)[0] == 0
@@ -337,7 +342,7 @@ def test_offline_uses_the_cache_or_says_what_is_missing(hub: FakeHub, run, monke
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     code, said = run("train", t5=False)
     assert code == 0 and not hub.requests
-    assert "the hub is not asked or does not answer; transformer comes from the cache" in said
+    assert "the hub is offline or unreachable; transformer comes from the cache" in said
     assert run()[0] == 2  # T5 was not fetched
 
 
@@ -348,8 +353,9 @@ def test_the_disk_is_looked_at_first(hub: FakeHub, run, monkeypatch, tmp_path: P
     code, said = run()
     assert code == 6
     size = sum(len(data) for path, data in hub.files.items() if "/" in path and path not in DUPLICATES)
-    assert f"{NAME}: {size / 1000:.2f} GB are to be fetched, 10.00 GB are free at {tmp_path / 'hf'}. Free " in error(
-        said
+    assert (
+        f"{NAME}: the download needs {size / 1000:.2f} GB, and 10.00 GB are free at {tmp_path / 'hf'}. Free "
+        in error(said)
     )
     t5 = sum(len(d) for path, d in hub.files.items() if path.startswith("text_encoder_3/") and path not in DUPLICATES)
     assert f"or set model.t5=false (saves {t5 / 1000:.1f} GB)" in said
@@ -423,7 +429,7 @@ def test_a_repository_without_a_lora_is_told(hub: FakeHub) -> None:
         lora_weights(NAME, 1.0)
     hub.failure = Failure(500)
     forget()
-    with pytest.raises(UserError, match="the hub has trouble of its own"):
+    with pytest.raises(UserError, match="internal error"):
         lora_weights(NAME, 1.0)
 
 
@@ -444,7 +450,7 @@ def test_a_data_set_comes_from_the_hub(hub: FakeHub, tiny_pictures: Path, tmp_pa
     row = {"image": next(tiny_pictures.glob("*.png")).read_bytes(), "text": "a disc"}
     pq.write_table(pa.Table.from_pylist([row]), table)
     hub.files = {"README.md": b"text", "data/test-0.parquet": b"another split"}
-    with pytest.raises(UserError, match=r"has no file that fits \*train\*.parquet or .* It holds README.md, data/test"):
+    with pytest.raises(UserError, match=r"has no file that matches \*train\*.parquet or .*, only README.md, data/test"):
         source.scan(Path(NAME))
     hub.files["data/train-0.parquet"] = table.read_bytes()
     forget()
@@ -463,10 +469,10 @@ def test_a_data_set_comes_from_the_hub(hub: FakeHub, tiny_pictures: Path, tmp_pa
 @pytest.mark.parametrize(
     ("error", "message", "code"),
     [
-        (OSError(errno.ENOSPC, "full"), "is full; files that were fetched whole stay. Free space, or set HF_HOME", 6),
-        (RuntimeError("IO Error: No space left on device (os error 28)"), "is full; files that were fetched whole", 6),
+        (OSError(errno.ENOSPC, "full"), "is full; complete files are kept. Free space, or set HF_HOME", 6),
+        (RuntimeError("IO Error: No space left on device (os error 28)"), "is full; complete files", 6),
         (OSError(errno.EROFS, "Read-only file system"), r"cannot be written \(Read-only file system\). Set HF_H", 2),
-        (OSError("odd"), r"cannot be fetched \(OSError\). Try again, or give a local folder", 2),
+        (OSError("odd"), r"cannot be fetched \(OSError\). Try again, or use a local folder", 2),
         (
             RuntimeError("Task error"),
             r"fetched \(RuntimeError\). Try again, set HF_HUB_DISABLE_XET=1, or give",

@@ -226,7 +226,7 @@ def test_names_import_no_torch() -> None:
 
 def test_an_option_that_was_not_given_is_not_named(here: Path, tiny_pipeline: Path) -> None:
     args = parsed(add_arguments, "--model", tiny_pipeline)
-    with pytest.raises(UserError, match="^no run is named, and no LoRA"):
+    with pytest.raises(UserError, match="^neither a run nor a LoRA is named"):
         weights_of(open_session(args), args)
     with pytest.raises(UserError, match="^--run: q@3: there is no checkpoint of step 3. q has steps 2, 4"):
         open_session(parsed(add_arguments, "--run", "q@3"))

@@ -227,5 +227,5 @@ def test_generate_with_a_model_alone_needs_no_run(tiny_pipeline, tmp_path: Path,
     words = ["--model", str(tiny_pipeline), "--base", "--device", "cpu", "--size", "32x32", "--steps", "2"]
     drawn = generate(arguments(*words, "--prompt", "a red disc"))
     assert drawn == Path("inference-out/0001-base-seed0.png") and Image.open(drawn).size == (32, 32)
-    with pytest.raises(UserError, match="--prompt: say what to draw"):
+    with pytest.raises(UserError, match="--prompt is missing"):
         generate(arguments(*words))

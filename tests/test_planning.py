@@ -120,7 +120,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(config_of, monkeypatch: py
 
 
 def test_nothing_that_fits_is_an_error_with_a_remedy(config_of) -> None:
-    with pytest.raises(UserError, match="nothing fits on Test 505.*data.resolution=512"):
+    with pytest.raises(UserError, match="no settings fit on Test 505.*data.resolution=512"):
         Search(config_of(), a_card(505)).fastest()
     with pytest.raises(UserError, match="train.batch_size: not even 1 fits"):
         Search(config_of(), a_card(505)).largest_batch()
@@ -149,7 +149,7 @@ def test_what_may_cost_quality_is_named_with_its_values(config_of) -> None:
     assert what_may_cost(full, new) == named
     best = Search(config_of("adapter.method=full"), L4).fastest()[0]
     lines = list(_described(1, replace(best, choice=replace(best.choice, config=new, overrides=())), best, full))
-    assert [line for line in lines if "quality" in line] == [f"   it may cost quality: {', '.join(named)}"]
+    assert [line for line in lines if "quality" in line] == [f"   may cost quality: {', '.join(named)}"]
     lora = config_of("adapter.method=lora", "precision.weights=int8")
     more_bits, tiles = with_changes(lora, ["precision.weights=bf16"]), with_changes(lora, ["memory.vae_tile=512"])
     assert what_may_cost(lora, more_bits) == [] and what_may_cost(lora, tiles) == ["memory.vae_tile: null -> 512"]

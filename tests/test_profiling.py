@@ -213,10 +213,10 @@ def test_a_trace_is_packed_with_the_names_that_the_plugin_knows(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("written", "error", "message"),
     [
-        (None, OSError, "cut short after 0 bytes: is the disk full"),
-        ("", OSError, "cut short after 0 bytes"),
-        (RAW[:-40], OSError, f"cut short after {len(RAW) - 40} bytes"),
-        (RAW, trace_file.TooLarge, "MB and more"),
+        (None, OSError, "truncated after 0 bytes: is the disk full"),
+        ("", OSError, "truncated after 0 bytes"),
+        (RAW[:-40], OSError, f"truncated after {len(RAW) - 40} bytes"),
+        (RAW, trace_file.TooLarge, "MB or more"),
     ],
 )
 def test_a_trace_that_cannot_be_written_leaves_nothing(

@@ -169,7 +169,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     assert any("differ in data.path, data.resolution" in note for note in report.status)
     assert any("different machines" in note for note in report.status)
     peak = next(section for section in report.sections if section.name == "peak")
-    assert "different memory" in peak.notes[0] and "%" not in peak.charts[0].spec["data"]["values"][1]["label"]
+    assert "Do not compare" in peak.notes[0] and "%" not in peak.charts[0].spec["data"]["values"][1]["label"]
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -183,18 +183,18 @@ def test_an_unfinished_run_shows_what_there_is(tmp_path: Path) -> None:
     with open(folder / "metrics.jsonl", "a") as handle:
         handle.write('{"step": 10, "lo')
     report = make_report([folder])
-    assert "9 of 40 steps" in report.status[0] and "is not recorded" in report.status[0]  # of an older version
+    assert "9 of 40 steps" in report.status[0] and "not recorded" in report.status[0]  # of an older version
     facts = {fact.name: fact.value for fact in report.facts}
-    assert facts["Peak of the whole job"] == "not known" and facts["Seconds a step"] == "0.500 s"
+    assert facts["Peak of the whole job"] == "not known" and facts["Seconds per step"] == "0.500 s"
     write_report(report, folder / "report.html")
-    assert "No peak of a stage is recorded" in (folder / "report.md").read_text()
+    assert "No peak was recorded" in (folder / "report.md").read_text()
 
 
 def test_a_summary_of_an_earlier_end_is_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "resumed", steps=20)
     rows = read_metrics(folder)
     (folder / "metrics.jsonl").write_text("".join(json.dumps({**row, "step": row["step"] + 5}) + "\n" for row in rows))
-    assert any("of an earlier end, at step 20" in note for note in make_report([folder]).status)
+    assert any("outdated, from step 20" in note for note in make_report([folder]).status)
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"name": "old", "rank": 3}))
     report = make_report([folder])
     told = " ".join(report.status)
-    assert "metrics.jsonl" in told
+    assert "metrics.jsonl: ignored 2 lines" in told
     assert "summary.json cannot be read" in told and "config.json is of another version" in told
     write_report(report, folder / "report.html")
     for name in ("config.json", "metrics.jsonl", "evaluations.jsonl"):
@@ -217,10 +217,10 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "runs" / "demo")
-    with pytest.raises(UserError, match=r"holds neither .* Did you mean .*demo\?"):
+    with pytest.raises(UserError, match=r"is not a run: .* Did you mean .*demo\?"):
         make_report([tmp_path / "runs"])
     assert main(["report", str(tmp_path / "nowhere")]) == 2
-    assert "is no folder. Name a run's folder" in capsys.readouterr().err
+    assert "is not a folder. Name a run's folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path), "--out", "page.pdf"])
     assert "does not end in .html" in capsys.readouterr().err

@@ -175,7 +175,7 @@ def test_a_lora_of_what_a_plan_takes_out_is_refused(run: Path, tmp_path: Path, m
     with running(server.build(parse(words))) as it:
         it.thread.join(20)
         assert isinstance(it.failure, UserError)
-        assert "norm1.linear" in str(it.failure) and "give --modulation resident" in str(it.failure)
+        assert "norm1.linear" in str(it.failure) and "--modulation resident" in str(it.failure)
 
 
 @pytest.mark.gpu
@@ -235,7 +235,7 @@ def test_a_parameter_that_does_not_fit_is_named(name: str, value: Any, told: str
         (None, "instances", "null does not fit. It must be a list"),
         ([{"prompt": PROMPT}] * 5, "instances", "a list of at most 4. It has 5"),
         (["a star"], "instances.0", "It must be an object"),
-        ([{"prompt": PROMPT}, {}], "instances.1", "needs prompt or text"),
+        ([{"prompt": PROMPT}, {}], "instances.1", "prompt or text"),
         ([{"prompt": PROMPT, "text": PROMPT}], "instances.0", "one of them"),
         ([{"prompt": "x" * 301}], "instances.0.prompt", "at most 300 characters. It has 301"),
         ([{"text": 7}], "instances.0.text", "7 does not fit. It must be text in quotes"),
@@ -281,7 +281,7 @@ def with_parameters(parameters: bytes) -> bytes:
         (b'{"instances": [{"prompt": "a", "\\ud800": 1}]}', 422, 'instances.0: "\\ud800" does not fit'),
         (b"{}", 422, "instances: is required: a list such as"),
         (json.dumps(dict.fromkeys(map(str, range(64)))).encode(), 422, "; and 57 more"),
-        (json.dumps(dict.fromkeys(map(str, range(65)))).encode(), 422, "has 65 names. At most 64 are read"),
+        (json.dumps(dict.fromkeys(map(str, range(65)))).encode(), 422, "has 65 names. At most 64"),
         (json.dumps({"instances": [dict.fromkeys(map(str, range(65)))]}).encode(), 422, "instances.0: has 65 names"),
         (b'{"' + b"k" * 9000 + b'": 0}', 422, "k...: unknown field"),
     ],
@@ -381,7 +381,7 @@ def test_what_takes_too_long_is_given_up() -> None:
     with running(blocking(generator, Limits(seconds=1))) as it:
         it.wait_ready()
         answer = it.predict("a")
-        assert answer.status_code == 504 and "No answer within 1 s" in answer.text
+        assert answer.status_code == 504 and "within 1 s" in answer.text
         until(lambda: generator.cancelled == 1)
         generator.release.set()
         assert it.predict("a").is_success
@@ -500,8 +500,8 @@ def test_without_the_extra_it_says_what_to_install(
     [
         (["--lora", "x"], "--lora: x is not NAME=FILE"),
         (["--lora", "../x=y"], "is not NAME=FILE"),
-        (["--lora", "base=y"], "--lora: base stands for another already"),
-        (["--lora", "first=y"], "--lora: first stands for another already"),
+        (["--lora", "base=y"], "--lora: base is already in use"),
+        (["--lora", "first=y"], "--lora: first is already in use"),
         (["--lora", "x=nowhere.safetensors"], "nowhere.safetensors does not exist"),
         (["--max-side", "40"], "--max-side: 40 does not fit. Use a multiple of 16 from 16 to 512"),
         (["--max-side", "1024"], "--max-side: 1024 does not fit"),

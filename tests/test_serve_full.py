@@ -77,7 +77,7 @@ def test_the_start_names_them_and_no_lora_takes_the_runs_name(run: Path, capsys,
     monkeypatch.setattr(server.Service, "run", lambda self: self.socket.close())
     server.run(parse(["serve", "--run", str(run), "--port", "0"]))
     assert "serving base, whole (full model) at http" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--lora: whole stands for another already"):
+    with pytest.raises(UserError, match="--lora: whole is already in use"):
         server.build(parse(["serve", "--run", str(run), "--lora", f"whole={run.parent / 'second'}", "--port", "0"]))
 
 
@@ -94,7 +94,7 @@ def test_both_are_in_memory_where_there_is_room(free: int, run: Path, live: Runn
     seen = [both.use(name, 1.0)[0].proj_out.weight.clone() for name in ("whole", "base", "base", "whole")]
     assert torch.equal(seen[0], seen[3]) and torch.equal(seen[1], seen[2]) and not torch.equal(seen[0], seen[1])
     assert len(loads) == (2 if free else 4) and len(both._loaded) == (2 if free else 1)
-    assert ("loaded by turns" in capsys.readouterr().out) == (not free)
+    assert ("do not fit in memory together" in capsys.readouterr().out) == (not free)
 
 
 def test_what_training_left_alone_is_in_memory_once(live: Running) -> None:

@@ -94,7 +94,7 @@ def test_a_full_queue_is_shown(tmp_path: Path) -> None:
         until(lambda: len(generator.started) == 1)
         it.service.worker.submit([ImageRequest(Request("b", 1))])
         text = dom(it, tmp_path, prompt='<img src=x onerror="document.title=1">')
-        assert "1 requests are waiting, and no more may" in element(text, "error")
+        assert "full with 1 requests" in element(text, "error")
 
 
 def test_it_needs_nothing_from_elsewhere() -> None:

@@ -67,9 +67,9 @@ def test_rules_between_names_come_with_the_values_that_do_not_fit() -> None:
     assert list(caught.value.problems) == [
         Problem("instances.0.height", "63 does not fit. It must be a multiple of 16. Use 48 or 64"),
         Problem("instances.1.x", f"unknown field. Known: {', '.join([*NAMES[2:], *NAMES[:2]])}"),
-        Problem("instances.0.lora_id", "contradicts lora. Give one of them"),
-        Problem("instances.0", "the prompt is empty. Say what to draw"),
-        Problem("instances.1", "needs prompt or text, one of them: what to draw"),
+        Problem("instances.0.lora_id", "contradicts lora. Use only one of them"),
+        Problem("instances.0", "the prompt is empty. Describe what to draw"),
+        Problem("instances.1", "needs either prompt or text: what to draw"),
     ]
 
 

@@ -113,7 +113,7 @@ def test_short_epochs_are_traced_and_it_is_said(steps: int, tmp_path: Path, caps
     traces = toy(tmp_path, said, 2 * steps, steps)
     traces.announce(0)
     shown = capsys.readouterr().out
-    assert shown.count("profile a trace takes 3 steps in a row") == (steps < 3)
+    assert shown.count("profile a trace needs 3 consecutive steps") == (steps < 3)
     if steps < 3:
         warm = "after 1 of warm-up" if steps > 2 else "without warm-up"
         for words in (f"an epoch has {steps} ", f"records {steps} step{'s' * (steps > 1)} {warm}", "max_traces=0"):
@@ -127,7 +127,7 @@ def test_what_stands_in_the_windows_way_is_said_of_a_resumed_run_too(tmp_path: P
     facts = Facts(interrupted=lambda step: step % 2 == 1)
     traces = toy(tmp_path, [], 20, 10, facts=facts)
     traces.announce(4)
-    assert "an epoch has 2 (validation and saving interrupt)" in capsys.readouterr().out
+    assert "an epoch has 2 between validation and saving" in capsys.readouterr().out
     toy(tmp_path, [], 20, 10, facts=facts, max_traces=0).announce(0)
     toy(tmp_path, [], 20, 10).announce(20)  # nothing is left to do
     assert capsys.readouterr().out == ""
@@ -207,7 +207,7 @@ def test_a_profiler_that_is_on_already_is_no_end(tmp_path: Path) -> None:
     said: list[str] = []
     with torch.autograd.profiler.profile() as outer:
         toy_run(toy(tmp_path, said))
-    assert len(said) == 1 and "another profiler is on" in said[0]
+    assert len(said) == 1 and "another profiler is active" in said[0]
     assert "## backward ##" in {event.name for event in outer.function_events or []}
 
 
@@ -216,7 +216,7 @@ def test_a_trace_that_is_too_large_is_dropped_and_its_summary_stays(tmp_path: Pa
     toy_run(toy(tmp_path, said, 15, max_mb=0.001))
     assert traced(tmp_path) == {f"epoch-00{n}": (2, False) for n in range(3)}
     (line,) = said
-    assert "the trace of epoch-000 takes 0.00" in line and "MB and more, and profile.max_mb is 0.001: dropped" in line
+    assert "the trace of epoch-000 has 0.00" in line and "over profile.max_mb 0.001: it was dropped" in line
     assert "Use a smaller profile.active" in line
     assert line in json.loads((tmp_path / "profiles/tiny/epoch-000/summary.json").read_text())["notes"]
 

@@ -1,7 +1,7 @@
-"""What works without a download: a trained tiny SD3 that comes with the tool, and small folders of captioned pictures,
-drawn on the spot.
+"""Demo model and data that need no download: a trained tiny SD3 that ships with the tool, and small folders of
+captioned pictures, drawn when first used.
 
-Names that begin with `demo:` stand for them wherever a configuration takes a folder. May import system. Config, lora
+Wherever a configuration takes a folder, a name that begins with `demo:` refers to them. May import system. Config, lora
 and the rooms above may import it.
 """
 
@@ -19,41 +19,41 @@ if TYPE_CHECKING:
 PREFIX = "demo:"
 TINY_SD3 = "demo:tiny-sd3"
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "tiny_sd3"
-"""The tiny SD3's pipeline folder; `make tiny-sd3` made it."""
+"""The tiny SD3's pipeline folder, created by `make tiny-sd3`."""
 
 
 def resolve(name: str, cache: Path) -> Path:
-    """Say where the named thing is; pictures are drawn, unless a former call did.
+    """Locate a demo folder; draw its pictures if they are not cached.
 
     Args:
-        name: `demo:tiny-sd3`, the pipeline folder that comes with the tool; `demo:pictures`, 32 striped pictures with
-            captions that call their style by a trigger word; `demo:subject`, 5 pictures of one particular figure.
-        cache: Folder that keeps what was made, under `demo/` and with the version of its maker in the name.
+        name: `demo:tiny-sd3`, the pipeline folder that ships with the tool; `demo:pictures`, 32 striped pictures with
+            captions that name their style by a trigger word; `demo:subject`, 5 pictures of one particular figure.
+        cache: Parent of the cached `demo/` folders, whose names include the version of the generator.
 
     Returns:
-        The folder. It is complete: it was written aside and renamed.
+        The folder. It is complete, because it is written under a temporary name and renamed.
 
     Raises:
-        ValueError: There is no such name.
+        ValueError: The name is unknown.
     """
     if name == TINY_SD3:
         return SHIPPED
     if name not in _MAKERS:
         near = difflib.get_close_matches(name, [TINY_SD3, *_MAKERS], n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{name}: unknown demo name.{hint} Known are {', '.join([TINY_SD3, *_MAKERS])}.")
+        raise ValueError(f"{name}: unknown demo name.{hint} Use one of {', '.join([TINY_SD3, *_MAKERS])}.")
     version, make = _MAKERS[name]()
     folder = cache / "demo" / f"{name.removeprefix(PREFIX)}-v{version}"
     if not folder.exists():
         try:
             make(folder)
-        except FileExistsError:  # another process was faster, with the same content
+        except FileExistsError:  # another process created the same content first
             pass
     return folder
 
 
 def transformer_config() -> Json:
-    """The tiny SD3's transformer configuration."""
+    """Read the tiny SD3's transformer configuration."""
     return json.loads((SHIPPED / "transformer" / "config.json").read_text())
 
 

@@ -1,4 +1,4 @@
-"""Reads back from a picture what `pictures.draw` was asked to show, by pixel statistics and no learned part.
+"""Recognise what a picture of `pictures.draw` shows, by pixel statistics alone, without a learned model.
 
 Legend: p and q are pixel rows and columns of the picture, taken at 64 x 64.
 """
@@ -30,16 +30,16 @@ from simpletune.demo.shapes import DISTANCES, Field
 PIXELS = 64
 ATTRIBUTES = ("shape", "colour", "background", "size", "position", "style")
 
-_UNEVEN = 3.0  # standard deviation of the background, of 255
-_NEAR = 34.0  # how far a pixel may lie from a colour, of 255 in each channel's units, to count as it
-_OUTLINED = 0.3  # share of the figure's rim in the outline's colour when striped; noise has 0.22 at most
+_UNEVEN = 3.0  # standard deviation of a painted background, out of 255
+_NEAR = 34.0  # maximum distance of a pixel from a colour to match it, in units of 255 per channel
+_OUTLINED = 0.3  # minimum share of the rim in the outline's colour for stripes; noise reaches 0.22
 _CONTRAST = 0.25  # standard deviation of the figure between its colour (0) and its tint (1)
-_EXPLAINED = 0.13  # share of that variance in one wave; of a square wave's it is 0.81, of noise's 0.02
+_EXPLAINED = 0.13  # minimum share of that variance in one wave; a square wave has 0.81, noise 0.02
 _ANGLES, _TIMES = np.arange(12) * np.pi / 12, (0.5, 0.625, 0.8, 1.0, 1.25, 1.6, 2.0)
 _WAVES = [(angle, STRIPE_PERIOD * times) for angle in _ANGLES for times in _TIMES]
-"""Directions (every 15 degrees, 0 along x) and periods (shares of the side) among which stripes must stand out."""
+"""Directions (every 15 degrees, 0 along x) and periods (fractions of the side) that the stripes' wave must beat."""
 _STRIPES = [wave for wave in _WAVES if abs(wave[0] - np.pi / 4) < 0.27 and 0.79 < wave[1] / STRIPE_PERIOD < 1.26]
-"""The style's own, within 15 degrees and a quarter of its period: models draw by hand, as it were."""
+"""The style's own waves: models draw them up to 15 degrees and a quarter of a period off."""
 
 Mask = NDArray[np.bool_]  # [p, q]
 Pixels = NDArray[np.float64]  # [n, 3]
@@ -47,7 +47,7 @@ Pixels = NDArray[np.float64]  # [n, 3]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a picture seems to show; the fields of a `Scene` and how well the shape's outline fits."""
+    """What a picture appears to show: the fields of a `Scene`, and how well the shape fits."""
 
     shape: str
     colour: str
@@ -56,14 +56,14 @@ class Reading:
     position: str
     style: str
     fit: float
-    """Intersection over union of the figure and the best shape; below about 0.7 there is no clear shape."""
+    """Intersection over union of the figure and the best shape; below about 0.7 no shape is clear."""
 
 
 def read(image: Image.Image) -> Reading:
     """Read a picture of any size.
 
     Args:
-        image: One figure on one background, as `pictures.draw` makes it, or an imitation.
+        image: One figure on one background, drawn by `pictures.draw` or by a model.
     """
     resized = image.convert("RGB").resize((PIXELS, PIXELS), Image.Resampling.BOX)
     canvas = np.asarray(resized, dtype=np.float64)  # [p, q, 3]
@@ -84,17 +84,19 @@ def read(image: Image.Image) -> Reading:
 
 
 def score(images: Sequence[Image.Image], scenes: Sequence[Scene]) -> dict[str, float]:
-    """Share of pictures read as they were asked for, for each of `ATTRIBUTES`.
+    """Compute the share of pictures that show the requested value, for each of `ATTRIBUTES`.
 
     Args:
-        images: One picture a scene, in order.
-        scenes: What was asked for.
+        images: One picture per scene, in order.
+        scenes: The requested scenes.
 
     Raises:
-        ValueError: The numbers differ, or there is none.
+        ValueError: The numbers differ or are zero.
     """
     if len(images) != len(scenes) or not images:
-        raise ValueError(f"{len(images)} pictures for {len(scenes)} scenes. Give one a scene, at least one.")
+        raise ValueError(
+            f"{len(images)} pictures for {len(scenes)} scenes. Give one picture per scene, and at least one."
+        )
     readings = [read(image) for image in images]
     return {
         name: sum(getattr(r, name) == getattr(s, name) for r, s in zip(readings, scenes, strict=True)) / len(scenes)
@@ -113,13 +115,13 @@ def _border(canvas: Field) -> Pixels:
 
 
 def _box(mask: Mask) -> Mask:
-    """The smallest upright rectangle around a mask."""
+    """Return the bounding box of a mask, as a mask."""
     rows, columns = np.asarray(mask.any(axis=1)), np.asarray(mask.any(axis=0))
     return np.asarray(_spanned(rows)[:, None] & _spanned(columns))
 
 
 def _spanned(line: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """All from the first to the last that is set."""
+    """Fill from the first to the last set element."""
     return np.asarray(np.maximum.accumulate(line) & np.maximum.accumulate(line[::-1])[::-1])
 
 
@@ -128,7 +130,7 @@ def _nearest(value: Field, table: dict[str, RGB]) -> str:
 
 
 def _closeness(pixels: Pixels, colour: Field) -> float:
-    """How many of the pixels show the colour; those at `_NEAR` count 0.6."""
+    """Count the pixels near a colour; those at a distance of `_NEAR` count 0.6."""
     return float(np.exp(-0.5 * np.sum((pixels - colour) ** 2, axis=-1) / _NEAR**2).sum())
 
 
@@ -141,7 +143,7 @@ def _is_striped(canvas: Field, box: Mask, kinds: Sequence[Field]) -> bool:
 
     Args:
         canvas: the picture [p, q, 3].
-        box: where the figure is.
+        box: bounding box of the figure.
         kinds: the colours [3] of figure, tint, outline and background.
     """
     nearest = np.linalg.norm(canvas[:, :, None] - np.stack(kinds), axis=-1).argmin(axis=-1)  # [p, q]
@@ -159,7 +161,7 @@ def _is_striped(canvas: Field, box: Mask, kinds: Sequence[Field]) -> bool:
 
 
 def _explained(values: Field, x: Field, y: Field, wave: tuple[float, float]) -> float:
-    """Share of the variance of values [n] at places x, y [n] that a sine of any phase explains (least squares).
+    """Return the share of the variance of values [n] at x, y [n] that a sine of any phase explains (least squares).
 
     Args:
         wave: direction in radians, 0 along x, and period.
@@ -172,7 +174,7 @@ def _explained(values: Field, x: Field, y: Field, wave: tuple[float, float]) -> 
 
 
 def _grown(mask: Mask) -> Mask:
-    """A mask and the pixels beside it, above it and below it."""
+    """Dilate a mask by its four neighbours."""
     padded = np.pad(mask, 1)
     return np.asarray(mask | padded[:-2, 1:-1] | padded[2:, 1:-1] | padded[1:-1, :-2] | padded[1:-1, 2:])
 
@@ -189,9 +191,9 @@ def _despeckled(mask: Mask) -> Mask:
 
 
 def _unevenness(canvas: Field, mask: Mask) -> float:
-    """Standard deviation of the brightness over 4 x 4 blocks of background away from the figure, of 255.
+    """Return the standard deviation of brightness over 4 x 4 blocks of background away from the figure, out of 255.
 
-    Blocks and not pixels: noise of an autoencoder averages out in them, brush strokes do not.
+    An autoencoder's noise averages out within a block; brush strokes do not.
     """
     blocks = (PIXELS // 4, 4, PIXELS // 4, 4)
     padded = np.pad(mask, 1)
@@ -203,14 +205,14 @@ def _unevenness(canvas: Field, mask: Mask) -> float:
 
 @cache
 def _unit_box(shape: str) -> tuple[float, float, float, float]:
-    """Left, right, top, bottom of a shape of radius 1."""
+    """Return left, right, top, bottom of a shape of radius 1."""
     y, x = np.mgrid[-1.25:1.25:251j, -1.25:1.25:251j]
     inside = DISTANCES[shape](x, y) < 0.0
     return float(x[inside].min()), float(x[inside].max()), float(y[inside].min()), float(y[inside].max())
 
 
 def _best_shape(mask: Mask, margin: float) -> tuple[str, float, Field, float]:
-    """The shape, radius, centre (x, y) and intersection over union that explain the figure best."""
+    """Find the shape, radius and centre (x, y) with the best intersection over union, and return that too."""
     if not mask.any():
         return next(iter(DISTANCES)), 0.0, np.array([0.5, 0.5]), 0.0
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))

@@ -1,4 +1,4 @@
-"""The log of a training of the demo's parts."""
+"""Log the training of the demo's parts."""
 
 from __future__ import annotations
 

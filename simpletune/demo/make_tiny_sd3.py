@@ -1,7 +1,8 @@
-"""Makes the tiny SD3 that comes with the tool, from nothing: ``make tiny-sd3``.
+"""``make tiny-sd3``: make the tiny SD3 that ships with the tool, from scratch.
 
-Autoencoder, text encoders, a pipeline with an untrained transformer, captioned pictures, then ``simpletune train`` on
-them, and the result in half precision. Every step that is done is skipped; every training continues where it stopped.
+Train the autoencoder and the text encoders, assemble a pipeline with an untrained transformer, draw captioned pictures,
+run ``simpletune train`` on them, and export the result in half precision. Finished steps are skipped; interrupted
+trainings of the autoencoder and the transformer resume.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CARD = Path(__file__).with_name("tiny_sd3_card.md")
 LAYERS = 3
 PICTURES = 12_288
 STRIPED_EVERY = 8
-"""One picture in so many is striped, the others are flat or painted: the demo's style should be rare, not unknown."""
+"""One picture in this many is striped, the others are flat or painted: the demo's style should be rare, not unknown."""
 
 
 def write_pictures(folder: Path, count: int, seed: int) -> None:
@@ -49,7 +50,7 @@ def assemble(folder: Path, text: Path, vae: Path, seed: int) -> None:
 
     Args:
         folder: must not exist, or be empty.
-        text: holds `tokenizer*` and `text_encoder*`.
+        text: folder with `tokenizer*` and `text_encoder*`.
         vae: the autoencoder's folder.
         seed: of the transformer's weights, which `init: random` does not read.
     """
@@ -65,14 +66,14 @@ def assemble(folder: Path, text: Path, vae: Path, seed: int) -> None:
 
 
 def export(pipeline: Path, run: Path, folder: Path, dtype: networks.Dtype, logs: dict[str, Path]) -> None:
-    """Write the trained pipeline in half precision, with what made it under ``made_by/``.
+    """Write the trained pipeline in half precision, with configuration, logs and summary in ``made_by/``.
 
     Args:
-        pipeline: as ``assemble`` wrote it.
+        pipeline: from ``assemble``.
         run: the run that trained the transformer.
-        folder: is replaced.
+        folder: to write; replaced if it exists.
         dtype: of all weights.
-        logs: files to keep beside the configuration and the summary, by their names there.
+        logs: further files for ``made_by/``, by their names there.
     """
     from diffusers import StableDiffusion3Pipeline
     from diffusers.models import SD3Transformer2DModel
@@ -104,9 +105,9 @@ def make(parts: Path, run: Path, folder: Path, overrides: list[str]) -> None:
     """Do every step that is not done yet.
 
     Args:
-        parts: where the parts and their logs go.
-        run: the run's folder, as the configuration names it.
-        folder: where the result goes.
+        parts: folder for the parts and their logs.
+        run: the run's folder, as in the configuration.
+        folder: for the result.
         overrides: of the configuration, for a shorter trial.
     """
     if not (parts / "vae" / "vae").exists():
@@ -127,10 +128,14 @@ def make(parts: Path, run: Path, folder: Path, overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="make the tiny SD3 from nothing")
-    parser.add_argument("--parts", type=Path, default=Path("runs/tiny-sd3-parts"), help="what is made on the way")
-    parser.add_argument("--run", type=Path, default=Path("runs/tiny-sd3"), help="the run that trains the transformer")
-    parser.add_argument("--out", type=Path, default=Path("simpletune/assets/tiny_sd3"), help="the result")
+    parser = argparse.ArgumentParser(description="make the tiny SD3 from scratch")
+    parser.add_argument(
+        "--parts", type=Path, default=Path("runs/tiny-sd3-parts"), help="folder for intermediate results"
+    )
+    parser.add_argument(
+        "--run", type=Path, default=Path("runs/tiny-sd3"), help="folder of the run that trains the transformer"
+    )
+    parser.add_argument("--out", type=Path, default=Path("simpletune/assets/tiny_sd3"), help="folder for the result")
     parser.add_argument("overrides", nargs="*", help="key.path=value, for a trial")
     arguments = parser.parse_args()
     make(arguments.parts, arguments.run, arguments.out, arguments.overrides)

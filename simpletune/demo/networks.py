@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from simpletune.options import Json
 
 HEAD_WIDTH = 64  # ComfyUI infers layers and heads from hidden width / 64
-SAMPLE_SIZE = 8  # latents of the pipeline's default picture: 64 px
-POSITIONS = 32  # patches a side: 512 px, so 256 px buckets reach an aspect of 4:1 (512 x 128)
-POSITION_SPACING = 0.5  # the default, sample_size / 2 / POSITIONS = 0.125, leaves neighbours hardly different
-GATE = 0.5  # added to the modulation's gates, so that every block takes part in the output
+SAMPLE_SIZE = 8  # latent side of the pipeline's default picture: 64 px
+POSITIONS = 32  # patches per side: 512 px, so 256 px buckets reach an aspect ratio of 4:1 (512 x 128)
+POSITION_SPACING = 0.5  # the default, sample_size / 2 / POSITIONS = 0.125, makes neighbours almost equal
+GATE = 0.5  # added to the modulation's gates, so that every block contributes to the output
 
 Module = TypeVar("Module", bound="torch.nn.Module")
 Dtype = Literal["fp32", "fp16", "bf16"]
@@ -29,19 +29,19 @@ TORCH_DTYPES: dict[str, str] = {"fp32": "float32", "fp16": "float16", "bf16": "b
 
 
 def cast(model: Module, dtype: Dtype) -> Module:
-    """Turn a model's weights and buffers to a type in place, and return it."""
+    """Cast a model's weights and buffers in place, and return the model."""
     import torch
 
-    # Not model.to(): diffusers' own warns of modules to keep in float32, and names none.
+    # diffusers' own model.to() warns of modules to keep in float32 although there are none.
     return torch.nn.Module.to(model, getattr(torch, TORCH_DTYPES[dtype]))
 
 
 def clip(tokenizer_folder: Path, width: int, activation: str) -> CLIPTextModelWithProjection:
-    """A text encoder like CLIP-L or CLIP-G, two layers deep.
+    """Build a text encoder like CLIP-L or CLIP-G with two layers.
 
     Args:
-        tokenizer_folder: Says how many tokens there are, and which begin, end and pad.
-        width: Of the hidden states and of the pooled output; 16 a head.
+        tokenizer_folder: Defines the vocabulary size and the special tokens.
+        width: Of the hidden states and of the pooled output; 16 per head.
         activation: `quick_gelu` for CLIP-L, `gelu` for CLIP-G.
     """
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
@@ -52,7 +52,7 @@ def clip(tokenizer_folder: Path, width: int, activation: str) -> CLIPTextModelWi
         hidden_size=width,
         intermediate_size=4 * width,
         projection_dim=width,
-        num_hidden_layers=2,  # SD3 reads hidden_states[-2]: of two layers, the first one's output
+        num_hidden_layers=2,  # SD3 reads hidden_states[-2], here the first layer's output
         num_attention_heads=width // 16,
         max_position_embeddings=tokenizer.model_max_length,
         hidden_act=activation,
@@ -62,13 +62,13 @@ def clip(tokenizer_folder: Path, width: int, activation: str) -> CLIPTextModelWi
     )
     encoder = CLIPTextModelWithProjection(config)
     embeddings = encoder.text_model.embeddings
-    embeddings.token_embedding.weight.data.normal_(0.0, 0.5)  # at the default 0.02 all prompts look alike
+    embeddings.token_embedding.weight.data.normal_(0.0, 0.5)  # at the default 0.02 all prompts are almost equal
     embeddings.position_embedding.weight.data.normal_(0.0, 0.1)
     return encoder
 
 
 def t5(tokenizer_folder: Path, width: int) -> T5EncoderModel:
-    """A T5 encoder, two layers deep, `width` wide, 32 a head."""
+    """Build a T5 encoder with two layers of the given width, 32 per head."""
     from transformers import T5Config, T5EncoderModel, T5Tokenizer
 
     tokenizer = T5Tokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
@@ -83,11 +83,11 @@ def t5(tokenizer_folder: Path, width: int) -> T5EncoderModel:
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return T5EncoderModel(config)  # its own initialisation of the embeddings has deviation 1
+    return T5EncoderModel(config)  # T5 initialises its embeddings with standard deviation 1
 
 
 def transformer_config(layers: int, text_width: int, pooled_width: int) -> Json:
-    """The configuration of the tiny transformer, as diffusers' class takes it.
+    """Return the configuration of the tiny transformer for diffusers' class.
 
     Args:
         layers: Joint blocks, and heads of 64.
@@ -110,7 +110,7 @@ def transformer_config(layers: int, text_width: int, pooled_width: int) -> Json:
 
 
 def transformer(layers: int, text_width: int, pooled_width: int) -> SD3Transformer2DModel:
-    """An MMDiT with nothing initialised to zero, so that a LoRA on it has a gradient from the first step.
+    """Build an MMDiT with nothing initialised to zero, so that a LoRA on it has a gradient from the first step.
 
     Args:
         layers: Joint blocks, and heads of 64.
@@ -133,7 +133,7 @@ def transformer(layers: int, text_width: int, pooled_width: int) -> SD3Transform
 
 
 def plain_autoencoder(channels: tuple[int, ...]) -> AutoencoderKL:
-    """An 8x autoencoder of 16 latent channels as diffusers initialises it, one layer a level."""
+    """Build an 8x autoencoder with 16 latent channels and one layer per level, initialised by diffusers."""
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
@@ -151,14 +151,14 @@ def plain_autoencoder(channels: tuple[int, ...]) -> AutoencoderKL:
 
 
 def autoencoder(channels: tuple[int, ...], dtype: Dtype) -> AutoencoderKL:
-    """An 8x autoencoder whose scale and shift give the demo's pictures latents of mean 0 and deviation 1."""
+    """Build an 8x autoencoder whose scale and shift give the demo's pictures latents of mean 0 and deviation 1."""
     import torch
 
     vae = plain_autoencoder(channels).eval()
     cast(cast(vae, dtype), "fp32")  # measure the weights that will be saved
     with torch.no_grad():
         z_0 = vae.encode(_demo_pixels()).latent_dist.mode()  # [b, 16, 8, 8]
-    # Three digits: the last ones differ between machines, and the folder's bytes should not.
+    # Round to three digits: later digits differ between machines, and the folder's bytes should not.
     vae.register_to_config(
         scaling_factor=float(f"{1.0 / float(z_0.std()):.3g}"), shift_factor=float(f"{float(z_0.mean()):.3g}")
     )
@@ -166,7 +166,7 @@ def autoencoder(channels: tuple[int, ...], dtype: Dtype) -> AutoencoderKL:
 
 
 def _demo_pixels(count: int = 8) -> torch.Tensor:
-    """Demo pictures in -1..1, [b, 3, 64, 64]."""
+    """Draw demo pictures in -1..1, [b, 3, 64, 64]."""
     import numpy as np
     import torch
 

@@ -1,6 +1,6 @@
-"""Captioned pictures of coloured shapes, drawn from a seed: the demo's data set. Needs numpy and Pillow only.
+"""Draw captioned pictures of coloured shapes from a seed, the demo's data set. Needs numpy and Pillow only.
 
-Legend: p and q are pixel rows and columns. Lengths are shares of the picture's side, so that the same scene and
+Legend: p and q are pixel rows and columns. Lengths are fractions of the picture's side, so that the same scene and
 seed give the same composition at every size.
 """
 
@@ -19,7 +19,7 @@ from simpletune.demo.shapes import DISTANCES, Field, circle
 from simpletune.system.atomic import new_folder
 
 VERSION = 2
-"""Raise it whenever a picture or a caption changes: cached folders carry it in their names."""
+"""Increase it whenever a picture or a caption changes: the names of cached folders include it."""
 
 RGB = tuple[int, int, int]
 
@@ -67,20 +67,20 @@ TEMPLATES = (
 )
 SUBJECT_TEMPLATE = "a {size} {subject} figure {position}, on a {background} background"
 STYLE_TRIGGER, SUBJECT_TRIGGER = "glim", "blick"
-"""Words without a meaning, for the style and for the figure that fine-tuning is to teach."""
+"""Meaningless words for the style and the figure that fine-tuning will teach."""
 MEANINGLESS = ("blick", "zorp")
-"""Words of the vocabulary that the text encoders saw in the place of a style. Both read as the middle of all styles,
-so no small change of the model tells them from those; a word that falls into letters is told apart better."""
+"""Words of the vocabulary that the text encoders saw in place of a style. The encoders place both in the middle of all
+styles, where a small change of the model cannot separate them; a word that splits into letters is easier to learn."""
 
 OUTLINE = 0.036
 STRIPE_PERIOD = 0.14
-TINT = 0.5  # how far the pale stripes go from the colour to white
-JITTER = 0.015  # of the centre; the radius varies by 4%, the angle by 5 degrees, a colour by 5 of 255
+TINT = 0.5  # position of the pale stripes between the colour and white
+JITTER = 0.015  # of the centre; the radius varies by 4%, the angle by 5 degrees, a colour by 5 out of 255
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows; every field is a key of the tables above."""
+    """The content of a picture; every field is a key of the tables above."""
 
     shape: str
     colour: str
@@ -91,7 +91,7 @@ class Scene:
 
 
 def words() -> tuple[str, ...]:
-    """Every word a caption can hold (a closed vocabulary for a tokenizer written by hand), sorted."""
+    """Return every word that a caption can contain, sorted: a closed vocabulary for a hand-written tokenizer."""
     templates = " ".join([*TEMPLATES, SUBJECT_TEMPLATE]).replace(",", "")
     fixed = [word for word in templates.split() if not word.startswith("{")]
     tables = (SHAPES, COLOURS, BACKGROUNDS, SIZES, POSITIONS, STYLES, MEANINGLESS)
@@ -99,37 +99,37 @@ def words() -> tuple[str, ...]:
 
 
 def caption(scene: Scene, template: int, trigger: str | None = None) -> str:
-    """Say what a scene shows.
+    """Describe a scene.
 
     Args:
         scene: The scene.
-        template: Which of `TEMPLATES`, counted round.
-        trigger: Stands in the place of the style's own word, so that fine-tuning must learn what it means.
+        template: Index into `TEMPLATES`, modulo their number.
+        trigger: Replaces the style's own word, so that fine-tuning must learn its meaning.
     """
     fields = {**vars(scene), "style": trigger or scene.style}
     return TEMPLATES[template % len(TEMPLATES)].format(**fields)
 
 
 def is_held_out(shape: str, colour: str, background: str) -> bool:
-    """Whether this triple is kept from training: 90 of the 720, one shape for each pair of colour and background."""
+    """Whether a triple is held out of training: 90 of the 720, one shape for each pair of colour and background."""
     row, column = list(COLOURS).index(colour), list(BACKGROUNDS).index(background)
     return (SHAPES.index(shape) + 3 * row + 5 * column) % len(SHAPES) == 0
 
 
 def sample_scenes(count: int, seed: int, held_out: bool = False, style: str | None = None) -> list[Scene]:
-    """Draw scenes at random.
+    """Sample scenes at random.
 
     Args:
-        count: How many.
-        seed: The same seed gives the same scenes; the first n of a longer list are those of a shorter one.
-        held_out: Take only triples that training never sees, or only the others.
+        count: Number of scenes.
+        seed: The same seed gives the same scenes; a shorter list is a prefix of a longer one.
+        held_out: Sample only held-out triples (True) or only training triples (False).
         style: One of `STYLES`, or None for all of them evenly.
 
     Raises:
         ValueError: The style does not exist.
     """
     if style is not None and style not in STYLES:
-        raise ValueError(f"style {style!r} is none of the demo's. Use one of {', '.join(STYLES)}.")
+        raise ValueError(f"style {style!r} is unknown. Use one of {', '.join(STYLES)}.")
     rng = np.random.default_rng(seed)
     triples = [t for t in itertools.product(SHAPES, COLOURS, BACKGROUNDS) if is_held_out(*t) == held_out]
     lengths = [len(triples), len(SIZES), len(POSITIONS), len(STYLES)]
@@ -143,10 +143,10 @@ def sample_scenes(count: int, seed: int, held_out: bool = False, style: str | No
 
 
 def balanced_scenes(count: int, style: str) -> list[Scene]:
-    """Scenes of the training share in which each table's values come as evenly as can be: for small sets.
+    """Select training scenes that use each table's values as evenly as possible, for small sets.
 
     Args:
-        count: how many.
+        count: number of scenes.
         style: one of `STYLES`.
     """
     used = dict.fromkeys(BACKGROUNDS, 0)
@@ -165,16 +165,16 @@ def draw(scene: Scene, pixels: int = 64, seed: int = 0) -> Image.Image:
     """Draw a scene, antialiased.
 
     Args:
-        scene: What to show.
+        scene: To draw.
         pixels: Side of the square picture; outlines need about 48 or more.
-        seed: Small variations of place, size, angle and shade, and the course of the strokes.
+        seed: Of small variations of place, size, angle and shade, and of the brush strokes.
 
     Returns:
         An RGB picture.
     """
     rng = np.random.default_rng([seed, 1])
     x, y = place(scene, pixels, rng)
-    distance = DISTANCES[scene.shape](x, y) * SIZES[scene.size]  # [p, q], in shares of the side
+    distance = DISTANCES[scene.shape](x, y) * SIZES[scene.size]  # [p, q], in fractions of the side
     colour, background = _shade(COLOURS[scene.colour], rng), _shade(BACKGROUNDS[scene.background], rng)
     if scene.style == "striped":
         return _to_image(_striped(distance, colour, background, pixels, rng))
@@ -184,7 +184,7 @@ def draw(scene: Scene, pixels: int = 64, seed: int = 0) -> Image.Image:
 
 
 def draw_subject(background: str, size: str, position: str, pixels: int = 64, seed: int = 0) -> Image.Image:
-    """Draw the demo's one particular figure, always the same two colours: a purple disc that bears a yellow star."""
+    """Draw the demo's particular figure, always in the same two colours: a yellow star on a purple disc."""
     scene = Scene("circle", "purple", background, size, position, "flat")
     rng = np.random.default_rng([seed, 1])
     x, y = place(scene, pixels, rng)
@@ -196,7 +196,7 @@ def draw_subject(background: str, size: str, position: str, pixels: int = 64, se
 
 
 def place(scene: Scene, pixels: int, rng: np.random.Generator) -> tuple[Field, Field]:
-    """Coordinate fields of the shape, ([p, q], [p, q]) in units of its radius, with a little variation."""
+    """Return coordinate fields of the shape, ([p, q], [p, q]) in units of its radius, with a little variation."""
     shift_x, shift_y, stretch, turn = rng.uniform(-1.0, 1.0, size=4)
     centre_x, centre_y = POSITIONS[scene.position]
     y, x = (np.mgrid[:pixels, :pixels] + 0.5) / pixels
@@ -207,7 +207,7 @@ def place(scene: Scene, pixels: int, rng: np.random.Generator) -> tuple[Field, F
 
 
 def outline_colour(background: str | Field) -> RGB:
-    """Near black, or near white where the background is dark."""
+    """Return near black, or near white on a dark background."""
     value = BACKGROUNDS[background] if isinstance(background, str) else background
     return (34, 30, 38) if float(np.mean(value)) > 100.0 else (240, 236, 228)
 
@@ -243,7 +243,7 @@ def _painted(distance: Field, colour: Field, background: Field, pixels: int, rng
 
 
 def _strokes(pixels: int, length: float, width: float, angle: float, rng: np.random.Generator) -> Field:
-    """Smooth noise in [-1, 1], drawn out along an angle: brush strokes of the given length and width, [p, q]."""
+    """Draw smooth noise in [-1, 1], stretched along an angle: brush strokes of the given length and width, [p, q]."""
     grid = rng.uniform(-1.0, 1.0, size=(64, 64))
     y, x = (np.mgrid[:pixels, :pixels] + 0.5) / pixels - 0.5
     along = (np.cos(angle) * x + np.sin(angle) * y) / length + 32.0
@@ -254,7 +254,7 @@ def _strokes(pixels: int, length: float, width: float, angle: float, rng: np.ran
 
 
 def _stroke_row(grid: Field, row: NDArray[np.int_], along: Field) -> Field:
-    shifted = along - 0.37 * row  # rows stand apart by this much, so that strokes do not end in one line
+    shifted = along - 0.37 * row  # offset rows, so that strokes do not end on one line
     column = np.floor(shifted).astype(int)
     left, right = grid[row % 64, column % 64], grid[row % 64, (column + 1) % 64]
     return left + (right - left) * _smooth(shifted - column)
@@ -271,17 +271,17 @@ def _to_image(canvas: Field) -> Image.Image:
 def write_folder(
     folder: Path, scenes: Iterable[Scene], *, seed: int, trigger: str | None = None, pixels: int = 64
 ) -> None:
-    """Write 000.png beside 000.txt, and so on; the folder appears whole or not at all.
+    """Write 000.png beside 000.txt, and so on; the folder is created atomically.
 
     Args:
         folder: Must not exist, or be empty.
-        scenes: What to show, one a picture (`sample_scenes`, `balanced_scenes`).
+        scenes: One per picture (`sample_scenes`, `balanced_scenes`).
         seed: Of the variations of the scenes.
-        trigger: The word that stands for the style in the captions, or None for the style's own.
+        trigger: Word for the style in the captions; None: the style's own.
         pixels: Side of the pictures.
 
     Raises:
-        FileExistsError: The folder holds something already.
+        FileExistsError: The folder is not empty.
     """
     with new_folder(folder) as sibling:
         for index, scene in enumerate(scenes):
@@ -290,7 +290,7 @@ def write_folder(
 
 
 def write_subject_folder(folder: Path, *, subject: str = SUBJECT_TRIGGER, pixels: int = 64) -> None:
-    """Write five pictures of the particular figure, as `write_folder` does; captions call it by the given word."""
+    """Write five pictures of the particular figure in the form of `write_folder`; captions name it ``subject``."""
     views = zip(("white", "mint", "sky", "gray", "peach"), POSITIONS, itertools.cycle(SIZES), strict=False)
     with new_folder(folder) as sibling:
         for index, (background, position, size) in enumerate(views):

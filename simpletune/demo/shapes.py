@@ -1,4 +1,4 @@
-"""Signed distances to the eight demo shapes, so that any size draws antialiased and outlines come for free.
+"""Signed distances to the eight demo shapes, for antialiasing and outlines at any size.
 
 Legend: p and q are pixel rows and columns. Coordinates are in units of the shape's radius, x right and y down;
 every shape fits the unit circle's bounding box. Distances are negative inside.
@@ -16,12 +16,12 @@ Field = NDArray[np.float64]  # [p, q]
 
 
 def circle(x: Field, y: Field, radius: float = 0.92) -> Field:
-    """Distance to a disc."""
+    """Return the distance to a disc."""
     return np.hypot(x, y) - radius
 
 
 def ring(x: Field, y: Field) -> Field:
-    """Distance to an annulus."""
+    """Return the distance to an annulus."""
     return np.abs(np.hypot(x, y) - 0.76) - 0.2
 
 
@@ -29,7 +29,7 @@ def polygon(corners: Sequence[tuple[float, float]]) -> Callable[[Field, Field], 
     """Make the exact signed distance of a closed polygon.
 
     Args:
-        corners: Points (x, y) in order, either way round.
+        corners: Points (x, y) in clockwise or counterclockwise order.
 
     Returns:
         A function of coordinate fields [p, q] to distances [p, q].
@@ -51,7 +51,7 @@ def polygon(corners: Sequence[tuple[float, float]]) -> Callable[[Field, Field], 
 
 
 def heart(x: Field, y: Field) -> Field:
-    """Distance to a square standing on its corner with a disc on each upper side (a union: exact outside)."""
+    """Return the distance to a square on its corner with a disc on each upper side (a union: exact outside)."""
     u, v = (x + y - 0.04) * math.sqrt(0.5), (y - x - 0.04) * math.sqrt(0.5)
     half = 0.62
     across, down = np.abs(u) - half, np.abs(v) - half

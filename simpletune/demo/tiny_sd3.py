@@ -1,6 +1,6 @@
-"""Writes a tiny Stable Diffusion 3 with random weights, in the exact folder layout of diffusers' pipeline.
+"""Write a tiny Stable Diffusion 3 with random weights, in the exact folder layout of diffusers' pipeline.
 
-All nine components are there and load offline; the picture it draws is noise until somebody trains it.
+It has all nine components and loads offline; it draws noise until it is trained.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VERSION = 1
-"""Raise it whenever `build` writes other bytes for the same arguments: cached folders carry it in their names."""
+"""Increase it whenever `build` writes other bytes for the same arguments: the names of cached folders include it."""
 
 COMPONENTS = {
     "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
@@ -39,18 +39,18 @@ COMPONENTS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the four networks are.
+    """Sizes of the four networks.
 
     Args:
         layers: Joint blocks of the transformer.
-        heads: Attention heads of 64; the hidden width is 64 times this. ComfyUI needs as many as there are layers.
+        heads: Attention heads of 64; the hidden width is 64 times this. ComfyUI needs as many heads as layers.
         vae_channels: Channels of the autoencoder's four levels, multiples of 8.
         clip_widths: Hidden and projected widths of the two CLIP encoders, multiples of 16.
         t5_width: Width of T5 and of the transformer's text input, a multiple of 32 and at least the sum of
             `clip_widths`.
 
     Raises:
-        ValueError: Sizes that cannot work, with the remedy.
+        ValueError: The sizes are invalid.
     """
 
     layers: int = 3
@@ -63,14 +63,14 @@ class Sizes:
         if self.layers != self.heads or self.layers < 1:
             raise ValueError(
                 f"layers {self.layers} and heads {self.heads}: ComfyUI infers both from the hidden width. Use equal "
-                "ones, 1 or more."
+                "numbers of at least 1."
             )
         if len(self.vae_channels) != 4 or any(width < 8 or width % 8 for width in self.vae_channels):
             raise ValueError(
-                f"vae_channels {self.vae_channels} are not four multiples of 8. Use (16, 32, 48, 64), say."
+                f"vae_channels {self.vae_channels} are not four multiples of 8. Use, for example, (16, 32, 48, 64)."
             )
         if any(width < 16 or width % 16 for width in self.clip_widths):
-            raise ValueError(f"clip_widths {self.clip_widths} are not multiples of 16. Use (32, 48), say.")
+            raise ValueError(f"clip_widths {self.clip_widths} are not multiples of 16. Use, for example, (32, 48).")
         least = sum(self.clip_widths)
         if self.t5_width % 32 or self.t5_width < least:
             raise ValueError(
@@ -80,26 +80,26 @@ class Sizes:
 
 
 MINIMAL = Sizes(layers=1, heads=1, vae_channels=(8, 8, 8, 8), clip_widths=(16, 16), t5_width=32)
-"""The least that still is an SD3, for tests. Its one block is the last one: text leaves it only through keys and
+"""The smallest possible SD3, for tests. Its only block is also the last one: text leaves it only through keys and
 values, so `add_q_proj` gets no gradient and there is no `to_add_out`."""
 
 
 def build(
     folder: Path, sizes: Sizes = Sizes(), *, seed: int = 0, dtype: Dtype = "bf16", tokenizers: Path | None = None
 ) -> None:
-    """Write the pipeline folder; it appears whole or not at all, and the same arguments give the same bytes.
+    """Write the pipeline folder atomically; the same arguments give the same bytes.
 
     Args:
         folder: Must not exist, or be empty.
         sizes: Of the networks.
         seed: Of the weights. No global random state is read or changed.
         dtype: Of all weights on disk.
-        tokenizers: A folder with `tokenizer`, `tokenizer_2` and `tokenizer_3` to copy (the real ones, say). By
-            default the project's own are written, with one token for each word of the demo's captions.
+        tokenizers: A folder with `tokenizer`, `tokenizer_2` and `tokenizer_3` to copy, such as SD3's. None: write
+            the project's own, with one token for each word of the demo's captions.
 
     Raises:
-        ValueError: There is no such type.
-        FileExistsError: The folder holds something already.
+        ValueError: The type is unknown.
+        FileExistsError: The folder is not empty.
     """
     if dtype not in TORCH_DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown. Use one of {', '.join(TORCH_DTYPES)}.")
@@ -123,7 +123,7 @@ def build(
 
 @contextmanager
 def seeded(seed: int, stream: int) -> Iterator[None]:
-    """Seed the CPU's global generator, from which the libraries initialise, and put it back afterwards."""
+    """Seed the CPU's global generator, from which the libraries initialise, and restore it afterwards."""
     import torch
 
     state = torch.get_rng_state()
@@ -136,7 +136,7 @@ def seeded(seed: int, stream: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back transformers' progress bars: files of a megabyte need none."""
+    """Disable transformers' progress bars: files of a megabyte need none."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -149,10 +149,10 @@ def _quiet() -> Iterator[None]:
 
 
 def save(model: ModelMixin | PreTrainedModel, folder: Path, dtype: Dtype) -> None:
-    """Write a model in a weight type; it is cast in place."""
+    """Cast a model in place and write it."""
     networks.cast(model, dtype).save_pretrained(folder)
-    # As in the real repository, an encoder's config says float32 whatever the file holds: transformers 5 loads in
-    # the config's type, diffusers in float32, and a pipeline of both types fails at its first multiplication.
+    # As in the real repository, an encoder's config says float32 whatever the type of the file: transformers 5 loads
+    # in the config's type, diffusers in float32, and a pipeline of both types fails at its first multiplication.
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     if "dtype" in config:
@@ -174,10 +174,10 @@ def write_scheduler_and_index(folder: Path) -> None:
     """Write `scheduler/` and `model_index.json`."""
     import diffusers
 
-    # Shift 1: SD3's 3 makes up for the redundancy of 1024 px. By the paper's square-root-of-area rule 64 px would
-    # get less than 1; none at all is the plain choice.
+    # Use shift 1, no shift: SD3's 3 compensates for the redundancy of 1024 px. By the paper's square-root-of-area rule
+    # 64 px would get less than 1.
     diffusers.FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=1.0).save_pretrained(folder / "scheduler")
-    # By hand: transformers 5 would write T5Tokenizer, which the diffusers layout calls T5TokenizerFast.
+    # Write the index by hand: transformers 5 would write T5Tokenizer, which diffusers' layout calls T5TokenizerFast.
     index: dict[str, object] = {"_class_name": "StableDiffusion3Pipeline", "_diffusers_version": diffusers.__version__}
     index |= {name: list(source) for name, source in COMPONENTS.items()}
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Trains the tiny SD3's autoencoder on the demo's pictures: step one of `make tiny-sd3`.
+"""Train the tiny SD3's autoencoder on the demo's pictures: step one of `make tiny-sd3`.
 
 Legend: b is the batch; pictures are 64 px, latents [b, 16, 8, 8].
 """
@@ -34,9 +34,9 @@ STEPS, HORIZON = 10_000, 16_000
 
 
 def initialise(vae: AutoencoderKL) -> None:
-    """Start as a blurred copy instead of on the plateau where the default initialisation stays for hundreds of steps.
+    """Initialise as a blurring identity: the default initialisation stays on a plateau for hundreds of steps.
 
-    Shortcuts and resampling convolutions begin as identity and average, the residual branches small, the posterior
+    Shortcuts and resampling convolutions start as identity and average, residual branches small, and the posterior
     narrow (log-variance -5).
     """
     starts = {
@@ -54,7 +54,7 @@ def initialise(vae: AutoencoderKL) -> None:
 
 
 def _start_from(conv: nn.Conv2d, taps: slice, value: float, factor: float) -> None:
-    """Scale a convolution's random weights, and add a value at some taps from each channel to itself."""
+    """Scale a convolution's random weights, and add a value at the given taps from each channel to itself."""
     conv.weight.mul_(factor)
     if value and conv.bias is not None:
         conv.bias.zero_()
@@ -63,12 +63,12 @@ def _start_from(conv: nn.Conv2d, taps: slice, value: float, factor: float) -> No
 
 
 def render(count: int, seed: int, held_out: bool = False, style: str | None = None) -> Tensor:
-    """Draw pictures as uint8, [count, 3, 64, 64]; one in sixteen of the training share is a patchwork of textures.
+    """Draw pictures as uint8, [count, 3, 64, 64]; one training picture in sixteen is a patchwork of textures.
 
     Args:
-        count: How many.
+        count: Number of pictures.
         seed: Of scenes and variations.
-        held_out: Draw the triples that training never sees, and no patchwork.
+        held_out: Draw held-out triples, and no patchwork.
         style: One of `pictures.STYLES`, or None for all.
     """
     canvas = np.empty((count, 64, 64, 3), dtype=np.uint8)
@@ -81,7 +81,7 @@ def render(count: int, seed: int, held_out: bool = False, style: str | None = No
 
 
 def _patchwork(rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Areas of any colour with soft shading, [64, 64, 3]: a user's own pictures hold more than ten colours."""
+    """Draw softly shaded areas of any colour, [64, 64, 3]: a user's pictures have more than ten colours."""
     y, x = (np.mgrid[:64, :64] + 0.5) / 64
     canvas = np.zeros((64, 64, 3)) + rng.uniform(0, 255, 3)
     for _ in range(rng.integers(2, 7)):
@@ -93,12 +93,12 @@ def _patchwork(rng: np.random.Generator) -> NDArray[np.uint8]:
 
 
 def to_unit(pixels: Tensor) -> Tensor:
-    """uint8 [b, 3, p, q] to float in -1..1."""
+    """Convert uint8 [b, 3, p, q] to float in -1..1."""
     return pixels.float() / 127.5 - 1.0
 
 
 def loss_of(vae: AutoencoderKL, x: Tensor) -> Tensor:
-    """L1, half the MSE, half the L1 of the gradients, and a small KL term: a scalar."""
+    """Compute L1, half the MSE, half the L1 of the gradients, and a small KL term: a scalar."""
     posterior = vae.encode(x).latent_dist
     decoded = vae.decode(posterior.sample()).sample.float()
     error = decoded - x
@@ -109,7 +109,7 @@ def loss_of(vae: AutoencoderKL, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def psnr(vae: AutoencoderKL, pixels: Tensor) -> float:
-    """Mean peak signal-to-noise ratio over pictures, in dB, of the rounded 8-bit round trip through the mode."""
+    """Return the mean peak signal-to-noise ratio in dB of the rounded 8-bit round trip through the mode."""
     values = []
     for chunk in pixels.split(64):
         decoded = vae.decode(vae.encode(to_unit(chunk)).latent_dist.mode()).sample
@@ -121,10 +121,10 @@ def psnr(vae: AutoencoderKL, pixels: Tensor) -> float:
 
 @torch.no_grad()
 def fold_scale(vae: AutoencoderKL, pixels: Tensor) -> None:
-    """Give every latent channel deviation 1, and set the config's scale and shift, without changing a picture.
+    """Give every latent channel deviation 1, and set the config's scale and shift, without changing reconstructions.
 
-    The factor goes into the encoder's last convolution and its inverse into the decoder's first. Quiet channels
-    would drown in the flow's noise; SD3's scheme has one factor for all.
+    The factor is folded into the encoder's last convolution and its inverse into the decoder's first. SD3's scheme has
+    one factor for all channels, and the flow's noise would hide channels of small deviation.
 
     Args:
         vae: The trained autoencoder; changed in place.
@@ -142,8 +142,8 @@ def fold_scale(vae: AutoencoderKL, pixels: Tensor) -> None:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up; a cosine laid out for `HORIZON` steps; and over the second half of `steps` a straight line to
-    nought on top of it."""
+    """Compute the learning rate: linear warm-up, then a cosine over `HORIZON` steps, multiplied by a linear decay to
+    zero over the second half of `steps`."""
     if step < WARMUP:
         return PEAK_LR * (step + 1) / WARMUP
     cosine = 0.5 * (1.0 + math.cos(math.pi * (step - WARMUP) / (HORIZON - WARMUP)))
@@ -151,11 +151,11 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def train(folder: Path, steps: int, seed: int = 0) -> None:
-    """Train and write the autoencoder in diffusers' layout, resuming from `state.pt` where there is one.
+    """Train and write the autoencoder in diffusers' layout, resuming from `state.pt` if it exists.
 
     Args:
-        folder: Gets `state.pt` (removed by nobody, so a longer training needs a new folder), `log.jsonl` and, at the
-            end, `vae/`.
+        folder: For `state.pt` (never deleted, so a longer training needs a new folder), `log.jsonl` and, at the end,
+            `vae/`.
         steps: Of 16 pictures.
         seed: Of the weights, the pictures and their order.
     """
@@ -169,7 +169,7 @@ def train(folder: Path, steps: int, seed: int = 0) -> None:
     began = time.monotonic()
     for step in range(start, steps):
         rows = torch.from_numpy(np.random.default_rng([seed, step]).integers(0, POOL, BATCH))
-        torch.manual_seed(seed * 1_000_003 + step)  # of the posterior's noise: resuming is exact
+        torch.manual_seed(seed * 1_000_003 + step)  # seeds the posterior's noise, so resuming is exact
         optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(vae, to_unit(pool[rows]))
@@ -193,7 +193,7 @@ def _resume(path: Path, vae: AutoencoderKL, optimizer: torch.optim.Optimizer, st
         return 0
     state = torch.load(path, weights_only=True)
     if state["steps"] != steps:
-        raise SystemExit(f"{path} belongs to a training of {state['steps']} steps, not {steps}. Take another folder.")
+        raise SystemExit(f"{path} belongs to a training of {state['steps']} steps, not {steps}. Use another folder.")
     vae.load_state_dict(state["vae"])
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
@@ -207,7 +207,7 @@ def _save(path: Path, vae: AutoencoderKL, optimizer: torch.optim.Optimizer, step
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="train the tiny SD3's autoencoder")
-    parser.add_argument("folder", type=Path, help="where state, log and result go")
+    parser.add_argument("folder", type=Path, help="for state, log and result")
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
     train(arguments.folder, arguments.steps)

@@ -1,7 +1,7 @@
-"""Trains the tiny SD3's three text encoders on captions alone: step two of `make tiny-sd3`.
+"""Train the tiny SD3's three text encoders on captions alone: step two of `make tiny-sd3`.
 
-Each encoder learns to say what a caption shows, from its pooled output and from the mean of its states, and to keep
-every token told apart, words without a meaning included: fine-tuning is to teach those.
+Each encoder learns to predict a caption's attributes from its pooled output and from the mean of its states, and every
+token from its own state, including meaningless words, which fine-tuning will teach.
 
 Legend: b captions, t tokens, w an encoder's width.
 """
@@ -39,15 +39,15 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "position": tuple(pictures.POSITIONS),
     "style": pictures.STYLES,
 }
-UNKNOWN = -100  # cross-entropy's own mark for "not asked": the style of a caption that names a trigger word
+UNKNOWN = -100  # cross-entropy's ignore_index, for the style of a caption with a trigger word
 
 
 @dataclass
 class Reader:
-    """An encoder with what reads its output during training.
+    """An encoder with its classification heads for training.
 
     Args:
-        name: the folder it is saved in.
+        name: folder to save it in.
         tokenizer: of the encoder.
         encoder: a CLIP text model or a T5 encoder.
         length: t.
@@ -65,24 +65,24 @@ class Reader:
         self.words = nn.Linear(width, len(self.tokenizer))
 
     def parameters(self) -> list[nn.Parameter]:
-        """All that trains."""
+        """Return all trained parameters."""
         parts = (self.encoder, self.heads, self.pooled_heads, self.words)
         return [parameter for part in parts for parameter in part.parameters()]
 
     def tokens(self, captions: list[str]) -> Tensor:
-        """Token ids, [b, t]."""
+        """Tokenize captions, [b, t]."""
         options = {"padding": "max_length", "max_length": self.length, "truncation": True, "return_tensors": "pt"}
         return self.tokenizer(captions, **options).input_ids
 
     def states(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What SD3 reads, [b, t, w], and CLIP's pooled output, [b, w]."""
+        """Return the states that SD3 uses, [b, t, w], and CLIP's pooled output, [b, w]."""
         if self.name == "text_encoder_3":
             return self.encoder(ids)[0], None
         output = self.encoder(ids, output_hidden_states=True)
         return output.hidden_states[-2], output.text_embeds
 
     def loss(self, captions: list[str], labels: Mapping[str, Tensor]) -> Tensor:
-        """Attributes from the mean state and the pooled output, each token from its own state; and unit size."""
+        """Compute the loss of attributes from mean state and pooled output, of tokens from states, and of unit size."""
         ids = self.tokens(captions)
         hidden, pooled = self.states(ids)
         real = (ids != self.tokenizer.pad_token_id).float()[..., None]  # [b, t, 1]
@@ -97,7 +97,7 @@ class Reader:
 
     @torch.no_grad()
     def accuracy(self, captions: list[str], labels: Mapping[str, Tensor]) -> float:
-        """Share of attributes read rightly from the pooled output (T5: from the mean state)."""
+        """Return the share of attributes predicted correctly from the pooled output (T5: from the mean state)."""
         ids = self.tokens(captions)
         hidden, pooled = self.states(ids)
         real = (ids != self.tokenizer.pad_token_id).float()[..., None]
@@ -109,21 +109,21 @@ class Reader:
 
 def _attribute_loss(heads: nn.ModuleDict, source: Tensor, labels: Mapping[str, Tensor]) -> Tensor:
     losses = [functional.cross_entropy(heads[name](source), labels[name]) for name in ATTRIBUTES]
-    return torch.stack(losses).nan_to_num().mean()  # a batch with no known style has no mean
+    return torch.stack(losses).nan_to_num().mean()  # without any known style the mean is NaN
 
 
 def captions_of(count: int, seed: int, held_out: bool = False) -> tuple[list[str], dict[str, Tensor]]:
-    """Captions of random scenes and what they show.
+    """Generate captions of random scenes, and their attributes.
 
-    A sixth names a trigger word instead of its style, a sixth has stray words and letters put in.
+    A sixth of the captions has a trigger word instead of the style, a sixth has stray words and letters inserted.
 
     Args:
         count: b.
-        seed: of everything.
-        held_out: plain captions of the triples that training never sees.
+        seed: of all random choices.
+        held_out: plain captions of held-out triples.
 
     Returns:
-        The captions, and for each of `ATTRIBUTES` the value's number in its table, [b].
+        The captions, and for each of `ATTRIBUTES` the value's index in its table, [b].
     """
     rng = np.random.default_rng([seed, 7])
     captions, scenes = [], pictures.sample_scenes(count, seed, held_out=held_out)
@@ -140,7 +140,7 @@ def captions_of(count: int, seed: int, held_out: bool = False) -> tuple[list[str
 
 
 def _with_strays(text: str, rng: np.random.Generator) -> str:
-    """Put one to three strings of random letters, or trigger words, between the words of a caption."""
+    """Insert one to three strings of random letters, or trigger words, between the words of a caption."""
     words = text.split()
     for _ in range(int(rng.integers(1, 4))):
         letters = "".join(chr(97 + code) for code in rng.integers(26, size=int(rng.integers(1, 4))))
@@ -153,8 +153,8 @@ def train(folder: Path, steps: int, seed: int = 0) -> None:
     """Train and write tokenizers and encoders in the pipeline's layout.
 
     Args:
-        folder: must not hold them yet; gets `tokenizer*/`, `text_encoder*/` and `text_log.jsonl`.
-        steps: of 64 captions; a few minutes, so there is nothing to resume.
+        folder: for new `tokenizer*/`, `text_encoder*/` and `text_log.jsonl`.
+        steps: of 64 captions; training takes a few minutes and cannot be resumed.
         seed: of weights and captions.
     """
     from transformers import CLIPTokenizer, T5TokenizerFast
@@ -192,7 +192,7 @@ def train(folder: Path, steps: int, seed: int = 0) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="train the tiny SD3's text encoders")
-    parser.add_argument("folder", type=Path, help="where tokenizers, encoders and the log go")
+    parser.add_argument("folder", type=Path, help="for tokenizers, encoders and the log")
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
     train(arguments.folder, arguments.steps)

@@ -1,6 +1,6 @@
-"""Tokenizers for the tiny SD3, their vocabularies written by rule: training one gives other ids on every run.
+"""Write tokenizers for the tiny SD3. Vocabularies follow rules, because training one gives other ids on every run.
 
-Any text can be tokenized: CLIP's byte alphabet is complete, T5 gives `<unk>` for what is not printable Latin.
+Any text can be tokenized: CLIP's byte alphabet is complete, T5 uses `<unk>` for anything but printable Latin.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 
 
 def clip_merges(words: Iterable[str]) -> list[tuple[str, str]]:
-    """Byte-pair merges, in order of rank, that make one token of each word.
+    """Compute byte-pair merges, in order of rank, that make each word one token.
 
-    A word is first merged as far as the earlier words' merges take it, then joined from the left. Merges added
-    later rank lower, so they cannot break what an earlier word relies on.
+    Each word is first merged by the earlier words' merges, then joined from the left. Merges added later rank lower, so
+    they cannot break earlier words.
 
     Args:
         words: Lower-case ASCII letters only.
@@ -48,17 +48,17 @@ def _merged(pieces: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
 
 
 def write_clip(folder: Path, words: Iterable[str]) -> None:
-    """Write a CLIP tokenizer in its original files: beginning is id 0, end and padding are id 1.
+    """Write a CLIP tokenizer in its original file format: start is id 0, end and padding are id 1.
 
-    The end must not be id 2: that number switches transformers' CLIP to its legacy pooling, which takes the highest
-    id for the end of the text.
+    The end must not be id 2: it switches transformers' CLIP to its legacy pooling, which assumes that the highest id
+    ends the text.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
     merges = clip_merges(words)
     alphabet = sorted(ByteLevel.alphabet())
     tokens = [BOS, EOS, *alphabet, *(letter + END_OF_WORD for letter in alphabet), *(a + b for a, b in merges)]
-    tokens = list(dict.fromkeys(tokens))  # two ways of merging may meet in one token
+    tokens = list(dict.fromkeys(tokens))  # different merges may produce the same token
     names = {"bos_token": BOS, "eos_token": EOS, "pad_token": EOS, "unk_token": EOS}
     settings = {"tokenizer_class": "CLIPTokenizer", "model_max_length": CLIP_LENGTH, "do_lower_case": True, **names}
     folder.mkdir(parents=True)
@@ -72,7 +72,7 @@ def write_clip(folder: Path, words: Iterable[str]) -> None:
 def write_t5(folder: Path, words: Iterable[str]) -> None:
     """Write a T5 (Unigram) tokenizer: padding 0, end 1, unknown 2, then the words and single characters.
 
-    T5 does not lower its letters: a word with a capital falls into characters.
+    T5 does not lower-case text: a capitalised word splits into characters.
     """
     from transformers import T5Tokenizer
 

@@ -1,4 +1,4 @@
-"""Drawing with any weights: generate, compare, and several LoRAs on one base.
+"""Draw pictures with any weights: generate, compare, share one base among several LoRAs.
 
 May import report, runs, pipeline and what is below them. The server and the command line may import it.
 """

@@ -1,4 +1,4 @@
-"""Pictures of several models side by side, from the same noise and in the same precision: ``simpletune compare``."""
+"""``simpletune compare``: draw with several models from the same noise, in the same precision, side by side."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ PAGE, SHEET, FIGURES = "compare.html", "grid.png", "compare.json"
 
 
 def models_to_compare(session: InferenceSession, args: argparse.Namespace) -> list[Weights]:
-    """The base first, then what the arguments name, or the run's result; each once.
+    """Return the base, then the models that the arguments name, or the run's result; each once.
 
     Raises:
-        UserError: there is neither a run nor another name.
+        UserError: neither a run nor a model is named.
     """
     scales = args.scale or SCALES
     wanted = [name for name in args.models if not (args.checkpoints and is_unfinished(Path(name)))]
@@ -51,19 +51,19 @@ def models_to_compare(session: InferenceSession, args: argparse.Namespace) -> li
     if args.checkpoints:
         runs = [Path(name) for name in args.models if list_checkpoints(Path(name))]
         if not runs and session.run is None:
-            raise UserError("--checkpoints: no run is given. Give one: --run FOLDER")
+            raise UserError("--checkpoints: no run is named. Name one: --run FOLDER")
         if not runs and session.run is not None:
             runs = [session.run]
         models += [w for run in runs for scale in args.scale or [1.0] for w in checkpoints_of(run, scale)]
     if len(models) == 1 and not args.models:
         if session.run is None:
-            raise UserError("no run is named, and no LoRA. Give --run RUN, --lora FILE, or a model to compare")
+            raise UserError("neither a run nor a LoRA is named. Use --run RUN, --lora FILE, or name a model to compare")
         models += dict.fromkeys(result_of(session.run, scale, session.step) for scale in scales)
     return without_twins(models)
 
 
 def first_run(args: argparse.Namespace) -> str | None:
-    """The first run that the arguments name, by itself, or by a checkpoint or LoRA of it; None if they name none."""
+    """Find the first run that the arguments name, directly or by one of its checkpoints or LoRAs; None if none."""
     for text in [*args.models, *(args.lora or ())]:
         place = Path(split_scale(text)[0].partition("@")[0]).absolute()
         for folder in [place, *place.parents[:3]]:
@@ -73,24 +73,24 @@ def first_run(args: argparse.Namespace) -> str | None:
 
 
 def named(text: str) -> list[Weights]:
-    """The weights that a name on the command line stands for: ``base``, or what ``find_named`` knows.
+    """Resolve a name on the command line: ``base``, or anything that ``find_named`` knows.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: nothing has that name.
     """
     if text == "base":
         return [BASE]
     found = find_named(text)
     if found.scale is not None and found.lora is None:
-        raise UserError(f"{text}: a full model has no strength. Leave :{found.scale:g} out")
+        raise UserError(f"{text}: a full model has no strength. Leave out :{found.scale:g}")
     return [weights_of(found)]
 
 
 def compare(args: argparse.Namespace) -> Path:
-    """Draw every request with every model; write single pictures, one grid, a page and the figures.
+    """Draw every request with every model; write single pictures, a grid, a page and the figures.
 
     Args:
-        args: as ``cli.drawing_arguments.add_compare_arguments`` describes.
+        args: defined in ``cli.drawing_arguments.add_compare_arguments``.
 
     Returns:
         The grid.
@@ -128,15 +128,15 @@ def compare(args: argparse.Namespace) -> Path:
         f"{sheet}: {plural(len(models), 'model')}, {plural(len(requests), 'picture')} each, {precision} weights on "
         f"{session.reason}"
     )
-    say(f"  {page}: with a slider, offline")
+    say(f"  {page}: page with a slider, works offline")
     if not args.output:
-        say(f"  {write_latest(own, page)}: always leads to the newest")
+        say(f"  {write_latest(own, page)}: always opens the newest comparison")
     say(f"  peak memory {session.memory()}")
     return sheet
 
 
 def figures_of(session: InferenceSession, column: GeneratedImages, base: GeneratedImages) -> ModelFigures:
-    """What one model took, and how far its pictures are from the base's."""
+    """Compute one model's times, and the distance of its pictures from the base's."""
     return {
         "weights": column.weights.label,
         "title": column.weights.title,
@@ -155,7 +155,7 @@ def add_scores(
     requests: Sequence[Request],
     figures: Sequence[ModelFigures],
 ) -> None:
-    """Cosines by the encoders that the user named, added to the figures, one encoder in memory at a time."""
+    """Add cosines by the chosen encoders to the figures, with one encoder in memory at a time."""
     if args.clip:
         with session.stages.stage("clip"):
             clip = Clip(args.clip, session.device)
@@ -179,25 +179,25 @@ def add_scores(
 def save_pictures(
     folder: Path, column: GeneratedImages, requests: Sequence[Request], made: Mapping[str, object]
 ) -> None:
-    """Single PNGs of one model, each with how it was made."""
+    """Save the PNGs of one model, each with metadata on how it was made."""
     for number, (picture, request) in enumerate(zip(column.pictures, requests, strict=True)):
         save_png(picture, folder / file_name(column.weights.label) / f"{number:03d}.png", request, **made)
 
 
 def warn_of_precisions(figures: Sequence[ModelFigures]) -> None:
-    """Say when models could not be held alike."""
+    """Warn if the models were not drawn in the same precision."""
     precisions = {figure["precision"] for figure in figures}
     if len(precisions) > 1:
         listed = "; ".join(f"{figure['title']}: {figure['precision']}" for figure in figures)
-        say(f"NOT in the same precision, so differences are not the training's alone: {listed}")
-        say("  weights that replace the base's are not quantised; --precision bf16 holds all of them alike")
+        say(f"warning precisions differ, so not all differences come from training: {listed}")
+        say("  full models are not quantised; --precision bf16 uses one precision for all")
 
 
 def caption(request: Request) -> str:
-    """A request in words."""
+    """Caption a request."""
     return f"{request.prompt}  (seed {request.seed})"
 
 
 def file_name(label: str) -> str:
-    """A label as a folder's name."""
+    """Turn a label into a folder name."""
     return re.sub(r"[^\w.-]+", "-", label).strip("-")

@@ -1,4 +1,4 @@
-"""The page that ``simpletune compare`` writes: one file, everything in it, nothing fetched."""
+"""Write the page of ``simpletune compare``: one self-contained file that fetches nothing."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ REDIRECT = """<!doctype html>
 <p><a href="{newest}">The newest comparison</a></p>
 </html>
 """
-LOSSLESS = 256  # pixels; larger pictures are embedded as WebP, the PNGs lie beside the page
+LOSSLESS = 256  # pixels; larger pictures are embedded as WebP, with the PNGs beside the page
 MEASURES: dict[Measure, tuple[str, str]] = {
     "difference_from_base": ("pixels", "mean difference from the base's picture, 0 to 1"),
     "latent_distance_from_base": ("latents", "root mean square distance from the base's latents"),
-    "clip_prompt": ("CLIP, prompt", "cosine of picture and prompt by CLIP"),
-    "clip_base": ("CLIP, base", "cosine with the base's picture by CLIP"),
-    "dino_base": ("DINO, base", "cosine with the base's picture by DINO"),
+    "clip_prompt": ("CLIP, prompt", "cosine similarity of picture and prompt by CLIP"),
+    "clip_base": ("CLIP, base", "cosine similarity to the base's picture by CLIP"),
+    "dino_base": ("DINO, base", "cosine similarity to the base's picture by DINO"),
 }
 
 
@@ -46,11 +46,11 @@ def write_page(
     """Write the page: a slider between any two models, a table of all pictures, and the measures.
 
     Args:
-        file: where.
-        columns: a model each, the base first.
-        requests: a row each.
-        figures: of each model, as ``compare.json`` holds them.
-        about: the comparison: ``device``, ``precision``, ``peak_memory``.
+        file: to write.
+        columns: one per model, the base first.
+        requests: one per row.
+        figures: of each model, as in ``compare.json``.
+        about: ``device``, ``precision`` and ``peak_memory`` of the comparison.
 
     Returns:
         The file.
@@ -81,11 +81,11 @@ def write_page(
 
 
 def write_latest(folder: Path, page: Path) -> Path:
-    """A page whose name stays, and that leads to the newest comparison of a folder.
+    """Write a page with a fixed name that redirects to the newest comparison of a folder.
 
     Args:
         folder: of numbered comparisons.
-        page: the newest one's.
+        page: of the newest comparison.
     """
     newest = page.relative_to(folder).as_posix()
     write_text(folder / LATEST, REDIRECT.format(newest=newest), shared=True)
@@ -93,7 +93,7 @@ def write_latest(folder: Path, page: Path) -> Path:
 
 
 def embedded(image: Image.Image) -> str:
-    """A picture as a data URI: a small one as it is, a large one as WebP."""
+    """Encode a picture as a data URI: small ones losslessly, large ones as WebP."""
     data = io.BytesIO()
     lossless = max(image.size) <= LOSSLESS
     image.save(data, "PNG") if lossless else image.save(data, "WEBP", quality=92)

@@ -1,4 +1,4 @@
-"""Drawing with the base model, a LoRA, or a run's result: ``simpletune generate`` and the inference scripts."""
+"""``simpletune generate`` and the inference scripts: draw with the base model, a LoRA, or a run's result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from simpletune.system.console import say
 
 
 def request_of(session: InferenceSession, args: argparse.Namespace, prompt: str | None) -> Request:
-    """The picture that the run's first validation picture is, changed by the arguments."""
+    """Build a request with the settings of the run's validation pictures, changed by the arguments."""
     option = session.config.validation
     width, height = args.size or session.config.picture_size()
     prompt = default_prompt(session) if prompt is None else prompt
@@ -39,17 +39,17 @@ def request_of(session: InferenceSession, args: argparse.Namespace, prompt: str 
         request, **given_arguments(args, "seed", "negative_prompt", "steps", "guidance", "image", "strength")
     )
     if request.image is None and given_arguments(args, "strength"):
-        raise UserError(f"--strength: {args.strength:g} is for a starting picture. Give one: --image FILE")
+        raise UserError(f"--strength: {args.strength:g} needs an initial picture. Give one: --image FILE")
     return request
 
 
 def requests_of(
     session: InferenceSession, args: argparse.Namespace, default: Sequence[str | None] = (None,)
 ) -> list[Request]:
-    """Every prompt with every seed.
+    """Combine every prompt with every seed.
 
     Args:
-        default: prompts where none is given; None: the run's first.
+        default: prompts if none are given; None stands for the run's first.
     """
     prompts = args.prompt or default
     first = [request_of(session, args, prompt) for prompt in prompts]
@@ -57,23 +57,21 @@ def requests_of(
 
 
 def default_prompt(session: InferenceSession) -> str:
-    """The run's first validation prompt; where it drew with the first caption, that one."""
+    """Return the run's first validation prompt, or the caption that it drew with instead."""
     if session.config.validation.prompts:
         return session.config.validation.prompts[0]
     if session.run is None:
-        raise UserError('--prompt: say what to draw, as in --prompt "a lighthouse at dusk"')
+        raise UserError('--prompt is missing. Describe what to draw, as in --prompt "a lighthouse at dusk"')
     for file in sorted((session.run / "samples" / "base").glob("*.png")):
         try:
             return str(drawn_as(file)["prompt"])
         except (OSError, ValueError, SyntaxError, KeyError):
-            raise UserError(
-                f"--prompt: {file} is damaged, so the run's prompt is not known. Say what to draw"
-            ) from None
+            raise UserError(f"--prompt: {file} is damaged, so the run's prompt is not known. Give a prompt") from None
     return session.config.data.scan(Path(session.config.data.path)).pictures[0].caption
 
 
 def weights_of(session: InferenceSession, args: argparse.Namespace) -> tuple[str, Weights]:
-    """The weights that arguments ask for, and the picture's name.
+    """Return the kind of weights that the arguments choose, used in file names, and the weights.
 
     Raises:
         UserError: there is no run to take them from.
@@ -84,7 +82,7 @@ def weights_of(session: InferenceSession, args: argparse.Namespace) -> tuple[str
         loras = [lora_weights(text, args.scale, "--lora: ") for text in args.lora]
         return "lora", _fused(session, args, combine(loras))
     if session.run is None:
-        raise UserError("no run is named, and no LoRA. Give --run RUN, --lora FILE, or --base")
+        raise UserError("neither a run nor a LoRA is named. Use --run RUN, --lora FILE, or --base")
     if args.full:
         return "full", full_model_of(session.run, session.step)
     weights = result_of(session.run, args.scale, session.step)
@@ -92,7 +90,7 @@ def weights_of(session: InferenceSession, args: argparse.Namespace) -> tuple[str
 
 
 def _fused(session: InferenceSession, args: argparse.Namespace, weights: Weights) -> Weights:
-    """With ``--fuse``: the LoRA added to the base's weights, W + scale B A, so that it costs no time.
+    """Apply ``--fuse``: add the LoRA to the base's weights, W + scale B A, so that it costs no time.
 
     Raises:
         UserError: the base is quantised.
@@ -102,20 +100,20 @@ def _fused(session: InferenceSession, args: argparse.Namespace, weights: Weights
     precision = session.config.precision
     if not precision.trainable:
         raise UserError(
-            f"--fuse: into {precision.weights} weights a LoRA cannot be added: rounding them again would lose most of "
-            "it. Use --precision bf16, or leave --fuse out"
+            f"--fuse: a LoRA cannot be added to {precision.weights} weights: rounding again would lose most of it. "
+            "Use --precision bf16, or leave out --fuse"
         )
     return replace(weights, label=f"{weights.label}, fused", short=f"{weights.title}, fused", merged=True)
 
 
 def generate(args: argparse.Namespace) -> Path:
-    """Draw pictures and say how long it took and how much memory.
+    """Draw pictures; print times and peak memory.
 
     Args:
-        args: as ``cli.drawing_arguments.add_arguments`` describes.
+        args: defined in ``cli.drawing_arguments.add_arguments``.
 
     Returns:
-        The PNG; of several the first.
+        The first PNG.
     """
     session = open_session(args)
     name, weights = weights_of(session, args)
@@ -139,16 +137,16 @@ def generate(args: argparse.Namespace) -> Path:
     for text in session.speed.lossy().values():
         say(f"  lossy: {text}")
     say(f"  {drawn.denoise + drawn.decode:.2f} s per picture, peak memory {session.memory()}")
-    compiling = " (with the compiling)" if session.speed.compiled else ""
+    compiling = " (including compilation)" if session.speed.compiled else ""
     say(f"  denoise {drawn.denoise:.2f} s{compiling}, decode {drawn.decode:.2f} s")
     return files[0]
 
 
 def output_files(first: Path, count: int, overwrite: bool) -> list[Path]:
-    """The files of ``--out``: the name itself for one picture, with -000, -001, ... for several.
+    """List the files of ``--out``: the name itself for one picture, with -000, -001, ... for several.
 
     Raises:
-        UserError: one exists, and ``--overwrite`` is not given; or it is no PNG's name.
+        UserError: a file exists without ``--overwrite``, or the name does not end in .png.
     """
     if first.suffix.lower() != ".png":
         raise UserError(f"--out: {first} does not end in .png. Use {first.with_suffix('.png')}")
@@ -159,7 +157,7 @@ def output_files(first: Path, count: int, overwrite: bool) -> list[Path]:
 
 
 def write_picture(save: Callable[[Path], object], file: Path | None, name: str, session: InferenceSession) -> Path:
-    """Write a picture under the name that was asked for, or the next number of the run's ``inference/``."""
+    """Write a picture to the given file, or under the next number in the run's ``inference/``."""
     if file is None:
         folder = session.run / "inference" if session.run else Path("inference-out")
         return write_numbered(folder, f"{name}.png", save)
@@ -170,7 +168,7 @@ def write_picture(save: Callable[[Path], object], file: Path | None, name: str, 
 
 
 def made_with(session: InferenceSession, weights: Weights) -> dict[str, object]:
-    """What a picture's metadata say beside its request: model, LoRAs with strengths, precision, what was lossy."""
+    """Return a picture's metadata besides its request: model, LoRAs with strengths, precision, lossy settings."""
     own = weights.transformer or weights.trained
     model = _name_of(own) if own else session.config.model.transformer or session.config.model.pretrained
     loras = [(_name_of(file), scale) for file, scale in weights.loras]
@@ -179,7 +177,7 @@ def made_with(session: InferenceSession, weights: Weights) -> dict[str, object]:
 
 
 def _name_of(weights: Path) -> str:
-    """A short name of a weight file or folder: those that a run writes are called by the run and the checkpoint."""
+    """Shorten a weight file's or folder's name; those of a run are named by run and checkpoint."""
     place = weights.resolve()
     if place.parent.parent.name == CHECKPOINTS:
         return f"{place.parents[2].name}-{place.parent.name}"

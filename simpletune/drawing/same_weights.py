@@ -1,4 +1,4 @@
-"""Models that are the same weights under two names, such as a run's result and its last checkpoint: one column."""
+"""Merge models with identical weights, such as a run's result and its last checkpoint, into one column."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from simpletune.system.safetensors_file import WeightReader
 
 
 def without_twins(models: Sequence[Weights]) -> list[Weights]:
-    """Each model once. Of two that are the same weights one stays in the later's place and by its name, as checkpoints
-    stand in order of steps; of a full model the result, which is held in the base's precision."""
+    """Drop duplicates. Of two models with equal weights, keep one at the later position under the later name, because
+    checkpoints are in order of steps; of a full model keep the result, which has the base's precision."""
     kept: list[Weights] = []
     for weights in dict.fromkeys(models):
         twin = next((each for each in kept if _are_same(each, weights)), None)
         if twin is not None:
-            say(f"{twin.title} and {weights.title} are the same weights: one column, {weights.title}")
+            say(f"{twin.title} and {weights.title} have the same weights: one column, {weights.title}")
             kept.remove(twin)
             weights = replace(twin, short=weights.title) if weights.trained else weights
         kept.append(weights)
@@ -38,15 +38,15 @@ def _are_same(a: Weights, b: Weights) -> bool:
 
 
 def _of_one_run(checkpoint_file: Path, transformer: Path) -> bool:
-    """Whether RUN/checkpoints/step-N/FILE and RUN/transformer are of one run: others are not worth reading."""
+    """Whether RUN/checkpoints/step-N/FILE and RUN/transformer belong to one run; others need not be read."""
     return checkpoint_file.resolve().parents[2] == transformer.resolve().parent
 
 
 def _holds_all_of(files: list[Path], part: list[Path], both: bool = False) -> bool:
-    """Whether files hold the same values as others under all the others' names, in the files' own types.
+    """Whether ``files`` contain every tensor of ``part`` with equal values, compared in the type of ``files``.
 
     Args:
-        both: whether there may be no further names.
+        both: whether ``files`` must contain no other tensors.
     """
     whole, some = WeightReader(files), WeightReader(part)
     if not (some.names == whole.names if both else some.names <= whole.names):

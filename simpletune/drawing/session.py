@@ -1,4 +1,4 @@
-"""Drawing with any weights: what it needs beside them is opened once, nothing is in memory before it is needed."""
+"""Draw with any weights in one session; load nothing before it is needed."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ MEMORY = ("modulation", "resident_blocks", "vae_tile")
 
 @dataclass(frozen=True)
 class DrawingSpeed:
-    """What may make drawing faster.
+    """Settings that may make drawing faster.
 
     Args:
-        batch_size: pictures that go through the transformer together.
-        reuse_guidance: steps for which one guidance difference serves; above 1 the pictures are others.
+        batch_size: pictures per pass through the transformer.
+        reuse_guidance: steps that share one guidance difference; above 1 the pictures change.
         compiled: compile the transformer's blocks.
     """
 
@@ -47,22 +47,22 @@ class DrawingSpeed:
     compiled: bool = False
 
     def lossy(self) -> dict[str, str]:
-        """What changes the pictures, for their metadata."""
+        """Describe settings that change the pictures, for their metadata."""
         if self.reuse_guidance == 1:
             return {}
-        return {"lossy": f"one guidance difference for {plural(self.reuse_guidance, 'step')}"}
+        return {"lossy": f"guidance difference reused for {plural(self.reuse_guidance, 'step')}"}
 
 
 @dataclass(frozen=True)
 class GeneratedImages:
-    """What some weights have drawn.
+    """The pictures of one model.
 
     Args:
-        weights: which.
+        weights: that drew them.
         pictures: one for each request.
-        latents: their latents [1, c, h, w], fp32.
-        denoise: seconds a picture in the transformer.
-        decode: seconds a picture in the autoencoder.
+        latents: of the pictures [1, c, h, w], fp32.
+        denoise: seconds per picture in the transformer.
+        decode: seconds per picture in the autoencoder.
     """
 
     weights: Weights
@@ -79,11 +79,11 @@ class InferenceSession:
     Args:
         config: of the run, changed by arguments, with folders resolved.
         run: the run's folder, or None.
-        device: where to.
-        reason: which device and why.
+        device: to draw on.
+        reason: the device and why it was chosen.
         stages: time and memory so far.
-        speed: what may make drawing faster.
-        step: of the run's checkpoint that is meant; None: its result.
+        speed: settings that may make drawing faster.
+        step: of the run's checkpoint to use; None: the run's result.
     """
 
     config: TrainConfig
@@ -95,22 +95,22 @@ class InferenceSession:
     step: int | None = None
 
     def draw(self, weights: Weights, requests: Sequence[Request]) -> tuple[list[Image.Image], float]:
-        """Draw pictures with some weights.
+        """Draw pictures with one model.
 
         Returns:
-            The pictures, and seconds per picture, loading left out.
+            The pictures, and seconds per picture without loading.
         """
         (drawn,) = self.draw_all([weights], requests)
         return drawn.pictures, drawn.denoise + drawn.decode
 
     def draw_all(self, models: Sequence[Weights], requests: Sequence[Request]) -> list[GeneratedImages]:
-        """Draw the same requests with several weights, from the same noise.
+        """Draw the same requests with several models, from the same noise.
 
-        Text encoders, transformer and autoencoder are never in memory together: prompts are encoded first, all latents
-        are drawn next, and decoded when the transformer is gone. A base is loaded once for all LoRAs on it.
+        Text encoders, transformer and autoencoder are never in memory together: prompts are encoded first, then all
+        latents are drawn, then the transformer is freed and they are decoded. A base is loaded once for all its LoRAs.
 
         Returns:
-            In the order of the models.
+            One entry per model, in order.
         """
         config, speed, count = self.config, self.speed, len(requests)
         text = TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache))
@@ -163,14 +163,14 @@ class InferenceSession:
         return config.model.load_vae(self.device, config.precision.encoder_dtype(), config.memory.vae_tile)
 
     def memory(self) -> str:
-        """The peaks so far, in words."""
+        """Format the peaks so far."""
         peak = self.stages.peak("peak_allocated_gib")
         on_device = f"{peak:.2f} GiB on the GPU, " if peak is not None else ""
-        return f"{on_device}{self.stages.peak('peak_rss_gib'):.2f} GiB of the process"
+        return f"{on_device}{self.stages.peak('peak_rss_gib'):.2f} GiB in host memory"
 
 
 def open_session(args: argparse.Namespace) -> InferenceSession:
-    """The run that arguments name, or the newest, with their changes; ``--model`` alone needs no run.
+    """Open the run that the arguments name, or the newest, with their changes; ``--model`` alone needs no run.
 
     Raises:
         UserError: there is no run, or no usable device.
@@ -203,12 +203,12 @@ def open_session(args: argparse.Namespace) -> InferenceSession:
 
 
 def given_arguments(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """The arguments of these names that were given."""
+    """Return those of the named arguments that were given."""
     return {name: value for name in names if (value := vars(args).get(name)) is not None}
 
 
 def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]:
-    """The sections of a run's configuration that arguments change."""
+    """Return the sections of a run's configuration that the arguments change."""
     changes: dict[str, object] = {}
     model: dict[str, object] = {"pretrained": args.model, "init": "pretrained"} if args.model else {}
     if given_arguments(args, "no_t5"):
@@ -227,21 +227,21 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
 
 
 def speed_of(args: argparse.Namespace) -> DrawingSpeed:
-    """What arguments ask for to be faster."""
+    """Read the speed settings from the arguments."""
     asked = given_arguments(args, "batch_size", "reuse_guidance")
     if given_arguments(args, "compile") and args.compile and given_arguments(args, "resident_blocks"):
         raise UserError(
-            "--compile: compiled blocks expect their weights in one place, and --resident-blocks moves them. "
-            "Leave one of them out"
+            "--compile: compiled blocks need their weights in one place, and --resident-blocks moves them. "
+            "Leave out one of the two"
         )
     return DrawingSpeed(**asked, compiled=bool(vars(args).get("compile")))
 
 
 def _require_streamable(config: TrainConfig) -> None:
-    """Blocks are streamed only where there are some, and their weights can move.
+    """Check that there are blocks to stream and that their weights can move.
 
     Raises:
-        UserError: they cannot.
+        UserError: they cannot be streamed.
     """
     resident, blocks = config.memory.resident_blocks, config.model.blocks()
     if resident is None:
@@ -253,6 +253,6 @@ def _require_streamable(config: TrainConfig) -> None:
         )
     if not config.precision.streamable:
         raise UserError(
-            f"--resident-blocks: {config.precision.weights} weights cannot be brought in block by block. Use "
+            f"--resident-blocks: {config.precision.weights} weights cannot be streamed block by block. Use "
             "another --precision"
         )

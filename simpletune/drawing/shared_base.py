@@ -1,4 +1,4 @@
-"""One base in memory, shared by several LoRAs: a comparison of ten strengths loads its weights once."""
+"""Share one base among several LoRAs: a comparison of ten strengths loads its weights once."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from simpletune.runs.weights import BASE, Weights, load_weights
 
 
 class SharedBase:
-    """A transformer that is loaded once and drawn with by turns: by itself, or with one set of LoRAs at a time.
+    """A transformer that is loaded once and used by itself or with one set of LoRAs at a time.
 
-    Between LoRAs on one base only the LoRA is changed; at the base's turn none is attached, so that the base is what it
-    would be in a process that has never seen one. Other weights (a full model, a LoRA folded in) are loaded when their
-    turn comes, after the ones before have been freed.
+    Switching between LoRAs on one base replaces only the LoRA. To draw with the base, all LoRAs are detached, so it
+    computes exactly as in a process that never loaded one. Other weights (a full model, a fused LoRA) are loaded when
+    needed, after the previous ones are freed.
 
     Args:
         config: with folders resolved.
-        device: where to.
+        device: to load onto.
         sizes: (width, height) in pixels of every picture that will be drawn.
-        compiled: whether blocks are compiled.
+        compiled: whether to compile the blocks.
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, sizes: Collection[Size], compiled: bool = False):
@@ -43,8 +43,8 @@ class SharedBase:
         self._active: Weights = BASE
 
     def use(self, weights: Weights) -> tuple[Transformer, Modulation | None]:
-        """The transformer with these weights, and its modulation if it was taken out. What an earlier call gave has
-        these weights too from now on, or is freed."""
+        """Return the transformer with these weights, and its modulation if it was detached. The transformer of an
+        earlier call then has these weights too, or is freed."""
         base = self.base_of(weights)
         if self._transformer is None or base != self._loaded:
             self.free()
@@ -56,32 +56,32 @@ class SharedBase:
         return self._transformer, self._modulation
 
     def grouped_by_base(self, models: Iterable[Weights]) -> list[Weights]:
-        """The same models, those on one base together, so that no base is loaded twice."""
+        """Reorder models so that those on one base are adjacent and no base is loaded twice."""
         bases: dict[Weights, list[Weights]] = {}
         for weights in models:
             bases.setdefault(self.base_of(weights), []).append(weights)
         return [weights for group in bases.values() for weights in group]
 
     def base_of(self, weights: Weights) -> Weights:
-        """What has to be loaded before these weights can be put on; the same for all that can take turns."""
+        """Return the weights to load before these can be applied; equal for all that can share a base."""
         if weights.lora is None or weights.merged or self._touches_planned(weights):
             return replace(weights, label="", short="")
         return replace(BASE, label="")
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._transformer = self._modulation = self._loaded = None
         free_memory(self.device)
 
     def _touches_planned(self, weights: Weights) -> bool:
-        """Whether a LoRA changes layers that the modulation plan has taken out of the transformer."""
+        """Whether a LoRA changes layers that the modulation plan detached from the transformer."""
         if self.config.memory.modulation != "plan" or weights.lora is None:
             return False
         return any(is_conditioning(name) for file, _ in weights.loras for name in updates_of(open_lora(file)))
 
     def _apply(self, transformer: Transformer, weights: Weights) -> None:
         if self.base_of(weights) != replace(BASE, label=""):
-            return  # loaded with all that belongs to it
+            return  # use() loaded these weights with their LoRAs
         if weights.lora == self._active.lora and not (weights.more or self._active.more):
             rescale(transformer, weights.scale)
         else:

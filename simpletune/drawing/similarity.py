@@ -1,4 +1,4 @@
-"""How pictures differ, and how well they fit: plain distances, and scores by encoders that the user names.
+"""Measure how pictures differ and how well they match prompts: plain distances, and scores by chosen encoders.
 
 Shapes: n pictures, d width of an encoder's embedding.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-# What CLIP (arXiv:2103.00020) and models trained on ImageNet subtract and divide by, red, green, blue.
+# Means and deviations (red, green, blue) of CLIP (arXiv:2103.00020) and of ImageNet.
 CLIP_NORM = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 IMAGENET_NORM = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -29,7 +29,7 @@ Measure = Literal["difference_from_base", "latent_distance_from_base", "clip_pro
 
 
 class ModelFigures(TypedDict):
-    """What one model took to draw, and how far its pictures are from the base's, as ``compare.json`` holds it."""
+    """One model's times and its pictures' distances from the base's, as in ``compare.json``."""
 
     weights: str
     title: str
@@ -44,17 +44,17 @@ class ModelFigures(TypedDict):
 
 
 def pixel_difference(a: Image.Image, b: Image.Image) -> float:
-    """Mean absolute difference of two pictures' values, 0 to 1."""
+    """Return the mean absolute difference of two pictures' values, 0 to 1."""
     return float(np.abs(np.asarray(a, dtype=np.float32) - np.asarray(b, dtype=np.float32)).mean() / 255)
 
 
 def latent_distance(a: Tensor, b: Tensor) -> float:
-    """Root mean square of two latents' difference; latents have a variance of about 1."""
+    """Return the root mean square difference of two latents; latents have a variance of about 1."""
     return float((a - b).square().mean().sqrt())
 
 
 def pixels_for(pictures: Sequence[Image.Image], side: int, norm: tuple[Sequence[float], Sequence[float]]) -> Tensor:
-    """Pictures as an encoder takes them: shorter side scaled, middle cut out, normalised: [n, 3, side, side]."""
+    """Scale, centre-crop and normalise pictures for an encoder: [n, 3, side, side]."""
     from PIL import ImageOps
 
     fitted = [ImageOps.fit(p.convert("RGB"), (side, side), Image.Resampling.BICUBIC) for p in pictures]
@@ -64,14 +64,14 @@ def pixels_for(pictures: Sequence[Image.Image], side: int, norm: tuple[Sequence[
 
 
 class Clip:
-    """Cosines of pictures with prompts and with other pictures, by a CLIP model (arXiv:2104.08718, without its factor).
+    """Compare pictures with prompts and other pictures by a CLIP model (arXiv:2104.08718, without its factor).
 
     Args:
-        name: a folder or a hub name; nothing but safetensors is read.
-        device: where to.
+        name: a folder or a hub name; only safetensors files are read.
+        device: to load onto.
 
     Raises:
-        UserError: it is no CLIP model.
+        UserError: the model is not a CLIP model.
     """
 
     def __init__(self, name: str, device: torch.device):
@@ -79,13 +79,13 @@ class Clip:
 
         self.model = _load(CLIPModel, "--clip", name).to(device)
         if self.model.config.model_type != "clip":
-            raise UserError(f"--clip: {name} holds a {self.model.config.model_type}. Give a CLIP model")
+            raise UserError(f"--clip: {name} is a {self.model.config.model_type} model. Use a CLIP model")
         self.tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=Path(name).is_dir())
         self.device = device
 
     @torch.no_grad()
     def of_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d], of length 1
-        """Prompts; CLIP sees the first 77 tokens."""
+        """Embed prompts; CLIP reads the first 77 tokens."""
         length = self.model.config.text_config.max_position_embeddings
         ids = self.tokenizer(list(prompts), padding=True, truncation=True, max_length=length, return_tensors="pt")
         return _unit(self.model.get_text_features(**ids.to(self.device)))
@@ -98,11 +98,11 @@ class Clip:
 
 
 class Dino:
-    """Cosines of pictures with other pictures, by a vision transformer's class token (arXiv:2104.14294, 2304.07193).
+    """Compare pictures by a vision transformer's class token (arXiv:2104.14294, 2304.07193).
 
     Args:
-        name: a folder or a hub name; nothing but safetensors is read.
-        device: where to.
+        name: a folder or a hub name; only safetensors files are read.
+        device: to load onto.
     """
 
     def __init__(self, name: str, device: torch.device):
@@ -118,7 +118,7 @@ class Dino:
 
 
 def _load(kind: type[PreTrainedModel], option: str, name: str) -> PreTrainedModel:
-    """A model of transformers, in fp32, frozen."""
+    """Load a model with transformers, in fp32, frozen."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -128,11 +128,11 @@ def _load(kind: type[PreTrainedModel], option: str, name: str) -> PreTrainedMode
         )
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{option}: {name} cannot be loaded ({reason}). Give a model's folder or hub name") from None
+        raise UserError(f"{option}: {name} cannot be loaded ({reason}). Use a model's folder or hub name") from None
     return model.eval().requires_grad_(False)
 
 
 def _unit(features: Tensor | BaseModelOutputWithPooling) -> Tensor:
-    """Embeddings of length 1, on the CPU; newer versions of transformers wrap them."""
+    """Normalise embeddings to length 1, on the CPU; newer versions of transformers wrap them."""
     tensor = features if isinstance(features, Tensor) else features.pooler_output
     return F.normalize(tensor.float(), dim=-1).cpu()

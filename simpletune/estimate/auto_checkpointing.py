@@ -1,7 +1,7 @@
-"""``memory.checkpointing: auto``: as few checkpointed blocks as fit, into a budget or into the card at hand.
+"""``memory.checkpointing: auto``: checkpoint the fewest blocks that fit a budget or the card.
 
-Peaks are predicted one number of blocks after another, and kept under ``<cache>/estimates/``: another budget, or less
-that is free on the card, costs a prediction more or none.
+Predicted peaks are cached under ``<cache>/estimates/``, so a different budget or less free memory costs at most one
+more prediction.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 
-ANY = (8, 9)  # a capability: libraries' workspaces are not in these peaks
+ANY = (8, 9)  # any CUDA capability: these peaks leave out the libraries' workspaces
 NO_CARD = (
-    "memory.checkpointing: auto keeps what the card at hand has room for, and no card is here or named. Name one "
-    "(estimate CONFIG --device L4), give memory.budget_gib, or use all, none or a number"
+    "memory.checkpointing: auto depends on the card's memory, and there is no card here. Name one "
+    "(estimate CONFIG --device L4), set memory.budget_gib, or use all, none or a number"
 )
 
 
 class Peaks:
-    """Predicted peaks of the training step, in bytes, by how many blocks are checkpointed.
+    """Predicted peaks of the training step in bytes, by number of checkpointed blocks.
 
     Args:
         config: with demo names resolved.
@@ -46,7 +46,7 @@ class Peaks:
         self._known = {int(count): int(peak) for count, peak in cached.items()}
 
     def __call__(self, count: int) -> int:
-        """The peak with so many blocks checkpointed."""
+        """Predict the peak with ``count`` blocks checkpointed."""
         if count not in self._known:
             self._known[count] = simulate(with_checkpointed(self._config, count), self._size).peak.bytes
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class Peaks:
 
 
 def with_checkpointed(config: TrainConfig, count: int) -> TrainConfig:
-    """The configuration with so many blocks checkpointed."""
+    """Return the configuration with ``count`` blocks checkpointed."""
     memory = config.memory.model_copy(update={"checkpointing": count or "none", "budget_gib": None})
     return config.model_copy(update={"memory": memory})
 
@@ -63,19 +63,19 @@ def with_checkpointed(config: TrainConfig, count: int) -> TrainConfig:
 def choose(
     config: TrainConfig, size: Size, card: Card | None = None, reserved: int = 0, before: int | None = None
 ) -> TrainConfig:
-    """The configuration with ``checkpointing: auto`` replaced by a number, which is said; another as it is.
+    """Replace ``checkpointing: auto`` by a number and print it; return any other configuration unchanged.
 
-    Where not even all blocks checkpointed fit a card, all are: whoever asks sees by the whole job that it does not fit.
+    If nothing fits the card, all blocks are checkpointed; the prediction of the whole job then reports the misfit.
 
     Args:
         config: with demo names resolved.
         size: width and height in pixels of the largest bucket.
-        card: whose memory is the budget where ``memory.budget_gib`` is not given.
-        reserved: bytes of it that other programs hold.
-        before: what this run has chosen before: kept where it fits.
+        card: its memory is the budget if ``memory.budget_gib`` is not set.
+        reserved: bytes of the card that other programs use.
+        before: the number that this run chose earlier; reused if it fits.
 
     Raises:
-        UserError: the given budget is too little; there is neither a budget nor a card.
+        UserError: the given budget is too small, or there is neither a budget nor a card.
     """
     memory, blocks = config.memory, config.model.blocks()
     if memory.checkpointing != "auto":
@@ -100,12 +100,12 @@ def choose(
 
 
 def choose_on(config: TrainConfig, device: torch.device, size: Size, before: int | None = None) -> TrainConfig:
-    """As ``choose``, for the device at hand."""
+    """Call ``choose`` with the memory of a device."""
     if config.memory.checkpointing != "auto" or config.memory.budget_gib is not None:
         return choose(config, size, before=before)
     if device.type != "cuda":
         raise UserError(
-            "memory.checkpointing: auto takes what is free on the card, and this run is on the CPU. Give "
+            "memory.checkpointing: auto depends on the card's free memory, and this run is on the CPU. Set "
             "memory.budget_gib too, or use all, none or a number"
         )
     card, held = card_at_hand(device)

@@ -1,4 +1,4 @@
-"""Estimates as a picture of stacked bars."""
+"""Draw estimates as stacked bars."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from simpletune.estimate.predict import Estimate
 from simpletune.memory.snapshot import KINDS
 from simpletune.options import UserError
 
-COLOURS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#54a24b", "#b279a2", "#9d9da1")  # one a kind, in KINDS' order
+COLOURS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#54a24b", "#b279a2", "#9d9da1")  # in the order of KINDS
 GB = 10**9
 
 
 def write_picture(file: Path, estimates: Mapping[str, Estimate], card: Card | None = None) -> Path:
-    """Peak memory of several runs by kind, as stacked bars in GB of 10^9 bytes.
+    """Draw the peak memory of several runs by kind, as stacked bars in GB of 10^9 bytes.
 
     Args:
         file: ``.svg`` or ``.png``.
         estimates: by name.
-        card: whose memory is drawn as a line.
+        card: draw its memory as a line.
 
     Raises:
-        UserError: another ending.
+        UserError: the file has another suffix.
     """
     import vl_convert
 
@@ -33,12 +33,12 @@ def write_picture(file: Path, estimates: Mapping[str, Estimate], card: Card | No
     elif file.suffix == ".png":
         file.write_bytes(vl_convert.vegalite_to_png(spec, scale=2))
     else:
-        raise UserError(f"--picture: {file} ends in {file.suffix or 'nothing'}. Use .svg or .png")
+        raise UserError(f"--picture: {file} has the suffix {file.suffix or '(none)'}. Use .svg or .png")
     return file
 
 
 def stacked_bars(estimates: Mapping[str, Estimate], card: Card | None) -> dict[str, object]:
-    """The picture in Vega-Lite."""
+    """Build the chart's Vega-Lite specification."""
     present = [kind for kind in KINDS if any(each.peak.by_kind.get(kind) for each in estimates.values())]
     rows = [
         {"name": name, "kind": kind, "order": order, "gb": each.peak.by_kind.get(kind, 0) / GB}

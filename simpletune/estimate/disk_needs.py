@@ -1,4 +1,4 @@
-"""What a run writes to its disks, from shapes and counts alone: for estimates, and against what is free before it."""
+"""Compute what a run writes to disk, from shapes and counts alone, and check it against the free space."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, existing, free_bytes, in_words
 
-LATENT_BYTES = 4  # latents are kept in fp32
-HEADERS = 2**16  # bytes: of a checkpoint's names, configuration and manifest, at least
-CLOSE = 0.8  # of what is free: more is worth a word
+LATENT_BYTES = 4  # latents are cached in fp32
+HEADERS = 2**16  # bytes: lower bound of a checkpoint's headers, configuration and manifest
+CLOSE = 0.8  # of the free space: warn above this
 
 
 class Need(NamedTuple):
@@ -31,16 +31,16 @@ class Need(NamedTuple):
 
 
 def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = False) -> None:
-    """Refuse a run that its disks cannot hold; say so where it will be close.
+    """Refuse a run that needs more disk than is free; warn if it is close.
 
     Args:
         config: with folders resolved.
         plan: of the run.
-        start: steps done before; its checkpoints make room as they are replaced.
-        force: say it, and do not refuse.
+        start: steps already done; their checkpoints free space as they are replaced.
+        force: warn instead of refusing.
 
     Raises:
-        DiskFull: with what is needed, what for, and what is free.
+        DiskFull: with what is needed, by use, and what is free.
     """
     by_disk: dict[int, list[Need]] = defaultdict(list)
     for need in disk_needs(config, plan, start):
@@ -56,28 +56,28 @@ def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = 
         if wanted > free:
             lacking.append(text)
         elif wanted > CLOSE * free:
-            say(f"warning this run writes about {text}: that is close")
+            say(f"warning this run writes about {text}: the disk will be nearly full")
     if lacking and force:
-        say(f"warning this run writes about {'; '.join(lacking)}: it may stop with a full disk (--force)")
+        say(f"warning this run writes about {'; '.join(lacking)}: the disk may fill up during the run (--force)")
     elif lacking:
         raise DiskFull(
-            f"disk: this run writes about {'; '.join(lacking)}. Make room, keep fewer checkpoints "
-            "(checkpoint.keep_last, keep_every), or set output.runs and output.cache to another disk. --force starts "
-            "it all the same"
+            f"disk: this run writes about {'; '.join(lacking)}. Free some space, keep fewer checkpoints "
+            "(checkpoint.keep_last, keep_every), or move output.runs and output.cache to another disk. "
+            "--force starts it anyway"
         )
     traces = free_bytes(profile_folder(config))
     if config.profile.max_traces and traces < config.profile.max_mb * 10**6:
-        say(f"warning {in_words(traces)} are free for profiler traces: they may fail; profile.max_traces=0")
+        say(f"warning {in_words(traces)} are free for profiler traces: writing may fail. profile.max_traces=0 skips it")
 
 
 def disk_needs(config: TrainConfig, plan: Plan | None = None, start: int = 0, pictures: int = 0) -> Iterator[Need]:
-    """What a run will write, but for the quantised base: that one is kept only where there is room to spare.
+    """Yield what a run will write, except the quantised base, which is cached only if there is space to spare.
 
     Args:
-        config: of the run; with a plan its folders are resolved.
-        plan: of the run, by which what is cached already is left out; None: the data is not read.
-        start: steps done before; their checkpoints make room as they are replaced.
-        pictures: without a plan, how many the data set has: each is taken as a square with a caption of its own.
+        config: of the run; with a plan, folders must be resolved.
+        plan: of the run; what it finds in the cache is not counted. None: do not read the data.
+        start: steps already done; their checkpoints free space as they are replaced.
+        pictures: size of the data set, used without a plan: each counts as a square picture with its own caption.
     """
     run, cache = run_folder(config), Path(config.output.cache)
     one, result = checkpoint_bytes(config)
@@ -94,11 +94,11 @@ def disk_needs(config: TrainConfig, plan: Plan | None = None, start: int = 0, pi
 
 
 def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, pictures: int) -> int:
-    """How many checkpoints a run's folder holds at most, beyond those that it holds now."""
+    """Count the checkpoints that the run's folder will hold at most, beyond those that it holds now."""
     option = config.checkpoint
     if plan is None and config.train.epochs is not None and option.keep_last != "all":
         if option.keep_every is None:
-            return option.keep_last + 1  # how many steps an epoch has is not known
+            return option.keep_last + 1  # the number of steps per epoch is unknown
     batch = config.train.batch_size * config.train.gradient_accumulation
     counted = math.ceil(pictures * config.data.repeats / batch)
     steps = config.steps(max(1, counted) if plan is None else plan.steps_per_epoch)
@@ -109,7 +109,7 @@ def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, pictur
 
 
 def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:
-    """Pixels of the cuts whose latents are not in the cache."""
+    """Sum the pixels of all crops whose latents are not cached."""
     dtype, tile = config.precision.encoder_dtype(), config.memory.vae_tile
     latents = LatentCache(config.model, dtype, Path(config.output.cache), tile)
     views = {view_key(view): view for view in plan.views()}
@@ -117,14 +117,14 @@ def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:
 
 
 def _prompts_to_encode(config: TrainConfig, plan: Plan) -> int:
-    """How many prompts at least one encoder has to encode."""
+    """Count the prompts that at least one encoder still has to encode."""
     text = TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache))
     prompts = set(prompts_of(plan, validation_requests(config, plan)))
     return sum(any(prompt not in cache for cache in text.caches.values()) for prompt in prompts)
 
 
 def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:
-    """Bytes of one checkpoint, and of the result.
+    """Return the bytes of one checkpoint and of the result.
 
     Args:
         config: with folders resolved.

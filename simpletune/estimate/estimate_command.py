@@ -1,4 +1,4 @@
-"""``simpletune estimate``: from files and words to predictions in text, JSON and pictures."""
+"""``simpletune estimate``: turn configurations into predictions as text, JSON or a chart."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from simpletune.models.buckets import Size
 from simpletune.options import UserError
 from simpletune.system.console import note, silent
 
-REFERENCE = "L4"  # whose libraries' workspaces are counted where no card is named
+REFERENCE = "L4"  # if no card is named, count the library workspaces of this one
 GIB = 2**30
 
 
 def read_for_estimate(file: Path, overrides: Sequence[str]) -> TrainConfig:
-    """A configuration whose data need not be there, its model's demo name and ``memory.modulation: auto`` resolved.
+    """Read a configuration whose data may be missing; resolve the demo model and ``memory.modulation: auto``.
 
-    What an estimate is for is a card, so auto is chosen for one.
+    An estimate is for a card, so auto is resolved as on a card.
 
     Raises:
-        ConfigError: it is wrong.
-        UserError: its model's configuration cannot be read.
+        ConfigError: the configuration has problems.
+        UserError: the model's configuration cannot be read.
     """
     config, notices = read_config(file, list(overrides), needs_data=False)
     note(notices)
@@ -43,14 +43,14 @@ def read_for_estimate(file: Path, overrides: Sequence[str]) -> TrainConfig:
 def estimate_config(
     file: Path, overrides: Sequence[str], device: str | None, reserve: float = 0.0, as_json: bool = False
 ) -> str:
-    """What ``simpletune estimate CONFIG`` prints.
+    """Return what ``simpletune estimate CONFIG`` prints.
 
     Args:
         file: the configuration.
         overrides: of it.
         device: a card by name or memory, or None.
-        reserve: GiB of it that other programs hold.
-        as_json: figures for programs.
+        reserve: GiB of the card that other programs use.
+        as_json: return JSON instead of text.
     """
     card = card_of(device) if device else None
     reserved = int(reserve * GIB)
@@ -64,12 +64,12 @@ def estimate_config(
 
 
 def square(config: TrainConfig) -> Size:
-    """The pictures that an estimate without data is for."""
+    """Return the picture size that an estimate without data assumes."""
     return config.data.resolution, config.data.resolution
 
 
 def unfit(config: TrainConfig, card: Card | None) -> list[str]:
-    """Why a card cannot run a configuration, but for its memory."""
+    """Say why a card cannot run a configuration, apart from its memory."""
     if card is None or card.has_bf16 or config.precision.compute != "bf16":
         return []
     return [f"  {card.name} has no bf16: use precision.compute=fp32 precision.weights=int8"]
@@ -82,23 +82,23 @@ def compare_configs(
     picture: Path | None = None,
     as_json: bool = False,
 ) -> str:
-    """What ``simpletune estimate --compare A B ...`` prints.
+    """Return what ``simpletune estimate --compare A B ...`` prints.
 
     Args:
         files: the configurations.
         overrides: of all of them.
         device: a card by name or memory, or None.
-        picture: where to draw stacked bars, ``.svg`` or ``.png``.
-        as_json: figures for programs.
+        picture: file to draw stacked bars into, ``.svg`` or ``.png``.
+        as_json: return JSON instead of text.
     """
     card = card_of(device) if device else None
     predictions: dict[str, Estimate] = {}
     for file in files:
-        with silent():  # a line of the table says it all
+        with silent():  # the table's row has the same information
             config = read_for_estimate(file, overrides)
         name = config.name if config.name not in predictions else str(file)
         if name in predictions:
-            raise UserError(f"--compare: {file} is named twice")
+            raise UserError(f"--compare: {file} is given twice. Name each configuration once")
         with silent() if as_json else nullcontext():
             config = choose(config, square(config), card)
         predictions[name] = estimate(config, (card or card_of(REFERENCE)).capability)

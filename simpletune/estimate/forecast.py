@@ -1,4 +1,4 @@
-"""A run's memory before it starts, and the same beside what was measured at its end."""
+"""Predict a run's memory before it starts, and compare the prediction with the measurement at its end."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from simpletune.models.buckets import Size
 from simpletune.options import UserError
 from simpletune.system.console import say
 
-CPU_STANDS_FOR = (8, 9)  # the capability whose workspaces are counted where there is no GPU
+WITHOUT_GPU = (8, 9)  # if there is no GPU, count the library workspaces of this capability
 Measured = Mapping[str, Mapping[str, float | None]]
 
 
 def forecast(config: TrainConfig, device: torch.device, size: Size, force: bool = False) -> Estimate:
-    """Predict a run, say so, and refuse one that the device cannot hold.
+    """Predict a run, print the prediction, and refuse a run that does not fit on the device.
 
     Args:
         config: with folders resolved.
-        device: where it will run; on the CPU nothing is refused.
+        device: where it will run; a run on the CPU is never refused.
         size: width and height in pixels of its largest bucket.
-        force: do not refuse.
+        force: warn instead of refusing.
 
     Raises:
-        UserError: it does not fit.
+        UserError: the run does not fit.
     """
     if device.type != "cuda":
-        prediction = estimate(config, CPU_STANDS_FOR, size)
+        prediction = estimate(config, WITHOUT_GPU, size)
         _print(prediction, None)
         return prediction
     card, held = card_at_hand(device)
@@ -44,13 +44,13 @@ def forecast(config: TrainConfig, device: torch.device, size: Size, force: bool 
         return prediction
     lacking = (prediction.needed() + held - card.bytes) / MIB
     if force:
-        say(f"memory  {lacking:,.0f} MiB lack: it may stop with a full device (--force)")
+        say(f"memory  {lacking:,.0f} MiB are missing: the run may stop out of memory (--force)")
         return prediction
     raise UserError("\n".join(_refusal(config, prediction, card, held, size)))
 
 
 def card_at_hand(device: torch.device) -> tuple[Card, int]:
-    """The CUDA device as a card, and the bytes of it that other programs hold."""
+    """Return the CUDA device as a card, and how many of its bytes other programs use."""
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     held = max(0, total - free - torch.cuda.memory_reserved(device) - _own_context())
@@ -58,7 +58,7 @@ def card_at_hand(device: torch.device) -> tuple[Card, int]:
 
 
 def _own_context() -> int:
-    """Bytes that this process's own CUDA context takes already: it is among the allowances."""
+    """Return the bytes that this process's own CUDA context already takes; the allowances count them."""
     return CONTEXT if torch.cuda.is_initialized() else 0
 
 
@@ -69,8 +69,8 @@ def _print(prediction: Estimate, card: Card | None) -> None:
 
 
 def _refusal(config: TrainConfig, prediction: Estimate, card: Card, held: int, size: Size) -> Iterator[str]:
-    """Why a run is not begun, and what would let it."""
-    others = f", of which other programs hold {held / MIB:,.0f}" if held else ""
+    """Say why a run was refused, and what would make it fit."""
+    others = f", {held / MIB:,.0f} of them in use by other programs" if held else ""
     yield (
         f"memory: this run needs {prediction.needed() / MIB:,.0f} MiB "
         f"and {card.name} has {card.bytes / MIB:,.0f}{others}"
@@ -80,18 +80,17 @@ def _refusal(config: TrainConfig, prediction: Estimate, card: Card, held: int, s
         overrides, costs, needed = change
         yield f"  the cheapest change that fits: {' '.join(overrides)} (needs {needed / MIB:,.0f} MiB; {costs})"
     else:
-        yield f"  no change fits; the smallest that may: simpletune plan CONFIG --device {card.gib:.0f}GiB"
-    yield "  --force starts it all the same"
+        yield f"  no single change fits. Try simpletune plan CONFIG --device {card.gib:.0f}GiB"
+    yield "  --force starts it anyway"
 
 
 def cheapest_change(
     config: TrainConfig, card: Card, held: int, size: Size | None = None
 ) -> tuple[tuple[str, ...], str, int] | None:
-    """The first of the levers, in the order of what they cost, with which a run fits; if none does, a plan's.
+    """Find the cheapest lever with which a run fits; if no single one does, the settings that a plan finds.
 
     Returns:
-        The change as the command line takes it, what it costs, and the bytes that the card must then have; None where
-        nothing fits.
+        The overrides, what they cost, and the bytes that the card must then have; None if nothing fits.
     """
     for lever in LEVERS:
         new = changed(config, lever.overrides)
@@ -109,18 +108,18 @@ def cheapest_change(
 
 
 class Comparison(TypedDict):
-    """A prediction beside what was measured, as the run's summary keeps it."""
+    """A prediction beside the measurement, as in the run's summary."""
 
     stages: dict[str, SnapshotJson]
     peak_allocated_mib: float
 
 
 def compare_with_measured(estimate: Estimate, measured: Measured) -> Comparison:
-    """The prediction as the run's summary keeps it, with what was measured.
+    """Return the prediction and the measurement in the form of the run's summary.
 
     Args:
         estimate: the prediction.
-        measured: by stage, ``peak_allocated_gib`` among the figures; None without CUDA.
+        measured: figures by stage, with ``peak_allocated_gib``, which is None without CUDA.
     """
     stages = {name: snapshot_json(snapshot) for name, snapshot in estimate.stages.items()}
     for name, stage in stages.items():
@@ -132,7 +131,7 @@ def compare_with_measured(estimate: Estimate, measured: Measured) -> Comparison:
 
 
 def print_comparison(predicted: Comparison) -> None:
-    """Say predicted beside measured, where there is something measured."""
+    """Print predicted and measured memory for every stage that was measured."""
     rows = [(name, stage) for name, stage in predicted["stages"].items() if "measured_mib" in stage]
     if rows:
         say("memory on the GPU, MiB: predicted, measured")

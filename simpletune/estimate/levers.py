@@ -1,4 +1,4 @@
-"""What can be changed in a configuration for less memory, what each change costs, and what it would save here.
+"""Changes to a configuration that save memory, what each costs, and what it would save for a given run.
 
 Savings are predicted by running the training step of the changed configuration on fake tensors.
 """
@@ -17,11 +17,11 @@ from simpletune.options import ConfigError
 
 @dataclass(frozen=True)
 class Lever:
-    """One change.
+    """A change that saves memory.
 
     Args:
-        overrides: as the command line takes them.
-        costs: what is given for the memory, in a few words.
+        overrides: as on the command line.
+        costs: what the change costs, in a few words.
     """
 
     overrides: tuple[str, ...]
@@ -30,13 +30,13 @@ class Lever:
 
 LEVERS = (
     Lever(("memory.crop_positions=true",), "nothing"),
-    Lever(("memory.modulation=plan",), "host memory, a little time; exact"),
+    Lever(("memory.modulation=plan",), "host memory and a little time; exact"),
     Lever(("optimizer.name=adamw8bit",), "8-bit optimizer state"),
     Lever(("adapter.dtype=bf16",), "LoRA weights in bf16, rounded stochastically"),
     Lever(("memory.checkpointing=all",), "about a third more time; exact"),
     Lever(("memory.offload_checkpoint_inputs=true",), "traffic to the host; exact"),
     Lever(("memory.vae_tile=512",), "pictures are encoded and decoded in tiles"),
-    Lever(("memory.optimizer_in_backward=true", "train.clip=per_parameter"), "clipping by parameter"),
+    Lever(("memory.optimizer_in_backward=true", "train.clip=per_parameter"), "clipping per parameter"),
     Lever(("precision.weights=int8",), "8-bit base weights"),
     Lever(("precision.weights=nf4",), "4-bit base weights"),
     Lever(("memory.resident_blocks=4",), "traffic from the host; exact"),
@@ -53,13 +53,13 @@ MAY_COST = (
 
 @dataclass(frozen=True)
 class Saving:
-    """What a change would do here.
+    """What a change would save for a configuration.
 
     Args:
         lever: the change.
         config: with the change.
-        peak_bytes: of the training stage with it.
-        saved_bytes: against the configuration as it is.
+        peak_bytes: of the training stage with the change.
+        saved_bytes: compared with the unchanged configuration.
     """
 
     lever: Lever
@@ -69,7 +69,7 @@ class Saving:
 
 
 def with_changes(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None:
-    """The configuration with changes, as the command line makes them; None where they cannot be."""
+    """Apply overrides to a configuration as the command line does; None if the result is invalid."""
     data, _, problems = merge(config.model_dump(mode="json", by_alias=True), list(overrides))
     try:
         return validate(data, "", problems, needs_data=False)
@@ -78,13 +78,13 @@ def with_changes(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig |
 
 
 def changed(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None:
-    """As ``with_changes``; None also where they change nothing."""
+    """Like ``with_changes``, but None also if nothing changes."""
     new = with_changes(config, overrides)
     return None if new == config else new
 
 
 def savings(config: TrainConfig) -> list[Saving]:
-    """What each lever would save, the most first.
+    """Predict what each lever would save, largest first.
 
     Args:
         config: with demo names resolved.
@@ -102,14 +102,14 @@ def savings(config: TrainConfig) -> list[Saving]:
 
 
 def differing(config: TrainConfig, new: TrainConfig, overrides: Sequence[str]) -> list[str]:
-    """Those overrides that change a value."""
+    """Return the overrides that change a value."""
     before, after = (each.model_dump(mode="json", by_alias=True) for each in (config, new))
     paths = {text: text.partition("=")[0] for text in overrides}
     return [text for text, path in paths.items() if _at(before, path) != _at(after, path)]
 
 
 def what_may_cost(config: TrainConfig, new: TrainConfig) -> list[str]:
-    """What of a change may cost quality, as ``path: old -> new``; weights of as many bits or more do not."""
+    """List the changes that may cost quality, as ``path: old -> new``; weights of as many bits or more do not."""
     before, after = (each.model_dump(mode="json", by_alias=True) for each in (config, new))
     fewer_bits = new.precision.bytes_per_weight < config.precision.bytes_per_weight
     paths = [path for path in MAY_COST if fewer_bits or path != "precision.weights"]
@@ -122,7 +122,7 @@ def _shown(value: object) -> str:
 
 
 def _at(data: Mapping[str, object], path: str) -> object:
-    """The value at a path."""
+    """Look up the value at a dotted path."""
     value: object = data
     for part in path.split("."):
         value = value.get(part) if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""What a run needs beside the card's memory: host memory, disk and download, by its configuration and a simulation."""
+"""Predict what a run needs besides GPU memory: host memory, disk and download."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from simpletune.models.sd3_sources import hub_parts
 from simpletune.models.t5_layers import CHUNK_BYTES
 from simpletune.options import UserError
 
-LIBRARIES = int(1.0 * 2**30)  # bytes: the process after its imports took 0.9 GiB (Python 3.11, torch 2.13.0 CPU)
-CUDA_LIBRARIES = 2 * 2**30  # bytes that CUDA's libraries take in the host's memory: an allowance, not measured
+LIBRARIES = int(1.0 * 2**30)  # bytes: a process took 0.9 GiB after its imports (Python 3.11, torch 2.13.0 CPU)
+CUDA_LIBRARIES = 2 * 2**30  # bytes of host memory for the CUDA libraries: an allowance, not measured
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes by what they are for.
+    """Bytes by use.
 
     Args:
-        host: of memory, as they come together at the worst moment.
-        disk: that the run writes.
-        download: by part of the model, what the hub has to give and its cache does not hold.
-        pictures: of the data set; None: it is not here.
+        host: host memory at its peak.
+        disk: what the run writes.
+        download: missing from the hub's cache, by part of the model.
+        pictures: number of pictures in the data set; None: it could not be read.
     """
 
     host: Mapping[str, int]
@@ -36,11 +36,11 @@ class Needs:
 
 
 def needs_of(config: TrainConfig, job: JobReport) -> Needs:
-    """What a run needs.
+    """Predict a run's needs.
 
     Args:
-        config: of the run, demo names resolved or not.
-        job: of the simulation of it.
+        config: of the run; demo names may be unresolved.
+        job: the simulated run.
     """
     pictures = pictures_of(config)
     trained, state = job.train.trained_bytes, job.train.state_bytes
@@ -61,23 +61,23 @@ def needs_of(config: TrainConfig, job: JobReport) -> Needs:
 
 
 def pictures_of(config: TrainConfig) -> int | None:
-    """How many pictures the data set has; None where it is not here, or cannot be read."""
+    """Count the pictures of the data set; None if it is missing or cannot be read."""
     if config.data.path.startswith("demo:") or not Path(config.data.path).exists():
         return None
     try:
         return len(config.data.scan(Path(config.data.path)).pictures)
-    except UserError:  # the run says what is wrong with it; here it is only counted
+    except UserError:  # the run itself reports what is wrong with the data
         return None
 
 
 def quantised_base(config: TrainConfig, job: JobReport) -> int:
-    """The quantised base that is kept for the next start: about what its weights take, wherever they are."""
+    """Estimate the size of the quantised base in the cache: about that of its weights on device and host."""
     if not (config.memory.cache_quantised and config.precision.cacheable):
         return 0
     return job.train.steady.by_kind.get("weights", 0) + job.train.host_bytes
 
 
 def download(config: TrainConfig, job: JobReport) -> dict[str, int]:
-    """What the hub has to give, by part, in files of 2 bytes a parameter; nothing for parts that are here."""
+    """Estimate the download of each missing part, at 2 bytes per parameter."""
     sizes = {**job.part_bytes, "transformer": 2 * config.model.parameter_count()}
     return {part.part: sizes[part.part] for part in hub_parts(config.model) if part.weights and in_cache(part) is None}

@@ -1,4 +1,4 @@
-"""``simpletune plan``: the settings for a card, as a difference and a file; and the largest batches by card."""
+"""``simpletune plan``: print and write the best settings for a card; list the largest batches by card."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ RESOLUTIONS = (512, 768, 1024)
 
 
 def plan_config(file: Path, overrides: Sequence[str], device: str, reserve: float, goal: str, out: Path | None) -> str:
-    """What ``simpletune plan CONFIG --device CARD`` prints; writes the best settings as a configuration.
+    """Write the best settings as a configuration; return what ``simpletune plan CONFIG --device CARD`` prints.
 
     Args:
         file: the configuration.
         overrides: of it.
         device: a card by name or memory.
-        reserve: GiB of it that other programs hold.
+        reserve: GiB of the card that other programs use.
         goal: ``fastest``, ``largest-batch`` or ``highest-resolution``.
-        out: where to write; None: beside the configuration, named after both.
+        out: file to write; None: beside the configuration, named after it and the card.
 
     Raises:
         UserError: nothing fits.
     """
     card, config = card_of(device), read_for_estimate(file, overrides)
-    say(f"plan    looking for the settings of {config.name} on {card.name} that are {goal.replace('-', ' ')}")
+    say(f"plan    searching settings for {config.name} on {card.name}, goal: {goal.replace('-', ' ')}")
     clock = time.perf_counter()
     with counting("plan    search", "predictions") as count:
         search = Search(config, card, int(reserve * GIB), count)
@@ -55,7 +55,7 @@ def plan_config(file: Path, overrides: Sequence[str], device: str, reserve: floa
     out = out or file.with_name(f"{file.stem}_{re.sub(r'[^a-z0-9]+', '', card.name.lower())}.json")
     merged, _, _ = merge(read_json(file), [*overrides, *changes, f"name={out.stem}"])
     write_json(out, merged)
-    lines = [f"{card.name} has {card.bytes / MIB:,.0f} MiB; found in {seconds:.0f} s; seconds a step are arithmetic"]
+    lines = [f"{card.name} has {card.bytes / MIB:,.0f} MiB; searched {seconds:.0f} s; step times are calculated"]
     for number, each in enumerate(results, 1):
         lines += ["", *_described(number, each, best, config)]
     lines += ["", f"written: {out}    ./train.sh {out}"]
@@ -63,41 +63,41 @@ def plan_config(file: Path, overrides: Sequence[str], device: str, reserve: floa
 
 
 def _described(number: int, result: PlanResult, best: PlanResult, config: TrainConfig) -> Iterator[str]:
-    """A choice in a few lines."""
+    """Describe a choice in a few lines."""
     estimate, choice = result.estimate, result.choice
     yield f"{number}. {choice.about}"
     job = f"{estimate.peak.bytes / MIB:,.0f} ({estimate.peak_stage}), the card must have {estimate.needed() / MIB:,.0f}"
     yield f"   predicted MiB: training {estimate.stages['train'].bytes / MIB:,.0f}, whole job {job}"
     yield f"   host memory about {sum(estimate.needs.host.values()) / GIB:.1f} GiB"
     why = _why(result.step_time, best.step_time) if number > 1 else ""
-    yield f"   expected: {result.step_time.seconds:.2f} s a step{why}"
+    yield f"   expected: {result.step_time.seconds:.2f} s/step{why}"
     costs = what_may_cost(config, choice.config)
     if costs:
-        yield f"   it may cost quality: {', '.join(costs)}"
+        yield f"   may cost quality: {', '.join(costs)}"
     for text in differing(config, choice.config, choice.overrides):
         yield f"   {text}"
 
 
 def _why(step_time: StepTime, best: StepTime) -> str:
-    """How a step time differs from the best one, and what causes most of it."""
+    """Say how a step time differs from the best one, and what causes most of the difference."""
     change = step_time.seconds / best.seconds - 1
     parts = ("recomputation", "unpacking", "transfer", "update")
     most = max(parts, key=lambda part: getattr(step_time, part) - getattr(best, part))
     if abs(change) < 0.005:
-        return ", the same within half a percent"
-    reasons = {"recomputation": "computes more again", "unpacking": "unpacks weights in every pass"}
+        return ", equal within half a percent"
+    reasons = {"recomputation": "recomputes more", "unpacking": "unpacks weights in every pass"}
     reasons |= {"transfer": "waits for copies", "update": "updates more"}
-    return f", {change:+.0%}" + (f": {reasons[most]}" if change > 0 else ", but it ranks lower for what it may cost")
+    return f", {change:+.0%}" + (f": {reasons[most]}" if change > 0 else ", ranked lower because it may cost quality")
 
 
 def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_json: bool = False) -> str:
-    """What ``simpletune plan CONFIG --batches`` prints: the largest batch by card and resolution.
+    """Return what ``simpletune plan CONFIG --batches`` prints: the largest batch by card and resolution.
 
     Args:
-        file: the configuration, whose settings are kept.
+        file: the configuration; its other settings are used as they are.
         overrides: of it.
-        devices: cards by name or memory; none: a usual choice.
-        as_json: figures for programs.
+        devices: cards by name or memory; empty: a list of common cards.
+        as_json: return JSON instead of text.
     """
     with silent() if as_json else nullcontext():
         config = read_for_estimate(file, overrides)
@@ -112,7 +112,7 @@ def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_jso
         why = "has no bf16" if unfit(config, card) else "does not fit"
         cells = (str(batch) if batch and not unfit(config, card) else why for batch in table[card.name])
         lines.append(f"| {_named(card)} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", "Suggested largest batch of the training step, predicted; allowances are in it."])
+    return "\n".join([*lines, "", "Largest batch of the training step, predicted, allowances included."])
 
 
 def _named(card: Card) -> str:

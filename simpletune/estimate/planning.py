@@ -1,8 +1,8 @@
-"""``simpletune plan``: of all combinations of the memory levers, those that fit on a card and should be fastest.
+"""``simpletune plan``: find the combination of memory levers that fits a card and should be fastest.
 
-Peaks are predicted by running the training step on fake tensors; seconds are arithmetic (step_time.py). Candidates come
-in lists: each takes less memory and more time than the one before, so that bisection finds the fastest that fits with
-few predictions.
+Peaks are predicted by running the training step on fake tensors; step times are calculated (step_time.py). In a list of
+candidates each takes less memory and more time than the one before, so bisection finds the fastest that fits with few
+predictions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from simpletune.estimate.step_time import StepTime, predict_step_time
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError, plural
 
-WORTH = 1.05  # a setting that may cost quality must be this many times faster than one that does not
+WORTH = 1.05  # a setting that may cost quality must be faster by this factor
 TILES = (512, 256)  # pixels
 SHOWN = 2
 RESOLUTIONS = tuple(range(512, 2049, 128))
@@ -28,14 +28,14 @@ MOST = 64  # samples of a batch
 
 @dataclass(frozen=True)
 class Choice:
-    """Some settings, as changes to a configuration.
+    """Settings as changes to a configuration.
 
     Args:
-        overrides: as the command line takes them.
-        config: with them.
-        about: what they are, in words.
-        lossy: how many of them may cost quality.
-        last_resort: they are looked at only if nothing else fits.
+        overrides: as on the command line.
+        config: with the overrides applied.
+        about: description of the settings.
+        lossy: number of settings that may cost quality.
+        last_resort: try these only if nothing else fits.
     """
 
     overrides: tuple[str, ...]
@@ -51,8 +51,8 @@ class PlanResult:
 
     Args:
         choice: the settings.
-        estimate: of the whole job with them.
-        step_time: of a step, by arithmetic.
+        estimate: of the whole job.
+        step_time: calculated.
     """
 
     choice: Choice
@@ -61,7 +61,7 @@ class PlanResult:
 
 
 def block_options(blocks: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Which blocks are checkpointed and what is on the host, in words and as changes, by falling memory."""
+    """List the ways to checkpoint and offload blocks, as (description, overrides), by decreasing memory."""
     half = max(1, blocks // 2)
 
     def option(about: str, checkpointing: str | int, resident: str | int, offload: str) -> tuple[str, tuple[str, ...]]:
@@ -83,7 +83,7 @@ def block_options(blocks: int) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[Choice]]:
-    """A list of ``block_options`` for each precision of the weights, optimizer, and time at which it updates."""
+    """Yield a list of ``block_options`` for each weight precision, optimizer and time of the update."""
     own = config.precision
     compute = "bf16" if card.has_bf16 else "fp32"
     precisions = ["bf16"] if config.adapter.trains_base else ["bf16", "int8", "nf4"]
@@ -98,7 +98,7 @@ def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[Choice]]:
             for where, changes in block_options(config.model.blocks()):
                 overrides = (*always, *precision, *small, *changes, "memory.modulation=plan")
                 new = with_changes(config, overrides)
-                if new is None:  # what trains needs its modulation weights on the device
+                if new is None:  # trained modulation weights must stay on the device
                     overrides = overrides[:-1]
                     new = with_changes(config, overrides)
                 if new is not None:
@@ -110,13 +110,13 @@ def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[Choice]]:
 
 
 def bytes_of(config: TrainConfig, weights: str) -> float:
-    """Bytes of a weight in a precision."""
+    """Return the bytes per weight of a precision."""
     new = with_changes(config, [f"precision.weights={weights}", "precision.compute=fp32"])
     return config.precision.bytes_per_weight if new is None else new.precision.bytes_per_weight
 
 
 def _smaller_states(config: TrainConfig) -> Iterator[tuple[str, list[str], int]]:
-    """What makes adapter, gradients and states smaller, in words, as changes, and how much of it may cost quality."""
+    """Yield ways to shrink adapter, gradients and states: (description, overrides, number that may cost quality)."""
     eight = "optimizer.name=adamw8bit"
     in_backward = ["memory.optimizer_in_backward=true", "train.clip=per_parameter", "train.gradient_accumulation=1"]
     if not config.adapter.trains_base:
@@ -130,13 +130,13 @@ def _smaller_states(config: TrainConfig) -> Iterator[tuple[str, list[str], int]]
 
 
 class Search:
-    """Finds settings for a card.
+    """Find settings for a card.
 
     Args:
         config: with the model's demo name resolved.
         card: that they must fit on.
-        reserved: bytes of it that other programs hold.
-        count: is told of every prediction, in words.
+        reserved: bytes of the card that other programs use.
+        count: called after every prediction with a description of it.
     """
 
     def __init__(
@@ -146,14 +146,14 @@ class Search:
         self._known: dict[str, StepReport] = {}
 
     def fastest(self) -> list[PlanResult]:
-        """The settings that fit and should be fastest, and the second best.
+        """Return the settings that fit and should be fastest, and the second best.
 
         Raises:
             UserError: nothing fits.
         """
         chosen: list[Choice] = []
-        spare: list[Choice] = []  # the next candidates: slower, and they fit
-        bound: int | None = None  # the first list takes most memory: what fits there fits in every other list
+        spare: list[Choice] = []  # the next candidates: they fit but are slower
+        bound: int | None = None  # the first list takes most memory, so an index that fits there fits in every list
         for number, candidates in enumerate(candidate_lists(self.config, self.card)):
             if chosen and candidates[0].last_resort:
                 continue
@@ -164,7 +164,7 @@ class Search:
             chosen.append(candidates[index])
             spare += candidates[index + 1 : index + 2]
             if index == 0 and not candidates[0].lossy:
-                break  # all activations kept, nothing lost: the rest is slower
+                break  # all activations kept and nothing lossy: everything else is slower
         ranked = sorted(chosen, key=self._cost)
         if len(ranked) < SHOWN:
             ranked += sorted(spare, key=self._cost)
@@ -175,24 +175,24 @@ class Search:
                 break
         if not results:
             raise UserError(
-                f"nothing fits on {self.card.name}, not even with every lever. Use smaller pictures "
+                f"no settings fit on {self.card.name}, even with every lever. Use smaller pictures "
                 "(data.resolution=512), one at a time (train.batch_size=1), or a larger card"
             )
         return results
 
     def _cost(self, choice: Choice) -> float:
-        """Seconds of a step for each sample, and the surcharge for what may cost quality."""
+        """Compute seconds per sample, with a surcharge for settings that may cost quality."""
         train = choice.config.train
         seconds = predict_step_time(choice.config, self.report(choice.config), self.card).seconds
         return seconds / train.batch_size / train.gradient_accumulation * WORTH**choice.lossy
 
     def largest_batch(self) -> list[PlanResult]:
-        """As ``fastest``, with the largest batch that fits in this precision with anything."""
+        """Like ``fastest``, with the largest batch that fits at this precision under any setting."""
         batch = self._largest(range(1, MOST + 1), "train.batch_size")
         return self._with(f"train.batch_size={batch}")
 
     def highest_resolution(self) -> list[PlanResult]:
-        """As ``fastest``, with the highest resolution that fits in this precision with anything."""
+        """Like ``fastest``, with the highest resolution that fits at this precision under any setting."""
         return self._with(f"data.resolution={self._largest(RESOLUTIONS, 'data.resolution')}")
 
     def _with(self, override: str) -> list[PlanResult]:
@@ -203,10 +203,10 @@ class Search:
         return [replace(each, choice=choice) for each, choice in zip(results, more, strict=True)]
 
     def _largest(self, values: Sequence[int], path: str) -> int:
-        """The largest value that fits with the candidate that saves most and costs no quality, by bisection.
+        """Bisect for the largest value that fits with the lossless candidate that saves most.
 
         Raises:
-            UserError: not even the first does.
+            UserError: not even the smallest value fits.
         """
         choice = next(each for each in candidate_lists(self.config, self.card) if not each[0].lossy)[-1]
 
@@ -223,11 +223,11 @@ class Search:
         return values[low]
 
     def _first_that_fits(self, candidates: list[Choice], bound: int | None) -> int | None:
-        """The index of the fastest candidate that fits, by bisection.
+        """Bisect for the index of the fastest candidate that fits; None if none does.
 
         Args:
-            candidates: each takes less memory than the one before.
-            bound: an index that is known to fit; None: none is.
+            candidates: by decreasing memory.
+            bound: an index that is known to fit, if any.
         """
         if self.fits(candidates[0].config):
             return 0
@@ -241,7 +241,7 @@ class Search:
         return low
 
     def _whole_job(self, choice: Choice) -> list[PlanResult]:
-        """Settings with the largest tiles, if any, with which the other stages fit too; nothing if they do not."""
+        """Add the largest autoencoder tiles with which the other stages fit, if tiles are needed; empty if none do."""
         for tile in (None, *TILES):
             more = () if tile is None else (f"memory.vae_tile={tile}",)
             config = with_changes(choice.config, more)
@@ -255,12 +255,12 @@ class Search:
         return []
 
     def fits(self, config: TrainConfig) -> bool:
-        """Whether the training stage does."""
+        """Whether the training stage fits."""
         peak = self.report(config).peak.bytes + cublas_workspace(self.card.capability)
         return needed(peak) + self.reserved <= self.card.bytes
 
     def report(self, config: TrainConfig) -> StepReport:
-        """The training stage, predicted once."""
+        """Predict the training stage, once per configuration."""
         key = config.model_dump_json()
         if key not in self._known:
             self._known[key] = simulate(config)
@@ -269,17 +269,17 @@ class Search:
 
 
 def batch_table(config: TrainConfig, cards: Sequence[Card], resolutions: Sequence[int]) -> dict[str, list[int]]:
-    """The largest batch of a configuration's training step by card and resolution; 0: not even one fits.
+    """Return the largest batch of the training step by card and resolution; 0: not even one sample fits.
 
-    A step's peak is taken as growing by the same amount with every sample, predicted for one and for two.
+    The peak is assumed linear in the batch; its slope comes from predictions for one and two samples.
 
     Args:
         config: with the model's demo name resolved.
-        cards: on which.
+        cards: to list.
         resolutions: in pixels.
     """
     auto = config.memory.checkpointing == "auto"
-    every = ["memory.checkpointing=all", "memory.budget_gib=null"] if auto else []  # what it comes to in the end
+    every = ["memory.checkpointing=all", "memory.budget_gib=null"] if auto else []  # auto ends at all
     table: dict[str, list[int]] = {card.name: [] for card in cards}
     for resolution in resolutions:
         peaks = []

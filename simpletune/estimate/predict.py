@@ -1,6 +1,6 @@
-"""What a run takes, known before it runs: peak memory of every stage by kind, host memory, disk, download.
+"""Predict a run's peak memory of every stage by kind, host memory, disk and download.
 
-A prediction is kept under ``<cache>/estimates/`` by everything that it depends on, so that asking again costs nothing.
+Predictions are cached under ``<cache>/estimates/``, keyed by everything that they depend on.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from simpletune.system.environment import LIBRARIES
 VERSION = 1  # raise when a change to the model, the step, a lever or the accounting changes a predicted peak
 MIB = 2**20
 CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured
-FRAGMENTED = 0.05  # of the peak: what the caching allocator holds and cannot give out again: an allowance, not measured
-IRRELEVANT = ("name", "output", "tracking", "profile")  # to memory on the device
+FRAGMENTED = 0.05  # of the peak: memory lost to fragmentation in the caching allocator: an allowance, not measured
+IRRELEVANT = ("name", "output", "tracking", "profile")  # sections that do not affect memory on the device
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Estimate:
     """A prediction.
 
     Args:
-        stages: the largest snapshot of ``text``, ``latents``, ``train`` and, where there is one, ``validate``.
-        needs: beside the card's memory.
-        size: width and height of the training pictures in pixels that it is for.
+        stages: the largest snapshot of ``text``, ``latents``, ``train`` and, if the run validates, ``validate``.
+        needs: besides GPU memory.
+        size: width and height of the training pictures in pixels.
     """
 
     stages: Mapping[str, MemorySnapshot]
@@ -58,20 +58,20 @@ class Estimate:
         return max(self.stages, key=lambda name: self.stages[name].bytes)
 
     def needed(self) -> int:
-        """Bytes that a card must have: the peak and the allowances."""
+        """Return the bytes that a card must have: the peak plus the allowances."""
         return needed(self.peak.bytes)
 
     def fits(self, card: Card, reserved: int = 0) -> bool:
         """Whether the whole job fits on a card.
 
         Args:
-            card: which.
-            reserved: bytes of it that other programs hold.
+            card: to check.
+            reserved: bytes of the card that other programs use.
         """
         return self.needed() + reserved <= card.bytes
 
     def as_json(self, card: Card | None = None, reserved: int = 0) -> dict[str, object]:
-        """What ``estimate --json`` prints; memory in MiB of 2^20 bytes, host, disk and download in GiB of 2^30."""
+        """Return what ``estimate --json`` prints: device memory in MiB (2^20); host, disk, download in GiB (2^30)."""
         figures: dict[str, object] = {
             "stages": {name: snapshot_json(snapshot) for name, snapshot in self.stages.items()},
             "peak_allocated_mib": mib(self.peak.bytes),
@@ -95,28 +95,28 @@ class Estimate:
 
 
 def needed(peak: int) -> int:
-    """Bytes that a card must have for a peak of allocated bytes."""
+    """Return the bytes that a card must have for a peak of allocated bytes."""
     return peak + int(FRAGMENTED * peak) + CONTEXT
 
 
 def largest_peak(card: Card, reserved: int = 0) -> int:
-    """The largest peak of allocated bytes that fits on a card of which other programs hold so many bytes."""
+    """Return the largest peak of allocated bytes that fits on a card of which other programs use ``reserved`` bytes."""
     return int((card.bytes - reserved - needed(0)) / (1 + FRAGMENTED))
 
 
 class SnapshotJson(TypedDict):
-    """A snapshot, as JSON."""
+    """A memory snapshot as JSON."""
 
     peak_allocated_mib: float
     by_kind: dict[str, float]
     at: str
     measured_mib: NotRequired[float]
     error: NotRequired[float]
-    """Of the prediction, as a share of what was measured."""
+    """Error of the prediction as a fraction of the measurement."""
 
 
 def snapshot_json(snapshot: MemorySnapshot) -> SnapshotJson:
-    """A snapshot in MiB."""
+    """Convert a snapshot to MiB."""
     kinds = {kind: mib(size) for kind, size in sorted(snapshot.by_kind.items(), key=lambda item: -item[1]) if size}
     return {
         "peak_allocated_mib": mib(snapshot.bytes),
@@ -126,17 +126,17 @@ def snapshot_json(snapshot: MemorySnapshot) -> SnapshotJson:
 
 
 def mib(size: int) -> float:
-    """Bytes in MiB, to a tenth."""
+    """Convert bytes to MiB, rounded to 0.1."""
     return round(size / MIB, 1)
 
 
 def gib(size: int) -> float:
-    """Bytes in GiB, to a hundredth."""
+    """Convert bytes to GiB, rounded to 0.01."""
     return round(size / 2**30, 2)
 
 
 def estimate(config: TrainConfig, capability: tuple[int, int], size: Size | None = None) -> Estimate:
-    """Predict the whole job; no weights, no data and no GPU are needed. A kept prediction is taken as it is.
+    """Predict the whole job without weights, data or a GPU; use the cached prediction if there is one.
 
     Args:
         config: of the run, demo names and ``checkpointing: auto`` resolved.
@@ -159,7 +159,7 @@ def estimate(config: TrainConfig, capability: tuple[int, int], size: Size | None
 
 
 def _restored(data: dict[str, Any]) -> JobReport:
-    """The report of which ``asdict`` made this."""
+    """Rebuild the report from the output of ``asdict``."""
     train = data["train"]
     sizes = {name: train[name] for name in ("host_bytes", "trained_bytes", "state_bytes", "average_bytes", "seconds")}
     report = StepReport(
@@ -173,7 +173,7 @@ def _restored(data: dict[str, Any]) -> JobReport:
 
 
 def key_of_prediction(config: TrainConfig, capability: tuple[int, int], size: Size) -> str:
-    """Everything that a prediction depends on, as a name."""
+    """Hash everything that a prediction depends on."""
     options = config.model_dump(mode="json", by_alias=True, exclude=set(IRRELEVANT))
     versions = [VERSION, __version__, *map(version, LIBRARIES)]
     about = json.dumps([options, cublas_workspace(capability), size, versions], sort_keys=True)

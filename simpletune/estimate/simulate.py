@@ -1,6 +1,6 @@
-"""Peak memory of training without a GPU: the trainer's own step on fake tensors, every byte counted.
+"""Predict training's peak memory without a GPU: run the trainer's own step on fake tensors and count every byte.
 
-Nothing about a lever, an adapter, a precision or an optimizer is described here: they are covered because they run.
+No lever, adapter, precision or optimizer is modelled here: their own code runs.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from simpletune.tensors import all_tensors, trained_parameters
 
 @dataclass(frozen=True)
 class StepReport:
-    """What training takes on the device, in bytes as ``torch.cuda.max_memory_allocated`` counts them."""
+    """Device memory of training, in bytes as ``torch.cuda.max_memory_allocated`` counts them."""
 
     peak: MemorySnapshot
     """The largest snapshot."""
     phases: Mapping[str, MemorySnapshot]
     """The largest snapshot of each phase."""
     steady: MemorySnapshot
-    """What lives between two steps."""
+    """Memory allocated between two steps."""
     host_bytes: int
-    """What levers keep in host memory."""
+    """Host memory used by the levers."""
     trained: Mapping[str, Shape]
-    """Names and shapes of the parameters that train."""
+    """Names and shapes of the trained parameters."""
     trained_bytes: int
-    """What they take."""
+    """Size of the trained parameters."""
     state_bytes: int
-    """The optimizer's state, wherever it lives."""
+    """Size of the optimizer state, on device and host."""
     average_bytes: int
-    """The average of what trains, if one is kept."""
+    """Size of the EMA, if the run has one."""
     seconds: float
-    """What the simulation took."""
+    """Duration of the simulation."""
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """A run that has taken its steps on fake tensors.
+    """A run after its steps on fake tensors.
 
     Args:
         core: assembled.
         batches: its micro-batches.
-        average: of what trains, if one is kept.
+        average: EMA of the trained parameters, if the run has one.
     """
 
     core: StepCore
@@ -73,12 +73,12 @@ def simulate(
     size: tuple[int, int] | None = None,
     capability: tuple[int, int] | None = None,
 ) -> StepReport:
-    """Predict the training stage's peak memory; no weights, no data and no GPU are needed.
+    """Predict the training stage's peak memory without weights, data or a GPU.
 
     Args:
         config: of the run, demo names resolved.
         size: width and height in pixels; None: the square of ``data.resolution``.
-        capability: of the CUDA device, for its libraries' workspaces; None: they are left out.
+        capability: of the CUDA device, for its libraries' workspaces; None: leave the workspaces out.
 
     Raises:
         UserError: the model's configuration cannot be read.
@@ -107,7 +107,7 @@ def account(config: TrainConfig, transformer: Transformer, size: tuple[int, int]
 
     Args:
         config: of the run.
-        transformer: as the model's ``load_transformer`` or ``empty_transformer`` gives it.
+        transformer: from the model's ``load_transformer`` or ``empty_transformer``.
         size: width and height in pixels; None: the square of ``data.resolution``.
     """
     with Accounting(temporaries()) as accounting:
@@ -118,10 +118,10 @@ def account(config: TrainConfig, transformer: Transformer, size: tuple[int, int]
 def take_steps(
     accounting: Accounting, config: TrainConfig, transformer: Transformer, size: Size | None = None
 ) -> tuple[StepReport, SimulatedRun]:
-    """As ``account``, under an accounting that goes on.
+    """Like ``account``, within an accounting that the caller opened and may continue.
 
     Returns:
-        The report, and what the run lives on with.
+        The report and the simulated run.
     """
     started = time.perf_counter()
     config = config.model_copy(update={"speed": config.speed.model_copy(update={"compile": False})})
@@ -145,7 +145,7 @@ def take_steps(
         accounting.forget_snapshots()
         batches = synthetic.step(step)
         accounting.register((tensor for batch in batches for tensor in batch_tensors(batch)), "activations")
-        with attention_by("math" if config.speed.attention == "math" else "auto"):  # the rest take what flash takes
+        with attention_by("math" if config.speed.attention == "math" else "auto"):  # the others use as much as flash
             core.step(batches)
         del batches
         accounting.register(host_counters(core.optimizer), HOST)
@@ -168,9 +168,10 @@ def take_steps(
 
 
 def make_states(accounting: Accounting, core: StepCore) -> None:
-    """Let the optimizer make its states, as its first update would, so that one step shows all.
+    """Create the optimizer states as a first update would, so that one simulated step includes them.
 
-    Where trained weights are streamed only a backward pass can: their states' homes are beside theirs.
+    If trained weights are streamed, only a backward pass can create the states: they live on the host beside the
+    weights.
     """
     with accounting.allocating("optimizer"):
         for parameter in core.parameters:
@@ -181,14 +182,14 @@ def make_states(accounting: Accounting, core: StepCore) -> None:
 
 
 def register_trained(accounting: Accounting, transformer: Transformer, base: list[Tensor]) -> None:
-    """What the model has gained since it was loaded is the adapter."""
+    """Register as adapter every tensor that the model gained since it was loaded."""
     known = {id(tensor) for tensor in base}
     gained = [tensor for tensor in all_tensors(transformer) if id(tensor) not in known]
     accounting.register(gained, "adapter")
 
 
 def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts to name in a report: a model's children, and the elements of its lists."""
+    """Yield the modules to name in a report: a model's children and the elements of its lists."""
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList):
             yield from ((f"{name}.{number}", element) for number, element in child.named_children())
@@ -197,9 +198,9 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def take_cuda_paths(optimizer: torch.optim.Optimizer) -> None:
-    """Let torch's optimizers update all parameters at once, as those that are not fused do on CUDA by default.
+    """Switch torch's unfused optimizers to ``foreach``, their default on CUDA.
 
-    It takes temporaries as large as all parameters together.
+    It needs temporaries as large as all parameters together.
     """
     for group in optimizer.param_groups:
         if group.get("foreach", True) is None and not group.get("fused"):
@@ -207,7 +208,7 @@ def take_cuda_paths(optimizer: torch.optim.Optimizer) -> None:
 
 
 def host_counters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Step counters that are tensors: torch keeps them in host memory, but for its fused updates."""
+    """Yield step counters that are tensors: torch keeps them in host memory unless the update is fused."""
     if any(group.get("fused") for group in optimizer.param_groups):
         return iter(())
     counters = (state.get("step") for state in optimizer.state.values())
@@ -215,13 +216,13 @@ def host_counters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The tensors of an optimizer's state."""
+    """Yield the tensors of an optimizer's state."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return (value for value in values if isinstance(value, Tensor))
 
 
 def with_workspace(snapshot: MemorySnapshot, extra: int) -> MemorySnapshot:
-    """A snapshot with what libraries keep for good."""
+    """Add the libraries' permanent workspace to a snapshot."""
     by_kind = dict(snapshot.by_kind)
     if extra:
         by_kind["workspace"] = by_kind.get("workspace", 0) + extra

@@ -1,8 +1,8 @@
-"""Peak memory of the whole job without a GPU, stage by stage: text, latents, train, validate.
+"""Predict peak memory of the whole job without a GPU, stage by stage: text, latents, train, validate.
 
-The project's own code runs on fake tensors, as in simulate.py; only configurations are needed, and SD3 Medium's are
-known without a download. What cannot be known so are cuDNN's workspaces for convolutions: they depend on the algorithm
-that it chooses on the device, and come on top of what the autoencoder takes.
+The project's own code runs on fake tensors, as in simulate.py. It needs configurations only; SD3 Medium's are bundled.
+The prediction leaves out cuDNN's convolution workspaces: they depend on the algorithm that cuDNN chooses on the device,
+and add to the autoencoder's peak.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from simpletune.system.console import silent
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors
 
-SIMULATED = 3  # sampling steps: the third finds all that the first two leave behind
+SIMULATED = 3  # sampling steps: by the third, everything that earlier steps leave behind is allocated
 
 
 @dataclass(frozen=True)
 class JobReport:
-    """What the whole job takes."""
+    """Memory of the whole job."""
 
     stages: Mapping[str, MemorySnapshot]
-    """The largest snapshot of each stage: ``text``, ``latents``, ``train``, and ``validate`` where there is one.
-    Text is the largest of its encoders, named as its place; validate's phase is ``sample``, ``decode`` or
-    ``evaluate``."""
+    """The largest snapshot of each stage: ``text``, ``latents``, ``train`` and, if the run validates, ``validate``.
+    The snapshot of ``text`` is that of the largest encoder and names it as module; the phase of ``validate`` is
+    ``sample``, ``decode`` or ``evaluate``."""
     train: StepReport
     """The training stage."""
     part_bytes: Mapping[str, int]
-    """Parameters of the frozen parts in 2 bytes each, as the hub's files hold them, by the part's name."""
+    """Size of each frozen part at 2 bytes per parameter, as in the hub's files."""
 
     @property
     def peak(self) -> MemorySnapshot:
@@ -63,12 +63,12 @@ class JobReport:
 def simulate_stages(
     config: TrainConfig, size: Size | None = None, capability: tuple[int, int] | None = None
 ) -> JobReport:
-    """Predict each stage's peak memory on the device; no weights, no data and no GPU are needed.
+    """Predict each stage's peak memory on the device without weights, data or a GPU.
 
     Args:
         config: of the run, demo names resolved.
         size: width and height of the training pictures in pixels; None: the square of ``data.resolution``.
-        capability: of the CUDA device, for its libraries' workspaces; None: they are left out.
+        capability: of the CUDA device, for its libraries' workspaces; None: leave the workspaces out.
 
     Raises:
         UserError: a part's configuration cannot be read.
@@ -92,35 +92,35 @@ def simulate_stages(
 
 
 def bytes_in_16_bit(model: nn.Module, without: str = "") -> int:
-    """A model's parameters, each in 2 bytes.
+    """Return the size of a model's parameters at 2 bytes each.
 
     Args:
-        without: the name of one that a file does not hold, because it is another's second name.
+        without: name of a tied parameter that files do not repeat.
     """
     return 2 * sum(parameter.numel() for name, parameter in model.named_parameters() if name != without)
 
 
 def known_part(model: SD3, name: str) -> Part:
-    """Where a part's configuration is; SD3 Medium's own is not fetched."""
+    """Locate a part's configuration; SD3 Medium's is bundled and not fetched."""
     return Part(name, None) if provider(model, name)[1] == SD3_MEDIUM else model.part(name)
 
 
 @contextmanager
 def accounting_of(weights: Iterable[Tensor]) -> Iterator[Accounting]:
-    """Count a stage that trains nothing: what it allocates is activations."""
+    """Count a stage without training: everything that it allocates is activations."""
     with Accounting(temporaries()) as accounting, accounting.allocating("activations"):
         accounting.register(weights, "weights")
         yield accounting
 
 
 def text_snapshots(config: TrainConfig) -> Iterator[tuple[str, int, MemorySnapshot]]:
-    """Each text encoder's part, its size in 2 bytes a parameter, and its largest snapshot over batches of prompts."""
+    """Yield each text encoder's part, its size at 2 bytes per parameter, and its largest snapshot."""
     dtype = config.precision.encoder_dtype()
     for encoder in ENCODERS[: 3 if config.model.t5 else 2]:
         part = known_part(config.model, encoder.model)
         if encoder.is_t5:
             t5 = LayeredT5(part, dtype, CPU, EmptyT5(part, dtype))
-            t5.model.to("meta")  # accelerate's empty weights are on the CPU, if they are fake
+            t5.model.to("meta")  # accelerate creates its empty weights on the CPU under fake tensors
             size, snapshot = bytes_in_16_bit(t5.model, EMBEDDINGS[1]), of_t5(t5, config.model.t5_length)
         else:
             clip = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(part.config())).eval().to(dtype)
@@ -129,7 +129,7 @@ def text_snapshots(config: TrainConfig) -> Iterator[tuple[str, int, MemorySnapsh
 
 
 def of_clip(model: CLIPTextModelWithProjection) -> MemorySnapshot:
-    """A loaded CLIP encoder over two batches of prompts: the first one's outputs live until the second's are there."""
+    """Run a CLIP encoder over two batches of prompts: the first batch's outputs live until the second's exist."""
     with accounting_of(all_tensors(model)) as accounting:
         ids = torch.zeros((2 * BATCH, model.config.max_position_embeddings), dtype=torch.int64)
         for _ in clip_outputs(model, ids, CPU, BATCH):
@@ -138,7 +138,7 @@ def of_clip(model: CLIPTextModelWithProjection) -> MemorySnapshot:
 
 
 def of_t5(t5: LayeredT5, length: int) -> MemorySnapshot:
-    """A T5 encoder, layer by layer, over two batches of prompts of so many tokens."""
+    """Run a T5 encoder layer by layer over two batches of prompts of ``length`` tokens."""
     with accounting_of(()) as accounting:
         ids = torch.zeros((2 * BATCH, length), dtype=torch.int64)
         accounting.register([ids], HOST)
@@ -148,26 +148,26 @@ def of_t5(t5: LayeredT5, length: int) -> MemorySnapshot:
 
 
 def empty_autoencoder(config: TrainConfig) -> nn.Module:
-    """The run's autoencoder as ``load_vae`` gives it, without values."""
+    """Build the run's autoencoder like ``load_vae``, without values."""
     import diffusers
 
     part = known_part(config.model, "vae").config()
     vae = getattr(diffusers, part["_class_name"]).from_config(part)
-    nn.Module.to(vae, config.precision.encoder_dtype())  # diffusers' own warns, of nothing here
+    nn.Module.to(vae, config.precision.encoder_dtype())  # diffusers' own .to() prints a warning that does not apply
     if config.memory.vae_tile is not None:
         use_tiles(vae, config.memory.vae_tile)
     return vae.eval().requires_grad_(False)
 
 
 def of_encoding(model: SD3, vae: nn.Module, size: Size) -> MemorySnapshot:
-    """A loaded autoencoder over one picture."""
+    """Encode one picture with a loaded autoencoder."""
     with accounting_of(all_tensors(vae)) as accounting, torch.no_grad(), phase("encode"):
         model.encode_pictures(vae, torch.zeros(1, 3, size[1], size[0]))
     return accounting.peak
 
 
 def train_and_validate(config: TrainConfig, size: Size) -> tuple[StepReport, MemorySnapshot | None]:
-    """The training stage, and what is drawn and evaluated while all that trains stays where it is."""
+    """Simulate the training stage, then sampling and evaluation with the training state still allocated."""
     transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
     vae = empty_autoencoder(config)
     with Accounting(temporaries()) as accounting:
@@ -183,7 +183,7 @@ def train_and_validate(config: TrainConfig, size: Size) -> tuple[StepReport, Mem
 
 
 def of_evaluating(accounting: Accounting, run: SimulatedRun, transformer: Transformer) -> MemorySnapshot:
-    """The evaluation loss: one sample after the other, forward only."""
+    """Compute the evaluation loss: one sample at a time, forward only."""
     accounting.forget_peak()
     with accounting.allocating("activations"), torch.no_grad(), phase("evaluate"):
         run.core.loss(transformer, run.batches.one_by_one())
@@ -193,7 +193,7 @@ def of_evaluating(accounting: Accounting, run: SimulatedRun, transformer: Transf
 def of_drawing(
     accounting: Accounting, config: TrainConfig, batches: SyntheticBatches, transformer: Transformer, vae: nn.Module
 ) -> MemorySnapshot:
-    """As a validation draws each of its pictures: the autoencoder is loaded before sampling begins."""
+    """Draw a validation picture: the autoencoder is loaded before sampling begins."""
     option = config.validation
     width, height = config.picture_size()
     request = Request("", 0, "", width, height, min(SIMULATED, option.steps), option.guidance)
@@ -212,7 +212,7 @@ def of_drawing(
 
 
 class ShapesOnlyModel:
-    """A model for sampling that knows the shape of its latents; its noise levels have no values.
+    """A model for sampling that knows only the shape of its latents; its noise levels have no values.
 
     Args:
         channels: of its latents.
@@ -222,11 +222,11 @@ class ShapesOnlyModel:
         self.channels = channels
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """(c, h, w) of the latents of a picture in pixels."""
+        """Return (c, h, w) of the latents of a picture in pixels."""
         return self.channels, height // 8, width // 8
 
     def scheduler(self) -> EmptyNoiseLevels:
-        """A schedule without values."""
+        """Return a schedule without values."""
         return EmptyNoiseLevels()
 
 
@@ -237,17 +237,17 @@ class EmptyNoiseLevels:
         self.sigmas = torch.empty(0)
 
     def set_timesteps(self, steps: int, /) -> None:
-        """As many levels as so many steps have."""
+        """Allocate the levels of ``steps`` steps."""
         self.sigmas = torch.zeros(steps + 1)
 
 
 class WholeWindowModulation:
-    """Computes the modulations of a whole window of sampling steps, and returns those of the few that are simulated.
+    """Compute the modulation of a whole window of sampling steps, and return that of the few simulated ones.
 
     Args:
         modulation: of the transformer.
         steps: of a validation picture.
-        simulated: how many of them are taken.
+        simulated: number of steps that are simulated.
     """
 
     def __init__(self, modulation: ModulationSource, steps: int, simulated: int):
@@ -255,6 +255,6 @@ class WholeWindowModulation:
         self.ratio = min(self.window, steps) / min(self.window, simulated)
 
     def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:  # [n], [n, p] -> [n, m]
-        """The first rows of the whole window's modulations."""
+        """Return the first rows of the whole window's modulation."""
         rows = round(len(sigma) * self.ratio)
         return self.modulation(sigma[:1].expand(rows), pooled[:1].expand(rows, -1))[: len(sigma)]

@@ -1,4 +1,4 @@
-"""Memory over one training step by kind, predicted: for the summaries beside a run's traces."""
+"""Predict memory over one training step by kind, for the summaries beside a run's traces."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from simpletune.system.startup import without_collection
 
 
 def snapshots_of_step(config: TrainConfig, size: Size) -> list[MemorySnapshot]:
-    """What lives on the device, allocation by allocation, in a step that has optimizer states.
+    """Record device memory after every allocation of a step with optimizer states.
 
-    Counting every allocation would slow a real step many times over, so it is one on fake tensors, as ``simulate``
-    takes them; what CUDA's libraries keep for themselves is left out.
+    Counting every allocation would slow a real step many times over, so the step runs on fake tensors, as in
+    ``simulate``. The workspaces of the CUDA libraries are left out.
 
     Args:
         config: of the run, demo names and ``checkpointing: auto`` resolved.

@@ -1,7 +1,7 @@
-"""How long a training step should take, by arithmetic: to choose between settings before any of them has run.
+"""Calculate how long a training step should take, to rank settings before any of them has run.
 
-Work is divided by what a card sustains, traffic by its bandwidth; nothing here was measured by a run of this tool. It
-ranks settings of one job on one card; it does not promise seconds.
+Work is divided by a card's sustained rate, traffic by its bandwidth; nothing here was measured by a run of this tool.
+Use it to rank settings of one job on one card, not to promise seconds.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from simpletune.models.buckets import Size
 from simpletune.models.flops import sd3_flops, trained_of
 
 SUSTAINED = 0.5  # of a card's dense peak: 57 of an L4's 121 TFLOP/s in products of this model's size
-TFLOPS, BANDWIDTH = 60.0, 300.0  # sustained TFLOP/s and GB/s of a card that is known by its memory only: an L4's
-WITHOUT_BF16 = 8  # times slower: products in fp32, outside of the tensor cores
-COMPUTED = 2  # bytes of a weight in the type of the products
+TFLOPS, BANDWIDTH = 60.0, 300.0  # sustained TFLOP/s and GB/s of a card known by its memory only: those of an L4
+WITHOUT_BF16 = 8  # times slower: fp32 matrix products do not use the tensor cores
+COMPUTED = 2  # bytes of a weight in the compute type
 LOOKED_UP = 1.5  # times the traffic: every nf4 weight is looked up in a table
-UPDATED = 7  # bytes that an update moves for each byte that trains: weight, gradient and two states, there and back
+UPDATED = 7  # bytes moved per trained byte by an update: read weight, gradient, two states; write all but the gradient
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, by what they go to."""
+    """Seconds of one optimizer step by use."""
 
     products: float
     recomputation: float
     unpacking: float
-    """Quantised weights to the type of the products, for every pass."""
+    """Convert quantised weights to the compute type in every pass."""
     transfer: float
-    """What copying to and from the host takes beyond what hides behind the rest."""
+    """Copies to and from the host that computation does not hide."""
     update: float
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Total of the step."""
         return self.products + self.recomputation + self.unpacking + self.transfer + self.update
 
 
 def predict_step_time(config: TrainConfig, report: StepReport, card: Card, size: Size | None = None) -> StepTime:
-    """What a step should take.
+    """Calculate the time of a step.
 
     Args:
         config: of the run, demo names resolved.
         report: of its simulation.
-        card: that it runs on.
+        card: that the step runs on.
         size: width and height in pixels; None: the square of ``data.resolution``.
     """
     size = size or (config.data.resolution, config.data.resolution)
@@ -73,7 +73,7 @@ def predict_step_time(config: TrainConfig, report: StepReport, card: Card, size:
 
 
 def _unpacked(config: TrainConfig, passes: float) -> float:
-    """Bytes that unpacking quantised weights reads and writes in so many passes."""
+    """Return the bytes that unpacking quantised weights reads and writes in ``passes`` passes."""
     each = config.precision.bytes_per_weight
     if each >= COMPUTED:
         return 0.0
@@ -82,8 +82,8 @@ def _unpacked(config: TrainConfig, passes: float) -> float:
 
 
 def _moved(config: TrainConfig, report: StepReport, tokens: int) -> float:
-    """Bytes over the link to the host: streamed weights forward and backward, and home again with states if they train;
-    checkpoint inputs there and back."""
+    """Return the bytes over the link to the host: streamed weights in the forward and the backward pass, copied back
+    with their states if they train; checkpoint inputs in both directions."""
     blocks, shapes = config.model.blocks(), config.model.known_config()
     hidden = shapes["num_attention_heads"] * shapes["attention_head_dim"]
     share = len(config.memory.streamed(blocks)) / blocks

@@ -1,4 +1,4 @@
-"""Estimates in the terminal: bars by stage and kind, what a card must have, and several beside each other."""
+"""Print estimates: bars by stage and kind, the memory that a card must have, and comparisons."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ GB = 10**9
 
 
 def as_text(name: str, estimate: Estimate, card: Card | None, reserved: int = 0) -> str:
-    """What ``simpletune estimate`` prints.
+    """Return what ``simpletune estimate`` prints.
 
     Args:
         name: of the run.
-        estimate: of it.
+        estimate: of the run.
         card: that it should fit on; None: no card was named.
-        reserved: bytes of the card that other programs hold.
+        reserved: bytes of the card that other programs use.
     """
     width, height = estimate.size
     lines = [f"{name}: predicted peak memory on the card, MiB ({width}x{height} px), nothing loaded", ""]
@@ -31,7 +31,7 @@ def as_text(name: str, estimate: Estimate, card: Card | None, reserved: int = 0)
 
 
 def bars(snapshots: Mapping[str, MemorySnapshot]) -> list[str]:
-    """A bar for each snapshot, its kinds by their signs, and the legend."""
+    """Draw a bar for each snapshot, with one character per kind, and the legend."""
     longest = max(snapshot.bytes for snapshot in snapshots.values())
     title = max(len(name) for name in snapshots)
     lines = []
@@ -46,13 +46,13 @@ def bars(snapshots: Mapping[str, MemorySnapshot]) -> list[str]:
 
 
 def place(snapshot: MemorySnapshot) -> str:
-    """Where a snapshot is, in words: ``backward, block 23``."""
+    """Describe where a snapshot was taken: ``backward, block 23``."""
     where = snapshot.module.replace("transformer_blocks.", "block ")
     return ", ".join(part for part in (snapshot.phase, where) if part)
 
 
 def _shares(snapshot: MemorySnapshot, width: int) -> Iterator[tuple[str, int]]:
-    """So many characters for each kind, adding up to a width; what rounds to nothing gets none."""
+    """Yield the number of characters for each kind; they add up to ``width``."""
     done = drawn = 0
     for kind in KINDS:
         done += snapshot.by_kind.get(kind, 0)
@@ -67,13 +67,13 @@ def _verdict(estimate: Estimate, card: Card | None, reserved: int) -> Iterator[s
     yield f"  fragmentation          {FRAGMENTED * peak.bytes / MIB:>8,.0f}  an allowance of {FRAGMENTED:.0%}"
     yield f"  CUDA context           {CONTEXT / MIB:>8,.0f}  an allowance: kernels and libraries"
     if reserved:
-        yield f"  other programs         {reserved / MIB:>8,.0f}  as you said"
+        yield f"  other programs         {reserved / MIB:>8,.0f}  from --reserve"
     yield f"  the card must have     {(estimate.needed() + reserved) / MIB:>8,.0f}"
     if card is not None:
-        yield f"  {card.name + ' has':<22} {card.bytes / MIB:>8,.0f}  as torch finds it"
+        yield f"  {card.name + ' has':<22} {card.bytes / MIB:>8,.0f}  as torch reports it"
         left = (card.bytes - reserved - estimate.needed()) / MIB
         yield (
-            f"  it fits, {left:,.0f} MiB are left" if left >= 0 else f"  it does not fit: {-left:,.0f} MiB are lacking"
+            f"  it fits, {left:,.0f} MiB are left" if left >= 0 else f"  it does not fit: {-left:,.0f} MiB are missing"
         )
 
 
@@ -85,7 +85,7 @@ def _needs(estimate: Estimate) -> Iterator[str]:
     if download:
         yield f"  to download {download / GB:.1f} GB ({_listed(needs.download, GB)})"
     if needs.pictures is None:
-        yield "  the data set was not looked at: its cache on disk is not counted"
+        yield "  the data set was not read, so its cache on disk is not counted"
 
 
 def _listed(sizes: Mapping[str, int], unit: int) -> str:
@@ -93,14 +93,14 @@ def _listed(sizes: Mapping[str, int], unit: int) -> str:
 
 
 def comparison(estimates: Mapping[str, Estimate]) -> str:
-    """Several estimates beside each other: each one's peak by kind, and what the card must have, in MiB."""
+    """Tabulate several estimates: peak by kind and the memory that the card must have, in MiB."""
     present = [kind for kind in KINDS if any(e.peak.by_kind.get(kind) for e in estimates.values())]
     first = next(iter(estimates.values())).needed()
     title = max(len(name) for name in estimates)
     lines = [
         " " * title
         + "".join(f"{kind:>13}" for kind in present)
-        + f"{'peak':>10}{'needed':>10}{'against 1st':>13}  peak at"
+        + f"{'peak':>10}{'needed':>10}{'vs. first':>13}  peak at"
     ]
     for name, each in estimates.items():
         kinds = "".join(f"{each.peak.by_kind.get(kind, 0) / MIB:>13,.0f}" for kind in present)

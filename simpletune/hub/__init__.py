@@ -1,4 +1,4 @@
-"""The Hugging Face hub: what to fetch, fetching it, and each failure in words.
+"""The Hugging Face hub: choose files, download them, and explain every failure.
 
-May import system and what lies below it; models, data and runs import it.
+May import system and what is below it; models, data and runs import it.
 """

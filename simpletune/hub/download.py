@@ -1,4 +1,4 @@
-"""Repositories and files of the hub, and the download of one file by huggingface_hub."""
+"""Describe repositories and files on the hub; download one file with huggingface_hub."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from simpletune.system.console import progress, say
 if TYPE_CHECKING:
     from huggingface_hub.utils import tqdm
 
-TRIES = 3  # of one file, after failures that huggingface_hub does not retry
-PAUSE = 2.0  # seconds before the second try; twice that before the third
+TRIES = 3  # attempts per file, after failures that huggingface_hub does not retry
+PAUSE = 2.0  # seconds before the second attempt; twice that before the third
 MB = 10**6
-RETRIED = {"ConnectError", "TimeoutException", "ProxyError"}  # huggingface_hub has retried these, or rightly not
+RETRIED = {
+    "ConnectError",
+    "TimeoutException",
+    "ProxyError",
+}  # huggingface_hub already retried these, or a retry cannot help
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class HubFile:
     """A file of a repository as the hub lists it.
 
     Args:
-        repository: that holds it.
+        repository: of the file.
         commit: of the repository.
         path: inside the repository.
         size: in bytes.
@@ -67,12 +71,12 @@ class HubFile:
 
     @property
     def place(self) -> Path:
-        """Where the hub's cache shows it when it is here."""
+        """The file's path in the hub's cache, whether it exists or not."""
         return self.repository.cache / "snapshots" / self.commit / self.path
 
     @property
     def bytes_to_fetch(self) -> int:
-        """Its size, or 0 if a file of the same content is in the cache (for another commit)."""
+        """The size, or 0 if a file with the same content is in the cache (from another commit)."""
         return 0 if (self.repository.cache / "blobs" / str(self.sha256)).exists() else self.size
 
 
@@ -91,12 +95,12 @@ def fetch_file(file: HubFile) -> None:
             for damaged in (file.place.resolve(), file.place):
                 damaged.unlink(missing_ok=True)
             raise UserError(
-                f"{file.repository.name}: {file.path} arrived damaged (its sha256 differs) and was deleted. Start again"
+                f"{file.repository.name}: {file.path} arrived damaged (wrong sha256) and was deleted. Start again"
             )
 
 
 def _download(file: HubFile, bar: type[tqdm]) -> None:
-    """Call huggingface_hub, up to ``TRIES`` times where it does not retry by itself."""
+    """Call huggingface_hub, up to ``TRIES`` times for failures that it does not retry itself."""
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import HTTPError
 
@@ -116,15 +120,15 @@ def _download(file: HubFile, bar: type[tqdm]) -> None:
         except (HTTPError, OSError) as error:
             if attempt == TRIES or not _worth_a_retry(error):
                 raise
-            say(f"fetch {file.path}: {type(error).__name__}, try {attempt + 1} of {TRIES}")
+            say(f"fetch {file.path}: {type(error).__name__}, attempt {attempt + 1} of {TRIES}")
             time.sleep(PAUSE * attempt)
 
 
 def _worth_a_retry(error: Exception) -> bool:
-    """Whether the failure may pass and huggingface_hub (2.4) gave up at once.
+    """Whether a failure may be temporary and huggingface_hub (2.4) gave up at once.
 
-    It resumes a cut GET and retries a HEAD; it does neither after a 5xx answer to a GET, a reset connection, a cut HEAD
-    or a file of the wrong size (an OSError without a number).
+    It resumes an interrupted GET and retries a HEAD; it does neither after a 5xx response to a GET, a reset connection,
+    an interrupted HEAD or a file of the wrong size (an OSError without errno).
     """
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
@@ -136,15 +140,15 @@ def _worth_a_retry(error: Exception) -> bool:
 
 
 def _without_addresses(record: logging.LogRecord) -> bool:
-    """Remove URLs from huggingface_hub's warnings: a signed one opens the file to whoever reads the log."""
+    """Remove URLs from huggingface_hub's warnings: a signed URL gives every reader of the log access to the file."""
     record.msg, record.args = re.sub(r"https?://\S*[^\s:]", "the hub", record.getMessage()), ()
     return True
 
 
 def _progress_bar(count: Callable[[], None]) -> type[tqdm]:
-    """A bar for huggingface_hub that draws nothing and calls ``count`` once per megabyte.
+    """Create a progress bar for huggingface_hub that draws nothing and calls ``count`` once per megabyte.
 
-    hf_xet has two bars, of the network and of the disk: the one that is ahead counts.
+    hf_xet has two bars, for the network and the disk; the one that is ahead counts.
     """
     from huggingface_hub.utils import tqdm
 

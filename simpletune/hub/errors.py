@@ -1,6 +1,6 @@
-"""The hub's failures in plain words: what happened, why, and what to do.
+"""Explain the hub's failures: what happened, why, and what to do.
 
-No message repeats what the hub or the library said: that could hold a token or a signed address.
+No message repeats text from the hub or the library: it could contain a token or a signed URL.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ from simpletune.system.disk import DiskFull, reason_full
 
 if TYPE_CHECKING:
     from simpletune.hub.download import HubFile, Repository
+LOCAL_FOLDER = "use a local folder"
 
 
 class Unreachable(UserError):
-    """The hub does not answer or refuses to: what is in the cache may still serve."""
+    """The hub does not respond or refuses access; the cache may still have the files."""
 
 
 def class_names(error: BaseException) -> set[str]:
-    """Names of an error's class and its bases.
+    """Return the names of an error's class and its bases.
 
-    huggingface_hub hands on errors of its HTTP client and exports their base alone (``errors.HTTPError``); the kinds
-    below it (``TimeoutException``, ``ProxyError``) are told apart by name, so that the client is not imported here.
+    huggingface_hub raises its HTTP client's errors but exports only their base class (``errors.HTTPError``). Comparing
+    subclasses (``TimeoutException``, ``ProxyError``) by name avoids importing the client.
     """
     return {kind.__name__ for kind in type(error).__mro__}
 
 
 @contextmanager
 def clear_errors(repository: Repository, file: HubFile | None = None) -> Iterator[None]:
-    """Say what went wrong with the hub in one paragraph: value, rule, remedy.
+    """Turn failures of the hub, the network or the disk into a message with value, rule and remedy.
 
     Args:
-        repository: that was asked for.
+        repository: that was requested.
         file: that is being fetched.
 
     Raises:
-        UserError: for everything that the hub, the network or the disk can do; ``Unreachable`` if it may pass.
+        UserError: any failure; ``Unreachable`` if the cache may still have the files.
     """
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
     try:
         yield
     except HFValidationError:
-        raise UserError(f"{repository.name} is no name the hub allows (owner/name). Check it") from None
+        raise UserError(f"{repository.name} is not a valid name on the hub (owner/name). Check it") from None
     except LocalEntryNotFoundError as error:
         raise _explain(error.__cause__ or error, repository, file) from None
     except (HTTPError, EntryNotFoundError, OSError, RuntimeError) as error:  # RuntimeError: hf_xet's
@@ -53,14 +54,14 @@ def clear_errors(repository: Repository, file: HubFile | None = None) -> Iterato
 
 
 def _explain(error: BaseException, repository: Repository, file: HubFile | None) -> UserError:
-    """The error for a person."""
+    """Choose the message for an error."""
     from huggingface_hub import errors
 
     name, cache = repository.name, repository.cache.parent
     if isinstance(error, errors.OfflineModeIsEnabled):
         return Unreachable(
-            f"{name} is not in the local cache, and HF_HUB_OFFLINE forbids asking the hub. "
-            "Unset it, or give a local folder"
+            f"{name} is not in the local cache, and HF_HUB_OFFLINE forbids access to the hub. "
+            f"Unset it, or {LOCAL_FOLDER}"
         )
     if isinstance(error, errors.HfHubHTTPError):
         return _explain_answer(error, repository, file)
@@ -70,36 +71,33 @@ def _explain(error: BaseException, repository: Repository, file: HubFile | None)
         return _explain_silence(error, name, file)
     if kind := reason_full(error):
         return DiskFull(
-            f"{name}: the disk of {cache} {kind}; files that were fetched whole stay. "
+            f"{name}: the disk of {cache} {kind}; complete files are kept. "
             "Free space, or set HF_HOME to a larger disk, and start again"
         )
     if isinstance(error, OSError) and error.errno:
         return UserError(f"{name}: {cache} cannot be written ({error.strerror}). Set HF_HOME to another folder")
     without_xet = ", set HF_HUB_DISABLE_XET=1" if isinstance(error, RuntimeError) else ""
-    return Unreachable(
-        f"{name} cannot be fetched ({type(error).__name__}). Try again{without_xet}, or give a local folder"
-    )
+    return Unreachable(f"{name} cannot be fetched ({type(error).__name__}). Try again{without_xet}, or {LOCAL_FOLDER}")
 
 
 def _explain_silence(error: BaseException, name: str, file: HubFile | None) -> UserError:
-    """No answer, or half of one."""
+    """Explain a missing or interrupted response."""
     slow = bool(class_names(error) & {"TimeoutException", "TimeoutError"})
     if file is not None:
-        what = "nothing came for too long" if slow else "the connection was cut"
+        what = "the download timed out" if slow else "the connection was interrupted"
         return UserError(
-            f"{name}: {what} while {file.path} ({file.size:,} bytes) was fetched. "
-            "Start again: this file begins anew, files that are whole stay"
+            f"{name}: {what} while fetching {file.path} ({file.size:,} bytes). "
+            "Start again: this file is fetched from the start, complete files are kept"
             + (" (HF_HUB_DOWNLOAD_TIMEOUT sets the seconds to wait)" if slow else "")
         )
-    what = "the hub did not answer in time" if slow else f"the hub cannot be reached ({type(error).__name__})"
+    what = "the hub did not respond in time" if slow else f"the hub cannot be reached ({type(error).__name__})"
     return Unreachable(
-        f"{name} is not in the local cache, and {what}. Check the network and HTTPS_PROXY, try again, "
-        "or give a local folder"
+        f"{name} is not in the local cache, and {what}. Check the network and HTTPS_PROXY, try again, or {LOCAL_FOLDER}"
     )
 
 
 def _explain_answer(error: BaseException, repository: Repository, file: HubFile | None) -> UserError:
-    """A status that is not 200. The hub answers 401 for what does not exist, too, when it does not know who asks."""
+    """Explain an HTTP status. Without a token, the hub answers 401 for repositories that do not exist, too."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -111,7 +109,7 @@ def _explain_answer(error: BaseException, repository: Repository, file: HubFile 
     status, login = error.response.status_code, "log in with `hf auth login` or set HF_TOKEN"
     if isinstance(error, GatedRepoError) and status == 403:
         return Unreachable(
-            f"{name} is gated, and the account of your token has not accepted its licence (403). "
+            f"{name} is gated, and your token's account has not accepted its licence (403). "
             f"Accept it at {page}; a fine-grained token must also allow reading gated repositories"
         )
     if isinstance(error, GatedRepoError):
@@ -126,11 +124,9 @@ def _explain_answer(error: BaseException, repository: Repository, file: HubFile 
     if status == 404 and file is not None:
         return UserError(f"{name} has no {file.path} (404). Check that the name is right")
     if status == 401:
-        return Unreachable(f"{name}: the hub does not accept your token (401): mistyped or expired? Anew, {login}")
+        return Unreachable(f"{name}: the hub rejects your token (401): is it mistyped or expired? To renew it, {login}")
     if status == 403:
-        return Unreachable(f"{name}: your token may not read it (403). Use one with read access: {login}")
+        return Unreachable(f"{name}: your token has no read access (403). Use one that has: {login}")
     if status == 429:
-        return Unreachable(f"{name}: the hub asks for fewer requests (429). Wait some minutes and start again")
-    return Unreachable(
-        f"{name}: the hub has trouble of its own (status {status}). Try again later, or give a local folder"
-    )
+        return Unreachable(f"{name}: the hub limits the rate of requests (429). Wait a few minutes and start again")
+    return Unreachable(f"{name}: the hub has an internal error (status {status}). Try again later, or {LOCAL_FOLDER}")

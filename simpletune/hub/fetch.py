@@ -1,4 +1,4 @@
-"""Model parts from the hub: which files are needed, whether they fit on the disk, and where they lie."""
+"""Fetch model parts from the hub: choose the files, check the disk, and locate them in the cache."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from simpletune.system.model_folder import NAMES, weight_files
 
 HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
 DESCRIPTIONS = (".json", ".txt", ".model")
-LAST = ("config.json", "tokenizer_config.json", "scheduler_config.json")  # fetched last: a part that has it is whole
-ALONE = ("transformer", "vae")  # parts that may be a repository of their own
+LAST = (
+    "config.json",
+    "tokenizer_config.json",
+    "scheduler_config.json",
+)  # fetched last, so a part that has it is complete
+ALONE = ("transformer", "vae")  # parts that may have their own repository
 GB = 10**9
 
 
@@ -27,9 +31,9 @@ class HubPart:
     """A part of a pipeline on the hub.
 
     Args:
-        repository: that holds it.
+        repository: of the part.
         part: the sub-folder (``transformer``, ``tokenizer_2``, ...).
-        weights: whether its weights are needed, or only its configuration.
+        weights: whether the weights are needed, or only the configuration.
     """
 
     repository: Repository
@@ -46,7 +50,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def part_folder(part: HubPart) -> Path:
-    """The local folder of a part on the hub, fetched if need be.
+    """Return the local folder of a part on the hub; fetch it if necessary.
 
     Raises:
         UserError: the repository has no such part, or cannot be reached.
@@ -57,10 +61,10 @@ def part_folder(part: HubPart) -> Path:
 
 
 def fetch(parts: Sequence[HubPart]) -> None:
-    """Fetch parts that are not in the hub's cache, after a look at the disk: all of them fit, or none is begun.
+    """Fetch parts that are not in the hub's cache; start only if all of them fit on the disk.
 
     Raises:
-        UserError: a part does not exist, the disk is too small, or the hub is silent and the cache is not whole.
+        UserError: a part does not exist, the disk is too small, or the hub is unreachable and the cache incomplete.
     """
     folders: dict[HubPart, Path] = {}
     wanted: list[HubFile] = []
@@ -77,7 +81,7 @@ def fetch(parts: Sequence[HubPart]) -> None:
 
 
 def needed(part: HubPart, files: Sequence[HubFile]) -> list[HubFile]:
-    """The files of a part in the order of fetching: no other precisions, no other frameworks.
+    """List the files of a part in fetching order, without other precisions and frameworks.
 
     Raises:
         UserError: the repository has no such part, or no weights for it.
@@ -86,7 +90,7 @@ def needed(part: HubPart, files: Sequence[HubFile]) -> list[HubFile]:
     if not any(file.path.startswith(prefix) for file in files):
         if part.part not in ALONE or not any(file.path == "config.json" for file in files):
             held = ", ".join(sorted({f.path.split("/")[0] for f in files if "/" in f.path})) or "no folders"
-            raise UserError(f"{name} has no {prefix} folder (diffusers' layout) but {held}. Name an SD3 pipeline")
+            raise UserError(f"{name} has no {prefix} folder (diffusers' layout), only {held}. Name an SD3 pipeline")
         prefix = ""
     inside = {file.path.removeprefix(prefix): file for file in files if file.path.startswith(prefix)}
     inside = {path: file for path, file in inside.items() if "/" not in path}
@@ -94,13 +98,16 @@ def needed(part: HubPart, files: Sequence[HubFile]) -> list[HubFile]:
     if part.weights:
         weights = _weights(inside)
         if not weights:
-            raise UserError(f"{name}: {prefix or 'it'} holds no {NAMES[0]}.safetensors but {', '.join(inside)}")
+            raise UserError(
+                f"{name}: {prefix or 'the repository'} has no {NAMES[0]}.safetensors, only {', '.join(inside)}. "
+                "Name a repository with safetensors weights"
+            )
         chosen = weights + chosen
     return sorted(chosen, key=lambda file: (file.path.endswith(LAST), not file.path.endswith(".safetensors")))
 
 
 def _weights(inside: dict[str, HubFile]) -> list[HubFile]:
-    """The weight files that ``weight_files`` will read: the shards if there is an index, else the single file."""
+    """List the weight files that ``weight_files`` will read: the shards if there is an index, else the single file."""
     for name in NAMES:
         shards = [file for path, file in inside.items() if re.fullmatch(rf"{name}-\d+-of-\d+\.safetensors", path)]
         if f"{name}.safetensors.index.json" in inside and shards:
@@ -111,7 +118,7 @@ def _weights(inside: dict[str, HubFile]) -> list[HubFile]:
 
 
 def fetch_files(files: Sequence[HubFile]) -> None:
-    """Fetch what is not here yet, if it fits; note which commit is here, for later without a network.
+    """Fetch missing files if they fit; record the commit, for later use without a network.
 
     Raises:
         DiskFull: the disk is too small.
@@ -148,7 +155,7 @@ def require_space(files: Sequence[HubFile]) -> None:
         t5 = sum(file.size for file in files if file.path.startswith("text_encoder_3/"))
         remedy = f", or set model.t5=false (saves {t5 / GB:.1f} GB)" if t5 else ""
         raise DiskFull(
-            f"{names}: {size / GB:.2f} GB are to be fetched, {free / GB:.2f} GB are free at {cache}. "
+            f"{names}: the download needs {size / GB:.2f} GB, and {free / GB:.2f} GB are free at {cache}. "
             f"Free {(size - free) / GB:.2f} GB, set HF_HOME to a larger disk{remedy}"
         )
     say(
@@ -158,10 +165,10 @@ def require_space(files: Sequence[HubFile]) -> None:
 
 @lru_cache(maxsize=16)
 def listing(repository: Repository) -> tuple[HubFile, ...]:
-    """Ask the hub what a repository holds.
+    """List a repository's files.
 
     Raises:
-        UserError: the hub does not answer, or not with a listing.
+        UserError: the hub does not respond, or not with a listing.
     """
     from huggingface_hub import HfApi, constants
 
@@ -180,7 +187,7 @@ def listing(repository: Repository) -> tuple[HubFile, ...]:
 
 
 def snapshot(repository: Repository) -> Path:
-    """The folder in the cache of what was last fetched whole."""
+    """Return the cache folder of the last commit that was fetched completely."""
     from huggingface_hub import constants
 
     revision = repository.revision or constants.DEFAULT_REVISION
@@ -189,16 +196,16 @@ def snapshot(repository: Repository) -> Path:
 
 
 def _part_in_cache(part: HubPart, reason: UserError) -> Path:
-    """The part's folder in the cache, if it is whole; else the reason why it cannot be fetched."""
+    """Return the part's folder in the cache if it is complete; otherwise raise ``reason``."""
     folder = in_cache(part)
     if folder is None:
         raise reason
-    say(f"{part.repository.name}: the hub is not asked or does not answer; {part.part} comes from the cache")
+    say(f"{part.repository.name}: the hub is offline or unreachable; {part.part} comes from the cache")
     return folder
 
 
 def in_cache(part: HubPart) -> Path | None:
-    """The part's folder in the hub's cache, if it is there and whole; the hub is not asked."""
+    """Return the part's folder in the hub's cache if it is complete, without contacting the hub."""
     here = snapshot(part.repository)
     for folder in (here / part.part, *([here] if part.part in ALONE else [])):
         if any((folder / name).exists() for name in LAST):

@@ -1,4 +1,4 @@
-"""Single files and data sets from the hub, by the same means as the parts of a model."""
+"""Fetch single files and data sets from the hub, in the same way as model parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simpletune.options import UserError
 
 
 def repository_file(name: str, file: str, revision: str | None = None) -> Path:
-    """One file of a hub repository, fetched if need be.
+    """Return the local path of a file on the hub; fetch it if necessary.
 
     Raises:
         UserError: the repository has no such file, or cannot be reached.
@@ -31,10 +31,10 @@ def repository_file(name: str, file: str, revision: str | None = None) -> Path:
 
 
 def data_set_folder(name: str, patterns: list[str]) -> Path:
-    """The local folder of a data set's files that fit the patterns, fetched from the hub if need be.
+    """Return the local folder of a data set's files that match the patterns; fetch them if necessary.
 
     Raises:
-        UserError: there is no such data set, or it cannot be reached.
+        UserError: the data set does not exist or cannot be reached.
     """
     repository = Repository(name, kind="dataset")
     try:
@@ -46,6 +46,6 @@ def data_set_folder(name: str, patterns: list[str]) -> Path:
     found = [file for file in held if any(fnmatch(file.path, pattern) for pattern in patterns)]
     if not found:
         first = ", ".join(file.path for file in held[:8]) or "nothing"
-        raise UserError(f"{name} has no file that fits {' or '.join(patterns)}. It holds {first}")
+        raise UserError(f"{name} has no file that matches {' or '.join(patterns)}, only {first}. Check the name")
     fetch_files(found)
     return repository.cache / "snapshots" / found[0].commit

@@ -1,8 +1,8 @@
-"""PyTorch Profiler traces: a fresh, bounded window in each chosen epoch, its summary beside it, never in the way.
+"""PyTorch Profiler traces: record a short window in each chosen epoch, with a summary beside each trace.
 
-``option``: what can be chosen; ``windows``: which steps; ``window``: one window; ``trace_file``: what TensorBoard
-reads; ``events``, ``aggregate``, ``summary``: what the summary says; ``epochs`` holds it all together; ``phases``
-and ``kinds``: the names. Importing this imports no torch.
+``option``: settings; ``schedule``: choice of the steps; ``window``: one window; ``trace_file``: the file for
+TensorBoard; ``events``, ``aggregate``, ``kinds``, ``summary``: content of the summary; ``epochs``: the windows of a
+run. A failure of the profiler never fails the run. Importing this imports no torch.
 
 May import memory, cards and system. Config and the rooms above may import it.
 """

@@ -1,4 +1,4 @@
-"""What a window's events say: seconds by phase, idle time, the most expensive operators and kernels."""
+"""Aggregate a window's events: seconds by phase, idle time, the most expensive operators and kernels."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ OTHER = "other"
 
 
 def figures(recording: Recording, count: int) -> Json:
-    """The figures of the recorded steps, each per step.
+    """Compute figures per recorded step.
 
-    Without a device, a phase takes the time of its range less that of phases inside it. With one, the device decides:
-    a phase takes from the end of the work before it to the end of the last work that it launched.
+    Without a device, a phase's time is that of its range minus nested phases. With a device, it runs from the end of
+    the preceding device work to the end of the last work that the phase launched.
 
     Args:
         recording: the events.
-        count: how many steps are whole; one that was cut short may follow.
+        count: number of complete steps; a truncated one may follow.
 
     Raises:
         ValueError: no step was recorded.
@@ -53,7 +53,7 @@ def figures(recording: Recording, count: int) -> Json:
 
 
 def host_phases(ranges: Sequence[Span]) -> Counter[str]:
-    """Nanoseconds by phase, in the order in which they first come, from the ranges alone."""
+    """Sum nanoseconds by phase from the ranges alone, in order of first occurrence."""
     taken: Counter[str] = Counter()
     for span in sorted(ranges, key=lambda span: span.start):
         taken.setdefault(str(phase_name(span.name)), 0)
@@ -63,13 +63,13 @@ def host_phases(ranges: Sequence[Span]) -> Counter[str]:
 
 
 def device_phases(recording: Recording, ranges: Sequence[Span], start: int) -> Counter[str]:
-    """Nanoseconds by phase, from the work that each launched on the device."""
+    """Sum nanoseconds by phase from the work that each launched on the device."""
     launched = {span.id: span.start for span in recording.operators if span.id}
     taken: Counter[str] = Counter()
     before, name = start, OTHER
     innermost = Phases(ranges)
     for span in sorted(recording.device, key=lambda span: (span.start, span.stop)):
-        if span.id in launched:  # of what nobody is known to have launched, the phase is that of the work before
+        if span.id in launched:  # work of unknown origin counts to the phase of the preceding work
             name = innermost.at(launched[span.id])
         taken[name] += max(0, span.stop - before)
         before = max(before, span.stop)
@@ -77,10 +77,10 @@ def device_phases(recording: Recording, ranges: Sequence[Span], start: int) -> C
 
 
 class Phases:
-    """Which phase is on at a time: the innermost.
+    """Look up the innermost phase at a time.
 
     Args:
-        ranges: of phases; one lies within another or apart from it.
+        ranges: of phases; any two are nested or disjoint.
     """
 
     def __init__(self, ranges: Iterable[Span]):
@@ -93,7 +93,7 @@ class Phases:
         self._close(inside, None)
 
     def at(self, time: int) -> str:
-        """The phase at a time; between phases, ``other``."""
+        """Return the phase at a time; between phases, ``other``."""
         return self._names[bisect_right(self._times, time) - 1]
 
     def _close(self, inside: list[Span], until: int | None) -> None:
@@ -107,7 +107,7 @@ class Phases:
 
 
 def top(timed: Iterable[tuple[Span, int]], steps: int) -> list[Json]:
-    """The most expensive names: calls in the window, milliseconds a step, share of all that are counted here."""
+    """List the most expensive names: calls in the window, milliseconds per step, share of the total."""
     total: dict[str, int] = defaultdict(int)
     calls: Counter[str] = Counter()
     for span, own in timed:
@@ -127,7 +127,7 @@ def top(timed: Iterable[tuple[Span, int]], steps: int) -> list[Json]:
 
 
 def peak_of_memory(recording: Recording) -> tuple[int, str] | None:
-    """How much more memory was taken at the most than when the window began, and in which phase; None: not recorded."""
+    """Return the peak memory relative to the window's start, and its phase; None if memory was not recorded."""
     if not recording.memory:
         return None
     now = most = when = 0

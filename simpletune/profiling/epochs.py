@@ -1,4 +1,4 @@
-"""The windows of a run: one in each chosen epoch, and what each leaves. Nothing that fails here fails the training."""
+"""Trace a window in each chosen epoch of a run. No failure here stops the training."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ T = TypeVar("T")
 
 
 def never_interrupted(step: int) -> bool:
-    """No step is followed by anything but the next."""
+    """Report that nothing runs between steps."""
     return False
 
 
 def warn_on_console(text: str) -> None:
-    """Say a warning on the terminal."""
+    """Print a warning."""
     say(f"warning {text}")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the profiler itself cannot know of a run."""
+    """Facts about a run that the profiler cannot know."""
 
     cuda: bool = False
-    """Whether the device is recorded too."""
+    """Whether to record the device too."""
     device: str = ""
-    """Its name, by which its peak is known."""
+    """Name of the device, to look up its peak rate."""
     flops: Callable[[int], float] | None = None
     """Floating-point operations of a step, by its number; None: unknown."""
     blocks: Sequence[nn.Module] = ()
     """The model's blocks, to name ranges for."""
     interrupted: Callable[[int], bool] = never_interrupted
-    """Whether something else (validation, saving) stands between a step and the next."""
+    """Whether something else (validation, saving) runs between a step and the next."""
 
 
 class EpochTraces:
-    """Traces the chosen epochs of a run, each into a folder of its own, with a summary beside the trace.
+    """Trace the chosen epochs of a run, each into its own folder, with a summary beside the trace.
 
     A failure of the profiler is reported once and ends tracing, not training. A run that is resumed in the middle of an
-    epoch traces the rest of it, unless the epoch has been traced before.
+    epoch traces the rest of it, unless the epoch was traced before.
 
     Args:
-        option: the window and how many epochs.
-        folder: where ``epoch-NNN`` folders are made.
-        steps: steps of the run.
-        steps_per_epoch: steps of an epoch.
+        option: the window and the number of epochs.
+        folder: parent of the ``epoch-NNN`` folders.
+        steps: of the run.
+        steps_per_epoch: of the run.
         facts: of the run.
-        warn: says one line.
+        warn: prints one line.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EpochTraces:
         self.written: list[Path] = []
         """The traces."""
         self.summaries: list[Path] = []
-        """Their summaries, and those of traces that were dropped."""
+        """The summaries, including those of dropped traces."""
         self._epoch: int | None = None
         self._place: Place | None = None
         self._window: Window | None = None
@@ -96,14 +96,14 @@ class EpochTraces:
         if window is None:
             return
         self._guard(window.close)
-        if kind is None and window.recorded:  # the loop has ended early, and well
+        if kind is None and window.recorded:  # the loop ended early without an error
             self._guard(self._leave, window)
 
     def announce(self, start: int) -> None:
-        """Say before the first step what is recorded where epochs are too short for the window.
+        """Print before the first step what will be recorded if epochs are too short for the window.
 
         Args:
-            start: the step that the run starts from.
+            start: first step of the run.
         """
         places = []
         for epoch in self.epochs:
@@ -114,15 +114,15 @@ class EpochTraces:
         wanted = self.option.warmup + self.option.active
         if shortest is None or shortest.warmup + shortest.active == wanted:
             return
-        warm = f"after {shortest.warmup} of warm-up" if shortest.warmup else "without warm-up: its times are too long"
+        warm = f"after {shortest.warmup} of warm-up" if shortest.warmup else "without warm-up, so times are too high"
         say(
-            f"profile a trace takes {wanted} steps in a row, and an epoch has {shortest.warmup + shortest.active} "
-            f"(validation and saving interrupt): it records {plural(shortest.active, 'step')} {warm}. "
-            "A larger data.repeats makes epochs longer, profile.max_traces=0 turns traces off"
+            f"profile a trace needs {wanted} consecutive steps, and an epoch has {shortest.warmup + shortest.active} "
+            f"between validation and saving: it records {plural(shortest.active, 'step')} {warm}. "
+            "Increase data.repeats for longer epochs, or turn traces off with profile.max_traces=0"
         )
 
     def before_step(self, step: int) -> None:
-        """Open a window if one begins with this step."""
+        """Open a window if one starts at this step."""
         epoch = step // self.steps_per_epoch
         if epoch != self._epoch:
             self._epoch = epoch
@@ -131,7 +131,7 @@ class EpochTraces:
             self._guard(self._start, self._place)
 
     def after_step(self) -> None:
-        """Count a step; after its last, close the window and write what it saw."""
+        """Count a step; after the window's last step, close it and write its results."""
         window = self._window
         if window is None:
             return
@@ -143,10 +143,10 @@ class EpochTraces:
                 self._guard(self._leave, window)
 
     def add_memory(self, predicted: Callable[[], Sequence[MemorySnapshot]]) -> None:
-        """Put a predicted step's memory into the summaries, if there are any.
+        """Add a step's predicted memory to the summaries, if there are any.
 
         Args:
-            predicted: gives what lives in one step, in order; it may fail.
+            predicted: returns the memory snapshots of one step, in order; may fail.
         """
         if not self.summaries:
             return
@@ -163,7 +163,7 @@ class EpochTraces:
         return "failed" in self._said
 
     def _choose(self, epoch: int, step: int) -> Place | None:
-        """Where the window of an epoch lies that is entered with this step; None: it was traced before."""
+        """Place the window of an epoch that starts at this step; None if the epoch was traced before."""
         from simpletune.profiling.summary import JSON
 
         if (self._folder(epoch) / JSON).exists():
@@ -181,13 +181,13 @@ class EpochTraces:
         try:
             window.start()
         except BaseException:
-            with suppress(Exception):  # what has not started need not stop; the first error is the one to tell
+            with suppress(Exception):  # parts that never started may fail to stop; report the first error
                 window.close(keep=False)
             raise
         self._window = window
 
     def _leave(self, window: Window) -> None:
-        """Write the trace and its summary; the one without the other if it must be."""
+        """Write the trace and its summary; write the summary even if the trace fails."""
         from simpletune.profiling import summary
         from simpletune.profiling.events import read_events
 
@@ -202,14 +202,14 @@ class EpochTraces:
         values = summary.summarise(epoch, recording, window.recorded, flops, self.facts.device, self.facts.cuda)
         values["notes"] += ["the trace could not be written"] if notes is None else notes
         if self.option.snapshot and not self.facts.cuda:
-            values["notes"].append("profile.snapshot keeps the history of CUDA's memory, and there is none here")
+            values["notes"].append("profile.snapshot records CUDA memory, and this run has no CUDA device")
         self.summaries.append(summary.write(folder, values))
 
     def _write(self, window: Window, folder: Path) -> list[str]:
         """Write the trace.
 
         Returns:
-            What is to be said of it.
+            Notes for the summary.
         """
         from simpletune.profiling.trace_file import TooLarge, write_trace
 
@@ -217,8 +217,8 @@ class EpochTraces:
             self.written.append(write_trace(window.export, folder, self.option.max_mb))
         except TooLarge as error:
             text = (
-                f"the trace of {folder.name} takes {error}, and profile.max_mb is {self.option.max_mb:g}: dropped, its "
-                "summary is kept. Use a smaller profile.active, profile.with_stack false, or a larger max_mb"
+                f"the trace of {folder.name} has {error}, over profile.max_mb {self.option.max_mb:g}: it was dropped, "
+                "its summary is kept. Use a smaller profile.active, profile.with_stack=false, or a larger max_mb"
             )
             self._once("large", self.warn, text)
             return [text]
@@ -228,10 +228,10 @@ class EpochTraces:
         return self.folder / f"epoch-{epoch:03d}"
 
     def _guard(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Call into the profiler; the first failure is reported, and no window begins after it."""
+        """Call into the profiler; report the first failure, and open no window after it."""
         try:
             return call(*args, **kwargs)
-        except Exception as error:  # whatever it is: a trace is not worth a run
+        except Exception as error:  # of any kind: a failed trace must not end the run
             reason = " ".join(str(error).split())[:300] or "no reason given"
             text = f"the profiler failed and is off for the rest of the run ({type(error).__name__}: {reason})"
             self._once("failed", self.warn, text)

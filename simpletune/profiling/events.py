@@ -1,4 +1,4 @@
-"""The profiler's events as plain records. Times are in nanoseconds."""
+"""Convert the profiler's events to plain records. Times are in nanoseconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time."""
+    """An event with a duration."""
 
     name: str
     start: int
@@ -24,21 +24,21 @@ class Span:
     track: int
     """The thread; on the device, the stream."""
     id: int = 0
-    """Of an operation: its number. Of work on the device: the number of the operation that launched it; 0: unknown."""
+    """For an operation, its number; for device work, the number of the operation that launched it; 0: unknown."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What a window saw."""
+    """The events of a window."""
 
     ranges: list[Span] = field(default_factory=list)
-    """Named by the program: steps, phases, blocks."""
+    """Ranges named by the program: steps, phases, blocks."""
     operators: list[Span] = field(default_factory=list)
-    """On the host, also calls of the device's runtime."""
+    """Operations on the host, including calls of the device's runtime."""
     device: list[Span] = field(default_factory=list)
     """Kernels, copies and fills on the device."""
     memory: list[tuple[int, int]] = field(default_factory=list)
-    """(when, bytes more or less) of the device's memory, or without a device, of the host's."""
+    """(time, change in bytes) of the device's memory, or without a device, of the host's."""
 
     @property
     def steps(self) -> list[Span]:
@@ -46,7 +46,7 @@ class Recording:
         return sorted((span for span in self.ranges if span.name.startswith(STEP)), key=lambda span: span.start)
 
     def whole_steps(self, count: int) -> list[Span]:
-        """The first so many recorded steps; one that was cut short may follow.
+        """Return the first ``count`` recorded steps, without a truncated one after them.
 
         Raises:
             ValueError: no step was recorded.
@@ -58,10 +58,10 @@ class Recording:
 
 
 def read_events(events: Iterable[_KinetoEvent]) -> Recording:
-    """Sort the profiler's events.
+    """Sort the profiler's events into a recording.
 
     Args:
-        events: as ``torch.profiler`` keeps them (kineto's).
+        events: kineto events of ``torch.profiler``.
     """
     recording = Recording()
     on_host: list[tuple[int, int]] = []
@@ -87,7 +87,7 @@ def read_events(events: Iterable[_KinetoEvent]) -> Recording:
 
 
 def union(spans: Iterable[Span]) -> list[Interval]:
-    """Stretches of time in which at least one of the spans goes on, in order."""
+    """Merge spans into disjoint intervals, in order."""
     stretches: list[Interval] = []
     for start, stop in sorted((span.start, span.stop) for span in spans):
         if stretches and start <= stretches[-1][1]:
@@ -98,7 +98,7 @@ def union(spans: Iterable[Span]) -> list[Interval]:
 
 
 def gaps(busy: Sequence[Interval], start: int, stop: int) -> Iterator[Interval]:
-    """What is left between busy stretches, from start to stop."""
+    """Yield the gaps between busy intervals, from start to stop."""
     for begin, end in busy:
         if begin > start:
             yield start, min(begin, stop)
@@ -109,7 +109,7 @@ def gaps(busy: Sequence[Interval], start: int, stop: int) -> Iterator[Interval]:
 
 
 def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> int:
-    """How long both go on; each in order and without overlaps of its own."""
+    """Sum the overlap of two lists of ordered, disjoint intervals."""
     total, i, j = 0, 0, 0
     while i < len(one) and j < len(other):
         total += max(0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
@@ -121,7 +121,7 @@ def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> int:
 
 
 def self_times(spans: Iterable[Span]) -> Iterator[tuple[Span, int]]:
-    """Each span with its time less that of the spans directly inside it, thread by thread."""
+    """Yield each span with its time minus that of the spans directly inside it, per thread."""
     open_spans: list[tuple[Span, int]] = []
     for span in sorted(spans, key=lambda span: (span.track, span.start, -span.stop)):
         while open_spans and (open_spans[-1][0].track != span.track or open_spans[-1][0].stop <= span.start):

@@ -1,4 +1,4 @@
-"""What a step's time goes into: attention, products of linear layers, quantisation, the optimizer, the rest, idling."""
+"""Split a step's time into attention, linear layers, quantisation, optimizer, element-wise work and idle time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AUTOENCODER, OPTIMIZER, ATTENTION = "autoencoder", "optimizer", "attention"
 LINEARS, QUANTISATION, ELEMENT_WISE, IDLE = "linears", "quantisation", "element-wise", "idle"
 KINDS = (ATTENTION, LINEARS, ELEMENT_WISE, QUANTISATION, OPTIMIZER, AUTOENCODER, IDLE)
 Chain = tuple[str, ...]
-# Looked for in the names around an operation, the outermost first, in this order; the products in its own name.
+# Patterns for the names around an operation, outermost first, tested in this order; PRODUCT tests the last two names.
 AROUND = {
     AUTOENCODER: re.compile(rf"^{AUTOENCODER}$"),
     OPTIMIZER: re.compile(rf"^Optimizer\.step#|^{range_name('optimizer')}$"),
@@ -24,14 +24,14 @@ QUANTISING = re.compile(r"int8|nf4|quanti|quanto|bitsandbytes|4bit|blockwise", r
 
 
 def shares(recording: Recording, count: int) -> dict[str, float]:
-    """Shares of the recorded steps' time by kind; they add up to 1.
+    """Compute shares of the recorded steps' time by kind; they add up to 1.
 
-    With a device it is the device's time, each kernel being of the kind of the operation that launched it. Without one
-    it is the operations' own time on the host; ``idle`` is then what Python and autograd take between them.
+    With a device, count device time; a kernel has the kind of the operation that launched it. Without a device, count
+    the operations' own time on the host; ``idle`` is then the time of Python and autograd between them.
 
     Args:
         recording: the events.
-        count: how many steps are whole.
+        count: number of complete steps.
 
     Raises:
         ValueError: no step was recorded.
@@ -57,7 +57,7 @@ def shares(recording: Recording, count: int) -> dict[str, float]:
 
 
 def kind_of(chain: Chain) -> str:
-    """The kind of the last of some names, the others being around it."""
+    """Classify the operation at the end of a chain of nested names."""
     for kind, pattern in AROUND.items():
         if any(pattern.search(name) for name in chain):
             return kind
@@ -67,12 +67,12 @@ def kind_of(chain: Chain) -> str:
 
 
 def is_work(name: str) -> bool:
-    """Whether a name on the host is an operation's, not a range's, an autograd node's or a Python function's."""
+    """Whether a name is that of an operation, not of a range, an autograd node or a Python function."""
     return "::" in name and not name.startswith("autograd::")
 
 
 def chained(spans: Iterable[Span]) -> Iterator[tuple[Span, Chain, int]]:
-    """Each span with the names around it and its own, and its time less that of the spans directly inside it."""
+    """Yield each span with its chain of enclosing names, and its time minus that of the spans directly inside it."""
     stack: list[tuple[Span, Chain, int]] = []
     for span in sorted(spans, key=lambda span: (span.track, span.start, -span.stop)):
         while stack and (stack[-1][0].track != span.track or stack[-1][0].stop <= span.start):

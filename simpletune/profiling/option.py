@@ -1,4 +1,4 @@
-"""What can be chosen about traces. Imports no torch."""
+"""Settings of the profiler's traces. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from simpletune.options import Option
 
 
 class Profile(Option):
-    """PyTorch Profiler traces: one bounded window in each of some epochs. Steps outside of the windows cost nothing."""
+    """PyTorch Profiler traces: one short window in each chosen epoch. Steps outside the windows cost nothing."""
 
     max_traces: Annotated[int, Field(ge=0)] = 5
-    """How many epochs are traced, spread evenly; 0: none, and nothing of the profiler is loaded. Each costs the time of
-    writing it, outside of the steps' own: seconds for every 100,000 events. At the end of the run a step's memory is
-    predicted once for all, which takes as long as `simpletune estimate`."""
+    """Number of epochs to trace, evenly spread; 0: none, and the profiler is not loaded. Writing a trace takes seconds
+    for every 100,000 events, not counted in the steps' times. At the end of the run the memory of one step is predicted
+    for all traces, which takes as long as `simpletune estimate`."""
     wait: Annotated[int, Field(ge=0)] = 1
-    """Steps of an epoch before the window; they cost nothing."""
+    """Steps to skip at the start of an epoch; they cost nothing."""
     warmup: Annotated[int, Field(ge=0)] = 1
-    """Steps in which the profiler gets ready and what it sees is thrown away; the first of them is slow."""
+    """Steps for the profiler to warm up, recorded but discarded; the first one is slow."""
     active: Annotated[int, Field(ge=1, le=20)] = 2
-    """Steps that are recorded, one after another, without validation or saving between them. Events stay in host memory
-    until they are written. A step of the demo's tiny model has 6,000 of them, 280 bytes each in the trace and 21
-    after gzip; SD3 Medium's 24 blocks have several times that."""
+    """Consecutive steps to record, without validation or saving between them. Events stay in host memory until they are
+    written. A step of the demo's tiny model has 6,000 events of 280 bytes each in the trace and 21 after gzip; SD3
+    Medium's 24 blocks have several times as many."""
     with_stack: bool = False
-    """Record the Python calls behind each operation: on the demo 2.4 times the events and 2.5 times the trace; recorded
-    steps are slower."""
+    """Record the Python stack of each operation: on the demo 2.4 times the events and 2.5 times the trace size;
+    recorded steps are slower."""
     record_shapes: bool = False
-    """Record the shapes of every operation's inputs: on the demo 1.3 times the trace."""
+    """Record the input shapes of every operation: on the demo 1.3 times the trace size."""
     memory: bool = False
-    """Record every allocation, for TensorBoard's memory view, and the highest point for the summary: on the demo 1.3
-    times the events."""
+    """Record every allocation for TensorBoard's memory view, and the peak for the summary: on the demo 1.3 times the
+    events."""
     blocks: bool = False
-    """Name a range for each of the transformer's blocks in the forward pass, by hooks that are there only while the
-    window is open: some microseconds a block."""
+    """Add a named range for each transformer block's forward pass, by hooks that exist only while the window is open:
+    some microseconds per block."""
     snapshot: bool = False
-    """On CUDA, write the allocator's history of the window (at most 100,000 entries, each with its Python stack) as
-    memory_snapshot.pickle, for https://pytorch.org/memory_viz: slower allocations in the window, and tens of MB."""
+    """On CUDA, write the allocator's history of the window (at most 100,000 entries, each with its Python stack) to
+    memory_snapshot.pickle for https://pytorch.org/memory_viz: tens of MB, and slower allocations in the window."""
     max_mb: Annotated[float, Field(gt=0)] = 200.0
-    """A trace that is larger than this, gzipped, in MB of 10^6 bytes, is dropped; its summary stays. Meanwhile the disk
-    holds it unpacked, about 14 times as large."""
+    """Drop a trace whose gzipped size exceeds this many MB (10^6 bytes); its summary is kept. While it is written, the
+    disk also holds the uncompressed trace, about 14 times as large."""

@@ -1,4 +1,4 @@
-"""Which epochs are traced, and which of an epoch's steps."""
+"""Choose the epochs to trace, and the steps of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from simpletune.profiling.option import Profile
 
 
 def evenly_spaced(epochs: int, traces: int) -> list[int]:
-    """Which epochs are traced: evenly spread, the first and the last among them."""
+    """Choose epochs to trace: evenly spread, including the first and the last."""
     if traces >= epochs:
         return list(range(epochs))
     if traces <= 1:
@@ -22,9 +22,9 @@ class Place:
     """The steps of a window.
 
     Args:
-        start: the first step that the profiler sees.
-        warmup: so many of what it sees are thrown away.
-        active: so many are recorded.
+        start: first step that the profiler records.
+        warmup: number of recorded steps to discard.
+        active: number of recorded steps to keep.
     """
 
     start: int
@@ -33,15 +33,15 @@ class Place:
 
 
 def place_window(option: Profile, first: int, stop: int, interrupted: Callable[[int], bool]) -> Place:
-    """Where the window lies in an epoch: as early as there are enough steps in a row, after ``wait`` if it can be.
+    """Place the window in an epoch: at the first run of enough consecutive steps, after ``wait`` if possible.
 
-    Where there are not enough, waiting goes first, then warm-up, then recorded steps.
+    If there are too few steps, give up ``wait`` first, then warm-up, then recorded steps.
 
     Args:
-        option: the window that is asked for.
-        first: the epoch's first step, or the one that a resumed run starts from.
+        option: the requested window.
+        first: the epoch's first step, or the first step of a resumed run.
         stop: the step after the epoch's last.
-        interrupted: whether something else (validation, saving) stands between a step and the next.
+        interrupted: whether something else (validation, saving) runs between a step and the next.
     """
     wanted = option.warmup + option.active
     best = first, first

@@ -1,4 +1,4 @@
-"""The summary beside a trace: summary.json and summary.md, which need no plugin."""
+"""Write the summary beside a trace, summary.json and summary.md, readable without a plugin."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ JSON, MARKDOWN = "summary.json", "summary.md"
 MIB = 2**20
 POINTS = 400
 PREDICTED = (
-    "memory: predicted, one step of this run on fake tensors; its snapshots are spread evenly over the measured "
-    "time of their phase"
+    "memory: predicted from one step of this run on fake tensors; the snapshots of a phase are spread evenly over its "
+    "measured time"
 )
 
 
 def summarise(
     epoch: int, recording: Recording, steps: int, flops: Sequence[float] | None, device: str, cuda: bool = False
 ) -> Json:
-    """What a window saw.
+    """Summarise a window.
 
     Args:
-        epoch: its number, from 0.
+        epoch: number of the epoch, from 0.
         recording: the events.
-        steps: how many it recorded from beginning to end.
+        steps: number of completely recorded steps.
         flops: floating-point operations of each recorded step; None: unknown.
-        device: its name.
+        device: name of the device.
         cuda: whether the device was recorded.
 
     Raises:
         ValueError: no step was recorded.
     """
     values = {"epoch": epoch, **figures(recording, steps)}
-    notes = ["seconds are those inside the window, where the profiler slows a step: summary.json of the run has others"]
+    notes = ["times are slower than in the run's summary.json: the profiler slows the steps in its window"]
     if cuda:
-        notes.append("phases: from the end of the work before to the end of the last work that the phase launched")
+        notes.append("phases: from the end of the preceding work to the end of the last work that the phase launched")
         if not recording.device:
-            notes.append("the device left no events: phases are the host's, which does not wait for the device")
+            notes.append("the device recorded no events: phases show host times, which do not include device work")
     measured = peak_of_memory(recording)
     if measured is not None:
         more, phase = measured
-        notes.append(f"memory: measured {mib(more):g} MiB more than at the window's start at the most, in {phase}")
+        notes.append(f"memory: measured peak {mib(more):g} MiB above the window's start, in {phase}")
     per_step = sum(flops) / len(flops) if flops else 0.0
     if not flops:
-        notes.append("operations are not counted for this model")
+        notes.append("floating-point operations are not known for this model")
     achieved, peak = per_step / values["seconds_per_step"] / 1e12, peak_tflops(device)
     return values | {
         "flops_per_step": float(per_step),
@@ -64,7 +64,7 @@ def summarise(
 
 
 def add_memory(file: Path, snapshots: Sequence[MemorySnapshot]) -> None:
-    """Put a predicted step's memory into a summary.
+    """Add a step's predicted memory to a summary.
 
     Args:
         file: summary.json.
@@ -77,7 +77,7 @@ def add_memory(file: Path, snapshots: Sequence[MemorySnapshot]) -> None:
 
 
 def memory_over(snapshots: Sequence[MemorySnapshot], phases: dict[str, float]) -> Json:
-    """The memory of a step over its time: the snapshots of a phase are spread evenly over the seconds that it took.
+    """Place a step's memory snapshots in time, those of a phase evenly over its duration.
 
     Args:
         snapshots: in order.
@@ -100,12 +100,12 @@ def memory_over(snapshots: Sequence[MemorySnapshot], phases: dict[str, float]) -
 
 
 def mib(size: int) -> float:
-    """Bytes in MiB, to the kilobyte."""
+    """Convert bytes to MiB, rounded to 0.001."""
     return round(size / MIB, 3)
 
 
 def _timed(snapshots: Sequence[MemorySnapshot], phases: dict[str, float]) -> Iterator[tuple[float, MemorySnapshot]]:
-    """Each snapshot with its second. A phase that comes several times in a step has its time in equal parts."""
+    """Yield each snapshot with its time. A phase that occurs several times splits its time equally."""
     runs = [(name, list(run)) for name, run in groupby(snapshots, key=_measured_phase)]
     visits = [name for name, _ in runs]
     second = 0.0
@@ -117,12 +117,12 @@ def _timed(snapshots: Sequence[MemorySnapshot], phases: dict[str, float]) -> Ite
 
 
 def _measured_phase(snapshot: MemorySnapshot) -> str:
-    """Recomputation is part of the backward pass; what is in no phase takes the time of none."""
+    """Name the measured phase of a snapshot: recomputation is part of the backward pass."""
     return "backward" if snapshot.phase == "recompute" else snapshot.phase
 
 
 def thin(timed: Sequence[tuple[float, MemorySnapshot]], points: int) -> list[tuple[float, MemorySnapshot]]:
-    """At most so many snapshots: of each stretch of equal length the largest, so that the peak stays."""
+    """Reduce to at most ``points`` snapshots, the largest of each group, so that the peak stays."""
     if len(timed) <= points:
         return list(timed)
     edges = [number * len(timed) // points for number in range(points + 1)]
@@ -142,7 +142,7 @@ def write(folder: Path, values: Json) -> Path:
 
 
 def as_json(values: Json) -> str:
-    """A key on a line; the points of the timeline on a line each."""
+    """Format as JSON with one key per line, and one timeline point per line."""
     lines = json.dumps(values | {"memory": None}, indent=1)
     points = ",\n  ".join(json.dumps(point) for point in values["memory"]["timeline"])
     memory = json.dumps(values["memory"] | {"timeline": []})
@@ -152,26 +152,27 @@ def as_json(values: Json) -> str:
 
 
 def markdown(values: Json) -> str:
-    """A summary to read."""
+    """Format a summary as Markdown."""
     step, idle, memory = values["seconds_per_step"], values["idle"], values["memory"]
     lines = [f"# Epoch {values['epoch']}", "", f"{plural(values['steps'], 'step')} of {1000 * step:.3f} ms each.", ""]
     share = f", {100 * values['mfu']:.1f}% of the card's {values['peak_tflops']:g}" if values["mfu"] else ""
-    lines += [f"{values['flops_per_step']:.4g} operations a step: {values['tflops']:.4g} TFLOP/s{share}.", ""]
-    lines += [f"Waiting a step: {1000 * idle['data']:.3f} ms for data, {1000 * idle['host']:.3f} ms for the host.", ""]
+    lines += [f"{values['flops_per_step']:.4g} operations per step: {values['tflops']:.4g} TFLOP/s{share}.", ""]
+    waits = f"{1000 * idle['data']:.3f} ms for data, {1000 * idle['host']:.3f} ms for the host"
+    lines += [f"Wait per step: {waits}.", ""]
     rows = [[name, f"{1000 * s:.3f}", f"{100 * s / step:.1f}%"] for name, s in values["phases"].items()]
-    lines += table(["phase", "ms a step", "share"], rows)
+    lines += table(["phase", "ms/step", "share"], rows)
     for title, key in (("operator, on the host", "operators"), ("kernel, on the device", "kernels")):
         timed = [[e["name"], str(e["calls"]), f"{e['self_ms']:.3f}", f"{100 * e['share']:.1f}%"] for e in values[key]]
-        lines += table([title, "calls", "own ms a step", "share"], timed) if timed else []
+        lines += table([title, "calls", "self ms/step", "share"], timed) if timed else []
     if memory["timeline"]:
         most = max(memory["timeline"], key=lambda point: point["total_mib"])
-        lines += [f"Memory at the most {memory['peak_mib']:.1f} MiB, in {memory['at']}:", ""]
+        lines += [f"Peak memory {memory['peak_mib']:.1f} MiB, in {memory['at']}:", ""]
         kinds = sorted(most["by_kind"].items(), key=lambda kind: -kind[1])
-        lines += table(["kind", "MiB"], [[kind, f"{held:.1f}"] for kind, held in kinds])
+        lines += table(["kind", "MiB"], [[kind, f"{size:.1f}"] for kind, size in kinds])
     return "\n".join([*lines, *(f"- {note}" for note in values["notes"])]) + "\n"
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """The lines of a Markdown table, and an empty one."""
+    """Format a Markdown table, followed by an empty line."""
     cells = [head, ["---", *["---:"] * (len(head) - 1)], *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return [*(f"| {' | '.join(row)} |" for row in cells), ""]

@@ -1,4 +1,4 @@
-"""The trace file that TensorBoard's plugin reads, line by line from what the profiler exports: it may be gigabytes."""
+"""Convert the profiler's export, line by line because it may have gigabytes, to a trace for TensorBoard's plugin."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tempfile import TemporaryDirectory
 
 SUFFIX = ".pt.trace.json.gz"
 MB = 10**6
-# torch-tb-profiler 0.4.3 knows the categories of older traces; with today's its operator view shows no device time.
+# torch-tb-profiler 0.4.3 knows only the categories of older traces; with new ones its operator view has no device time.
 RENAMED = {'"cat": "cuda_runtime"': '"cat": "Runtime"', '"cat": "cuda_driver"': '"cat": "Runtime"',
            '"cat": "fwdbwd"': '"cat": "forward_backward"'}  # fmt: skip
 
 
 class TooLarge(Exception):
-    """A trace over the size that is allowed."""
+    """A trace that exceeds the maximum size."""
 
 
 def write_trace(export: Callable[[str], object], folder: Path, max_mb: float) -> Path:
@@ -25,15 +25,15 @@ def write_trace(export: Callable[[str], object], folder: Path, max_mb: float) ->
 
     Args:
         export: writes the raw trace to a path.
-        folder: there.
-        max_mb: what the file may have, in MB of 10^6 bytes.
+        folder: of the epoch.
+        max_mb: maximum size of the file, in MB of 10^6 bytes.
 
     Returns:
         The file.
 
     Raises:
-        TooLarge: it would be larger than that; nothing is left of it.
-        OSError: it cannot be written; nothing is left of it.
+        TooLarge: the file would exceed ``max_mb``; nothing is left behind.
+        OSError: the file cannot be written; nothing is left behind.
     """
     with TemporaryDirectory(dir=folder, prefix=".trace-") as temporary:
         raw, packed = Path(temporary) / "raw.json", Path(temporary) / "packed.json.gz"
@@ -46,21 +46,21 @@ def write_trace(export: Callable[[str], object], folder: Path, max_mb: float) ->
 
 
 def require_whole(raw: Path) -> None:
-    """The profiler does not say when it could not write, or not all of it.
+    """Check the trace's end, because the profiler does not report failed writes.
 
     Raises:
-        OSError: the trace is missing or cut short.
+        OSError: the trace is missing or truncated.
     """
     size = raw.stat().st_size if raw.exists() else 0
     with open(raw if size else os.devnull, "rb") as handle:
         handle.seek(max(0, size - 64))
         end = handle.read().strip()
     if not end.endswith(b"}"):
-        raise OSError(f"the trace was cut short after {size:,} bytes: is the disk full?")
+        raise OSError(f"the trace was truncated after {size:,} bytes: is the disk full?")
 
 
 def pack(raw: Path, packed: Path, max_mb: float) -> None:
-    """Gzip a raw trace, its categories renamed.
+    """Rename a raw trace's categories and gzip it.
 
     Raises:
         TooLarge: the result would be larger than ``max_mb``.
@@ -71,11 +71,11 @@ def pack(raw: Path, packed: Path, max_mb: float) -> None:
             if number % 10_000 == 0 and out.tell() > max_mb * MB:
                 break
     if packed.stat().st_size > max_mb * MB:
-        raise TooLarge(f"{packed.stat().st_size / MB:.3g} MB and more")
+        raise TooLarge(f"{packed.stat().st_size / MB:.3g} MB or more")
 
 
 def rename_category(line: str) -> str:
-    """One line of a trace; inside a string a quote would stand behind a backslash, so this touches categories only."""
+    """Rename the category in a line; quotes inside strings are escaped, so nothing else matches."""
     for old, new in RENAMED.items():
         if old in line:
             return line.replace(old, new)

@@ -1,4 +1,4 @@
-"""One window of the profiler: started, stepped, closed whatever happens."""
+"""One window of the profiler: start it, step it, and close it even after failures."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ENTRIES = 100_000
 
 
 class Window:
-    """A fresh profiler over a few steps.
+    """A new profiler for a few steps.
 
     Args:
-        option: what is recorded.
-        place: how many steps.
+        option: what to record.
+        place: the steps.
         cuda: whether to record the device too.
-        blocks: modules to name ranges for; empty: none.
-        snapshot: where CUDA's memory history goes; None: it is not kept.
+        blocks: modules to name ranges for.
+        snapshot: file for CUDA's memory history; None: do not record it.
     """
 
     def __init__(
@@ -35,57 +35,57 @@ class Window:
     ):
         self.place, self._blocks, self._snapshot = place, blocks, snapshot
         self.done = 0
-        """Steps seen so far."""
+        """Number of steps so far."""
         self._profiler = make_profiler(option, place, cuda)
         self._undo: list[Callable[[], object]] = []
 
     @property
     def recorded(self) -> int:
-        """Whole steps that were recorded, not thrown away as warm-up."""
+        """Number of complete recorded steps, without warm-up."""
         return max(0, self.done - self.place.warmup)
 
     @property
     def full(self) -> bool:
-        """Whether its last step is done."""
+        """Whether the window's last step is done."""
         return self.done >= self.place.warmup + self.place.active
 
     def start(self) -> None:
-        """Begin with the next step.
+        """Record from the next step on.
 
         Raises:
-            RuntimeError: another profiler is on.
+            RuntimeError: another profiler is active.
         """
         import torch
 
         if torch.autograd._profiler_enabled():
-            raise RuntimeError("another profiler is on, and two at once are not possible")
+            raise RuntimeError("another profiler is active, and only one can be")
         if self._snapshot is not None:
             self._undo.append(lambda: torch.cuda.memory._record_memory_history(enabled=None))
             torch.cuda.memory._record_memory_history(max_entries=ENTRIES)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a window without warm-up: short epochs have none, and that is said
+            warnings.simplefilter("ignore")  # torch warns of a window without warm-up; announce() reports it already
             self._undo.append(self._stop_profiler)
             self._profiler.start()
         for number, block in enumerate(self._blocks):
             self._undo += name_ranges(block, f"block {number}")
 
     def step(self) -> None:
-        """A step is done; the last one is ended by ``close``."""
+        """Count a finished step; ``close`` ends the last one."""
         self.done += 1
         if not self.full:
             self._profiler.step()
 
     def close(self, keep: bool = True) -> None:
-        """Stop everything that was started, all of it even if a part fails. A second call does nothing.
+        """Stop everything that was started, even if a part fails to stop. A second call does nothing.
 
         Args:
-            keep: whether the memory history is written, too.
+            keep: whether to write the memory history too.
 
         Raises:
-            Exception: the first failure, after all is stopped.
+            Exception: the first failure, after everything is stopped.
         """
         if self._undo and self._snapshot is not None and keep:
-            self._undo.insert(1, self._dump)  # after the profiler has stopped, before the history is off
+            self._undo.insert(1, self._dump)  # after the profiler stops, before recording of the history ends
         errors = []
         while self._undo:
             try:
@@ -96,13 +96,13 @@ class Window:
             raise errors[0]
 
     def events(self) -> Sequence[_KinetoEvent]:
-        """The profiler's own events, once it is closed."""
+        """Return the profiler's events; call after ``close``."""
         inner = self._profiler.profiler
         assert inner is not None and inner.kineto_results is not None
         return inner.kineto_results.events()
 
     def export(self, file: str) -> None:
-        """Write the raw trace, once it is closed."""
+        """Write the raw trace; call after ``close``."""
         self._profiler.export_chrome_trace(file)
 
     def _stop_profiler(self) -> None:
@@ -111,7 +111,9 @@ class Window:
         try:
             self._profiler.stop()
         finally:
-            if torch.autograd._profiler_enabled():  # it failed half-way: left on, it would fill the host's memory
+            if (
+                torch.autograd._profiler_enabled()
+            ):  # stop() failed half-way: a running profiler would fill the host's memory
                 torch.autograd._disable_profiler()
 
     def _dump(self) -> None:
@@ -123,7 +125,7 @@ class Window:
 
 
 def make_profiler(option: Profile, place: Place, cuda: bool) -> profile:
-    """torch's profiler over so many steps, which says nothing and writes nothing by itself."""
+    """Create torch's profiler for the steps of a window; it prints and writes nothing by itself."""
     from torch.profiler import ProfilerActivity, profile, schedule
 
     with warnings.catch_warnings():
@@ -138,10 +140,10 @@ def make_profiler(option: Profile, place: Place, cuda: bool) -> profile:
 
 
 def name_ranges(module: nn.Module, name: str) -> list[Callable[[], None]]:
-    """Name a range around a module's forward pass.
+    """Add a named range around a module's forward pass.
 
     Returns:
-        What takes the hooks off again.
+        Functions that remove the hooks.
     """
     from torch.profiler import record_function
 

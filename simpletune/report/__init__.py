@@ -1,7 +1,7 @@
-"""``simpletune report RUN ...``: one self-contained HTML page, and the same in Markdown.
+"""``simpletune report RUN ...``: write one self-contained HTML page and its Markdown version.
 
-``recorded`` reads what a run's folder holds; ``one`` and ``several`` make sections of it (``content``); ``page`` and
-``markdown`` show them; ``templates`` holds what all of the tool's pages are made from.
+``recorded`` reads a run's folder; ``one`` and ``several`` build sections (``content``); ``page`` and ``markdown``
+render them; ``templates`` loads the templates of all pages of the tool.
 
 May import runs, config and what is below them. Training, drawing, data_report and the command line may import it.
 """
@@ -27,18 +27,18 @@ def make_report(
     names: Sequence[str] = (),
     more: Sequence[Section] = (),
 ) -> Report:
-    """The content of a report.
+    """Build the content of a report.
 
     Args:
-        folders: of one run, or of several that are compared with the first.
-        price: of the machine, dollars an hour.
-        title: of several runs' page; one run's has its name.
-        lead: the sentence under the title of several runs' page.
-        names: of the runs, instead of their folders'.
+        folders: of one run, or of several to compare with the first.
+        price: of the machine, in dollars per hour.
+        title: of a comparison; the report of one run is titled by its name.
+        lead: sentence under the title of a comparison.
+        names: of the runs; default: those of their folders.
         more: further sections.
 
     Raises:
-        UserError: a folder is no run.
+        UserError: a folder is not a run.
     """
     from simpletune.report import one, several
     from simpletune.report.recorded import read_runs
@@ -52,11 +52,11 @@ def make_report(
 
 
 def write_report(report: Report, file: Path) -> list[Path]:
-    """Write a page and its Markdown twin.
+    """Write a page and its Markdown version.
 
     Args:
-        report: what they hold.
-        file: of the page; the twin has the ending ``.md``.
+        report: the content.
+        file: of the page; the Markdown version has the suffix ``.md``.
 
     Returns:
         Both files.
@@ -74,13 +74,13 @@ def write_report(report: Report, file: Path) -> list[Path]:
             write_text(path, text)
     except (OSError, DiskFull) as error:
         raise UserError(
-            f"the report {file} cannot be written ({error}). Name another place: simpletune report RUN --out FILE"
+            f"the report {file} cannot be written ({error}). Choose another file: simpletune report RUN --out FILE"
         ) from None
     return list(contents)
 
 
 def report_at_end(folder: Path) -> Path:
-    """The report of a run that has just ended, into its folder.
+    """Write the report of a run into its folder when the run ends.
 
     Returns:
         The page.

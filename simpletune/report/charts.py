@@ -1,4 +1,4 @@
-"""The figures of a report, in Vega-Lite. Strings that begin with @ are colours of the page's theme."""
+"""Build a report's charts in Vega-Lite. Strings that begin with @ name colours of the page's theme."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from simpletune.report.content import Chart
 
 KIND_COLOURS = {kind: number for number, kind in enumerate(KINDS)}
 PHASE_COLOURS = {"data": 6, "noise": 8, "forward": 0, "loss": 1, "backward": 4, "clip": 5, "optimizer": 3}
-BAR = 26  # pixels a row
-NARROWEST, LETTER, LANE, LANES = 280, 6.3, 14, 5  # pixels: a plot on a phone, a letter, a row of labels; rows at most
+BAR = 26  # pixels per row
+NARROWEST, LETTER, LANE, LANES = 280, 6.3, 14, 5  # pixels: plot on a phone, letter, row of labels; maximum of rows
 
 
 def bars(rows: list[Json], axis: str, colour: str = "@first", marks: str = "") -> Json:
-    """Horizontal bars with their values beside them.
+    """Draw horizontal bars labelled with their values.
 
     Args:
-        rows: ``name``, ``value``, ``label``; ``mark``: a second value that is drawn as a tick.
-        axis: what the values are.
-        colour: of the bars, or ``@runs``: one each.
-        marks: what the ticks are; empty: none are drawn.
+        rows: ``name``, ``value``, ``label``; ``mark``: a second value, drawn as a tick.
+        axis: name of the values.
+        colour: of the bars; ``@runs``: one per run.
+        marks: name of the ticks; empty: draw none.
 
     Returns:
         The figure's specification in Vega-Lite.
@@ -48,12 +48,12 @@ def bars(rows: list[Json], axis: str, colour: str = "@first", marks: str = "") -
 
 
 def stacked(rows: list[Json], axis: str, colours: dict[str, int], format: str = ",.0f") -> Json:
-    """Horizontal stacked bars.
+    """Draw horizontal stacked bars.
 
     Args:
         rows: ``name``, ``part``, ``value``.
         axis: title of the values' axis.
-        colours: of the parts, in their order; each keeps its own in all figures.
+        colours: by part, in order; a part has the same colour in all charts.
         format: of the values.
 
     Returns:
@@ -71,20 +71,20 @@ def stacked(rows: list[Json], axis: str, colours: dict[str, int], format: str = 
             "x": {"field": "value", "type": "quantitative", "title": axis, "axis": {"tickCount": 5}},
             "color": _part_colours(shown, colours),
             "order": {"field": "order"},
-            "tooltip": [{"field": "name", "title": " "}, {"field": "part", "title": "what"},
+            "tooltip": [{"field": "name", "title": " "}, {"field": "part", "title": "part"},
                         {"field": "value", "title": axis, "format": format}],
         },
     }  # fmt: skip
 
 
 def _shown(rows: list[Json], colours: dict[str, int]) -> list[str]:
-    """The parts that rows have, known ones first."""
+    """List the parts that occur in rows, known ones first."""
     names = {row["part"] for row in rows}
     return [part for part in colours if part in names] + sorted(names - set(colours))
 
 
 def _part_colours(shown: list[str], colours: dict[str, int]) -> Json:
-    """A part's colour is its own, whatever else a figure shows; unknown parts take the last two."""
+    """Give each part its fixed colour in every chart; unknown parts share the last two."""
     scale = {
         "domain": shown,
         "range": [f"@part{colours.get(part, 7 + number % 2)}" for number, part in enumerate(shown)],
@@ -93,7 +93,7 @@ def _part_colours(shown: list[str], colours: dict[str, int]) -> Json:
 
 
 def timeline(rows: list[Json], phases: list[Json]) -> Chart:
-    """Memory over one step, stacked by kind.
+    """Draw memory over one step, stacked by kind.
 
     Args:
         rows: ``ms``, ``part``, ``value`` in MiB.
@@ -103,7 +103,7 @@ def timeline(rows: list[Json], phases: list[Json]) -> Chart:
     order = {part: number for number, part in enumerate(shown)}
     top = max((phase["peak"] for phase in phases), default=0)
     lanes = label_lanes(phases)
-    room = 1 + max(0.15, LANE * (1 + max(lanes, default=0)) / 200)  # the labels stand above what is drawn
+    room = 1 + max(0.15, LANE * (1 + max(lanes, default=0)) / 200)  # the labels are above the areas
     end = max((phase["to"] for phase in phases), default=0)
     x = {
         "field": "ms",
@@ -134,18 +134,18 @@ def timeline(rows: list[Json], phases: list[Json]) -> Chart:
         ],
     }  # fmt: skip
     spec = {"height": 240, "layer": [area, borders]}
-    says = "Memory in MiB over the milliseconds of one training step, stacked by kind, with the phases' borders"
+    says = "Memory in MiB over the milliseconds of one training step, stacked by kind, divided into phases"
     return Chart("timeline", "Memory over one step", says, spec)
 
 
 def label_lanes(phases: list[Json]) -> dict[int, list[Json]]:
-    """Phases by the row that their names stand in, so that no two overlap on a phone; a name without room is left out.
+    """Assign phase names to rows so that none overlap on a phone; leave out names that do not fit.
 
     Args:
         phases: ``name``, ``from`` and ``to`` in ms.
 
     Returns:
-        By row from the top: ``name``, ``at`` in ms, and ``end``: whether the name ends there (no room after it).
+        By row from the top: ``name``, ``at`` in ms, and ``end``: whether the name is right-aligned there.
     """
     scale = NARROWEST / (max((phase["to"] for phase in phases), default=0) or 1)
     taken: dict[int, float] = {}
@@ -164,7 +164,7 @@ def label_lanes(phases: list[Json]) -> dict[int, list[Json]]:
 
 
 def _labels(lane: int, named: list[Json]) -> Json:
-    """A row of phases' names."""
+    """Draw one row of phase names."""
     mark = {"type": "text", "baseline": "top", "color": "@muted", "fontSize": 11, "dy": 2 + LANE * lane}
     encoding = {
         "x": {"field": "at", "type": "quantitative"}, "y": {"value": 0}, "text": {"field": "name"},
@@ -177,11 +177,11 @@ def _labels(lane: int, named: list[Json]) -> Json:
 
 
 def line(name: str, title: str, field: str, axis: str, rows: list[Json], format: str) -> Chart:
-    """One value over the steps.
+    """Draw one value over the steps.
 
     Args:
         name: of the chart.
-        title: above it.
+        title: above the chart.
         field: of the rows.
         axis: title of the value's axis.
         rows: with ``step`` and the field.
@@ -206,7 +206,7 @@ def line(name: str, title: str, field: str, axis: str, rows: list[Json], format:
 
 
 def _hover(y: Json, tooltip: list[Json]) -> Json:
-    """A point that follows the pointer and tells of the nearest step."""
+    """Show a point and a tooltip for the step nearest to the pointer."""
     return {
         "params": [{"name": "hover", "select": {"type": "point", "fields": ["step"], "nearest": True,
                                                 "on": "pointerover", "clear": "pointerout"}}],
@@ -220,13 +220,13 @@ def _hover(y: Json, tooltip: list[Json]) -> Json:
 
 
 def loss(runs: list[str], evaluations: list[Json], fields: list[str], title: str) -> Chart:
-    """The loss: raw and smoothed; the page's script fills the data ``loss`` and smooths them.
+    """Draw the raw and the smoothed loss; the page's script supplies and smooths the data set ``loss``.
 
     Args:
-        runs: their names; one is drawn in one colour, with its raw losses.
+        runs: names; the raw loss is drawn only if there is one run.
         evaluations: ``run``, ``step``, ``eval_loss``.
-        fields: further fields of the data for the tooltip.
-        title: what the evaluations are.
+        fields: further fields for the tooltip.
+        title: name of the evaluation loss.
     """
     several, points_are = len(runs) > 1, f"; diamonds: {title}" if evaluations else ""
     colours = {"domain": runs, "range": "@runs"}
@@ -278,4 +278,4 @@ def loss(runs: list[str], evaluations: list[Json], fields: list[str], title: str
             },
         }  # fmt: skip
         spec["layer"].append(points)
-    return Chart("loss", "Loss", f"The loss of every step, faint, and smoothed{points_are}", spec)
+    return Chart("loss", "Loss", f"Loss of every step (faint) and smoothed loss{points_are}", spec)

@@ -1,4 +1,4 @@
-"""Which steps of a run can still be used, by the names that commands take."""
+"""List the checkpoints of a run under the names that commands take."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from simpletune.runs.checkpoint_folders import list_checkpoints
 
 
 def checkpoint_sections(folder: Path, config: TrainConfig | None, drawn: Sequence[int]) -> Iterator[Section]:
-    """The checkpoints that there are, and the steps that are shown without one; nothing where there is neither.
+    """List the checkpoints, and the steps with pictures but no checkpoint; yield nothing if there are neither.
 
     Args:
         folder: of the run.
         config: of the run, if it can be read.
-        drawn: steps of the validation pictures, in order.
+        drawn: steps with validation pictures, in order.
     """
     steps = [step for step, _ in list_checkpoints(folder)]
     gone = [step for step in drawn if step not in steps]
@@ -27,12 +27,12 @@ def checkpoint_sections(folder: Path, config: TrainConfig | None, drawn: Sequenc
     run = folder.name if folder.is_absolute() else str(folder)
     rows = [(f"{step:,}", f"{run}@{step}", "yes" if step in drawn else "no") for step in steps]
     if rows:
-        section.notes.append(f"Commands take a step by its name, as in: simpletune generate --run {rows[-1][1]}")
-        section.tables.append(Table("Steps that can be used", ("step", "name", "pictures above"), rows))
+        section.notes.append(f"Use a step by its name, as in: simpletune generate --run {rows[-1][1]}")
+        section.tables.append(Table("Available steps", ("step", "name", "pictures above"), rows))
     if gone:
         rule = f" ({config.checkpoint.in_words()})" if config is not None else ""
         section.notes.append(
             f"Pictures without a checkpoint: step {shortened([f'{step:,}' for step in gone], 12)}{rule}. "
-            "checkpoint.keep_every=N or keep_last=all keeps more."
+            "To keep more, set checkpoint.keep_every=N or keep_last=all."
         )
     yield section

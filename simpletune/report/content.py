@@ -1,4 +1,4 @@
-"""What a report is made of: sections of facts, figures and tables, which the page and the Markdown twin both show."""
+"""The content of a report: facts, and sections with charts and tables, for the page and the Markdown version."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Fact:
     """One figure of the headline.
 
     Args:
-        name: what it is.
+        name: of the figure.
         value: with its unit.
-        note: what it is of, in a few words.
+        note: details in a few words.
     """
 
     name: str
@@ -25,13 +25,13 @@ class Fact:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure.
+    """A chart.
 
     Args:
         name: letters and dashes; unique on the page.
-        title: above it.
-        says: what it shows, for those who cannot see it.
-        spec: in Vega-Lite; strings that begin with @ are colours of the page's theme.
+        title: above the chart.
+        says: text alternative for screen readers.
+        spec: in Vega-Lite; strings that begin with @ name colours of the page's theme.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Chart:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head; the first column names the row.
+    """A table; the first column names the row.
 
     Args:
-        title: what it holds.
+        title: of the table.
         head: of the columns.
         rows: cells as text.
-        folded: whether the page shows it only when asked: a figure says the same.
+        folded: collapse it on the page, because a chart shows the same data.
     """
 
     title: str
@@ -64,9 +64,9 @@ class Section:
     Args:
         name: letters and dashes; unique on the page.
         title: its heading.
-        notes: paragraphs under it.
-        block: which special part of the page it holds: ``loss``, ``pictures``, ``settings`` or none.
-        lines: figures as text, for the Markdown twin alone.
+        notes: paragraphs under the heading.
+        block: special part of the page: ``loss``, ``pictures``, ``grid``, ``settings`` or none.
+        lines: charts as text, for the Markdown version only.
     """
 
     name: str
@@ -84,13 +84,13 @@ class Report:
 
     Args:
         title: of the page.
-        lead: one sentence under it.
-        about: what the run is for, in the user's words.
-        status: what is unfinished or broken, for all to see first.
+        lead: one sentence under the title.
+        about: purpose of the run, in the user's words.
+        status: what is unfinished or broken; shown first.
         facts: the headline.
-        price: dollars an hour, or None; with it goes what is priced.
-        priced: (what, seconds).
-        data: what the page's script draws besides the charts: losses, pictures.
+        price: dollars per hour, if known.
+        priced: (item, seconds) to multiply by the price.
+        data: losses, pictures and settings for the page's template and script.
     """
 
     title: str
@@ -105,14 +105,14 @@ class Report:
 
 
 def gib(value: float | None) -> str:
-    """Memory in GiB as text; small ones in MiB."""
+    """Format memory in GiB, small values in MiB."""
     if value is None:
         return ""
     return f"{value:.2f} GiB" if value >= 1 else f"{value * 1024:.0f} MiB"
 
 
 def seconds(value: float | None) -> str:
-    """A time of a step or a stage as text."""
+    """Format the time of a step or a stage."""
     if value is None:
         return ""
     if value < 1:
@@ -121,5 +121,5 @@ def seconds(value: float | None) -> str:
 
 
 def dollars(value: float) -> str:
-    """Money as text."""
+    """Format an amount in dollars."""
     return f"${value:,.2f}" if value >= 1 else f"${value:.2g}"

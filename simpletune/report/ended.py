@@ -1,4 +1,4 @@
-"""How a run ended, or that it still runs, and its attempts: the first start and each resume."""
+"""Report how a run ended, or that it is still running, and its attempts: the first start and each resume."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ABSOLUTE = re.compile(r"(?<![\w/.:])/(?:[^\s/:,;'\"]+/)+(?=[^\s/])")
 
 
 def state_notes(run: RunRecord) -> list[str]:
-    """Whether a run still runs, was stopped or killed, or went wrong, for all to see first; nothing of a finished one.
+    """Say whether a run is still running, was stopped or killed, or failed; return nothing for a finished one.
 
     Args:
-        run: as its folder tells it.
+        run: as read from its folder.
     """
     last = run.attempts[-1].ended if run.attempts else None
     if last == "finished" or (run.summary and not run.attempts):
@@ -30,23 +30,23 @@ def state_notes(run: RunRecord) -> list[str]:
     if run.held:
         return [f"This run is still running. {steps} so far."]
     if not run.attempts:
-        return [f"This run is not finished: how it ended is not recorded. {steps}."]
+        return [f"This run is not finished, and how it ended was not recorded. {steps}."]
     attempt = run.attempts[-1]
     if attempt.ended == "failed":
-        lines = without_folders(attempt.reason).splitlines() or ["no reason is recorded"]
+        lines = without_folders(attempt.reason).splitlines() or ["no reason was recorded"]
         return [f"This run failed: {lines[0]}", *lines[1:], f"{steps}."]
     if attempt.ended == "stopped":
         return [f"This run was {attempt.in_words()}. {steps}."]
-    return [f"This run was killed, or its machine went down: it left no end. {steps}."]
+    return [f"This run was killed, or its machine went down: no end was recorded. {steps}."]
 
 
 def without_folders(text: str) -> str:
-    """A message with the last names of absolute paths only: pages are passed on."""
+    """Shorten absolute paths in a message to their last name, because pages are shared."""
     return ABSOLUTE.sub("…/", text)
 
 
 def resumes(run: RunRecord) -> str:
-    """How many attempts a run took and from which steps it was resumed, in words; empty: it was one."""
+    """Say how many attempts a run took and from which steps it was resumed; empty for one attempt."""
     if len(run.attempts) < 2:
         return ""
     steps = [f"{attempt.from_step:,}" for attempt in run.attempts[1:]]
@@ -54,7 +54,7 @@ def resumes(run: RunRecord) -> str:
 
 
 def outcome(run: RunRecord) -> str:
-    """How a run ended, in a few words."""
+    """Say how a run ended, in a few words."""
     if status := run.summary.get("status"):
         return str(status)
     if run.attempts and run.attempts[-1].ended:
@@ -65,15 +65,15 @@ def outcome(run: RunRecord) -> str:
 
 
 def attempts_section(run: RunRecord) -> Section | None:
-    """A row for each attempt; None: it was one, and finished."""
+    """List the attempts; None for a single one that finished."""
     rows = run.attempts
-    before = f"Nothing is recorded of the attempts that did steps 1 to {rows[0].from_step:,}." if rows else ""
+    before = f"The attempts at steps 1 to {rows[0].from_step:,} were not recorded." if rows else ""
     unknown = bool(rows) and rows[0].from_step > 0
     if not unknown and (not rows or (len(rows) == 1 and rows[0].ended == "finished")):
         return None
     section = Section("attempts", "Attempts", notes=[before] if unknown else [])
     if len(rows) > 1:
-        section.notes.append("Time, cost and memory on this page are of all of these together.")
+        section.notes.append("Time, cost and memory on this page cover all attempts together.")
     for earlier, later in zip(rows, rows[1:], strict=False):
         section.notes.append(_resumed(earlier, later))
     head = ("started (UTC)", "steps", "time", "peak memory", "device", "how it ended")
@@ -87,9 +87,9 @@ def attempts_section(run: RunRecord) -> Section | None:
 
 
 def _resumed(earlier: Attempt, later: Attempt) -> str:
-    verb = "Resumed" if later.from_step else "Begun anew"
+    verb = "Resumed" if later.from_step else "Restarted"
     lost = earlier.last_step - later.from_step
-    again = f"; {lost:,} step{'s' * (lost != 1)} done again" if lost > 0 else ""
+    again = f"; {lost:,} step{'s' * (lost != 1)} repeated" if lost > 0 else ""
     return f"{verb} on {later.started:%Y-%m-%d} at {later.started:%H:%M} UTC from step {later.from_step:,}{again}."
 
 

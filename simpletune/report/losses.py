@@ -1,4 +1,4 @@
-"""The loss of one run or of several: data for the page's curve, and a few lines of text."""
+"""Report the loss of one or several runs: data for the page's curve, and a few lines of text."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from simpletune.report import charts
 from simpletune.report.content import Section, Table
 from simpletune.report.recorded import Json, RunRecord
 
-ROOM = 20_000  # steps of a run that a page holds
+ROOM = 20_000  # maximum of steps per run on a page
 BLOCKS = "▁▂▃▄▅▆▇█"
 ROWS = 10
 MIXED = "loss at fixed noise"
 
 
 def loss_data(run: RunRecord) -> Json:
-    """Columns for the page's script: step, loss and what a tooltip says beside them."""
+    """Return columns for the page's script: step, loss, and fields for the tooltip."""
     rows = averaged(run.metrics, ROOM)
     fields = [field for field in ("lr", "grad_norm", "seconds") if any(field in row for row in rows)]
     columns = {field: [_short(row.get(field)) for row in rows] for field in ("step", "loss", *fields)}
@@ -21,7 +21,7 @@ def loss_data(run: RunRecord) -> Json:
 
 
 def averaged(rows: list[Json], room: int) -> list[Json]:
-    """At most ``room`` rows; where there are more, each stands for several and has their mean loss."""
+    """Reduce to at most ``room`` rows; each then has the mean loss of its group."""
     many = max(1, -(-len(rows) // room))
     if many == 1:
         return rows
@@ -30,15 +30,15 @@ def averaged(rows: list[Json], room: int) -> list[Json]:
 
 
 def _short(value: object) -> float | int | None:
-    """Six digits are more than an eye can tell."""
+    """Round to six digits to keep the page small."""
     if isinstance(value, int) or value is None:
         return value
     number = float(f"{value:.6g}")
-    return number if number - number == 0 else None  # infinities and NaN are no JSON
+    return number if number - number == 0 else None  # JSON has no infinities and no NaN
 
 
 def loss_section(runs: list[RunRecord]) -> Section:
-    """The curve, and what stands for it where nothing is drawn."""
+    """Draw the curve, and its text version for the Markdown file."""
     section = Section("loss", "Loss", block="loss")
     drawn = [run for run in runs if run.metrics]
     if not drawn:
@@ -52,13 +52,11 @@ def loss_section(runs: list[RunRecord]) -> Section:
     title = loss_title(drawn)
     section.charts.append(charts.loss([run.name for run in drawn], points, fields, title))
     if points:
-        section.notes.append(
-            f"Diamonds: {title}, a mean over a fixed set, so that the points of a run can be compared."
-        )
+        section.notes.append(f"Diamonds: {title}, averaged over a fixed set, so the points of a run can be compared.")
         if title == MIXED:
-            section.notes.append(f"It is not of the same pictures in all runs: {_by_run(drawn)}.")
+            section.notes.append(f"Runs used different pictures: {_by_run(drawn)}.")
     if any(len(run.metrics) > ROOM for run in drawn):
-        section.notes.append(f"Of more than {ROOM:,} steps, neighbours are averaged.")
+        section.notes.append(f"Beyond {ROOM:,} steps, neighbouring steps are averaged.")
     for run in drawn:
         name = f"{run.name}: " if len(drawn) > 1 else ""
         section.lines.append(f"{name}`{sparkline([row['loss'] for row in run.metrics])}`")
@@ -68,7 +66,7 @@ def loss_section(runs: list[RunRecord]) -> Section:
 
 
 def loss_title(runs: list[RunRecord]) -> str:
-    """What the runs' evaluation losses are of, where they are of the same."""
+    """Name the runs' evaluation loss; ``MIXED`` if they evaluated different pictures."""
     names = {run.loss_is for run in runs if run.evaluations}
     return MIXED if len(names) > 1 else "".join(names)
 
@@ -78,7 +76,7 @@ def _by_run(runs: list[RunRecord]) -> str:
 
 
 def _table(run: RunRecord) -> Table:
-    """Mean losses of equal parts of the run."""
+    """Tabulate the mean losses of equal parts of the run."""
     many = -(-len(run.metrics) // ROWS)
     groups = [run.metrics[start : start + many] for start in range(0, len(run.metrics), many)]
     rows = []
@@ -93,7 +91,7 @@ def _table(run: RunRecord) -> Table:
 
 
 def sparkline(values: list[float], width: int = 60) -> str:
-    """Values as a line of blocks, each the mean of its part."""
+    """Draw values as a line of block characters, each the mean of its part."""
     many = max(1, -(-len(values) // width))
     means = [sum(part) / len(part) for part in (values[at : at + many] for at in range(0, len(values), many))]
     low, high = min(means), max(means)

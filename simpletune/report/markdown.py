@@ -1,4 +1,4 @@
-"""The report as Markdown: the same facts and tables; figures as text."""
+"""Write the report as Markdown: the same facts and tables, charts as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~#])")
 
 
 def markdown(report: Report) -> str:
-    """The Markdown twin of a report."""
+    """Render a report as Markdown."""
     lines = [f"# {plain(report.title)}", ""]
     lines += [plain(report.lead), ""] if report.lead else []
     lines += [plain(report.about), ""] if report.about else []
@@ -29,7 +29,7 @@ def markdown(report: Report) -> str:
 
 
 def plain(text: str) -> str:
-    """Text that means nothing to Markdown, on one line: prompts and names come from anywhere."""
+    """Escape Markdown and join lines: prompts and names may contain anything."""
     return SPECIAL.sub(r"\\\1", " ".join(text.split()))
 
 
@@ -37,7 +37,7 @@ def _cost(report: Report) -> Iterator[str]:
     if report.price is None or not report.priced:
         return
     costs = ", ".join(f"{what} {dollars(time / 3600 * report.price)}" for what, time in report.priced)
-    yield f"At ${report.price:g} an hour: {costs}."
+    yield f"At ${report.price:g} per hour: {costs}."
     yield ""
 
 
@@ -45,7 +45,7 @@ def _section(section: Section) -> Iterator[str]:
     yield f"## {plain(section.title)}"
     yield ""
     for note in section.notes:
-        if section.block != "pictures" or "Pull" not in note:
+        if section.block != "pictures" or "Drag" not in note:
             yield plain(note)
             yield ""
     for line in section.lines:
@@ -58,7 +58,7 @@ def _section(section: Section) -> Iterator[str]:
 
 
 def _bars(rows: list[dict[str, object]], title: str) -> Iterator[str]:
-    """Rows that have a label, as bars of text; other figures have a table beside them."""
+    """Draw rows with labels as text bars; other charts have a table."""
     labelled = [row for row in rows if "label" in row]
     if not labelled:
         return

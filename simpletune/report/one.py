@@ -19,22 +19,22 @@ from simpletune.report.recorded import Json, RunRecord
 from simpletune.report.settings import Setting, plain_settings, settings_of
 from simpletune.system.console import duration
 
-STEPS_SHOWN = 12  # steps whose pictures a page holds at most
+STEPS_SHOWN = 12  # maximum of steps whose pictures are on the page
 
 
 def report_of(run: RunRecord, price: float | None) -> Report:
-    """Everything about one run.
+    """Build the report of one run.
 
     Args:
-        run: as its folder tells it.
-        price: of the machine, dollars an hour, if known.
+        run: as read from its folder.
+        price: of the machine, in dollars per hour, if known.
     """
     settings = settings_of(run.config) if run.config else plain_settings(run.settings)
-    settings = [row for row in settings if row.path != "about"]  # stands under the title
+    settings = [row for row in settings if row.path != "about"]  # shown under the title
     found = list(pictures.validation_pictures(run.folder, run.notes))
     warned, attempts = warnings_section(run), attempts_section(run)
     sections = [
-        *([warned] if run.summary.get("warnings") else []),  # first, where there are any
+        *([warned] if run.summary.get("warnings") else []),  # first, if there are any
         picture_section(run, found),
         *checkpoint_sections(run.folder, run.config, sorted({picture.step for picture in found} - {0})),
         loss_section([run]),
@@ -62,7 +62,7 @@ def report_of(run: RunRecord, price: float | None) -> Report:
 
 
 def summary_sentence(run: RunRecord) -> str:
-    """What the run was, in a sentence."""
+    """Describe the run in a sentence."""
     config = run.config
     if config is None:
         return plural(run.steps_done, "step")
@@ -78,15 +78,15 @@ def summary_sentence(run: RunRecord) -> str:
 
 
 def headline(run: RunRecord) -> list[Fact]:
-    """The figures that are asked for first."""
+    """Return the key figures."""
     unknown = "not known"
     peak = f"{run.peak_words}, in stage {run.peak_stage}" if run.peak else "not recorded"
-    pace = "median; warm-up, validation and saving left out"
+    pace = "median, without warm-up, validation and saving"
     rate = f"{run.samples_per_second:.3g}" if run.samples_per_second else unknown
     facts = [
         Fact("Peak of the whole job", gib(run.peak) or unknown, peak),
-        Fact("Seconds a step", seconds(run.seconds_per_step) or unknown, pace),
-        Fact("Samples a second", rate, "pictures learned from, at that pace"),
+        Fact("Seconds per step", seconds(run.seconds_per_step) or unknown, pace),
+        Fact("Samples per second", rate, "training pictures per second at this pace"),
     ]
     if run.share is not None:
         trained, total = run.summary["trainable_parameters"], run.summary["total_parameters"]
@@ -94,7 +94,7 @@ def headline(run: RunRecord) -> list[Fact]:
     facts += _losses(run)
     if run.seconds_total is not None:
         setup = run.seconds_setup
-        parts = [f"of it {duration(setup)} before the first step" if setup is not None else "", resumes(run)]
+        parts = [f"{duration(setup)} before the first step" if setup is not None else "", resumes(run)]
         name = "Whole job" if run.summary else "Time so far"
         facts.append(Fact(name, duration(run.seconds_total), "; ".join(part for part in parts if part)))
     return facts
@@ -108,12 +108,12 @@ def _losses(run: RunRecord) -> Iterator[Fact]:
     elif run.metrics:
         tenth = run.metrics[-max(1, len(run.metrics) // 10) :]
         mean = sum(row["loss"] for row in tenth) / len(tenth)
-        last = "the last step's" if len(tenth) == 1 else f"mean of the last {len(tenth):,} steps"
+        last = "of the last step" if len(tenth) == 1 else f"mean of the last {len(tenth):,} steps"
         yield Fact("Loss", f"{mean:.4f}", last)
 
 
 def priced(run: RunRecord) -> list[tuple[str, float]]:
-    """What costs money: (what, seconds)."""
+    """List what costs money: (item, seconds)."""
     found = []
     if run.seconds_per_step:
         found += [("the steps", run.seconds_per_step * run.steps_done), ("1,000 steps", run.seconds_per_step * 1000)]
@@ -123,12 +123,12 @@ def priced(run: RunRecord) -> list[tuple[str, float]]:
 
 
 def step_section(run: RunRecord) -> Section:
-    """Learning rate, gradient norm, seconds a step."""
+    """Chart learning rate, gradient norm and seconds per step."""
     section = Section("steps", "Over the steps")
     wanted = {
         "lr": ("Learning rate", "learning rate", ".3~e"),
         "grad_norm": ("Gradient norm", "gradient norm", ".4~g"),
-        "seconds": ("Seconds a step", "s", ".3~g"),
+        "seconds": ("Seconds per step", "s", ".3~g"),
     }
     thin = thinned(run.metrics, 800)
     for field, (title, axis, form) in wanted.items():
@@ -141,7 +141,9 @@ def step_section(run: RunRecord) -> Section:
         if (values := [row[field] for row in run.metrics if isinstance(row.get(field), int | float)])
     ]
     if ranges:
-        section.tables.append(Table("In figures", ("what", "first", "median", "largest", "last"), ranges, folded=True))
+        section.tables.append(
+            Table("Range of values", ("value", "first", "median", "largest", "last"), ranges, folded=True)
+        )
     if not section.charts:
         section.notes.append("No step was recorded.")
     elif len(thin) < len(run.metrics):
@@ -150,12 +152,12 @@ def step_section(run: RunRecord) -> Section:
 
 
 def thinned(rows: list[Json], room: int) -> list[Json]:
-    """Every n-th row, so that at most ``room`` are left."""
+    """Take every n-th row, so that at most ``room`` are left."""
     return rows[:: max(1, -(-len(rows) // room))]
 
 
 def picture_data(found: list[pictures.ValidationPicture]) -> list[Json]:
-    """Pictures by prompt, as data URIs: the base's, and those of at most ``STEPS_SHOWN`` steps."""
+    """Return pictures by prompt as data URIs: the base's, and those of at most ``STEPS_SHOWN`` steps."""
     steps = sorted({picture.step for picture in found})
     shown = {0, *pictures.spread_steps([step for step in steps if step], STEPS_SHOWN)} & set(steps)
     kept = [picture for picture in found if picture.step in shown]
@@ -168,27 +170,27 @@ def picture_data(found: list[pictures.ValidationPicture]) -> list[Json]:
 
 
 def picture_section(run: RunRecord, found: list[pictures.ValidationPicture]) -> Section:
-    """Base against tuned, over the steps."""
-    section = Section("pictures", "Base against tuned", block="pictures")
+    """Compare the base with the tuned model over the steps."""
+    section = Section("pictures", "Base and tuned model", block="pictures")
     if not found:
         section.block = ""
         section.notes.append("This run drew no validation pictures (validation.prompts).")
         return section
     if not any(picture.step for picture in found):
         section.block = ""
-        section.notes.append("Only the base was drawn so far.")
+        section.notes.append("Only the base has been drawn so far.")
         return section
     steps = sorted({picture.step for picture in found})
     shown = pictures.spread_steps([step for step in steps if step], STEPS_SHOWN)
     choose = " Choose the step with the slider." if len(shown) > 1 else ""
-    section.notes.append(f"Both are drawn from the same noise. Pull the line over a picture.{choose}")
+    section.notes.append(f"Both are drawn from the same noise. Drag the line to compare.{choose}")
     if len(shown) < len([step for step in steps if step]):
         section.notes.append(f"{len(shown)} of {len(steps) - 1} steps are shown; all are in samples/.")
     side = pictures.side_for(len([p for p in found if p.step in {0, *shown}]))
     if any(max(_size(picture.file)) > side for picture in found[:1]):
         section.notes.append(f"Scaled down to {side} px and compressed; the originals are in samples/.")
     if (run.folder / "samples" / "grid.png").exists():
-        section.lines.append("![The base and the tuned model, a row a prompt, a column a step](samples/grid.png)")
+        section.lines.append("![Base and tuned model, one row per prompt, one column per step](samples/grid.png)")
     return section
 
 
@@ -198,15 +200,15 @@ def _size(file: Path) -> tuple[int, int]:
 
 
 def settings_section(settings: list[Setting], known: bool) -> Section:
-    """The whole configuration."""
+    """Show the whole configuration."""
     section = Section("settings", "Configuration", block="settings")
     changed = [row for row in settings if row.changed]
     if known:
-        section.notes.append(f"{len(changed)} of {len(settings)} values are not the defaults.")
-        rows = [(row.path, row.value, row.default or "(none: must be given)") for row in changed]
-        section.tables.append(Table("Not the defaults", ("setting", "value", "default"), rows, folded=True))
+        section.notes.append(f"{len(changed)} of {len(settings)} values differ from the defaults.")
+        rows = [(row.path, row.value, row.default or "(none, required)") for row in changed]
+        section.tables.append(Table("Changed settings", ("setting", "value", "default"), rows, folded=True))
     elif settings:
-        section.notes.append("Defaults are not known: this configuration is of another version of the tool.")
+        section.notes.append("Another version of the tool wrote this configuration, so the defaults are not known.")
         section.tables.append(
             Table("Settings", ("setting", "value"), [(r.path, r.value) for r in settings], folded=True)
         )
@@ -217,7 +219,7 @@ def settings_section(settings: list[Setting], known: bool) -> Section:
 
 
 def environment_section(run: RunRecord) -> Section:
-    """Machine and versions."""
+    """List machine and versions."""
     section = Section("environment", "Environment")
     rows = [("run on", str(run.summary["device"]))] if run.summary.get("device") else []
     for name, value in run.environment.items():
@@ -226,22 +228,22 @@ def environment_section(run: RunRecord) -> Section:
         else:
             rows.append((name, str(value)))
     if rows:
-        section.tables.append(Table("Machine and versions", ("what", "value"), rows))
+        section.tables.append(Table("Machine and versions", ("item", "value"), rows))
     else:
         section.notes.append("Machine and versions were not recorded.")
     return section
 
 
 def warnings_section(run: RunRecord) -> Section:
-    """What the run warned of."""
+    """List the run's warnings."""
     section = Section("warnings", "Warnings")
     warnings = [str(text) for text in run.summary.get("warnings", [])]
-    section.notes += warnings or (["None."] if run.summary else ["Warnings are written when a run is finished."])
+    section.notes += warnings or (["None."] if run.summary else ["Warnings are recorded when a run finishes."])
     return section
 
 
 def files_section(run: RunRecord) -> Section:
-    """What the run left, with sizes."""
+    """List the run's files with their sizes."""
     section = Section("files", "Files")
     rows = []
     for path in sorted(run.folder.iterdir(), key=lambda path: (path.is_file(), path.name)):

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: styles, script, figures and pictures are inside."""
+"""Write the report as one self-contained HTML page with styles, script, charts and pictures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUMBER = re.compile(r"[-+$]?[0-9][0-9,.e+-]*(%| [A-Za-z]{1,3})?( \([^)]*\))?$")
 
 
 def page(report: Report) -> str:
-    """The page."""
+    """Render the page."""
     charts = {chart.name: chart.spec for section in report.sections for chart in section.charts}
     return page_template("report").render(
         report=report,
@@ -27,14 +27,14 @@ def page(report: Report) -> str:
 
 
 def numeric_column(table: Table, column: int) -> bool:
-    """Whether a column holds numbers, which are set to the right."""
+    """Whether a column holds numbers, which are right-aligned."""
     cells = [row[column] for row in table.rows if column < len(row) and row[column]]
     return bool(cells) and all(NUMBER.match(cell) for cell in cells)
 
 
 @functools.cache
 def vega_bundle() -> str:
-    """Vega, Vega-Lite and vega-embed as one script, from vl-convert's own copy: no network."""
+    """Return Vega, Vega-Lite and vega-embed as one script, from vl-convert's copy, without the network."""
     import vl_convert
 
     script = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub lacks the default

@@ -1,4 +1,4 @@
-"""Peak memory by stage: predicted and measured, and by kind."""
+"""Report peak memory by stage, predicted and measured, and by kind."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from simpletune.report.recorded import Json, RunRecord
 
 
 def memory_section(run: RunRecord) -> Section:
-    """Peaks by stage, predicted and measured."""
+    """Show peaks by stage, predicted and measured."""
     section = Section("memory", "Memory by stage")
     predicted = run.summary.get("predicted") or {}
     stages = predicted.get("stages", {})
     if not run.stages:
-        section.notes.append("No peak of a stage is recorded.")
+        section.notes.append("No peak was recorded for any stage.")
         return section
     on_gpu = run.peak_key == "peak_allocated_gib"
     rows: list[Json] = []
@@ -29,7 +29,7 @@ def memory_section(run: RunRecord) -> Section:
     spec = charts.bars(rows, "GiB", marks=ticks)
     section.charts.append(Chart("stages", f"Measured peak, {run.peak_words}", says, spec))
     if ticks:
-        section.notes.append("The dark tick in a bar is what was predicted before the run.")
+        section.notes.append("The dark tick in a bar is the prediction before the run.")
     section.tables.append(_stage_table(run, stages, on_gpu))
     section.notes.append(_prediction_note(run, predicted, on_gpu))
     section.charts += _kinds_chart(stages)
@@ -55,14 +55,14 @@ def _stage_table(run: RunRecord, stages: Json, on_gpu: bool) -> Table:
 
 def _prediction_note(run: RunRecord, predicted: Json, on_gpu: bool) -> str:
     if not predicted:
-        return "No prediction is recorded with this run, so none stands beside what was measured."
+        return "This run has no recorded prediction to compare with the measurement."
     peak = predicted.get("peak_allocated_mib")
     if peak is None:
-        return "The prediction is of some stages only."
+        return "The prediction covers only some stages."
     if on_gpu and run.peak:
         error = peak / 1024 / run.peak - 1
         return f"Predicted for the whole job: {gib(peak / 1024)}; measured {gib(run.peak)} ({error:+.1%})."
-    return f"Predicted on the GPU for the whole job: {gib(peak / 1024)}. This run had none, so it was not measured."
+    return f"Predicted on a GPU for the whole job: {gib(peak / 1024)}. This run had no GPU, so it was not measured."
 
 
 def _kinds_chart(stages: Json) -> Iterator[Chart]:

@@ -1,4 +1,4 @@
-"""Validation pictures, made small enough to travel inside a page."""
+"""Embed validation pictures in a page, scaled down to keep it small."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class ValidationPicture:
     """A validation picture.
 
     Args:
-        prompt: what was asked for.
+        prompt: of the picture.
         seed: of its noise.
         step: 0 for the base.
-        file: where it is.
+        file: of the picture.
     """
 
     prompt: str
@@ -35,11 +35,11 @@ class ValidationPicture:
 
 
 def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPicture]:
-    """The validation pictures of a run's folder, by prompt, then by step.
+    """Find the validation pictures of a run's folder, ordered by prompt, then by step.
 
     Args:
         folder: of the run.
-        notes: takes which are damaged.
+        notes: appended to for each damaged picture.
     """
     found = []
     for state in sorted((folder / "samples").glob("*/")):
@@ -63,18 +63,18 @@ def _number(name: str) -> int | None:
 
 
 def spread_steps(steps: list[int], room: int) -> list[int]:
-    """At most so many of the steps, evenly spread, the first and the last among them."""
+    """Select at most ``room`` steps, evenly spread, including the first and the last."""
     if len(steps) <= room:
         return steps
     return [steps[round(number * (len(steps) - 1) / (room - 1))] for number in range(room)]
 
 
 def data_uri(file: Path, largest: int = LARGEST, quality: int = 82) -> str:
-    """A picture as a WebP data URI; tiny ones without loss, larger ones scaled down.
+    """Encode a picture as a WebP data URI; tiny ones losslessly, larger ones scaled down.
 
     Args:
         file: of the picture.
-        largest: pixels of the longer side at most.
+        largest: maximum of the longer side in pixels.
         quality: of WebP, 0 to 100.
     """
     with Image.open(file) as image:
@@ -87,7 +87,7 @@ def data_uri(file: Path, largest: int = LARGEST, quality: int = 82) -> str:
 
 
 def side_for(count: int) -> int:
-    """Pixels of the longer side, so that so many pictures fit into a page (a pixel takes about a fifth of a byte)."""
+    """Choose the longer side in pixels so that ``count`` pictures fit a page (about 0.2 bytes per pixel)."""
     side = LARGEST
     while side > SHOWN_AS_IS and count * side * side // 5 > ROOM:
         side -= 32

@@ -1,4 +1,4 @@
-"""What the profiler saw: time by phase, memory over one step, the operators that took most."""
+"""Report the profiler's results: time by phase, memory over one step, the most expensive operators."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from simpletune.report.recorded import Json
 OPERATORS = 15
 POINTS = 400  # of the timeline
 MISSING = (
-    "No epoch of this run has a summary by the profiler. It is switched on by profile.max_traces (epochs that are "
-    "traced, evenly spread); its summaries lie in output.profiles, beside the traces."
+    "The profiler traced no epoch of this run. profile.max_traces sets how many epochs it traces, evenly spread; "
+    "their summaries are in output.profiles, beside the traces."
 )
 
 
 def profile_sections(profiles: list[Json]) -> list[Section]:
-    """Time by phase, memory over a step, operators; if there is nothing, how to get it."""
+    """Show time by phase, memory over a step, and operators; without traces, explain how to get them."""
     if not profiles:
         return [Section("phases", "Time by phase", notes=[MISSING])]
     with_memory = [profile for profile in profiles if (profile.get("memory") or {}).get("timeline")]
@@ -36,15 +36,15 @@ def _phases(profiles: list[Json]) -> Section:
         rows += [{"name": epoch, "part": name, "value": round(1000 * value, 3)} for name, value in phases.items()]
         cells.append((epoch, seconds(profile.get("seconds_per_step")), *_speed(profile)))
     if rows:
-        says = "Milliseconds a step by phase of the training step, one bar for each traced epoch"
+        says = "Milliseconds per step by phase of the training step, one bar for each traced epoch"
         section.charts.append(
-            Chart("phases", "A traced step", says, charts.stacked(rows, "ms a step", charts.PHASE_COLOURS, ",.1f"))
+            Chart("phases", "A traced step", says, charts.stacked(rows, "ms/step", charts.PHASE_COLOURS, ",.1f"))
         )
         total = sum(row["value"] for row in rows if row["name"] == rows[-1]["name"])
         last = [row for row in rows if row["name"] == rows[-1]["name"]]
         shares = [(str(r["part"]), f"{r['value']:,.1f}", f"{r['value'] / total:.1%}") for r in last]
         title = f"Phases of {rows[-1]['name']}"
-        section.tables.append(Table(title, ("phase", "ms a step", "share"), shares, folded=True))
+        section.tables.append(Table(title, ("phase", "ms/step", "share"), shares, folded=True))
     section.tables.append(Table("Traced epochs", ("epoch", "s/step", "TFLOP/s", "MFU", "idle"), cells))
     section.notes += [str(note) for profile in profiles[-1:] for note in profile.get("notes") or []]
     return section
@@ -84,7 +84,7 @@ def _timeline(profile: Json) -> Section:
     ends = [(p["name"], f"{p['from']:.1f} to {p['to']:.1f}", f"{p['peak']:,.0f}") for p in phases_of(points)]
     section.tables.append(Table("Peak by phase", ("phase", "ms", "peak MiB"), ends, folded=True))
     if many > 1:
-        section.notes.append(f"Of each {many} neighbouring moments the largest is drawn.")
+        section.notes.append(f"Each point is the largest of {many} neighbouring ones.")
     return section
 
 
@@ -94,7 +94,7 @@ def _of_kind(point: Json, kind: str) -> float:
 
 
 def phases_of(points: list[Json]) -> list[Json]:
-    """Where each phase of a timeline begins and ends, and its peak: ``name``, ``from``, ``to``, ``peak``."""
+    """Find where each phase of a timeline begins and ends, and its peak: ``name``, ``from``, ``to``, ``peak``."""
     found: list[Json] = []
     for point in points:
         name = point.get("phase") or ""

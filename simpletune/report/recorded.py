@@ -1,4 +1,4 @@
-"""What a run's folder tells: everything that is there, and in words what is missing or broken."""
+"""Read everything in a run's folder, and describe what is missing or broken."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ NUMBERS = (
     "seconds_per_step", "samples_per_second", "steps_per_epoch", "peak_allocated_gib", "peak_rss_gib", "first_loss",
     "final_loss", "seconds_total", "seconds_setup", "trainable_parameters", "total_parameters", "eval_loss_after",
 )  # fmt: skip
+NAME_A_RUN = "Name a run's folder, such as runs/demo"
 
 
 @dataclass
 class RunRecord:
-    """A run as its files tell it.
+    """A run as read from its files.
 
     Args:
         folder: of the run.
         name: unique among the runs of one report.
-        settings: config.json as it stands.
-        config: the same, if this version of the tool can read it.
+        settings: raw content of config.json.
+        config: parsed from ``settings``, if this version of the tool can read them.
         metrics: a row for each step done.
         evaluations: (step, evaluation loss).
-        summary: summary.json; empty while the run goes on, or if it was stopped.
+        summary: summary.json; empty while the run is running, or if it was stopped.
         environment: machine and versions.
         profiles: summaries of the traced epochs.
-        attempts: what each process of the run did; none are recorded of a run by an older version.
-        held: whether a process holds the run's folder now.
+        attempts: one for each process of the run; empty for runs of older versions.
+        held: whether a process has the run's folder locked now.
         notes: what is missing or broken.
-        loss_is: what the evaluation loss is of.
+        loss_is: name of the evaluation loss.
     """
 
     folder: Path
@@ -66,7 +67,7 @@ class RunRecord:
 
     @property
     def steps_asked(self) -> int | None:
-        """How many steps the run was to have, if that is known."""
+        """The planned number of steps, if known."""
         train = self.settings.get("train", {})
         if self.summary:
             return self.summary["steps"]
@@ -76,14 +77,14 @@ class RunRecord:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Median, without the warm-up."""
+        """Median seconds per step, without the warm-up."""
         if "seconds_per_step" in self.summary:
             return self.summary["seconds_per_step"]
         return median_seconds(self.metrics, self.attempts)
 
     @property
     def samples_per_second(self) -> float | None:
-        """Pictures a second; of an unfinished run those of one process, in full micro-batches."""
+        """Samples per second; for an unfinished run, assuming one process and full micro-batches."""
         if "samples_per_second" in self.summary:
             return self.summary["samples_per_second"]
         train = self.settings.get("train", {})
@@ -92,46 +93,46 @@ class RunRecord:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """From the summary, or counted once a second epoch has begun."""
+        """Steps per epoch from the summary, or counted once a second epoch has begun."""
         if "steps_per_epoch" in self.summary:
             return self.summary["steps_per_epoch"]
         return next((row["step"] - 1 for row in self.metrics if row.get("epoch") == 1), None)
 
     @property
     def seconds_per_epoch(self) -> float | None:
-        """Seconds a step times the steps of an epoch."""
+        """Seconds per step times steps per epoch."""
         if self.seconds_per_step is None or self.steps_per_epoch is None:
             return None
         return self.seconds_per_step * self.steps_per_epoch
 
     @property
     def stages(self) -> dict[str, Json]:
-        """Time and peaks by stage, over all processes; of an unfinished run as far as they are recorded."""
+        """Time and peaks by stage, over all processes; for an unfinished run, those recorded so far."""
         return self.summary.get("stages") or stages_as_json(merged_stages(self.attempts))
 
     @property
     def seconds_total(self) -> float | None:
-        """Time of all processes; of an unfinished run so far."""
+        """Total time of all processes; for an unfinished run, the time so far."""
         if "seconds_total" in self.summary:
             return self.summary["seconds_total"]
         return total_seconds(self.attempts) if self.attempts else None
 
     @property
     def seconds_setup(self) -> float | None:
-        """Of that, before the first step of each process."""
+        """Part of the total time that passed before the first step of each process."""
         if "seconds_total" in self.summary:
             return self.summary.get("seconds_setup")
         return sum(attempt.seconds_setup for attempt in self.attempts)
 
     @property
     def peak_key(self) -> str:
-        """Which peak stands for the run: the GPU's, or without one the process's."""
+        """Key of the peak to report: the GPU's, or without a GPU the process's."""
         on_gpu = any(figures.get("peak_allocated_gib") is not None for figures in [self.summary, *self.stages.values()])
         return "peak_allocated_gib" if on_gpu else "peak_rss_gib"
 
     @property
     def peak_words(self) -> str:
-        """What that peak is of."""
+        """Description of that peak."""
         on_gpu = self.peak_key == "peak_allocated_gib"
         return "allocated on the GPU" if on_gpu else "resident, the whole process (no GPU)"
 
@@ -143,13 +144,13 @@ class RunRecord:
 
     @property
     def peak_stage(self) -> str:
-        """The stage in which it was."""
+        """The stage of the peak."""
         peaks = {name: figures.get(self.peak_key) or 0.0 for name, figures in self.stages.items()}
         return max(peaks, key=lambda name: peaks[name], default="")
 
     @property
     def share(self) -> float | None:
-        """Trained parameters as a part of all."""
+        """Trained parameters as a fraction of all."""
         trained, total = self.summary.get("trainable_parameters"), self.summary.get("total_parameters")
         return trained / total if trained and total else None
 
@@ -161,14 +162,14 @@ def read_run(folder: Path) -> RunRecord:
         folder: such as ``runs/demo``.
 
     Raises:
-        UserError: the folder is no run.
+        UserError: the folder is not a run.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder. Name a run's folder, such as runs/demo")
+        raise UserError(f"{folder} is not a folder. {NAME_A_RUN}")
     if not any((folder / name).exists() for name in (CONFIG, METRICS, SUMMARY)):
         inside = sorted(str(found.parent) for found in folder.glob(f"*/{CONFIG}"))
-        hint = f". Did you mean {' '.join(inside[:8])}?" if inside else ": name a run's folder, such as runs/demo"
-        raise UserError(f"{folder} holds neither {CONFIG} nor {METRICS} nor {SUMMARY} of a run{hint}")
+        hint = f"Did you mean {' '.join(inside[:8])}?" if inside else NAME_A_RUN
+        raise UserError(f"{folder} is not a run: it has no {CONFIG}, {METRICS} or {SUMMARY}. {hint}")
     notes: list[str] = []
     settings = _read_object(folder / CONFIG, notes)
     metrics = _read_rows(folder / METRICS, ("step", "loss"), notes)
@@ -190,7 +191,7 @@ def read_run(folder: Path) -> RunRecord:
     if status := found.summary.get("status"):
         notes.insert(0, f"This run was {status}.")
     elif found.summary and found.summary.get("steps", 0) < found.steps_done:
-        notes.append(f"{SUMMARY} is of an earlier end, at step {found.summary['steps']}: it is left out.")
+        notes.append(f"{SUMMARY} is outdated, from step {found.summary['steps']}, and was ignored.")
         found.summary = {}
     notes[:0] = [] if found.summary.get("status") else state_notes(found)
     found.evaluations = _evaluations(folder, found, notes)
@@ -198,11 +199,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def read_runs(folders: list[Path]) -> list[RunRecord]:
-    """Read several runs; names that would be the same are told apart by their folders.
-
-    Raises:
-        UserError: one of them is no run.
-    """
+    """Read several runs; those with equal names are named by their folders. Raises what ``read_run`` raises."""
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
     for number, run in enumerate(runs):
@@ -221,7 +218,7 @@ def _attempts(folder: Path, notes: list[str]) -> list[Attempt]:
 
 
 def _read_object(file: Path, notes: list[str], expected: bool = True) -> Json:
-    """A JSON object, or an empty one and a note."""
+    """Read a JSON object; on failure add a note and return an empty one."""
     if not os.path.lexists(file):
         if expected:
             notes.append(f"{file.name} is missing.")
@@ -235,7 +232,7 @@ def _read_object(file: Path, notes: list[str], expected: bool = True) -> Json:
 
 
 def _summary(file: Path, notes: list[str]) -> Json:
-    """summary.json; an empty object and a note if a figure in it is not of its kind."""
+    """Read summary.json; if a value has the wrong type, add a note and return an empty object."""
     summary = _read_object(file, notes, expected=False)
     wrong = [key for key in NUMBERS if not isinstance(summary.get(key), int | float | None)]
     wrong += ["steps"] * (bool(summary) and type(summary.get("steps")) is not int)
@@ -245,12 +242,12 @@ def _summary(file: Path, notes: list[str]) -> Json:
         wrong.append("stages")
     if not wrong:
         return summary
-    notes.append(f"{file.name} is damaged ({', '.join(dict.fromkeys(wrong))}) and left out.")
+    notes.append(f"{file.name} is damaged ({', '.join(dict.fromkeys(wrong))}) and was ignored.")
     return {}
 
 
 def _read_rows(file: Path, needed: tuple[str, ...], notes: list[str]) -> list[Json]:
-    """The readable lines of a file of JSON lines; a half-written last line is expected of a killed run."""
+    """Read the intact lines of a JSON-lines file; a killed run may leave a half-written last line."""
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if os.path.lexists(file) else []
     except OSError as error:
@@ -268,8 +265,7 @@ def _read_rows(file: Path, needed: tuple[str, ...], notes: list[str]) -> list[Js
         else:
             broken += number != len(lines) - 1
     if broken:
-        gone = plural(broken, "line is", "lines are")
-        notes.append(f"{gone} left out: what {file.name} holds there cannot be read.")
+        notes.append(f"{file.name}: ignored {plural(broken, 'line')} that cannot be read.")
     return rows
 
 
@@ -280,12 +276,12 @@ def _config(settings: Json, notes: list[str]) -> TrainConfig | None:
         return TrainConfig.model_validate_json(json.dumps(settings))
     except ValidationError as error:
         differ = plural(error.error_count(), "field differs", "fields differ")
-        notes.append(f"{CONFIG} is of another version of the tool ({differ}).")
+        notes.append(f"Another version of the tool wrote {CONFIG} ({differ}).")
         return None
 
 
 def _evaluations(folder: Path, run: RunRecord, notes: list[str]) -> list[tuple[int, float]]:
-    """Evaluation losses by step: as recorded, and those of the summary; a step that was repeated counts once."""
+    """Collect evaluation losses by step from the records and the summary; a repeated step counts once."""
     found: dict[int, float] = {}
     first = _read_object(folder / EVALUATION, notes, expected=False)
     run.loss_is = str(run.summary.get("eval_loss_is") or first.get("eval_loss_is") or ON_TRAINING)
@@ -301,7 +297,7 @@ def _evaluations(folder: Path, run: RunRecord, notes: list[str]) -> list[tuple[i
 
 
 def _profiles(folder: Path, settings: Json, notes: list[str]) -> list[Json]:
-    """Summaries of the traced epochs, by epoch."""
+    """Read the summaries of the traced epochs, ordered by epoch."""
     found = []
     for file in sorted(profile_folder_of(folder, settings).glob("epoch-*/summary.json")):
         summary = _read_object(file, notes)
@@ -311,7 +307,7 @@ def _profiles(folder: Path, settings: Json, notes: list[str]) -> list[Json]:
 
 
 def profile_folder_of(folder: Path, settings: Json) -> Path:
-    """Where a run's traces are: under output.profiles, as seen from where the run was started."""
+    """Locate a run's traces: under output.profiles, relative to the folder where the run was started."""
     output = settings.get("output", {})
     profiles, runs = Path(output.get("profiles", "profiles")), Path(output.get("runs", "runs"))
     if profiles.is_absolute() or runs.is_absolute():

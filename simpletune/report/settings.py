@@ -1,4 +1,4 @@
-"""A run's configuration as rows: each value, its default, and whether the two differ."""
+"""List a run's configuration: each value, its default, and whether the two differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Setting:
         path: dotted.
         value: as text.
         default: as text; empty if there is none.
-        changed: whether the value is not the default.
+        changed: whether the value differs from the default.
         says: the field's documentation.
     """
 
@@ -30,18 +30,18 @@ class Setting:
 
 
 def settings_of(config: TrainConfig) -> list[Setting]:
-    """Every field of a configuration, in the order of its documentation."""
+    """List every field of a configuration, in the order of its definition."""
     rows = _rows(config, None, "")
     return [row for row in rows if row.path not in ("$schema", "version")]
 
 
 def plain_settings(settings: Json) -> list[Setting]:
-    """The values of a configuration that this version cannot read, without defaults."""
+    """List the values of a configuration that this version cannot read, without defaults."""
     return [Setting(path, _text(value), "", False, "") for path, value in _flat(settings, "")]
 
 
 def _rows(option: Option, usual: Option | None, prefix: str, tag: str = "") -> list[Setting]:
-    """The fields of one option; ``usual`` is the default of the field that holds it, ``tag`` its union's."""
+    """List the fields of one option; ``usual`` is the default of the field that contains it, ``tag`` its union's."""
     found: list[Setting] = []
     for name, field in type(option).model_fields.items():
         value, path = getattr(option, name), prefix + (field.alias or name)
@@ -65,7 +65,7 @@ def _flat(value: object, prefix: str) -> list[tuple[str, object]]:
 
 
 def _text(value: object) -> str:
-    """A value as JSON; of a path of this machine only its last name, because pages are passed on."""
+    """Format a value as JSON; shorten absolute paths to their last name, because pages are shared."""
     if isinstance(value, str):
         return f"…/{os.path.basename(value.rstrip('/'))}" if os.path.isabs(value) else value
     if isinstance(value, Option):

@@ -14,17 +14,17 @@ NAMES = ("name", "about", "output.runs", "output.profiles", "output.cache", "out
 WEIGHTY = (
     "model.pretrained", "data.path", "data.resolution", "train.batch_size", "train.gradient_accumulation",
 )  # fmt: skip
-PICTURES = 12  # prompts
+PICTURES = 12  # maximum of prompts on the page
 
 
 def report_of(runs: list[RunRecord], price: float | None, title: str = "", lead: str = "") -> Report:
-    """Several runs, compared with the first.
+    """Build the report of several runs, compared with the first.
 
     Args:
-        runs: as their folders tell them; the first is what the percentages are of.
-        price: of the machine, dollars an hour, if known.
+        runs: as read from their folders; percentages refer to the first.
+        price: of the machine, in dollars per hour, if known.
         title: of the page.
-        lead: under it.
+        lead: sentence under the title.
     """
     differences = differing(runs)
     found = {run.name: list(pictures.validation_pictures(run.folder, run.notes)) for run in runs}
@@ -45,7 +45,7 @@ def report_of(runs: list[RunRecord], price: float | None, title: str = "", lead:
 
 
 def headline(runs: list[RunRecord]) -> list[Fact]:
-    """Who needs least, and how much less than the first."""
+    """Name the runs with the least memory and the fastest step, relative to the first run."""
     facts = []
     peaks = [run for run in runs if run.peak]
     if peaks and len({run.peak_key for run in peaks}) == 1:
@@ -60,12 +60,12 @@ def headline(runs: list[RunRecord]) -> list[Fact]:
 
 
 def _against(value: float | None, first: float | None) -> str:
-    """Percent of the first run's figure."""
-    return f"{value / first:.0%} of the first" if value and first else "the first has no such figure"
+    """Express a figure as a percentage of the first run's."""
+    return f"{value / first:.0%} of the first" if value and first else "not known for the first"
 
 
 def runtime_section(runs: list[RunRecord]) -> Section:
-    """The study's first figure; seconds a step stand in where no run knows its epoch."""
+    """Chart seconds per epoch; seconds per step if not every run knows its epoch's length."""
     epochs = all(run.seconds_per_epoch for run in runs)
     section = Section("runtime", "Runtime per epoch" if epochs else "Runtime per step")
     first = runs[0].seconds_per_epoch if epochs else runs[0].seconds_per_step
@@ -81,14 +81,14 @@ def runtime_section(runs: list[RunRecord]) -> Section:
     if epochs:
         listed = ", ".join(f"{steps:,}" for steps in lengths)
         steps_of = "step of an epoch" if lengths == [1] else "steps of an epoch"
-        section.notes.append(f"The median seconds of a step (warm-up left out) times the {listed} {steps_of}.")
+        section.notes.append(f"Median seconds per step (without warm-up) times {listed} {steps_of}.")
     else:
-        section.notes.append("Not every run knows how many steps its epoch has: seconds of one step are shown.")
+        section.notes.append("Seconds per step, because the steps per epoch are not known for every run.")
     return section
 
 
 def peak_section(runs: list[RunRecord]) -> Section:
-    """The study's second figure."""
+    """Chart the peak memory."""
     section = Section("peak", "Peak memory usage")
     kinds = {run.peak_words for run in runs if run.peak}
     rows: list[Json] = []
@@ -101,14 +101,16 @@ def peak_section(runs: list[RunRecord]) -> Section:
     says = "; ".join(f"{row['name']} {row['label']}" for row in rows)
     section.charts.append(Chart("peak", "", f"Peak memory: {says}", charts.bars(rows, "GiB", "@runs")))
     if len(kinds) == 1:
-        section.notes.append(f"Of the whole job, {kinds.pop()}: the largest over text, latents, training, pictures.")
+        section.notes.append(
+            f"Peak of the whole job, {kinds.pop()}: the maximum over text, latents, training and validation."
+        )
     elif kinds:
-        section.notes.append("Some runs had a GPU and some had none: these peaks are of different memory.")
+        section.notes.append("Do not compare these peaks: some are of GPU memory, some of host memory.")
     return section
 
 
 def table_section(runs: list[RunRecord], price: float | None) -> Section:
-    """All figures with percentages of the first run's."""
+    """Tabulate all figures, with percentages of the first run's."""
     head = [
         "run",
         "trained parameters",
@@ -141,13 +143,13 @@ def table_section(runs: list[RunRecord], price: float | None) -> Section:
         ]
         cells += [dollars(run.seconds_per_step * 1000 / 3600 * price) if run.seconds_per_step else ""] if price else []
         rows.append(tuple(cells))
-    note = f"Percentages are of the first, {runs[0].name}." + (f" Cost at ${price:g} an hour." if price else "")
+    note = f"Percentages refer to the first run, {runs[0].name}." + (f" Cost at ${price:g} per hour." if price else "")
     tables = [Table("Runs", tuple(head), rows), _time_table(runs, price)]
     return Section("figures", "Figures", notes=[note], tables=tables)
 
 
 def _time_table(runs: list[RunRecord], price: float | None) -> Table:
-    """What each run took over all of its attempts, and how it ended."""
+    """Tabulate each run's time over all attempts, and how it ended."""
     rows = []
     for run in runs:
         time = run.seconds_total
@@ -163,7 +165,7 @@ def _percent(value: float | None, first: float | None) -> str:
 
 
 def differing(runs: list[RunRecord]) -> dict[str, list[str]]:
-    """Settings in which the runs differ: path, and each run's value."""
+    """Find the settings in which the runs differ: path, and each run's value."""
     tables = [
         {row.path: row for row in (settings_of(run.config) if run.config else plain_settings(run.settings))}
         for run in runs
@@ -173,7 +175,7 @@ def differing(runs: list[RunRecord]) -> dict[str, list[str]]:
         rows = [table.get(path) for table in tables]
         there = [row for row in rows if row is not None]
         same = len({row.value for row in there}) == 1
-        # A field that only some runs' options have tells nothing while it is at its default.
+        # Skip a field that only some runs' options have, as long as it is at its default.
         if path in NAMES or (same and (len(there) == len(rows) or not any(row.changed for row in there))):
             continue
         found[path] = [row.value if row is not None else "" for row in rows]
@@ -181,23 +183,23 @@ def differing(runs: list[RunRecord]) -> dict[str, list[str]]:
 
 
 def comparability(runs: list[RunRecord], differences: dict[str, list[str]]) -> list[str]:
-    """What should be known before times and peaks of these runs are compared."""
+    """List caveats for comparing times and peaks of these runs."""
     notes = []
     weighty = [path for path in WEIGHTY if path in differences]
     if weighty:
-        notes.append(f"These runs differ in {', '.join(weighty)}: compare times and peaks with that in mind.")
+        notes.append(f"These runs differ in {', '.join(weighty)}, which affects times and peaks.")
     devices = {str(run.summary.get("device", "")) for run in runs if run.summary}
     machines = {str(run.environment.get("device", "")) for run in runs if run.environment}
     if len(devices) > 1 or len(machines) > 1:
         notes.append(
-            f"They ran on different machines: {'; '.join(sorted(machines if len(machines) > 1 else devices))}."
+            f"The runs used different machines: {'; '.join(sorted(machines if len(machines) > 1 else devices))}."
         )
     return notes
 
 
 def difference_section(runs: list[RunRecord], differences: dict[str, list[str]]) -> Section:
-    """The settings that are not the same in all runs."""
-    section = Section("differences", "What differs")
+    """Tabulate the settings that differ between the runs."""
+    section = Section("differences", "Differences")
     if not differences:
         section.notes.append("These runs have the same configuration.")
         return section
@@ -208,7 +210,7 @@ def difference_section(runs: list[RunRecord], differences: dict[str, list[str]])
 
 
 def environment_section(runs: list[RunRecord]) -> Section:
-    """Machine and versions, once for all runs that share them."""
+    """List machine and versions, once for all runs that share them."""
     section = Section("environment", "Environment")
     found: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for run in runs:
@@ -216,26 +218,26 @@ def environment_section(runs: list[RunRecord]) -> Section:
     for pairs, names in found.items():
         who = "All runs" if len(found) == 1 else ", ".join(names)
         if pairs:
-            section.tables.append(Table(who, ("what", "value"), list(pairs)))
+            section.tables.append(Table(who, ("item", "value"), list(pairs)))
         else:
             section.notes.append(f"{who}: machine and versions were not recorded.")
     return section
 
 
 def picture_section(found: dict[str, list[pictures.ValidationPicture]]) -> Section:
-    """The same prompts by every run."""
-    section = Section("pictures", "The same prompt by every run", block="grid")
+    """Show every run's pictures of the same prompts."""
+    section = Section("pictures", "The same prompts in every run", block="grid")
     if not any(found.values()):
         section.block = ""
         section.notes.append("No run drew validation pictures.")
         return section
-    section.notes.append("The base, then each run's last pictures, from the same noise; large ones are scaled down.")
-    section.lines.append("They are on the page beside this file, and in each run's `samples/`.")
+    section.notes.append("The base and each run's last pictures, from the same noise; large ones are scaled down.")
+    section.lines.append("The pictures are on the HTML page and in each run's `samples/`.")
     return section
 
 
 def picture_grid(found: dict[str, list[pictures.ValidationPicture]]) -> list[Json]:
-    """For each prompt the base's picture and each run's last one, as data URIs."""
+    """Return, for each prompt, the base's picture and each run's last one as data URIs."""
     prompts: dict[tuple[str, str], Json] = {}
     for name, drawn in found.items():
         for picture in drawn:
@@ -243,7 +245,7 @@ def picture_grid(found: dict[str, list[pictures.ValidationPicture]]) -> list[Jso
             if picture.step == 0:
                 row["base"] = row["base"] or picture
             else:
-                row["runs"][name] = picture  # by step: the last stays
+                row["runs"][name] = picture  # ordered by step, so the last one wins
     kept = list(prompts.items())[:PICTURES]
     side = pictures.side_for(sum(1 + len(row["runs"]) for _, row in kept))
     return [

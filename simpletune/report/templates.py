@@ -1,4 +1,4 @@
-"""The pages' templates. What somebody typed (prompts, names, captions) goes through Jinja's escaping, in every page."""
+"""Load the pages' templates. Jinja escapes all user input (prompts, names, captions) on every page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
 def page_template(kind: str, **filters: Callable[..., str]) -> Template:
-    """The template ``assets/KIND/page.html``; a name that it does not get is an error.
+    """Load the template ``assets/KIND/page.html``; rendering it without a variable that it uses is an error.
 
     Args:
         kind: ``report``, ``compare`` or ``data_report``.
-        filters: by the names that the template knows them by.
+        filters: by name in the template.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

@@ -1,6 +1,6 @@
-"""``simpletune serve``: images over HTTP, in the format of Vertex AI's serving containers, and a page to try it.
+"""``simpletune serve``: generate images over HTTP, in the format of Vertex AI's serving containers; a page to try it.
 
-One thread drives the model (generator.py, worker.py); the rest answers requests (requests.py, app.py, server.py).
+One thread runs the model (generator.py, worker.py); the others answer requests (requests.py, app.py, server.py).
 
 May import drawing and what is below it. Only the command line imports it.
 """
@@ -17,16 +17,16 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 
 
 def require_packages() -> None:
-    """Whether the optional packages are installed.
+    """Check that the optional packages are installed.
 
     Raises:
-        UserError: one is missing; with the command that installs them.
+        UserError: a package is missing; the message has the command that installs it.
     """
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         root = Path(__file__).resolve().parents[2]
         raise UserError(
-            f"simpletune serve needs {' and '.join(missing)}, which the optional extra 'serve' brings. "
+            f"simpletune serve needs {' and '.join(missing)} from the optional extra 'serve'. "
             f'Run: {sys.executable} -m pip install -e "{root}[serve]"',
             code=3,
         )

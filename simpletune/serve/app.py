@@ -1,4 +1,4 @@
-"""The HTTP side: routes, the order of checks, error answers, headers, the access log."""
+"""The HTTP application: routes, the order of checks, error responses, headers, the access log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from simpletune.printable import printable
 from simpletune.serve.metrics import CONTENT_TYPE, Metrics
 from simpletune.serve.requests import Capabilities, RequestError, read_requests
-from simpletune.serve.worker import Job, Worker
+from simpletune.serve.worker import FAILED, STOPPING, Job, Worker
 
 PAGE = Path(__file__).parent / "page"
 PAGE_FILES = {
@@ -33,10 +33,11 @@ PAGE_FILES = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-STANDARD = ("negative_prompt", "width", "height", "steps", "guidance", "seed")  # of a Request, for the page
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that has left; no client sees it
+STANDARD = ("negative_prompt", "width", "height", "steps", "guidance", "seed")  # fields of a Request, for the page
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; no client sees it
+CLIENT_LEFT = "The client closed the connection"
 HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:@/\[\]]+)(:[0-9]{1,5})?")
-BODY_TIMEOUT = 30.0  # for a body to arrive
+BODY_TIMEOUT = 30.0  # seconds for a body to arrive
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -49,7 +50,7 @@ HEADERS = {
 
 
 def to_stderr(line: str) -> None:
-    """Write a line, at once."""
+    """Print a line to stderr and flush."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
@@ -59,10 +60,10 @@ class HttpOptions:
 
     Args:
         predict: paths that generate images.
-        health: paths that report whether it is ready.
+        health: paths that report whether the server is ready.
         predictions: ``plain``: base64 text; ``object``: ``{"output": base64 text}``.
-        hosts: names that a Host header may have; None: any.
-        log: takes a line for every response.
+        hosts: allowed Host headers; None: any.
+        log: called with a line for every response.
     """
 
     predict: tuple[str, ...] = ("/predict",)
@@ -73,10 +74,10 @@ class HttpOptions:
 
 
 def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, options: HttpOptions) -> ASGIApp:
-    """The application.
+    """Build the application.
 
     Args:
-        worker: generates.
+        worker: generates the images.
         capabilities: what the server offers.
         metrics: counts responses.
         options: paths, format, log.
@@ -86,7 +87,9 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
     async def predict(request: Request) -> Response:
         worker.require_ready()
         body = await read_body(request, capabilities.limits.body)
-        images = await run_in_threadpool(read_requests, body, capabilities)  # meanwhile others are answered
+        images = await run_in_threadpool(
+            read_requests, body, capabilities
+        )  # in a thread: parsing must not block others
         job = worker.submit(images)
         request.scope["log"].update(pictures=len(images), loras=sorted({image.lora for image in images}))
         pictures = await finished(request, worker, job)
@@ -126,10 +129,10 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """A JSON request's body.
+    """Read a JSON request's body.
 
     Raises:
-        RequestError: 415 for another type, 413 for too many bytes, 408 if they do not arrive, 499 if the client left.
+        RequestError: 415 for another type, 413 for too many bytes, 408 for a timeout, 499 for a closed connection.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -147,18 +150,18 @@ async def read_body(request: Request, limit: int) -> bytes:
                     raise too_large
     except TimeoutError:
         raise RequestError(
-            408, f"The body did not arrive in {BODY_TIMEOUT:g} s", headers={"Connection": "close"}
+            408, f"The body did not arrive within {BODY_TIMEOUT:g} s", headers={"Connection": "close"}
         ) from None
     except ClientDisconnect:
-        raise RequestError(CLIENT_CLOSED_REQUEST, "The client has left") from None
+        raise RequestError(CLIENT_CLOSED_REQUEST, CLIENT_LEFT) from None
     return bytes(body)
 
 
 async def finished(request: Request, worker: Worker, job: Job) -> list[str]:
-    """Wait for a job's images, in base64. If the client leaves or it is too late, the job is cancelled.
+    """Wait for a job's images in base64; cancel the job if the client leaves or the deadline passes.
 
     Raises:
-        RequestError: 504, or whatever the worker says.
+        RequestError: 504, or the worker's own error.
     """
     done = asyncio.wrap_future(job.done)
     left: asyncio.Future[None] = asyncio.create_task(_disconnected(request))
@@ -168,30 +171,30 @@ async def finished(request: Request, worker: Worker, job: Job) -> list[str]:
         if done.done() and (pictures := done.result()):
             return pictures
         if left.done():
-            raise RequestError(CLIENT_CLOSED_REQUEST, "The client has left")
+            raise RequestError(CLIENT_CLOSED_REQUEST, CLIENT_LEFT)
         if worker.state != "ready":
-            raise RequestError(503, "The server is stopping")
-        raise RequestError(504, f"No answer within {worker.limits.seconds:g} s. Ask for fewer pictures or steps")
+            raise RequestError(503, STOPPING)
+        raise RequestError(504, f"Not finished within {worker.limits.seconds:g} s. Request fewer pictures or steps")
     finally:
         left.cancel()
         worker.cancel(job)
 
 
 async def _disconnected(request: Request) -> None:
-    """Returns when the client has closed the connection."""
+    """Return once the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def request_error(request: Request, error: Exception) -> Response:
-    """The response to a RequestError: its message, and its problems by path."""
+    """Turn a RequestError into a response: its message, and its problems by path."""
     assert isinstance(error, RequestError)
     problems = [asdict(problem) for problem in error.problems]
     return error_answer(error.status, error.message, problems, error.headers)
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and wrong methods, in the same form."""
+    """Answer unknown paths and wrong methods in the form of all errors."""
     assert isinstance(error, HTTPException)
     allowed = (error.headers or {}).get("Allow")
     message = f"{error.detail}. Allowed: {allowed}" if allowed else error.detail
@@ -199,16 +202,16 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 
 def error_answer(status: int, message: str, problems: list[dict[str, str]], headers: dict[str, str]) -> Response:
-    """An error's JSON."""
+    """Build an error response."""
     return JSONResponse({"error": {"code": status, "message": message, "problems": problems}}, status, headers)
 
 
 class RequestGuard:
-    """ASGI middleware: checks the Host header, adds headers, logs, counts, and answers 500 where the app fails.
+    """ASGI middleware: check the Host header, add headers, log, count, and answer 500 if the app fails.
 
     Args:
         app: to wrap.
-        names: of paths, for the metrics.
+        names: route names by path, for the metrics.
         metrics: counts responses.
         options: hosts and log.
     """
@@ -217,7 +220,7 @@ class RequestGuard:
         self.app, self.names, self.metrics, self.options = app, names, metrics, options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] != "http":
             return
         clock, status = time.perf_counter(), 0
@@ -235,12 +238,12 @@ class RequestGuard:
             if self._has_known_host(scope):
                 await self.app(scope, receive, sent)
             else:
-                message = "This server is not called by that name. Use the address that it printed"
+                message = "Unknown Host header. Use the address that the server printed"
                 await error_answer(421, message, [], {})(scope, receive, sent)
         except Exception:
             traceback.print_exc()
             if not status:
-                await error_answer(500, "The server failed; see its log", [], {})(scope, receive, sent)
+                await error_answer(500, FAILED, [], {})(scope, receive, sent)
         finally:
             seconds = time.perf_counter() - clock
             status = status or CLIENT_CLOSED_REQUEST
@@ -248,7 +251,7 @@ class RequestGuard:
             self.options.log(log_line(scope, status, seconds))
 
     def _has_known_host(self, scope: Scope) -> bool:
-        """Whether the Host header is one of ours: a page of another site that has its name point here has another."""
+        """Whether the Host header is allowed; otherwise any site could reach a local server by DNS rebinding."""
         if self.options.hosts is None:
             return True
         host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "").lower()
@@ -257,7 +260,7 @@ class RequestGuard:
 
 
 def log_line(scope: Scope, status: int, seconds: float) -> str:
-    """One answer as a JSON line. Prompts are not in it."""
+    """Format a response as a JSON line, without prompts."""
     client = scope.get("client")
     return json.dumps(
         {

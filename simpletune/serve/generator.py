@@ -1,6 +1,6 @@
-"""What draws behind a server: the models, the autoencoder, and prompts that are kept in memory.
+"""Generate a server's images: the models, the autoencoder, and a cache of encoded prompts in memory.
 
-Only one thread may use it. Nothing here writes a file: neither prompts nor pictures of a request reach the disk.
+Only one thread may use it. It writes no files: neither prompts nor pictures of a request reach the disk.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from simpletune.serve.models import Models, ServedModels
 from simpletune.serve.requests import BASE, ImageRequest
 from simpletune.system.stage_timer import GIB, peak_rss_gib
 
-MAX_PROMPTS = 64  # of SD3 Medium 2.7 MB each in bf16
+MAX_PROMPTS = 64  # SD3 Medium's take 2.7 MB each in bf16
 
 
 class PromptCache:
-    """Embeddings of the prompts that were used last.
+    """Embeddings of the most recently used prompts.
 
-    Each prompt goes through the encoders by itself, so its embedding does not depend on what else is waiting.
+    Each prompt is encoded alone, so its embedding does not depend on other requests.
 
     Args:
         model: with folders resolved.
-        dtype: the type in which encoders run.
-        device: where they run.
+        dtype: of the encoders.
+        device: of the encoders.
     """
 
     def __init__(self, model: Model, dtype: torch.dtype, device: torch.device):
@@ -40,10 +40,10 @@ class PromptCache:
         self._cached: OrderedDict[str, Embeddings] = OrderedDict()
 
     def fill(self, prompts: Iterable[str]) -> int:
-        """Encode what is not there; each encoder is loaded once for all of them.
+        """Encode the prompts that are not cached; load each encoder once for all of them.
 
         Returns:
-            How many prompts were encoded.
+            The number of prompts that were encoded.
         """
         wanted = list(dict.fromkeys(prompts))[:MAX_PROMPTS]
         for prompt in wanted:
@@ -65,17 +65,17 @@ class PromptCache:
         return len(missing)
 
     def load(self, prompt: str) -> Embeddings:
-        """(prompt_embeds [t, e], pooled [p]) of a prompt that was filled in."""
+        """Return (prompt_embeds [t, e], pooled [p]) of a cached prompt."""
         return self._cached[prompt]
 
 
 class ImageGenerator:
-    """Generates images, one at a time.
+    """Generate images, one at a time.
 
     Args:
         config: with folders resolved.
         served: the models.
-        device: where to.
+        device: to run on.
         side: width and height of the largest picture, in pixels.
 
     Raises:
@@ -91,18 +91,18 @@ class ImageGenerator:
         self.text = PromptCache(config.model, dtype, device)
 
     def encode(self, prompts: Sequence[str]) -> None:
-        """Have these prompts' embeddings in memory."""
+        """Encode prompts into the cache."""
         self.text.fill(prompts)
 
     def generate(self, image: ImageRequest, check_cancelled: Callable[[], None]) -> bytes:
         """Generate one image; its prompts are encoded if they are not cached.
 
         Args:
-            image: what to generate.
-            check_cancelled: called before every sampling step; what it raises ends the work.
+            image: to generate.
+            check_cancelled: called before every sampling step; raises to stop the work.
 
         Returns:
-            A PNG whose text chunks say how it was made.
+            A PNG whose text chunks record how it was made.
         """
         check_cancelled()
         self.text.fill([image.request.prompt, image.request.negative_prompt])
@@ -116,7 +116,7 @@ class ImageGenerator:
         return to_png(pictures[0], image, self.config, self.served)
 
     def peak_bytes(self) -> dict[str, float]:
-        """Peak memory so far, by kind."""
+        """Return the peak memory so far, by kind."""
         peaks = {"process": peak_rss_gib() * GIB}
         if self.device.type == "cuda":
             peaks["device"] = float(torch.cuda.max_memory_allocated(self.device))
@@ -124,7 +124,7 @@ class ImageGenerator:
 
 
 def to_png(picture: Image.Image, image: ImageRequest, config: TrainConfig, served: ServedModels) -> bytes:
-    """A PNG with the text chunks that ``simpletune generate`` writes."""
+    """Encode a PNG with the same text chunks as ``simpletune generate``."""
     model, loras, label = config.model.transformer or config.model.pretrained, [], image.lora
     if image.lora in served.loras:
         loras, label = [(image.lora, image.scale)], f"LoRA {image.lora} x {image.scale:g}"

@@ -1,25 +1,25 @@
-"""What a request may ask for, and how many may wait. Imports no torch."""
+"""Limits of a request and of the queue. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCALE = 4.0  # a LoRA at more than four times its strength draws noise
+SCALE = 4.0  # beyond four times its strength a LoRA produces noise
 GUIDANCE = 30.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of every request.
+    """Upper limits of every request.
 
     Args:
-        side: width and height in pixels, at most.
-        steps: sampling steps of a picture, at most.
-        instances: pictures of a request, at most.
-        prompt: characters of a prompt, at most.
-        body: bytes of a request, at most.
-        queue: requests that wait, at most; further ones are answered with 429.
-        seconds: from a request's arrival to its answer, at most.
+        side: width and height in pixels.
+        steps: sampling steps per picture.
+        instances: pictures per request.
+        prompt: characters per prompt.
+        body: bytes per request.
+        queue: waiting requests; further ones get status 429.
+        seconds: from a request's arrival to its response.
     """
 
     side: int = 1024

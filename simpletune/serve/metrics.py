@@ -1,4 +1,4 @@
-"""Metrics of a server for Prometheus: each server has a registry of its own."""
+"""Prometheus metrics of a server; each server has its own registry."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from prometheus_client.registry import Collector
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)  # seconds
-disable_created_metrics()  # the times at which counters began: 0.0.4 has no type for them
+disable_created_metrics()  # text format 0.0.4 has no type for the counters' creation times
 
 
 class Metrics:
-    """What a server counts; any thread may call it."""
+    """A server's metrics; thread-safe."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         self._responses = Counter(
-            "simpletune_requests", "answers by route and status", ["route", "status"], registry=registry
+            "simpletune_requests", "responses by route and status", ["route", "status"], registry=registry
         )
         self._images = Counter("simpletune_pictures", "pictures drawn", ["lora"], registry=registry)
         self._request_seconds = Histogram(
-            "simpletune_request_seconds", "from a served request's arrival to its answer", buckets=BUCKETS,
+            "simpletune_request_seconds", "from arrival to response of a served request", buckets=BUCKETS,
             registry=registry,
         )  # fmt: skip
         self._image_seconds = Histogram(
-            "simpletune_picture_seconds", "of drawing one picture, waiting left out", buckets=BUCKETS,
+            "simpletune_picture_seconds", "time to draw one picture, without waiting", buckets=BUCKETS,
             registry=registry,
         )  # fmt: skip
 
     def count_response(self, route: str, status: int, seconds: float) -> None:
-        """Count a response; the histogram has the image requests that were served.
+        """Count a response; only image requests with status 200 enter the histogram.
 
         Args:
-            route: one of a fixed few, never what a client wrote.
-            status: of HTTP.
+            route: from a fixed list, never text from a client.
+            status: HTTP status.
             seconds: from arrival to response.
         """
         self._responses.labels(route, str(status)).inc()
@@ -49,13 +49,13 @@ class Metrics:
 
         Args:
             lora: a served name.
-            seconds: that it took.
+            seconds: time to draw it.
         """
         self._images.labels(lora).inc()
         self._image_seconds.observe(seconds)
 
     def image_seconds(self) -> float:
-        """Mean seconds of an image so far; 1 before the first."""
+        """Return the mean seconds per image so far; 1 before the first."""
         (family,) = self._image_seconds.collect()
         values = {sample.name: sample.value for sample in family.samples}
         count = values["simpletune_picture_seconds_count"]
@@ -66,8 +66,8 @@ class Metrics:
 
         Args:
             name: without ``simpletune_``.
-            about: its help.
-            value: the current value, asked for at every scrape.
+            about: help text.
+            value: called at every scrape for the current value.
         """
         Gauge(f"simpletune_{name}", about, registry=self.registry).set_function(value)
 
@@ -75,21 +75,21 @@ class Metrics:
         """Add gauges of peak memory.
 
         Args:
-            peaks: bytes by kind (``process``, ``device``), asked for at every scrape.
+            peaks: called at every scrape for bytes by kind (``process``, ``device``).
         """
         self.registry.register(_PeakMemory(peaks))
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _PeakMemory(Collector):
-    """One gauge a kind; which kinds there are is known once the model is loaded."""
+    """One gauge per kind of memory; the kinds are known once the model is loaded."""
 
     def __init__(self, peaks: Callable[[], Mapping[str, float]]):
         self._peaks = peaks
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         for kind, value in self._peaks().items():
-            yield GaugeMetricFamily(f"simpletune_peak_memory_{kind}_bytes", "largest so far", value)
+            yield GaugeMetricFamily(f"simpletune_peak_memory_{kind}_bytes", "peak so far", value)

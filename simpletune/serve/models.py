@@ -1,6 +1,6 @@
-"""The models that a server draws with: the base with its LoRAs, and beside it the full model that a run has trained.
+"""A server's models: the base with its LoRAs, and optionally the full model that a run trained.
 
-Both stay in memory where there is room; where there is not, the one that is asked for is loaded in the other's place.
+Both stay in memory if there is room; otherwise a request for one loads it in place of the other.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from simpletune.serve.requests import BASE
 from simpletune.system.console import say
 from simpletune.system.stage_timer import GIB
 
-ROOM = 2  # the second model must fit this many times: drawing and encoding prompts need memory, too
+ROOM = 2  # a second model must fit this many times: drawing and prompt encoding need memory too
 
 
 @dataclass(frozen=True)
 class ServedModels:
-    """What a server offers by name, beside ``base``.
+    """Models that a server offers by name besides ``base``.
 
     Args:
-        loras: files of LoRAs on the base.
-        tuned: the full model of a run: its name, and its weights.
+        loras: LoRA files for the base, by name.
+        tuned: name and weights of a run's full model.
     """
 
     loras: Mapping[str, Path] = field(default_factory=dict)
@@ -44,12 +44,12 @@ class ServedModels:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name, ``base`` first."""
+        """All names, ``base`` first."""
         return (BASE, *([self.tuned[0]] if self.tuned else []), *self.loras)
 
 
 class LoraLayer(NamedTuple):
-    """One layer of a LoRA: where it belongs, PEFT's layer, and the file's own strength."""
+    """One layer of a LoRA: its path in the model, PEFT's layer, and the file's own strength."""
 
     path: str
     layer: Any
@@ -57,15 +57,15 @@ class LoraLayer(NamedTuple):
 
 
 class Adapters:
-    """LoRAs of one transformer, of which one or none is in it at a time.
+    """LoRAs of one transformer; at most one is active at a time.
 
-    A LoRA's layers stand around the base's own layers. To switch it off they are taken out and the base's layers put
-    back: what is left is the base as it was loaded, not a base with updates of zero.
+    A LoRA's layers wrap the base's layers. Switching it off puts the base's own layers back, so the base computes
+    exactly as loaded, not with updates of zero.
 
     Args:
-        transformer: loaded, changed in place.
+        transformer: loaded; changed in place.
         files: LoRA files by name.
-        device: where it computes.
+        device: of the computation.
     """
 
     def __init__(self, transformer: nn.Module, files: Mapping[str, Path], device: torch.device):
@@ -81,19 +81,19 @@ class Adapters:
         layers: list[LoraLayer] = []
         for path, layer in list(lora_layers(self.transformer)):
             for pair in (layer.lora_A, layer.lora_B):
-                pair.to(device)  # beside streamed weights they were made on the host
+                pair.to(device)  # next to streamed weights they are created on the host
             layers.append(LoraLayer(path, layer, layer.scaling[ADAPTER]))
             self._base[path] = layer.get_base_layer()
             _replace(self.transformer, path, self._base[path])
         if hasattr(self.transformer, "peft_config"):
-            del self.transformer.peft_config  # PEFT's note that an adapter of this name is inside
+            del self.transformer.peft_config  # PEFT's record of the adapter; the next one has the same name
         self._layers[name] = layers
 
     def use(self, name: str, scale: float) -> None:
-        """Have this LoRA inside, at this strength, and no other.
+        """Activate a LoRA at a strength, and no other.
 
         Args:
-            name: of a LoRA, or ``base``.
+            name: of a LoRA, or ``base`` for none.
             scale: 1 is the file's own strength.
         """
         if name != self._active:
@@ -112,7 +112,7 @@ def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
 
 
 class LoadedModel(NamedTuple):
-    """A transformer in memory, its modulation if that was taken out, and its LoRAs."""
+    """A transformer in memory, its modulation if that was detached, and its LoRAs."""
 
     transformer: Transformer
     modulation: Modulation | None
@@ -120,12 +120,12 @@ class LoadedModel(NamedTuple):
 
 
 class Models:
-    """Loads every model once at the start, so that what does not fit is known then.
+    """Load every model once at start, so that one that does not fit fails then.
 
     Args:
         config: with folders resolved.
-        served: which.
-        device: where to.
+        served: models to load.
+        device: to load onto.
         side: width and height of the largest picture, in pixels.
         before_step: called before each pass through a transformer.
 
@@ -153,8 +153,9 @@ class Models:
         self._by_turns = free < ROOM * size
         if self._by_turns:
             say(
-                f"{served.tuned[0]} and the base are loaded by turns, as they are asked for: a second model of "
-                f"{size / GIB:.1f} GiB wants {ROOM * size / GIB:.1f} GiB free, and {free / GIB:.1f} are"
+                f"{served.tuned[0]} and the base do not fit in memory together, so each request loads the one it "
+                f"needs: a second model of {size / GIB:.1f} GiB needs {ROOM * size / GIB:.1f} GiB free, "
+                f"and {free / GIB:.1f} are"
             )
         del first
         tuned = self._get(served.tuned[0])
@@ -162,11 +163,11 @@ class Models:
             share_equal_tensors(self._loaded[BASE].transformer, tuned.transformer)
 
     def use(self, name: str, scale: float) -> tuple[Transformer, Modulation | None]:
-        """The transformer of a served name, and its modulation if that was taken out.
+        """Return the transformer of a served name, and its modulation if that was detached.
 
         Args:
             name: a served name.
-            scale: strength of a LoRA.
+            scale: strength of the LoRA.
         """
         own = self.served.tuned is not None and name == self.served.tuned[0]
         model = self._get(name if own else BASE)
@@ -192,14 +193,14 @@ class Models:
         except UserError as error:
             if modulation is None:
                 raise
-            remedy = "memory.modulation=plan has taken the modulation out: for a LoRA of it give --modulation resident"
+            remedy = "memory.modulation=plan detached the modulation: for a LoRA on it use --modulation resident"
             raise UserError(f"{error}. {remedy}") from error
         transformer.register_forward_pre_hook(lambda module, inputs: self._before_step())
         return LoadedModel(transformer, modulation, adapters)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that a second model could take: of the graphics card, or of the machine."""
+    """Return the memory available to a second model: of the GPU or of the host."""
     if device.type == "cuda":
         free_memory(device)
         return torch.cuda.mem_get_info(device)[0]
@@ -207,7 +208,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def available_ram() -> int:
-    """Bytes of RAM that a program can still take; where the system does not say, all that there is."""
+    """Return the available bytes of RAM; on systems without /proc/meminfo, all RAM."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -216,7 +217,7 @@ def available_ram() -> int:
 
 
 def share_equal_tensors(model: nn.Module, other: nn.Module) -> None:
-    """Have one tensor in memory where two models hold the same values: partial fine-tuning leaves most as they were."""
+    """Share the tensors that are equal in two models: partial fine-tuning leaves most unchanged."""
     ours = _tensors(model)
     for path, tensor in _tensors(other).items():
         same = ours.get(path)

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it, with a limit on the time that a request's headers may take: uvicorn has none."""
+"""uvicorn's HTTP/1.1 protocol with a timeout for a request's headers, which uvicorn lacks."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEADER_TIMEOUT = 10.0  # seconds for a request's headers to arrive, counted from the connection or the last answer
+HEADER_TIMEOUT = 10.0  # seconds for a request's headers to arrive, from the connection or the last response
 
 
 class TimedProtocol(H11Protocol):
-    """Closes a connection on which no whole header has arrived in time; otherwise each would hold a place for ever."""
+    """Close connections whose headers do not arrive in time; otherwise each would occupy a slot forever."""
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
+        """Start the timeout when a client connects."""
         super().connection_made(transport)
         self._await_headers()
 
     def on_response_complete(self) -> None:
-        """A response has been sent: the next request may come."""
+        """Restart the timeout for the next request on this connection."""
         super().on_response_complete()
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
+        """Stop the timeout."""
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)

@@ -1,4 +1,4 @@
-"""From a request's body to the images it asks for: every value is checked, and all problems are reported at once.
+"""Parse a request's body into image requests: check every value, and report all problems at once.
 
 The format is that of Vertex AI's serving containers for diffusion models (docs/serve.md cites it):
 ``{"instances": [{"prompt" or "text": ...}, ...], "parameters": {...}}``. Values in an instance override the parameters.
@@ -24,8 +24,8 @@ BASE = "base"
 STEP = 16  # pixels
 PROMPTS = ("prompt", "text")
 MODEL_NAMES = ("lora", "lora_id", "model")
-MAX_NAMES = 64  # of one object; bounds the time that unknown names take
-MAX_PROBLEMS = 8  # in an answer
+MAX_NAMES = 64  # names per object; limits the time spent on unknown names
+MAX_PROBLEMS = 8  # problems per response
 MAX_PATH = 100  # characters of a problem's path
 
 
@@ -33,9 +33,9 @@ class RequestError(Exception):
     """A request that gets an error response.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         message: what is wrong.
-        problems: the values that do not fit, if there are any.
+        problems: the invalid values, if any.
         headers: of the response.
     """
 
@@ -52,7 +52,7 @@ class ImageRequest:
 
     Args:
         request: prompt, size, seed and sampling settings.
-        lora: a served name, of a LoRA or of a model.
+        lora: served name of a LoRA or a model.
         scale: strength of the LoRA.
     """
 
@@ -66,10 +66,10 @@ class Capabilities:
     """What a server offers.
 
     Args:
-        loras: every name, ``base`` first, then the tuned model's.
-        defaults: settings that a request leaves out.
+        loras: all names, ``base`` first, then the tuned model's.
+        defaults: for settings that a request leaves out.
         limits: of every request.
-        tuned: the name of a full model that a run has trained, if one is served.
+        tuned: name of the run's full model, if one is served.
     """
 
     loras: tuple[str, ...]
@@ -79,11 +79,11 @@ class Capabilities:
 
     @property
     def model(self) -> str:
-        """What draws where a request does not say: the tuned model, or the base."""
+        """The model for requests that name none: the tuned model, or the base."""
         return self.tuned or BASE
 
     def in_words(self) -> str:
-        """All names; beside a full model each with what it is: ``base, mine (full model), other (LoRA)``."""
+        """List all names; if there is a full model, with their kinds: ``base, mine (full model), other (LoRA)``."""
         if self.tuned is None:
             return ", ".join(self.loras)
         kinds = {BASE: "", self.tuned: " (full model)"}
@@ -96,7 +96,7 @@ def _capabilities(info: ValidationInfo) -> Capabilities:
 
 
 def _at_most(limit: Callable[[Limits], int]) -> AfterValidator:
-    """For a whole number that one of the server's limits bounds."""
+    """Check a whole number against one of the server's limits."""
 
     def check(value: int, info: ValidationInfo) -> int:
         most = limit(_capabilities(info).limits)
@@ -117,7 +117,7 @@ def _prompt(value: str, info: ValidationInfo) -> str:
 
 
 def _few(value: JsonValue, info: ValidationInfo) -> JsonValue:
-    """The length is checked first: validating each of many instances takes long."""
+    """Check the number of instances before they are validated: validating many takes long."""
     most = _capabilities(info).limits.instances
     if isinstance(value, list) and len(value) > most:
         raise PydanticKnownError("too_long", {"field_type": "List", "max_length": most, "actual_length": len(value)})
@@ -125,7 +125,7 @@ def _few(value: JsonValue, info: ValidationInfo) -> JsonValue:
 
 
 def _whole(value: JsonValue) -> JsonValue:
-    """64.0 is a whole number, too: protocol buffers turn all numbers into floats."""
+    """Accept 64.0 as a whole number: protocol buffers turn all numbers into floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -143,10 +143,10 @@ Lora = Annotated[str, AfterValidator(_served)]
 
 
 class Parameters(Option):
-    """Settings of all instances; null stands for the server's default. Validate with Capabilities as the context."""
+    """Settings of all instances; null means the server's default. Validate with Capabilities as the context."""
 
     negative_prompt: Prompt | None = None
-    """What guidance leads away from."""
+    """What guidance steers away from."""
     width: Side | None = None
     """In pixels."""
     height: Side | None = None
@@ -158,13 +158,13 @@ class Parameters(Option):
     guidance: Annotated[float, Field(ge=1, le=GUIDANCE)] | None = Field(None, alias="guidance_scale")
     """Classifier-free guidance; 1: none."""
     seed: Annotated[Whole, Field(ge=0, le=2**63 - 1)] | None = None
-    """Of the starting noise."""
+    """Seed of the initial noise."""
     lora: Lora | None = None
     """A served name: a LoRA, the run's full model, or ``base``."""
     lora_id: Lora | None = None
-    """Another name of ``lora``."""
+    """Alias of ``lora``."""
     model: Lora | None = None
-    """Another name of ``lora``."""
+    """Alias of ``lora``."""
     scale: Annotated[float, Field(ge=-SCALE, le=SCALE)] | None = Field(None, alias="lora_scale")
     """Strength of the LoRA."""
 
@@ -175,7 +175,7 @@ class Instance(Parameters):
     prompt: Prompt = ""
     """What to draw."""
     text: Prompt = ""
-    """Another name of ``prompt``."""
+    """Alias of ``prompt``."""
 
 
 class Body(Option):
@@ -188,7 +188,7 @@ class Body(Option):
 
 
 def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]:
-    """The images that a body asks for.
+    """Parse a body into image requests.
 
     Args:
         body: JSON, as UTF-8.
@@ -198,7 +198,7 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
         One request for each instance, in order.
 
     Raises:
-        RequestError: 400 for what is not strict JSON or not an object, 422 for values that do not fit.
+        RequestError: 400 if the body is not strict JSON or not an object, 422 for invalid values.
     """
     try:
         value = strict_json.parse(body, capabilities.limits.body)
@@ -209,7 +209,7 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
         raise RequestError(400, 'The body must be an object: {"instances": [{"prompt": "..."}], "parameters": {}}')
     objects = dict(_objects(value, capabilities.limits.instances))
     crowded = [
-        Problem(path, f"has {len(each)} names. At most {MAX_NAMES} are read")
+        Problem(path, f"has {len(each)} names. At most {MAX_NAMES} are allowed")
         for path, each in objects.items()
         if len(each) > MAX_NAMES
     ]
@@ -228,7 +228,7 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
     without = [
         Problem(
             f"instances.{n}.lora_scale",
-            f"{i.scale:g} does not fit. {i.lora} is a full model and has no strength. Leave it out",
+            f"{i.scale:g} is not allowed: {i.lora} is a full model and has no strength. Leave lora_scale out",
         )  # fmt: skip
         for n, i in enumerate(images)
         if i.lora == capabilities.tuned and i.scale != 1
@@ -239,7 +239,7 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
 
 
 def _objects(body: dict[str, JsonValue], most: int) -> Iterator[tuple[str, dict[str, JsonValue]]]:
-    """The body's objects by path; no instances if there are too many."""
+    """Yield the body's objects by path; skip the instances if there are too many."""
     instances = body.get("instances")
     listed = instances if isinstance(instances, list) and len(instances) <= most else []
     numbered = [(f"instances.{number}", each) for number, each in enumerate(listed)]
@@ -249,22 +249,22 @@ def _objects(body: dict[str, JsonValue], most: int) -> Iterator[tuple[str, dict[
 
 
 def _rules(path: str, given: Mapping[str, JsonValue]) -> Iterator[Problem]:
-    """What is wrong between the names of one object; the values are not validated yet."""
+    """Yield conflicts between the names of one object; the values are not validated yet."""
     names = [name for name in MODEL_NAMES if name in given]
     for name in names[1:]:
         if given[name] != given[names[0]]:
-            yield Problem(f"{path}.{name}", f"contradicts {names[0]}. Give one of them")
+            yield Problem(f"{path}.{name}", f"contradicts {names[0]}. Use only one of them")
     prompts = [given[name] for name in PROMPTS if name in given]
     if not path.startswith("instances."):
         return
     if len(prompts) != 1:
-        yield Problem(path, "needs prompt or text, one of them: what to draw")
+        yield Problem(path, "needs either prompt or text: what to draw")
     elif isinstance(prompts[0], str) and not prompts[0].strip():
-        yield Problem(path, "the prompt is empty. Say what to draw")
+        yield Problem(path, "the prompt is empty. Describe what to draw")
 
 
 def _settings(given: Parameters) -> dict[str, Any]:
-    """The values that are given, under the names of Request and ImageRequest."""
+    """Return the given values under the names of Request and ImageRequest."""
     values = given.model_dump(exclude_unset=True, exclude_none=True)
     for other, name in (("lora_id", "lora"), ("model", "lora"), ("text", "prompt")):
         if other in values:
@@ -278,7 +278,7 @@ def _image_request(values: dict[str, Any], capabilities: Capabilities) -> ImageR
 
 
 def _unprocessable(problems: Sequence[Problem], count: int) -> RequestError:
-    """The first of ``count`` problems, with paths cut short."""
+    """Report the first of ``count`` problems, with long paths shortened."""
     shown = [Problem(_shortened(problem.path), problem.message) for problem in problems[:MAX_PROBLEMS]]
     more = f"; and {count - len(shown)} more" if count > len(shown) else ""
     return RequestError(422, "; ".join(map(str, shown)) + more, shown)

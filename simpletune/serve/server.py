@@ -1,4 +1,4 @@
-"""Starting and stopping: from the command line's arguments to a listening socket, and an orderly end."""
+"""Start and stop a server: from the command line's arguments to a listening socket and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Service:
     """A server that is ready to run.
 
     Args:
-        server: answers; its socket listens already.
-        worker: generates.
+        server: answers requests; its socket already listens.
+        worker: generates images.
         socket: bound.
-        capabilities: what it offers.
+        capabilities: what the server offers.
     """
 
     server: Server
@@ -54,15 +54,15 @@ class Service:
 
     @property
     def address(self) -> str:
-        """Where its page is."""
+        """The URL of the page."""
         host, port = self.socket.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
     def run(self) -> None:
-        """Serve until told to stop.
+        """Serve until stopped.
 
         Raises:
-            BaseException: whatever ended the worker, such as a UserError while the model was loaded.
+            BaseException: the error that ended the worker, such as a UserError while loading the model.
         """
         self.worker.start()
         self.server.run(sockets=[self.socket])
@@ -73,11 +73,11 @@ class Service:
 
 
 class Server(uvicorn.Server):
-    """Ends when its worker has ended: until then it answers, if only that it takes no more.
+    """A server that ends after its worker; until then it answers, if only to refuse.
 
     Args:
         config: uvicorn's.
-        worker: generates.
+        worker: generates images.
     """
 
     def __init__(self, config: uvicorn.Config, worker: Worker):
@@ -85,33 +85,33 @@ class Server(uvicorn.Server):
         self.worker = worker
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal lets the request in hand finish; the second does not."""
+        """Finish the current request on the first signal; cancel it on the second."""
         again = self.worker.state == "stopping"
         name = signal.Signals(sig).name
-        say(f"{name}: {'giving up what is in hand' if again else 'finishing what is in hand; once more to give it up'}")
+        say(f"{name}: {'cancelling the request' if again else 'finishing the current request; repeat to cancel it'}")
         self.worker.stop(at_once=again)
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end, asked ten times a second."""
+        """Decide whether to end; uvicorn calls this ten times a second."""
         self.should_exit = self.should_exit or self.worker.state == "ended"
         return await super().on_tick(counter)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Serve what the arguments name, until a signal.
+    """Serve the models that the arguments name, until a signal arrives.
 
     Args:
-        args: as ``cli.serve.serve_arguments`` describes.
+        args: defined in ``cli.serve.serve_arguments``.
 
     Raises:
-        UserError: arguments that do not fit, a port that is taken, weights that are missing.
+        UserError: an argument is invalid, the port is in use, or weights are missing.
     """
     service = build(args)
     host = service.socket.getsockname()[0]
     if not ipaddress.ip_address(host).is_loopback:
         say(
-            f"warning: listening on {host}: everyone who can reach this machine can draw. There is no password and no "
-            "encryption; put a proxy that has both before it"
+            f"warning: listening on {host}: anyone who can reach this machine can draw. There is no password and no "
+            "encryption; put a proxy with both in front"
         )
     say(f"serving {service.capabilities.in_words()} at {service.address}; loading")
     service.run()
@@ -119,14 +119,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Service:
-    """Everything but the model, which the worker loads.
+    """Build everything except the model, which the worker loads.
 
     Args:
-        args: as ``cli.serve.serve_arguments`` describes.
-        environment: where Vertex AI says which port and paths it wants.
+        args: defined in ``cli.serve.serve_arguments``.
+        environment: variables in which Vertex AI passes port and paths.
 
     Raises:
-        UserError: arguments that do not fit, or a port that is taken.
+        UserError: an argument is invalid, or the port is in use.
     """
     host, port = _listen_address(args, environment)
     routes = {name: _route(environment, f"AIP_{name.upper()}_ROUTE", f"/{name}") for name in ("predict", "health")}
@@ -140,7 +140,7 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     def load() -> ImageGenerator:
         generator = ImageGenerator(session.config, served, session.device, side)
         gc.collect()
-        freeze()  # what is loaded stays: looking for garbage among it takes longer than drawing a tiny picture
+        freeze()  # loaded objects stay: scanning them for garbage takes longer than drawing a tiny picture
         return generator
 
     bound = _bind(host, port)
@@ -152,11 +152,11 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
 def service(
     load: Callable[[], SupportsGenerate], capabilities: Capabilities, bound: socket.socket, options: HttpOptions
 ) -> Service:
-    """A server around a generator of images.
+    """Build a server around an image generator.
 
     Args:
-        load: makes the generator; called in the worker's thread.
-        capabilities: what it offers.
+        load: creates the generator; called in the worker's thread.
+        capabilities: what the server offers.
         bound: a listening socket.
         options: paths, format, log.
     """
@@ -171,27 +171,27 @@ def service(
 
 
 def _listen_address(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port: as given; else as Vertex AI asks for, which must reach it from outside; else loopback."""
+    """Return host and port: as given; else Vertex AI's port on all interfaces; else the default on loopback."""
     wanted = environment.get("AIP_HTTP_PORT", "")
     if wanted and not (wanted.isdecimal() and int(wanted) < 65536):
-        raise UserError(f"AIP_HTTP_PORT: {wanted} is not a port")
+        raise UserError(f"AIP_HTTP_PORT: {wanted} is not a port. Use a number from 0 to 65535")
     host = args.host or (EVERYWHERE if wanted else LOOPBACK)
     return host, args.port if args.port is not None else int(wanted or PORT)
 
 
 def _route(environment: Mapping[str, str], name: str, own: str) -> tuple[str, ...]:
-    """The project's own path, and Vertex AI's if it names one."""
+    """Return the default path, and Vertex AI's if it names one."""
     path = environment.get(name, own)
     if not path.startswith("/") or set(path) & set("{}?#"):
-        raise UserError(f"{name}: {path} is not a path. It begins with / and holds none of {{ }} ? #")
+        raise UserError(f"{name}: {path} is not a path. Start it with / and use none of {{ }} ? #")
     return tuple(dict.fromkeys((own, path)))
 
 
 def _served_models(session: InferenceSession, given: list[str]) -> ServedModels:
-    """The run's own result, a LoRA or a full model, by the run's name; and the LoRAs that were given.
+    """Collect the run's result (a LoRA or a full model) under the run's name, and the LoRAs that were given.
 
     Raises:
-        UserError: a name that does not fit, stands twice, or a file that is not there.
+        UserError: a name is invalid or used twice, or a file is missing.
     """
     loras, tuned = dict[str, Path](), None
     if session.run is not None:
@@ -207,10 +207,10 @@ def _served_models(session: InferenceSession, given: list[str]) -> ServedModels:
         name, _, file = text.partition("=")
         if not NAME.fullmatch(name) or not file:
             raise UserError(
-                f"--lora: {text} is not NAME=FILE. A name has letters, digits, '.', '_' and '-', at most 64"
+                f"--lora: {text} is not NAME=FILE. Use a name of at most 64 letters, digits, '.', '_' and '-'"
             )
         if name in ServedModels(loras, tuned).names:
-            raise UserError(f"--lora: {name} stands for another already. Give {file} another name")
+            raise UserError(f"--lora: {name} is already in use. Give {file} another name")
         lora = find_lora(file, "--lora: ", f"Serve it by --run {file}", strength=False).lora
         assert lora is not None
         loras[name] = lora
@@ -218,16 +218,16 @@ def _served_models(session: InferenceSession, given: list[str]) -> ServedModels:
 
 
 def _max_side(session: InferenceSession, given: int | None) -> int:
-    """Width and height of the largest picture: as given, or 1024; the model's positions set the bound."""
+    """Return width and height of the largest picture: as given, or 1024, bounded by the model's positions."""
     most = session.config.model.largest_side
     side = min(Limits.side, most) if given is None else given
     if not STEP <= side <= most or side % STEP:
-        raise UserError(f"--max-side: {side} does not fit. Use a multiple of {STEP} from {STEP} to {most}")
+        raise UserError(f"--max-side: {side} is not allowed. Use a multiple of {STEP} from {STEP} to {most}")
     return side
 
 
 def _defaults(session: InferenceSession, limits: Limits) -> Request:
-    """Settings that a request leaves out: the run's validation pictures, within the limits."""
+    """Return the defaults for a request: the settings of the run's validation pictures, within the limits."""
     option = session.config.validation
     width, height = (min(side, limits.side) for side in session.config.picture_size())
     steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
@@ -235,15 +235,17 @@ def _defaults(session: InferenceSession, limits: Limits) -> Request:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket.
+    """Open a listening socket.
 
     Raises:
-        UserError: there is no such address, or it is taken.
+        UserError: the address does not exist or is in use.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         bound = socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
-        raise UserError(f"--port: cannot listen on {host}:{port} ({error.strerror or error}). Give another") from None
-    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or an answer's second part waits 40 ms for a receipt
+        raise UserError(
+            f"--port: cannot listen on {host}:{port} ({error.strerror or error}). Use another port"
+        ) from None
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a response's second part waits 40 ms for an ACK
     return bound

@@ -1,4 +1,4 @@
-"""The one thread that drives the model, and the bounded queue before it."""
+"""The one thread that runs the model, and its bounded queue."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from simpletune.serve.requests import ImageRequest, RequestError
 from simpletune.system.console import say
 
 State = Literal["loading", "ready", "stopping", "ended"]
-LOOKAHEAD = 16  # prompts of waiting requests that are encoded together with the next one's
+LOOKAHEAD = 16  # prompts of waiting requests to encode together with those of the next one
+STOPPING = "The server is stopping"
+FAILED = "The server failed; see its log"
 
 
 class SupportsGenerate(Protocol):
-    """What the worker needs of ``generator.ImageGenerator``."""
+    """The part of ``generator.ImageGenerator`` that the worker calls."""
 
     def encode(self, prompts: Sequence[str]) -> None: ...
 
@@ -32,7 +34,7 @@ class SupportsGenerate(Protocol):
 
 
 class JobCancelled(Exception):
-    """The client has left, or it is too late."""
+    """The client left, or the deadline passed."""
 
 
 class Job:
@@ -40,7 +42,7 @@ class Job:
 
     Args:
         images: to generate, in order.
-        seconds: until it is too late.
+        seconds: until the deadline.
     """
 
     def __init__(self, images: Sequence[ImageRequest], seconds: float):
@@ -49,26 +51,26 @@ class Job:
         self.started = self.submitted
         self.deadline = self.submitted + seconds
         self.done: Future[list[str]] = Future()
-        self.done.set_running_or_notify_cancel()  # from here on only the worker ends it
+        self.done.set_running_or_notify_cancel()  # from here on only the worker completes it
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Do not start it, or end it before the next sampling step."""
+        """Do not start the job, or stop it before the next sampling step."""
         self._cancelled.set()
 
     def check_cancelled(self) -> None:
         """Raises:
-        JobCancelled: it was cancelled, or it is too late.
+        JobCancelled: the job was cancelled, or its deadline passed.
         """
         if self._cancelled.is_set() or time.monotonic() > self.deadline:
             raise JobCancelled
 
 
 class Worker:
-    """Runs jobs in the order in which they were submitted.
+    """Run jobs in the order in which they were submitted.
 
     Args:
-        load: makes the generator; called in the worker's thread.
+        load: creates the generator; called in the worker's thread.
         limits: of the queue and of time.
         metrics: counts images.
     """
@@ -85,43 +87,43 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="simpletune-worker", daemon=True)
 
     def start(self) -> None:
-        """Begin to load, then to work."""
+        """Load the model, then run jobs, in the worker's thread."""
         self._thread.start()
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until it has ended."""
+        """Wait for the worker to end."""
         self._thread.join(seconds)
 
     @property
     def waiting(self) -> int:
-        """Jobs that are not started."""
+        """The number of waiting jobs."""
         return len(self._waiting)
 
     def peak_bytes(self) -> dict[str, float]:
-        """Peak memory so far, by kind; empty before the model is loaded."""
+        """Return the peak memory so far by kind; empty before the model is loaded."""
         return self._generator.peak_bytes() if self._generator is not None else {}
 
     def require_ready(self) -> None:
         """Raises:
-        RequestError: 503, the model is not loaded yet, or the server is stopping.
+        RequestError: 503 if the model is not loaded yet or the server is stopping.
         """
         if self.state == "loading":
-            raise RequestError(503, "The model is being loaded. Try again shortly", headers={"Retry-After": "5"})
+            raise RequestError(503, "The model is loading. Try again shortly", headers={"Retry-After": "5"})
         if self.state != "ready":
-            raise RequestError(503, "The server is stopping", headers={"Retry-After": "30", "Connection": "close"})
+            raise RequestError(503, STOPPING, headers={"Retry-After": "30", "Connection": "close"})
 
     def submit(self, images: Sequence[ImageRequest]) -> Job:
-        """Put a job at the end of the queue.
+        """Append a job to the queue.
 
         Raises:
-            RequestError: 429, the queue is full; 503, nothing is taken now.
+            RequestError: 429 if the queue is full, 503 if the server is not ready.
         """
         with self._changed:
             self.require_ready()
             if len(self._waiting) >= self.limits.queue:
                 ahead = sum(len(job.images) for job in self._waiting)
                 wait = max(1, min(600, math.ceil(ahead * self.metrics.image_seconds())))
-                message = f"{len(self._waiting)} requests are waiting, and no more may. Try again in {wait} s"
+                message = f"The queue is full with {len(self._waiting)} requests. Try again in {wait} s"
                 raise RequestError(429, message, headers={"Retry-After": str(wait)})
             job = Job(images, self.limits.seconds)
             self._waiting.append(job)
@@ -129,7 +131,7 @@ class Worker:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Cancel a job; its place in the queue is free at once."""
+        """Cancel a job and free its place in the queue."""
         job.cancel()
         with self._changed:
             if job in self._waiting:
@@ -137,22 +139,22 @@ class Worker:
                 job.done.set_result([])
 
     def stop(self, at_once: bool = False) -> None:
-        """Take no more jobs, refuse those that wait, finish the current one.
+        """Accept no more jobs, refuse waiting ones, finish the current one.
 
         Args:
-            at_once: cancel the current one, too.
+            at_once: cancel the current job too.
         """
         with self._changed:
             if self.state != "ended":
                 self.state = "stopping"
             while self._waiting:
-                self._waiting.popleft().done.set_exception(RequestError(503, "The server is stopping"))
+                self._waiting.popleft().done.set_exception(RequestError(503, STOPPING))
             if at_once and self._current is not None:
                 self._current.cancel()
             self._changed.notify()
 
     def _run(self) -> None:
-        """Load, then work until there is nothing more to do."""
+        """Load the model, then run jobs until stopped."""
         try:
             clock = time.perf_counter()
             generator = self._load()
@@ -164,15 +166,15 @@ class Worker:
             while (job := self._next()) is not None:
                 self._run_job(generator, job)
         except BaseException as failure:
-            self.failure = failure  # Service.run raises it
+            self.failure = failure  # raised by Service.run
             self.stop()
             if self._current is not None and not self._current.done.done():
-                self._current.done.set_exception(RequestError(500, "The server has failed; see its log"))
+                self._current.done.set_exception(RequestError(500, FAILED))
         finally:
             self.state = "ended"
 
     def _next(self) -> Job | None:
-        """The next job; None: there will be none."""
+        """Wait for the next job; None: the worker is stopping."""
         with self._changed:
             self._current = None
             self._changed.wait_for(lambda: self._waiting or self.state != "ready")
@@ -180,7 +182,7 @@ class Worker:
             return self._current
 
     def _run_job(self, generator: SupportsGenerate, job: Job) -> None:
-        """Generate a job's images; whatever goes wrong with them ends this job alone."""
+        """Generate a job's images; an error ends this job only."""
         try:
             job.started = time.monotonic()
             job.check_cancelled()
@@ -198,12 +200,12 @@ class Worker:
             traceback.print_exc()
             full = "OutOfMemory" in type(error).__name__
             message = (
-                "The device's memory was full. Ask for smaller pictures" if full else "Drawing failed; see the log"
+                "The device ran out of memory. Request smaller pictures" if full else "Drawing failed; see the log"
             )
             job.done.set_exception(RequestError(503 if full else 500, message))
 
     def _prompts(self, job: Job) -> list[str]:
-        """A job's prompts, and those of some that wait: encoders are loaded once for all of them."""
+        """Return a job's prompts and some of waiting jobs: the encoders are loaded once for all of them."""
         own = _prompts_of(job)
         with self._changed:
             others = [prompt for waiting in self._waiting for prompt in _prompts_of(waiting)]

@@ -5,10 +5,10 @@
   const read = (id) => JSON.parse(find(id).textContent);
   const charts = read("charts"), losses = read("losses");
   const views = new Map();
-  const POINTS = 1200; // of a drawn curve
+  const POINTS = 1200; // maximum per curve
   const wide = window.matchMedia("(min-width: 40rem)");
 
-  // Light or dark: the system's choice until the button is pressed.
+  // Follow the system's light or dark theme until the button is pressed.
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   let chosen = null;
   const colour = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
@@ -42,7 +42,7 @@
     };
   };
 
-  // The loss: smoothed by an exponential mean whose start is corrected; of long curves the extremes of each part stay.
+  // Smooth the loss by a bias-corrected exponential mean; thin long curves but keep the extremes of each part.
   const smoothed = (values, weight) => {
     let mean = 0, part = 1;
     return values.map((value) => {
@@ -99,7 +99,7 @@
     if (made) made.view.data("loss", lossRows()).run();
   });
 
-  // Pictures: the line between base and tuned, and the step.
+  // Connect the sliders of the pictures: base against tuned, and the step.
   for (const frame of document.querySelectorAll(".frame")) {
     const slider = frame.querySelector("input");
     if (slider) slider.addEventListener("input", () => frame.style.setProperty("--cut", slider.value + "%"));
@@ -121,7 +121,7 @@
     }
   });
 
-  // What the run costs at the price that is typed.
+  // Compute the run's cost at the given price.
   const price = find("price");
   const cost = () => {
     const dollars = Number(price.value);

@@ -6,9 +6,9 @@ const LABELS = { prompt: "Prompt", negative_prompt: "Negative prompt", num_infer
   guidance_scale: "Guidance", lora: "LoRA", lora_scale: "Strength", width: "Width", height: "Height", seed: "Seed" };
 const given = new URLSearchParams(location.search);
 let abort = null;
-let tuned = null; // the name of the run's full model, if there is one: it has no strength
+let tuned = null; // the name of the run's full model, if any; a full model has no strength
 
-// The page's fields by the names that the address may give them: /?prompt=a+red+star&seed=3&run=1
+// Fill the form from the server's defaults, then from the address: /?prompt=a+red+star&seed=3&run=1
 function fill(info) {
   const standard = info.standard, limits = info.limits;
   tuned = info.tuned;
@@ -28,10 +28,10 @@ function fill(info) {
 
 function optionText(name) {
   if (name !== "base") return name;
-  return tuned === null ? "none, base alone" : "base alone";
+  return tuned === null ? "none (base only)" : "base only";
 }
 
-// What goes with the chosen model: a strength with a LoRA alone.
+// Update the form for the chosen model: only a LoRA has a strength.
 function choose() {
   const name = at("lora").value;
   at("scale").disabled = name === "base" || name === tuned;
@@ -49,7 +49,7 @@ function show(element, visible) { element.hidden = !visible; }
 
 function explain(message, problems = []) {
   const box = at("error");
-  box.replaceChildren(problems.length ? "This was not drawn:" : message);
+  box.replaceChildren(problems.length ? "Not drawn:" : message);
   if (problems.length) {
     const list = document.createElement("ul");
     for (const each of problems) {
@@ -63,7 +63,7 @@ function explain(message, problems = []) {
   show(box, true);
 }
 
-// One request for both pictures: the same seed, so the same noise; the base first.
+// Request both pictures at once, the base first: one seed gives both the same noise.
 function body() {
   const value = (name) => (at(name).value === "" ? null : Number(at(name).value));
   const prompt = at("prompt").value, lora = at("lora").value;
@@ -103,11 +103,11 @@ async function draw(event) {
   try {
     const answer = await fetch("predict", { method: "POST", headers: { "Content-Type": "application/json" },
       body: JSON.stringify(asked), signal: abort.signal });
-    const told = await answer.json();
-    if (answer.ok) present(told.predictions, asked, answer.headers.get("server-timing"));
-    else explain(told.error.message, told.error.problems);
+    const result = await answer.json();
+    if (answer.ok) present(result.predictions, asked, answer.headers.get("server-timing"));
+    else explain(result.error.message, result.error.problems);
   } catch (error) {
-    if (error.name !== "AbortError") explain(`The server did not answer: ${error.message}`);
+    if (error.name !== "AbortError") explain(`The server did not respond: ${error.message}`);
   }
   clearInterval(ticker);
   at("progress").textContent = "";
@@ -149,7 +149,7 @@ async function connect() {
     if (info.status !== "ready") return void setTimeout(connect, 1000);
     if (given.get("run") === "1") { given.delete("run"); await draw(); }
   } catch (error) {
-    at("state").textContent = "the server does not answer";
+    at("state").textContent = "the server does not respond";
     setTimeout(connect, 3000);
   }
 }
