@@ -113,7 +113,7 @@ def test_without_an_accounting_nothing_is_said() -> None:
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with Accounting(), pytest.raises(ValueError, match="'wheights' is no kind of memory. Use one of weights, adapter"):
+    with Accounting(), pytest.raises(ValueError, match="'wheights' is not a kind of memory.*weights, adapter"):
         accounting.register([], "wheights")
 
 

@@ -59,13 +59,13 @@ WRONG = {
         "precision.weights: int8 weights are frozen",
     ),
     "a missing folder": ({"data": {"path": "/nowhere"}}, "data.path: /nowhere does not exist"),
-    "a missing model": ({"model": {"pretrained": "/nowhere"}}, "model.pretrained: /nowhere is not a folder"),
+    "a missing model": ({"model": {"pretrained": "/nowhere"}}, "model.pretrained: /nowhere is neither a folder"),
     "an unknown demo": (
         {"data": {"path": "demo:cats"}},
         "data.path: demo:cats is not part of the tool. Known: demo",
     ),
-    "no path": ({"data": {"path": ""}}, "data.path: '' names nothing. Give the folder that holds the pictures"),
-    "a blank path": ({"data": {"source": "table", "path": " "}}, "data.path: ' ' names nothing. Give"),
+    "no path": ({"data": {"path": ""}}, "data.path: '' is empty. Give the folder"),
+    "a blank path": ({"data": {"source": "table", "path": " "}}, "data.path: ' ' is empty. Give"),
     "a future version": ({"version": 2}, "version: 2 does not fit. It must be one of 1"),
     "null for an object": ({"train": None}, "train: null does not fit. It must be an object"),
 }
@@ -371,7 +371,7 @@ def test_a_model_whose_description_is_none_of_sd3_is_a_problem_of_the_configurat
         with pytest.raises(ConfigError, match=message):
             validate(tiny_config, "test")
     shutil.rmtree(tmp_path / "model" / "vae")
-    with pytest.raises(ConfigError, match=r"model.pretrained: .* has no vae/ folder \(diffusers' layout\)"):
+    with pytest.raises(ConfigError, match=r"model.pretrained: .* has no vae/ folder"):
         validate(tiny_config, "test")
 
 
@@ -416,7 +416,7 @@ def test_a_field_of_another_section_or_trainer_is_recognised(
 def test_one_mistake_is_one_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "photo.png").touch()
     for words, said in (
-        (["check", "demo", f"model.pretrained={tmp_path}"], f"{tmp_path} holds no part of a model"),
+        (["check", "demo", f"model.pretrained={tmp_path}"], f"{tmp_path} contains no part of a model"),
         (["check", str(tmp_path)], f"{tmp_path} is a folder"),
         (["check", "demo", "data.path=pics"], f"pics does not exist in {Path.cwd()}"),
         (["check", "demo", "model.vae=demo:nothing"], "model.vae: demo:nothing is not part of the tool"),

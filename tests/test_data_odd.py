@@ -137,14 +137,14 @@ def test_the_smallest_and_the_narrowest_are_read(size: tuple[int, int]) -> None:
 
 def test_levels_in_floating_point_are_refused() -> None:
     image = Image.fromarray(np.ones((4, 4), dtype=np.float32))
-    with pytest.raises(UnusablePicture, match="floating-point levels"):
+    with pytest.raises(UnusablePicture, match="floating-point pixels"):
         decode(encoded(image, "TIFF"))
 
 
 def test_a_file_larger_than_any_picture_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "film.png").open("wb") as file:
         file.truncate(MAX_BYTES + 1)  # sparse
-    assert reasons(tmp_path, prompt="x") == {"film.png": "has 1,073,741,825 bytes; the most is 1,073,741,824"}
+    assert reasons(tmp_path, prompt="x") == {"film.png": "has 1,073,741,825 bytes; the limit is 1,073,741,824"}
 
 
 @settings(max_examples=60, deadline=None)
@@ -179,10 +179,10 @@ def test_a_caption_of_10000_characters_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("caption", "reason"),
     [
-        (b"a \x1b[31mred\x1b[0m cat", "its caption a.txt holds the control character U+001B at place 3"),
-        (b"a\x00b", "its caption a.txt holds the control character U+0000 at place 2"),
-        ("a\x9bb".encode(), "its caption a.txt holds the control character U+009B at place 2"),
-        (b"x" * (2**20 + 1), "its caption a.txt has 1,048,577 bytes; the most is 1,048,576"),
+        (b"a \x1b[31mred\x1b[0m cat", "its caption a.txt contains the control character U+001B at 3"),
+        (b"a\x00b", "its caption a.txt contains the control character U+0000 at 2"),
+        ("a\x9bb".encode(), "its caption a.txt contains the control character U+009B at 2"),
+        (b"x" * (2**20 + 1), "its caption a.txt has 1,048,577 bytes; the limit is 1,048,576"),
     ],
 )
 def test_captions_that_no_prompt_has(caption: bytes, reason: str, tmp_path: Path) -> None:
@@ -207,9 +207,9 @@ def test_all_bad_lines_of_a_metadata_file_come_at_once(tmp_path: Path) -> None:
     (tmp_path / METADATA).write_text("\n".join(map(json.dumps, rows)))
     found = reasons(tmp_path)
     assert list(found) == [f"{METADATA}:{number}" for number in range(2, 9)]
-    assert "'../a.png' leads out of the folder" in found[f"{METADATA}:3"]
-    assert "half of a surrogate pair" in found[f"{METADATA}:4"]
-    assert found[f"{METADATA}:5"] == "names 'gone.png', and there is no such file"
+    assert "'../a.png' is outside the folder" in found[f"{METADATA}:3"]
+    assert "lone surrogate" in found[f"{METADATA}:4"]
+    assert found[f"{METADATA}:5"] == "names 'gone.png', which does not exist"
     assert "which is no .jpg, .jpeg, .png, .webp file" in found[f"{METADATA}:6"]
     with pytest.raises(
         UserError, match="^data.path: 7 lines cannot be used:\n  metadata.jsonl:2: is not a JSON object"
@@ -293,9 +293,7 @@ def test_links_that_lead_out_are_refused(linked: Path) -> None:
     told = {each.name: each.reason for each in found.rejected}
     assert set(told) == {"out.png", "folder", "self.png", "device.png"}
     for name in ("out.png", "folder", "device.png"):
-        assert told[name].startswith(
-            "is a symbolic link that leads out of the data folder. Copy the file there, or set"
-        )
+        assert told[name].startswith("is a symbolic link to a target outside the data folder. Copy the target, or set")
     assert "symbolic links" in told["self.png"]
 
 
@@ -321,7 +319,7 @@ def test_captions_may_not_come_from_outside_by_a_link(name: str, linked: Path) -
         found = reasons(linked)
     except UserError as error:
         found = {name: str(error)}
-    assert "is a symbolic link that leads out of the data folder" in next(iter(found.values()))
+    assert "is a symbolic link to a target outside the data folder" in next(iter(found.values()))
     assert "password" not in str(found)
 
 
@@ -353,7 +351,7 @@ def test_paths_in_a_table_are_read_or_refused(path: str, tmp_path: Path) -> None
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
     first, second = Table(path="t").scan(tmp_path / "t.parquet").rejected
     assert first.reason.startswith(("its path", "its file"))
-    assert second.reason == "its text holds the control character U+001B at place 2"
+    assert second.reason == "its text contains the control character U+001B at 2"
 
 
 # Time

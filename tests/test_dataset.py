@@ -74,7 +74,7 @@ def test_all_that_is_odd_is_found(config: str, capsys: pytest.CaptureFixture[str
     assert len(found["usable"]) == 8
     reasons = {each["name"]: each["reason"] for each in found["unusable"]}
     assert set(reasons) == {"half.jpg", "bare.png", "tiny.png"}
-    assert reasons["tiny.png"] == "is too small: 12x12 would be scaled up 5.3 times; data.max_upscale is 2"
+    assert reasons["tiny.png"] == "is too small: 12x12 would be scaled up 5.3 times; the limit is data.max_upscale=2"
     assert found["without_caption"] == ["bare.png"]
     assert found["duplicates"] == [["p0.png", "same.png"]]
     assert found["alike"] == [["near.jpg", "p1.png"]]
@@ -106,10 +106,10 @@ def test_page_and_sheet_hold_the_pictures_and_escape_what_was_typed(
     out = tmp_path / "out"
     assert main(["data", config, "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "unusable   3 entries; training would stop (data.on_error=stop)" in said
+    assert "unusable   3 entries: training would stop (data.on_error=stop)" in said
     assert f"{out / 'data.html'}, {out / 'sheet.png'}, {out / 'data.json'}" in said
     page = (out / "data.html").read_text()
-    same, near, tiles = (page.index(head) for head in ("The same bytes", "Nearly the same", "As training sees them"))
+    same, near, tiles = (page.index(head) for head in ("Identical files", "Nearly identical", "As training sees them"))
     counts = [
         part.count('<img src="data:image/webp;base64,') for part in (page[same:near], page[near:tiles], page[tiles:])
     ]
@@ -143,7 +143,7 @@ def test_nothing_usable_is_exit_2_with_the_reasons(
     assert main(["data", config]) == 2
     said = capsys.readouterr()
     assert "p0.png: its caption p0.txt is empty" in said.out
-    assert "holds no usable picture. Mend what is listed above" in said.err
+    assert "contains no usable pictures" in said.err
 
 
 def test_no_model_is_needed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +184,7 @@ def test_a_run_keeps_what_it_left_out(config: str, capsys: pytest.CaptureFixture
     data = json.loads(Path(config).read_text())
     data["data"]["on_error"] = "skip"
     run = train(validate(data, "x"))
-    assert "3 pictures cannot be used and left out:" in capsys.readouterr().out
+    assert "skipped 3 pictures" in capsys.readouterr().out
     kept = json.loads((run / "data.json").read_text())
     assert sorted(each["name"] for each in kept["left_out"]) == ["bare.png", "half.jpg", "tiny.png"]
     assert len(kept["samples"]) == 8

@@ -209,7 +209,7 @@ def test_of_a_damaged_last_checkpoint_the_one_before_is_used(
     spoil(file, "cut" if damage == "state" else damage)
     run_with(tiny_config, "latest", checkpoint={"every": 2})
     said = capsys.readouterr().out
-    assert f"{file} is " in said and "set aside as" in said and "step 2 of 4" in said
+    assert f"{file} is " in said and "renamed to" in said and "step 2 of 4" in said
     assert steps_of(run) == ["step-000002", "step-000004", "step-000004.damaged"]
     torch.testing.assert_close(weights(run, 4), weights(whole, 4), rtol=0, atol=0)
 
@@ -240,7 +240,7 @@ def test_a_damaged_cache_file_is_set_aside_and_made_again(
     capsys.readouterr()
     again = run_with(tiny_config, output=output)
     assert "is damaged" in (said := capsys.readouterr().out) or "cut short" in said or "not a safetensors" in said
-    assert "made again" in said
+    assert "encoding it again" in said
     aside = list((tmp_path / "own" / kind).rglob("*.damaged"))
     assert aside and all(place.with_suffix("").exists() for place in aside)
     if spoiled.with_name(f"{spoiled.name}.damaged") in aside:
@@ -251,7 +251,7 @@ def test_a_damaged_cache_file_is_set_aside_and_made_again(
 def test_damage_that_comes_later_is_found_when_the_file_is_read(tmp_path: Path) -> None:
     Cache(tmp_path).save("key", {"z_0": torch.arange(6.0), "tokens": torch.tensor(3)})
     spoil(Cache(tmp_path).file("key"), "flip")
-    with pytest.raises(UserError, match="does not have its checksum.*set aside as .*damaged.*--resume latest"):
+    with pytest.raises(UserError, match="checksum does not match.*renamed to .*damaged.*--resume latest"):
         Cache(tmp_path).load("key")
     assert "key" not in Cache(tmp_path)
 
@@ -419,7 +419,7 @@ def test_a_picture_that_the_autoencoder_overflows_on_is_named(
 
     honest = SD3.encode_pictures
     monkeypatch.setattr(SD3, "encode_pictures", lambda *args: honest(*args) * math.inf)
-    with pytest.raises(UserError, match="000.png: the autoencoder makes NaN of it in torch.float32"):
+    with pytest.raises(UserError, match="000.png: .*NaN.* in torch.float32"):
         run_with(tiny_config, output={"cache": str(tmp_path / "own")})
 
 
@@ -436,9 +436,7 @@ def test_a_caption_that_a_text_encoder_overflows_on_is_named(
             yield {**parts, "hidden": parts["hidden"] * math.inf} if bad else parts
 
     monkeypatch.setattr(Prompts, "encode", encode)
-    with pytest.raises(
-        UserError, match="clip_g makes NaN or infinity of the caption '.*precision.compute=fp32"
-    ) as caught:
+    with pytest.raises(UserError, match="clip_g .*caption '.*NaN or infinity.*precision.compute=fp32") as caught:
         run_with(tiny_config, output={"cache": str(tmp_path / "own")})
     assert caught.value.code == 4
     assert not any(

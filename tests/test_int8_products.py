@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -129,7 +130,7 @@ def test_a_sum_that_could_leave_int32_is_refused() -> None:
     total = int8_products.int8_product(q, torch.ones(1), q, None, None, torch.float32)
     assert total.item() == pytest.approx(133_144 * 127**2)
     longer = torch.zeros(1, int8_products.LONGEST_SUM + 1, dtype=torch.int8)
-    with pytest.raises(ValueError, match="a sum of 133145 products of int8 numbers may leave int32: at most 133144"):
+    with pytest.raises(ValueError, match="133145 int8 products may overflow int32.*133144"):
         int8_products.int8_product(longer, scale, longer, None, None, torch.float32)
 
 
@@ -222,10 +223,7 @@ def test_a_device_that_cannot_is_named_once(monkeypatch: pytest.MonkeyPatch) -> 
     device = torch.device("cuda", 63)
     for _ in range(2):
         assert int8_products.why_not(device) is not None
-    assert said == [
-        "products NOT in int8 on cuda:63, the weights are dequantised for them: it is sm_75, and int8 products begin "
-        "at sm_80"
-    ]
+    assert len(said) == 1 and re.match("products NOT in int8 on cuda:63, .*sm_75.*sm_80", said[0])
 
 
 @pytest.mark.parametrize("reason", ["no compiler", "sums", "no Triton"])
@@ -240,8 +238,8 @@ def test_a_kernel_that_fails_or_errs_is_not_used(reason: str, monkeypatch: pytes
     monkeypatch.setattr(int8_products, "_plain_product", fail)
     told = {
         "no compiler": "Failed to find C compiler. (Triton needs a C compiler, gcc or CC)",
-        "sums": "its sums are not exact",
-        "no Triton": "No module named 'triton'; Triton comes with torch's CUDA builds for Linux (pip install triton)",
+        "sums": "the kernel's sums are not exact",
+        "no Triton": "No module named 'triton'. Triton comes with torch's CUDA builds for Linux (pip install triton)",
     }
     assert int8_products._why_not(torch.device("cpu")) == told[reason]
 
@@ -333,7 +331,7 @@ def test_whole_runs(tiny_config: dict) -> None:
 
 def test_the_gradient_alone_is_refused(tiny_config: dict) -> None:
     precision = {"weights": "int8", "input_gradient": "int8"}
-    with pytest.raises(ConfigError, match="precision.input_gradient: int8 needs precision.products int8, and that is"):
+    with pytest.raises(ConfigError, match="precision.input_gradient: int8 needs precision.products int8, which is deq"):
         validate(tiny_config | {"precision": precision}, "refused")
 
 
@@ -347,7 +345,7 @@ def test_check_says_which_products_are_used(tiny_config: dict) -> None:
         told[name] = explain(validate(tiny_config | {"precision": {"weights": "int8", **changes}}, name))
     assert "int8, products in bf16, with dequantised weights" in told["plain"]
     assert "products in int8 by Triton (dequantised for 16 rows or fewer), input gradients in bf16" in told["int8"]
-    assert "input gradients too, all else in bf16" in told["both"]
+    assert "input gradients too, everything else in bf16" in told["both"]
 
 
 def test_a_kept_base_serves_either_product() -> None:

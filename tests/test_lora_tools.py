@@ -291,7 +291,7 @@ def test_extract_gives_back_a_merged_lora(pipeline, files, tmp_path) -> None:
 
 
 def test_extract_refuses_models_that_do_not_fit(pipeline, tiny_pipeline) -> None:
-    with pytest.raises(UserError, match="are not the same model: .*has no transformer_blocks"):
+    with pytest.raises(UserError, match="different architectures: .*has no transformer_blocks"):
         extract(Base(str(pipeline)), Base(str(tiny_pipeline)), 4, None, CPU)
     with pytest.raises(UserError, match="do not differ in any linear layer"):
         extract(Base(str(pipeline)), Base(str(pipeline / "transformer")), 4, None, CPU)
@@ -403,7 +403,7 @@ def test_export_of_a_run_fills_the_header(pipeline, files, tiny_config, tmp_path
     [
         (["export", "{lora}", "--format", "kohya", "--out", "{lora}"], "is the file that is read"),
         (["export", "{folder}/nothing", "--format", "kohya"], "does not exist"),
-        (["export", "{lora}", "--format", "kohya", "--out", "{folder}/x.pt"], "does not end in .safetensors"),
+        (["export", "{lora}", "--format", "kohya", "--out", "{folder}/x.pt"], "must end in .safetensors"),
         (["merge", "{lora}", "--out", "{folder}/m"], "--base: name the model to merge into"),
         (["merge", "{lora}", "--base", "{base}", "--out", "{base}"], "holds something already"),
         (["merge", "{lora}", "--base", "{base}", "--out", "{folder}/m", "--format", "single-file"], "does not end in"),
@@ -465,7 +465,7 @@ def test_a_lora_of_sd35_is_refused_by_sd3(pipeline: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match="for Stable Diffusion 3.5 Medium.*not in this model: .*attn2"):
         load_lora(base_model(pipeline), file)
     wide = write_lora(random_lora(pipeline, 1) | {"proj_out": Update(torch.ones(1, 9), torch.ones(9, 1))}, file)
-    with pytest.raises(UserError, match="proj_out is for 9 inputs and 9 outputs; this model has 128 and 64"):
+    with pytest.raises(UserError, match="proj_out has 9 inputs and 9 outputs; this model has 128 and 64"):
         load_lora(base_model(pipeline), wide)
 
 

@@ -358,7 +358,7 @@ def test_refuses_the_same_for_the_demo_and_once_an_unknown_model_is_here(config_
     with pytest.raises(ConfigError, match="memory.modulation: plan .*norm1.linear and 3 more"):
         require_model_rules(config)
     model = model_of(Path(config.model.pretrained), FP32()).requires_grad_(True)
-    with pytest.raises(ValueError, match="only while they are frozen; time_text_embed trains"):
+    with pytest.raises(ValueError, match="needs frozen modulation weights; time_text_embed is trained"):
         detach_modulation(model, FP32(), CPU, 4)
 
 

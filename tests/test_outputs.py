@@ -161,8 +161,8 @@ def test_generate_without_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rename", "message"),
     [
-        (lambda name: name.replace("lora_A", "first").replace("lora_B", "second"), "is no LoRA that is known here"),
-        (lambda name: "lora_unet_" + name, "is a LoRA for no model that is known here"),
+        (lambda name: name.replace("lora_A", "first").replace("lora_B", "second"), "is an unknown kind of file"),
+        (lambda name: "lora_unet_" + name, "is a LoRA for an unknown model"),
         (lambda name: name.replace("transformer_blocks", "single_blocks"), "is a LoRA for Flux"),
         (
             lambda name: name.replace("blocks.0", "blocks.7"),

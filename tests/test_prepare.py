@@ -191,7 +191,7 @@ def test_a_picture_changed_after_the_scan_is_refused_not_cached_under_its_old_co
     file, fill = Path(data["data"]["path"]) / "b.png", TextCache.fill
     original = hashlib.sha256(file.read_bytes()).hexdigest()
     monkeypatch.setattr(TextCache, "fill", lambda *rest: (write_picture(file, 88, (16, 64)), fill(*rest))[1])
-    with pytest.raises(UserError, match="b.png: was changed since the folder was scanned. Start again"):
+    with pytest.raises(UserError, match="b.png: has changed since the folder was scanned"):
         run(data)
     monkeypatch.undo()
     prepared = run(data)
@@ -377,7 +377,7 @@ def test_a_picture_that_fails_only_when_decoded_is_left_out(data: dict, capsys: 
     data["data"]["on_error"] = "skip"
     prepared = run(data)
     assert [sample.picture.name for sample in prepared.plan.samples] == ["a.png", "b.png", "c.png"]
-    assert "1 picture cannot be used and left out:\n  bad.jpg: is damaged" in capsys.readouterr().out
+    assert "skipped 1 picture (data.on_error=skip):\n  bad.jpg: is damaged" in capsys.readouterr().out
     assert all(view_key(view) in prepared.latents.cache for view in prepared.plan.views())
 
 
@@ -386,12 +386,12 @@ def test_none_left_is_an_error_even_when_skipping(data: dict) -> None:
     data["data"]["on_error"] = "skip"
     for name in "abc":
         (folder / f"{name}.png").write_bytes(b"")
-    with pytest.raises(UserError, match="data.path: .* holds no usable picture. Put some there"):
+    with pytest.raises(UserError, match="data.path: .* contains no usable pictures"):
         run(data)
     for name in "abc":
         (folder / f"{name}.png").unlink()
     half_a_jpeg(folder)
-    with pytest.raises(UserError, match="holds no usable picture"):
+    with pytest.raises(UserError, match="no usable pictures"):
         run(data)
 
 
@@ -402,7 +402,7 @@ def test_a_cache_file_of_another_key_is_refused(tmp_path: Path) -> None:
     assert "one" in cache
     assert "two" not in cache
     cache.file("one").rename(cache.file("two"))
-    with pytest.raises(ValueError, match="was made for another key: remove it and start again"):
+    with pytest.raises(ValueError, match="was written for another key"):
         cache.load("two")
     with pytest.raises(FileNotFoundError, match="safetensors"):
         cache.load("one")

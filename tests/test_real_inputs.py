@@ -65,4 +65,4 @@ def test_trains_on_photographs_with_one_prompt(tiny_config, real_tokens_pipeline
     run = train(validate(with_real_inputs(tiny_config, real_tokens_pipeline, real_data, **data), "dog6"))
     summary = json.loads((run / "summary.json").read_text())
     assert summary["eval_loss_after"] < summary["eval_loss_before"]
-    assert "captions from one prompt for all: 'a photo of sks dog'" in capsys.readouterr().out
+    assert "captions from one prompt for all pictures: 'a photo of sks dog'" in capsys.readouterr().out

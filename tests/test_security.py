@@ -227,7 +227,7 @@ SIZES = [  # a part's configuration, what is changed, what is said
     ("transformer/config.json", {"num_layers": 10**9}, "num_layers 1000000000"),
     ("transformer/config.json", {"patch_size": 0}, "patch_size 0"),
     ("transformer/config.json", {"pos_embed_max_size": 10**5}, "pos_embed_max_size 100000"),
-    ("transformer/config.json", {"pos_embed_max_size": 1024, "num_attention_heads": 128}, "table of positions"),
+    ("transformer/config.json", {"pos_embed_max_size": 1024, "num_attention_heads": 128}, "position table"),
     ("transformer/config.json", "[" * 5000, "nested too deeply"),
     ("transformer/config.json", "[]", "not a JSON object"),
     ("transformer/config.json", " " * 2**21, "2,097,152 bytes"),
@@ -280,10 +280,10 @@ def test_a_configuration_that_does_not_fit_its_weights_is_refused_in_words(
 @pytest.mark.parametrize(
     "part, file, text, said",
     [
-        ("tokenizer", "tokenizer_config.json", "[" * 5000, "no tokenizer that can be read"),
-        ("tokenizer", "vocab.json", '{"a":', "no tokenizer that can be read"),
+        ("tokenizer", "tokenizer_config.json", "[" * 5000, "no readable tokenizer"),
+        ("tokenizer", "vocab.json", '{"a":', "no readable tokenizer"),
         ("tokenizer", "tokenizer_config.json", '{"model_max_length": 1000000000}', "model_max_length 1000000000"),
-        ("tokenizer_3", "tokenizer.json", '{"version": "1.0", "model": {}}', "no tokenizer that can be read"),
+        ("tokenizer_3", "tokenizer.json", '{"version": "1.0", "model": {}}', "no readable tokenizer"),
         ("tokenizer_3", "tokenizer.json", None, "At most 67,108,864"),
     ],
 )

@@ -156,7 +156,7 @@ def test_the_kernel_of_attention_is_found_out_or_refused(tiny_config: dict) -> N
     run = run_with(tiny_config, speed={"attention": "math"})
     assert json.loads((Path(run) / "summary.json").read_text())["attention"] == "math"
     assert usable("auto", 2, 20, 64, CPU, torch.bfloat16) == "flash"
-    with pytest.raises(UserError, match="speed.attention: cudnn cannot compute 2 heads of 20 x 64 .*Use auto, or math"):
+    with pytest.raises(UserError, match="speed.attention: cudnn cannot compute 2 heads of 20 x 64 .*Use auto or math"):
         usable("cudnn", 2, 20, 64, CPU, torch.float32)
 
 

@@ -83,8 +83,8 @@ def test_a_share_is_about_that_share() -> None:
     [
         ([b"a", b"b", b"c"], 3, ["validation.split: 3 of 3 pictures", "leaves none to train on", "from 1 to 2"]),
         ([b"a", b"b", b"b"], 7, ["7 of 2 pictures", "leaves none to train on"]),
-        ([b"a", b"b", b"c"], 1e-9, ["1e-09 of 3 pictures", "holds out none", "larger share"]),
-        ([b"a", b"b"], 1 - 1e-9, ["leaves none to train on", "smaller share"]),
+        ([b"a", b"b", b"c"], 1e-9, ["1e-09 of 3 pictures", "holds out none", "larger fraction"]),
+        ([b"a", b"b"], 1 - 1e-9, ["leaves none to train on", "smaller fraction"]),
         ([b"a", b"a"], 0.5, ["of 1 picture:", "Add pictures"]),
     ],
 )

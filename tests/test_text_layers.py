@@ -103,7 +103,7 @@ def test_one_layer_at_a_time_has_weights_and_each_is_loaded_once_a_chunk(
     [
         ({"num_layers": 5}, "missing: encoder.block.4.layer.0.SelfAttention.k.weight"),
         ({"num_layers": 3}, "unexpected: encoder.block.3.layer.0.SelfAttention.k.weight"),
-        ({"d_ff": 81}, "of another shape: encoder.block.0.layer.1.DenseReluDense.wi_0.weight"),
+        ({"d_ff": 81}, "wrong shape: encoder.block.0.layer.1.DenseReluDense.wi_0.weight"),
     ],
 )
 def test_weights_that_do_not_fit_the_config_are_named(change: dict, said: str, folder: Path, tmp_path: Path) -> None:

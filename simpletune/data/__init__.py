@@ -1,7 +1,7 @@
-"""Pictures and captions, the plan of which step trains on which, and the cache of latents and embeddings.
+"""Pictures and captions, the plan of what each step trains on, and the cache of latents and embeddings.
 
-``data.source`` is the union ``Data``: a new source is one file here and one line in it. May import models and what is
-below it. Config and the rooms above may import it.
+``data.source`` selects a member of the union ``Data``; a new source takes one file here and one line in the union.
+May import models and the packages below it. Config and the packages above may import this one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run's evaluation loss is of: its name wherever a person meets it, and what says so in the run's files."""
+"""The names of the evaluation loss: on screens and pages, in the run's files and in trackers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ON_TRAINING = "loss on training pictures at fixed noise"
 
 
 def loss_name(seen: int, held_out: int) -> str:
-    """The figure's name.
+    """The name that users see.
 
     Args:
-        seen: held-out pictures that it is computed on.
-        held_out: all of them; 0: there is no split.
+        seen: how many held-out pictures the loss is computed on.
+        held_out: how many pictures are held out; 0 without a split.
     """
     if not held_out:
         return ON_TRAINING
@@ -26,10 +26,10 @@ def loss_name(seen: int, held_out: int) -> str:
 
 
 def evaluated_on(plan: Plan, count: int) -> Json:
-    """The fields that stand beside an evaluation loss and say what it is of.
+    """The fields in the run's files that describe its evaluation loss.
 
     Args:
-        plan: of the run.
+        plan: the run's plan.
         count: ``validation.eval_samples``.
     """
     held_out = len(plan.held_out)
@@ -37,5 +37,5 @@ def evaluated_on(plan: Plan, count: int) -> Json:
 
 
 def scalar_name(plan: Plan) -> str:
-    """The figure's name in trackers: runs with and without a split do not share a curve."""
+    """The name in trackers, where runs with and without a split must not share a curve."""
     return "validation_loss" if plan.held_out else "training_loss_fixed_noise"

@@ -1,4 +1,4 @@
-"""A folder of pictures, captioned by text files, by metadata.jsonl, by the file names, or by one prompt."""
+"""A folder of pictures, captioned by text files, metadata.jsonl, file names or a single prompt."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from simpletune.data.source import Picture, Rejected, Scan, Source, UnusablePict
 from simpletune.data.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, printable, read_regular, readable, walk
 from simpletune.options import Problem, UserError, shortened
 
-KOHYA = re.compile(r"(\d{1,3})_.")  # 10_dog, and not 2024_holiday
+KOHYA = re.compile(r"(\d{1,3})_.")  # matches 10_dog, not 2024_holiday
 
 
 class Folder(Source):
-    """Pictures in a folder and its sub-folders (jpg, jpeg, png, webp)."""
+    """Pictures in a folder and its subfolders (jpg, jpeg, png, webp)."""
 
     source: Literal["folder"] = "folder"
     """A local folder of pictures."""
     captions: Literal["auto", "txt", "jsonl", "filename"] = "auto"
-    """Where captions come from when there is no prompt: NAME.txt or NAME.caption beside NAME.jpg, metadata.jsonl
-    (file_name, text), or the file names; auto takes metadata.jsonl if there is one, else texts if there are any, else
-    file names. The lines of a caption are joined by spaces."""
+    """Source of captions when data.prompt is not set: NAME.txt or NAME.caption beside NAME.jpg, metadata.jsonl
+    (file_name, text), or file names. auto uses metadata.jsonl if it exists, otherwise text files if there are any,
+    otherwise file names. The lines of a caption are joined with spaces."""
     links: Links = "inside"
-    """Which symbolic links are followed: those that stay in the folder, or all of them, linked folders too."""
+    """Follow only symbolic links to targets inside the folder, or all of them, including linked folders."""
 
     def problems(self, path: Path) -> Iterator[Problem]:
-        """What can be said about the folder without opening a picture.
+        """Check the folder without opening a picture.
 
         Args:
             path: the folder, with ``demo:`` names resolved.
@@ -54,7 +54,7 @@ class Folder(Source):
         else:
             found = walk(path, self.links)
             if not found.pictures and not found.rejected:
-                yield Problem("data.path", f"{self.path} holds no picture ({', '.join(SUFFIXES)}). Put some there")
+                yield Problem("data.path", f"{self.path} contains no pictures ({', '.join(SUFFIXES)}). Add some")
 
     def scan(self, path: Path) -> Scan:
         """Find the pictures and their captions.
@@ -80,10 +80,10 @@ class Folder(Source):
         return Scan(pictures, rejected, described, dict(found.left_alone), hints)
 
     def _caption_reader(self, path: Path, files: list[Path]) -> tuple[Callable[[Path], str], str, list[Rejected]]:
-        """The function that gives a file's caption, where captions come from in words, and the lines left out."""
+        """Return a function from file to caption, a description of where captions come from, and rejected lines."""
         prompt = self.prompt
         if prompt is not None:
-            return (lambda file: prompt), f"one prompt for all: {prompt!r}", []
+            return (lambda file: prompt), f"one prompt for all pictures: {prompt!r}", []
         kind = self.captions
         if kind == "auto":
             has_texts = bool(endings_of_texts(files))
@@ -102,27 +102,27 @@ class Folder(Source):
 
 
 def repeats_in_names(root: Path, names: Sequence[str]) -> Iterator[str]:
-    """What to set where a folder is named as in kohya's scripts, 10_dog: there its number is the repeats.
+    """Hint at ``data.repeats`` if folders are named as for kohya's scripts, where 10_dog means 10 repeats.
 
     Args:
         root: the data folder.
-        names: of its pictures.
+        names: names of its pictures.
     """
     folders = dict.fromkeys([root.name, *(name.split("/")[0] for name in names if "/" in name)])
     numbers = {folder: int(match[1]) for folder in folders if (match := KOHYA.match(folder)) and 1 < int(match[1])}
     if not numbers:
         return
     listed, different = printable(shortened(list(numbers), 3)), sorted(set(numbers.values()))
-    one = f"data.repeats={different[0]} shows every picture {different[0]} times an epoch"
-    several = "data.repeats=N shows every picture N times an epoch, whatever its folder"
+    one = f"Set data.repeats={different[0]} to train on every picture {different[0]} times an epoch"
+    several = "Set data.repeats=N to train on every picture N times an epoch; it applies to all folders"
     yield (
-        f"{listed}: the number before a folder's name repeats nothing here, as it does in kohya's scripts. "
+        f"{listed}: unlike kohya's scripts, simpletune ignores the repeat count in a folder's name. "
         f"{one if len(different) == 1 else several}"
     )
 
 
 def _picture(path: Path, file: Path, caption_of: Callable[[Path], str]) -> Picture:
-    """One picture: its size and digest are of the same bytes."""
+    """Read one picture. Its size and digest come from the same read."""
     name = file.relative_to(path).as_posix()
     if not is_text(name):
         raise UnusablePicture("its file name is not UTF-8 text. Rename it")

@@ -1,4 +1,4 @@
-"""Reading one picture: size, orientation, colours, and the cut that fits its bucket. Pillow and NumPy only."""
+"""Read one picture: size, orientation, colours, and the crop to its bucket. Needs only Pillow and NumPy."""
 
 from __future__ import annotations
 
@@ -16,18 +16,26 @@ if TYPE_CHECKING:
     from PIL import Image
 
 EXIF_ORIENTATION = 0x0112
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # not those that start other programs, as EPS does
-MAX_PIXELS = 178_956_970  # where Pillow refuses to open what may be a decompression bomb
-STRIP_PIXELS = 2**22  # that are composed or scaled to 8 bits at once
-MAX_SPARE = 8  # a scaled picture's area over its bucket's, up to which it is scaled whole
-DAMAGE = (OSError, ValueError, SyntaxError, struct.error)  # what Pillow raises for damaged data, EXIF included
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # excludes formats that start other programs, such as EPS
+MAX_PIXELS = 178_956_970  # Pillow's limit against decompression bombs
+STRIP_PIXELS = 2**22  # composited or scaled to 8 bits at a time
+MAX_SPARE = 8  # largest ratio of the scaled picture's area to its bucket's up to which the whole picture is scaled
+DAMAGE = (OSError, ValueError, SyntaxError, struct.error)  # what Pillow raises for damaged data, including EXIF
+
+
+def _damaged(error: Exception) -> UnusablePicture:
+    return UnusablePicture(f"is damaged ({error})")
+
+
+def _too_many_pixels() -> UnusablePicture:
+    return UnusablePicture(f"has more than {MAX_PIXELS:,} pixels. Scale it down")
 
 
 def _open(data: bytes) -> Image.Image:
     """Open without decoding.
 
     Raises:
-        UnusablePicture: empty, no picture, or larger than any picture should be.
+        UnusablePicture: the file is empty, not a picture, or too large.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -38,30 +46,30 @@ def _open(data: bytes) -> Image.Image:
     except UnidentifiedImageError:
         raise UnusablePicture("is not a picture that Pillow can read") from None
     except Image.DecompressionBombError:
-        raise UnusablePicture(f"has more than {MAX_PIXELS:,} pixels") from None
+        raise _too_many_pixels() from None
     except DAMAGE as error:
-        raise UnusablePicture(f"is damaged ({error})") from None
+        raise _damaged(error) from None
     return image
 
 
 def picture_size(data: bytes) -> Size:
-    """(width, height) after EXIF rotation, read from the header; what looks incomplete is decoded, to know.
+    """(width, height) after EXIF rotation, read from the header. Decodes a file that looks truncated, to be sure.
 
     Raises:
-        UnusablePicture: not a picture, damaged, or too large.
+        UnusablePicture: the file is not a picture, damaged, or too large.
     """
     image = _open(data)
     try:
         turned = _exif(image, data).get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
     except DAMAGE as error:
-        raise UnusablePicture(f"is damaged ({error})") from None
+        raise _damaged(error) from None
     if not seems_complete(data, image.format):
         decode(data)
     return (image.height, image.width) if turned else (image.width, image.height)
 
 
 def _exif(image: Image.Image, data: bytes) -> Image.Exif:
-    """The EXIF. Pillow decodes a PNG to look behind its pixels; here only if there is something behind them."""
+    """Read the EXIF. Pillow decodes a PNG to look for chunks after its pixels; skip that if there are none."""
     from PIL import Image
 
     if image.format == "PNG" and not has_text_after_pixels(data):
@@ -70,11 +78,12 @@ def _exif(image: Image.Image, data: bytes) -> Image.Exif:
 
 
 def decode(data: bytes, at_least: int | None = None) -> Image.Image:
-    """Decode to RGB, EXIF-rotated, transparent parts on white; of an animation the first frame.
+    """Decode to RGB: apply EXIF rotation, put transparent parts on white, take an animation's first frame.
 
     Args:
-        data: the file.
-        at_least: a JPEG may come smaller, by a power of two, if no side gets shorter than this; None: whole.
+        data: the file's bytes.
+        at_least: if set, a JPEG may be decoded at a fraction (a power of two) of its size as long as no side gets
+            shorter than this.
 
     Raises:
         UnusablePicture: the file is damaged or truncated.
@@ -86,23 +95,23 @@ def decode(data: bytes, at_least: int | None = None) -> Image.Image:
         if at_least is not None:
             image.draft(None, (at_least, at_least))
         image.load()
-        ImageOps.exif_transpose(image, in_place=True)  # else a copy, also of what is not turned
+        ImageOps.exif_transpose(image, in_place=True)  # without in_place, copies even an unrotated image
         image = _to_srgb(image)
         if image.mode == "F":
-            raise UnusablePicture("holds floating-point levels, which have no fixed white. Save it as PNG")
+            raise UnusablePicture("has floating-point pixels, whose range is undefined. Save it as PNG")
         if image.mode.startswith("I"):
             return _in_strips(image, _from_16_bit)
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
             return _in_strips(image, _on_white)
         return image if image.mode == "RGB" else image.convert("RGB")
     except Image.DecompressionBombError:
-        raise UnusablePicture(f"has more than {MAX_PIXELS:,} pixels") from None
+        raise _too_many_pixels() from None
     except DAMAGE as error:
-        raise UnusablePicture(f"is damaged ({error})") from None
+        raise _damaged(error) from None
 
 
 def _in_strips(image: Image.Image, to_rgb: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """A picture turned to RGB strip by strip: memory holds it and the result, and nothing else of their size."""
+    """Convert a picture to RGB in strips, so that no temporary is as large as the picture."""
     from PIL import Image
 
     result = Image.new("RGB", image.size)
@@ -114,7 +123,7 @@ def _in_strips(image: Image.Image, to_rgb: Callable[[Image.Image], Image.Image])
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """Transparent parts on white."""
+    """Composite onto white."""
     from PIL import Image
 
     rgba = image.convert("RGBA")
@@ -123,7 +132,7 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def _to_srgb(image: Image.Image) -> Image.Image:
-    """Colours as sRGB where the picture carries a profile (ICC) of its own; a damaged profile is left aside."""
+    """Convert colours to sRGB if the picture embeds an ICC profile. Ignores a damaged profile."""
     profile = image.info.get("icc_profile")
     if not profile or image.mode not in ("RGB", "CMYK", "L"):
         return image
@@ -138,7 +147,7 @@ def _to_srgb(image: Image.Image) -> Image.Image:
 
 
 def _from_16_bit(image: Image.Image) -> Image.Image:
-    """16-bit grey to RGB: scaled, where convert() would clip at 255; the level that means transparent is white."""
+    """Scale 16-bit grey to RGB (convert() would clip at 255); turn the transparent level white."""
     import numpy as np
     from PIL import Image
 
@@ -148,12 +157,12 @@ def _from_16_bit(image: Image.Image) -> Image.Image:
 
 
 def cut(image: Image.Image, bucket: Size, offset: tuple[float, float] = (0.5, 0.5), flip: bool = False) -> np.ndarray:
-    """Scale a picture to cover its bucket (Lanczos), crop, mirror.
+    """Scale a picture to cover its bucket (Lanczos), crop it, and mirror it if asked.
 
     Args:
         image: RGB.
         bucket: (width, height) in pixels.
-        offset: where the crop stands in the spare width and height, 0 to 1.
+        offset: position of the crop within the excess width and height, 0 to 1.
         flip: mirror left to right.
 
     Returns:
@@ -168,7 +177,7 @@ def cut(image: Image.Image, bucket: Size, offset: tuple[float, float] = (0.5, 0.
     if width * height <= MAX_SPARE * bucket[0] * bucket[1]:
         scaled = image if (width, height) == image.size else image.resize((width, height), Image.Resampling.LANCZOS)
         image = scaled.crop(kept)
-    else:  # scale only what is kept: the whole of a 1x10000 picture would take gigabytes
+    else:  # scale only the cropped part: scaling a whole 1x10000 picture would take gigabytes
         x, y = image.width / width, image.height / height
         box = (kept[0] * x, kept[1] * y, min(kept[2] * x, image.width), min(kept[3] * y, image.height))
         image = image.resize(bucket, Image.Resampling.LANCZOS, box)

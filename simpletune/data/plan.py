@@ -1,6 +1,6 @@
-"""The run's plan: which sample, caption, noise level and noise each step sees, as a function of the seed and the step.
+"""The run's plan: the samples, captions, noise levels and noise of each step, as a function of the seed and the step.
 
-Keys and order are described in docs/reproducibility.md; tests/reference re-implements them.
+docs/reproducibility.md describes the keys and the order; tests/reference re-implements them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
-    """A picture as it stands in an epoch: with its bucket and the number of its repetition."""
+    """One repetition of a picture in an epoch, with its bucket."""
 
     picture: Picture
     bucket: Size
@@ -34,11 +34,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class View:
-    """One cut of a picture: what its latents depend on, beside the autoencoder.
+    """One crop of a picture: everything its latents depend on, apart from the autoencoder.
 
     Args:
-        offset: where the crop stands in the spare width and height, 0 to 1.
-        flip: mirrored left to right.
+        offset: position of the crop within the excess width and height, 0 to 1.
+        flip: whether it is mirrored left to right.
     """
 
     picture: Picture
@@ -52,11 +52,11 @@ class Draw:
     """One presentation of a sample in a micro-batch.
 
     Args:
-        view: the picture and its cut.
-        caption: the prompt; empty when dropped.
-        sigma: the noise level in (0, 1), shifted.
-        noise_key: the parts of the noise's key.
-        weight: 1: a sample of the epoch; 0: a filler, which keeps the micro-batch's shape and counts nothing.
+        view: the picture and its crop.
+        caption: the prompt; empty if dropped.
+        sigma: the noise level in (0, 1), after the shift.
+        noise_key: the parts of the key that seeds the noise.
+        weight: 1 for a sample of the epoch; 0 for a filler, which pads the micro-batch and is excluded from the loss.
     """
 
     view: View
@@ -67,20 +67,20 @@ class Draw:
 
 
 def bucket_of(picture: Picture, source: Source) -> Size:
-    """The size in pixels that a picture is cut to."""
+    """The size in pixels that a picture is cropped to."""
     if source.aspect == "square":
         return source.resolution, source.resolution
     return nearest_bucket(picture.size, source.resolution, source.max_aspect)
 
 
 def too_small(pictures: Sequence[Picture], source: Source) -> list[Rejected]:
-    """The pictures that would have to be scaled up more than ``data.max_upscale``."""
+    """Reject pictures that would have to be scaled up by more than ``data.max_upscale``."""
     rejected = []
     for picture in pictures if source.max_upscale is not None else ():
         scale = upscaling(picture.size, bucket_of(picture, source))
         if scale > source.max_upscale:  # type: ignore[operator]
             size = f"{picture.size[0]}x{picture.size[1]}"
-            limit = f"data.max_upscale is {source.max_upscale:g}"
+            limit = f"the limit is data.max_upscale={source.max_upscale:g}"
             rejected.append(
                 Rejected(picture.name, f"is too small: {size} would be scaled up {scale:.1f} times; {limit}")
             )
@@ -94,12 +94,12 @@ def without(pictures: Sequence[Picture], rejected: Sequence[Rejected]) -> list[P
 
 
 def make_samples(pictures: Sequence[Picture], source: Source, repeats: int | None = None) -> list[Sample]:
-    """The samples of an epoch, in the order of the pictures' names, repetitions together.
+    """The samples of an epoch, sorted by picture name, with a picture's repetitions next to each other.
 
     Args:
-        pictures: what the samples are of.
-        source: aspect, resolution and repeats.
-        repeats: instead of the source's.
+        pictures: the pictures to sample.
+        source: gives aspect, resolution and repeats.
+        repeats: overrides the source's repeats.
     """
     samples, repeats = [], source.repeats if repeats is None else repeats
     for picture in sorted(pictures, key=lambda picture: picture.name):
@@ -109,13 +109,13 @@ def make_samples(pictures: Sequence[Picture], source: Source, repeats: int | Non
 
 
 def make_plan(config: TrainConfig, pictures: Sequence[Picture], processes: int) -> Plan:
-    """The plan over the usable pictures, less those that ``validation.split`` holds out.
+    """Plan a run over the usable pictures, without those that ``validation.split`` holds out.
 
     Raises:
-        UserError: there are none, or none on one side of the split.
+        UserError: there are no pictures, or none on one side of the split.
     """
     if not pictures:
-        raise UserError(f"data.path: {config.data.path} holds no usable picture. Put some there")
+        raise UserError(f"data.path: {config.data.path} contains no usable pictures. Add some")
     training, held_out = split_pictures(pictures, config.validation.split)
     return Plan(
         make_samples(training, config.data),
@@ -129,7 +129,7 @@ def make_plan(config: TrainConfig, pictures: Sequence[Picture], processes: int) 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The most samples that one optimizer step has.
+    """The largest number of samples in one optimizer step.
 
     Args:
         batch_size: samples in a micro-batch.
@@ -143,26 +143,26 @@ class GlobalBatch:
 
 
 def steps_in_epoch(buckets: Iterable[int], batch: GlobalBatch) -> int:
-    """Steps in an epoch: its micro-batches over those of a step, rounded up.
+    """Steps in an epoch: the micro-batches of the epoch divided by those of a step, rounded up.
 
     Args:
-        buckets: how many samples each bucket has.
-        batch: the sizes of a step.
+        buckets: the number of samples in each bucket.
+        batch: the batch sizes of a step.
     """
     micros = sum(math.ceil(members / batch.batch_size) for members in buckets)
     return math.ceil(micros / (batch.accumulation * batch.processes))
 
 
 class Plan:
-    """Which draws make up each micro-batch of a run.
+    """Selects the draws of each micro-batch of a run.
 
     Args:
         samples: the samples of an epoch (``make_samples``).
-        source: crop, flip, variants and caption dropout.
-        objective: the density of noise levels.
+        source: gives crop, flip, variants and caption dropout.
+        objective: gives the density of noise levels.
         seed: ``train.seed``.
-        batch: the sizes of a step.
-        held_out: samples that no step sees; the evaluation is of them, if there are any.
+        batch: the batch sizes of a step.
+        held_out: samples that no step trains on; if there are any, the evaluation uses them.
     """
 
     def __init__(
@@ -188,17 +188,17 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in an epoch: its micro-batches over those of a step, rounded up."""
+        """Optimizer steps in an epoch."""
         return math.ceil(self._micros / self._micros_per_step)
 
     @property
     def samples_per_step(self) -> float:
-        """Samples in a step, the mean over an epoch."""
+        """Mean number of samples in a step."""
         return len(self.samples) / self.steps_per_epoch
 
     @property
     def fillers(self) -> int:
-        """Rows of an epoch's micro-batches that are no samples."""
+        """Padding rows in an epoch's micro-batches."""
         return self._micros * self.batch_size - len(self.samples)
 
     @property
@@ -206,7 +206,7 @@ class Plan:
         return self.accumulation * self.processes
 
     def sizes(self) -> list[Size]:
-        """The size of every bucket, those of held-out pictures too."""
+        """The size of every bucket, including those of held-out pictures."""
         return list(dict.fromkeys([*self.buckets, *(sample.bucket for sample in self.held_out)]))
 
     def largest(self) -> Size:
@@ -214,7 +214,7 @@ class Plan:
         return max(self.sizes(), key=lambda size: size[0] * size[1])
 
     def _order_of_epoch(self, number: int) -> list[list[int]]:
-        """The micro-batches (sample indices) of one epoch; the last one of a bucket may be short."""
+        """The micro-batches (sample indices) of one epoch; a bucket's last one may be short."""
         batches = []
         for (width, height), members in sorted(self.buckets.items()):
             order = stream(self.seed, "bucket-order", number, width, height).permutation(len(members))
@@ -223,29 +223,29 @@ class Plan:
         return [batches[place] for place in stream(self.seed, "pass-order", number).permutation(len(batches))]
 
     def _places(self, step: int) -> tuple[int, range]:
-        """The epoch of a step, and which of the epoch's micro-batches are its own; at least one."""
+        """The epoch of a step, and the range of the epoch's micro-batches that the step trains on; never empty."""
         epoch, within = divmod(step, self.steps_per_epoch)
         first = within * self._micros_per_step
         return epoch, range(first, min(first + self._micros_per_step, self._micros))
 
     def micros(self, step: int) -> int:
-        """How many micro-batches of a step hold samples, in one process at least: those after them are left out."""
+        """How many micro-batches of a step contain samples in at least one process; the rest are skipped."""
         return math.ceil(len(self._places(step)[1]) / self.processes)
 
     def samples_in(self, step: int) -> int:
-        """How many samples a step has, over all micro-batches and processes."""
+        """How many samples a step contains over all its micro-batches and processes."""
         epoch, places = self._places(step)
         return sum(len(self._epoch(epoch)[place]) for place in places)
 
     def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
-        """The draws of one micro-batch, all from one bucket, always ``batch_size``: fillers stand last.
+        """The ``batch_size`` draws of one micro-batch, all from one bucket, with fillers last.
 
-        Fillers repeat the micro-batch's own samples, and a micro-batch of fillers alone repeats the step's last one.
+        Fillers repeat the micro-batch's own samples; a micro-batch made of fillers alone repeats the step's last one.
 
         Args:
-            step: counts optimizer steps from 0.
-            micro: which micro-batch of the step's accumulation.
-            process: which process.
+            step: the optimizer step, counted from 0.
+            micro: index of the micro-batch within the step's accumulation.
+            process: index of the process.
         """
         epoch, places = self._places(step)
         asked = micro * self.processes + process
@@ -270,27 +270,27 @@ class Plan:
         )
 
     def view(self, sample: Sample, variant: int) -> View:
-        """One of a sample's cuts; it depends on the picture's bytes, not on its name or place."""
+        """One of a sample's crops. It depends on the picture's bytes, not on its name or position."""
         draw = stream(self.seed, "view", sample.picture.digest, variant)
         offset = (draw.random(), draw.random()) if self.source.crop == "random" else (0.5, 0.5)
         return View(sample.picture, sample.bucket, offset, self.source.flip and draw.random() < 0.5)
 
     def views(self) -> list[View]:
-        """Every cut that the run may ask for, without repetitions: of the samples in order, then of those held out."""
+        """Every distinct crop that the run may need: those of the samples in order, then of the held-out ones."""
         variants = range(self.source.variants)
         trained = [self.view(sample, variant) for sample in self.samples for variant in variants]
         return list(dict.fromkeys([*trained, *(self.view(sample, 0) for sample in self.held_out)]))
 
     def captions(self) -> list[str]:
-        """Every prompt that the run may ask for, without repetitions: of samples in order, then of those held out."""
+        """Every distinct prompt that the run may need: those of the samples in order, then of the held-out ones."""
         captions = [sample.picture.caption for sample in [*self.samples, *self.held_out]]
         return list(dict.fromkeys([*captions, ""] if self.source.caption_dropout else captions))
 
     def evaluation(self, count: int) -> list[Draw]:
-        """A fixed set of draws for the evaluation loss: samples in order, noise levels at even quantiles.
+        """A fixed set of draws for the evaluation loss: samples in order, noise levels at evenly spaced quantiles.
 
-        They are of the held-out samples; without any, of those that are trained on.
-        The noise levels are paired with the samples by a fixed permutation, so that neither follows the other.
+        Uses the held-out samples, or the training samples if none are held out. A fixed permutation pairs noise levels
+        with samples, so that the two are not correlated.
         """
         levels = stream(self.seed, "evaluation-levels").permutation(count)
         draws, samples = [], self.held_out or self.samples
@@ -301,7 +301,7 @@ class Plan:
         return draws
 
     def manifest(self) -> list[Json]:
-        """What the order of samples and the evaluation depend on: pinned by checkpoints."""
+        """Everything that the order of samples and the evaluation depend on; checkpoints pin it."""
         return [*map(_row, self.samples), *({**_row(sample), "held_out": True} for sample in self.held_out)]
 
 

@@ -1,4 +1,4 @@
-"""What every data source offers: the pictures it found, their captions, and the reasons why others cannot be used."""
+"""What every data source provides: its usable pictures with captions, and the reasons why others are rejected."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class UnusablePicture(Exception):
 
 @dataclass(frozen=True)
 class Picture:
-    """A usable picture: its bytes are read when needed.
+    """A usable picture. Its bytes are read on demand.
 
     Args:
-        name: the picture's name in messages and in the order of samples (a path relative to the source).
+        name: a path relative to the source; messages show it, and samples are sorted by it.
         caption: its prompt.
         size: (width, height) in pixels, after EXIF rotation.
         digest: SHA-256 of its bytes.
@@ -36,25 +36,25 @@ class Picture:
     read: Callable[[], bytes] = field(compare=False, repr=False)
 
     def read_same(self) -> bytes:
-        """The bytes that were scanned: what is kept under a digest is what had it.
+        """Read the picture again and verify its digest.
 
         Raises:
-            UnusablePicture: they cannot be read, or have changed.
+            UnusablePicture: it cannot be read, or has changed since the scan.
         """
         data = self.read()
         if hashlib.sha256(data).hexdigest() != self.digest:
-            raise UnusablePicture("was changed since the folder was scanned. Start again")
+            raise UnusablePicture("has changed since the folder was scanned. Restart")
         return data
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """Something that cannot be used, and why.
+    """An entry that cannot be used, and why.
 
     Args:
-        name: of the picture, of the folder, or of the line (``metadata.jsonl:3``).
-        reason: follows the name in a sentence.
-        kind: what has the name.
+        name: the name of the picture, the folder or the line (``metadata.jsonl:3``).
+        reason: the predicate of a sentence whose subject is the name.
+        kind: the kind of the entry.
     """
 
     name: str
@@ -64,14 +64,14 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Scan:
-    """What a data source found.
+    """The result of scanning a data source.
 
     Args:
-        pictures: the usable pictures, in the order of their names.
-        rejected: the others.
-        captions: where captions came from, in words.
-        left_alone: pictures of formats that are not read, counted by their files' endings.
-        hints: what may be meant otherwise than it is taken, a sentence each.
+        pictures: the usable pictures, sorted by name.
+        rejected: the unusable entries.
+        captions: a description of where the captions come from.
+        left_alone: pictures of unsupported formats, counted by file extension.
+        hints: sentences about data that the user may have meant differently.
     """
 
     pictures: list[Picture]
@@ -91,35 +91,35 @@ def _multiple_of_step(resolution: int) -> int:
 def _named(path: str) -> str:
     if not path.strip():
         raise ValueError(
-            f"{path!r} names nothing. Give the folder that holds the pictures; demo:pictures comes with the tool"
+            f"{path!r} is empty. Give the folder that holds the pictures, or demo:pictures, which is built in"
         )
     return path
 
 
 class Source(Option):
-    """Fields that every data source has."""
+    """Fields shared by all data sources."""
 
     path: Annotated[str, AfterValidator(_named)]
-    """Where the pictures are; demo:pictures and demo:subject are small folders that come with the tool."""
+    """Path of the pictures; demo:pictures and demo:subject are small built-in folders."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
-    """One prompt for all pictures, instead of captions."""
+    """A single prompt for all pictures, instead of captions."""
     resolution: Annotated[int, Field(ge=32, le=4096), AfterValidator(_multiple_of_step)] = 1024
-    """Side in pixels of the square whose area every picture gets; a multiple of 16."""
+    """Side in pixels of a square with the area that every picture is scaled to; a multiple of 16."""
     aspect: Literal["buckets", "square"] = "buckets"
-    """Keep the pictures' aspect ratios (in steps of 16 px), or crop them all to squares."""
+    """Keep the pictures' aspect ratios (sides in steps of 16 px), or crop all pictures to squares."""
     max_aspect: Annotated[float, Field(ge=1, le=8)] = 4.0
-    """Longest over shortest side of a bucket; what is longer is cropped."""
+    """Largest ratio of a bucket's longer to its shorter side; longer pictures are cropped."""
     max_upscale: Annotated[float, Field(ge=1)] | None = 2.0
-    """A picture that would have to be scaled up more than this to fill its bucket cannot be used; null: no limit."""
+    """Reject a picture that would have to be scaled up by more than this factor to fill its bucket; null: no limit."""
     crop: Literal["center", "random"] = "center"
-    """Which part of a picture is kept where its bucket is shorter."""
+    """Which part of a picture to keep when cropping it to its bucket."""
     flip: bool = False
     """Mirror half of the presentations left to right."""
     variants: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many crops and flips of each picture are cached; presentations take them in turn."""
+    """How many crops and flips of each picture to cache; training cycles through them."""
     repeats: Annotated[int, Field(ge=1, le=1000)] = 1
     """How often each picture appears in an epoch."""
     caption_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of presentations that are trained with the empty prompt; 0.05 to 0.1 helps guidance."""
+    """Probability of replacing a caption with the empty prompt; 0.05 to 0.1 helps classifier-free guidance."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What to do when a picture cannot be used: stop with the list, or go on without it."""
+    """What to do if pictures are unusable: stop and list them, or continue without them."""

@@ -1,4 +1,4 @@
-"""Tables of pictures and captions: parquet files, and Hugging Face data sets on disk or on the hub. Read by pyarrow."""
+"""Tables of pictures and captions: parquet files and Hugging Face datasets, on disk or on the Hub, read by pyarrow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import Field
 from simpletune.data.captions import MAX_BYTES, checked, join_lines
 from simpletune.data.pictures import picture_size
 from simpletune.data.source import Picture, Rejected, Scan, Source, UnusablePicture
-from simpletune.data.walk import is_outside, read_regular
+from simpletune.data.walk import is_outside, read_regular, too_large
 from simpletune.options import Problem, UserError
 
 if TYPE_CHECKING:
@@ -29,37 +29,39 @@ MAX_GROUP = 2**30  # bytes of one column of one row group, uncompressed
 
 
 class Table(Source):
-    """Rows with a picture and a caption: parquet, or a data set saved by Hugging Face's datasets."""
+    """Rows with a picture and a caption, in parquet files or a dataset saved by Hugging Face's datasets."""
 
     source: Literal["table"] = "table"
-    """Parquet files, a data set saved to disk (.arrow files), or one on the hub (owner/name)."""
+    """Parquet files, a dataset saved to disk (.arrow files), or a dataset on the Hub (owner/name)."""
     image_column: Annotated[str, Field(min_length=1)] = "image"
-    """The column with the pictures: bytes, or Hugging Face's {bytes, path}."""
+    """Column of the pictures: bytes, or Hugging Face's {bytes, path}."""
     caption_column: Annotated[str, Field(min_length=1)] = "text"
-    """The column with the captions; not read when there is a prompt."""
+    """Column of the captions; unused if data.prompt is set."""
     split: Annotated[str, Field(min_length=1)] = "train"
-    """Which split of a data set on the hub."""
+    """Split to use from a dataset on the Hub."""
     limit: Annotated[int, Field(ge=1)] | None = None
-    """Use the first so many rows; null: all."""
+    """Use only this many rows, from the start; null: all rows."""
 
     def problems(self, path: Path) -> Iterator[Problem]:
-        """What can be said about the table without reading it."""
+        """Check the table without reading it."""
         if not path.exists():
             if not _is_hub_name(self.path):
-                remedy = "Give a parquet file, a folder, or a hub name (owner/name)"
+                remedy = "Give a parquet file, a folder, or a Hub name (owner/name)"
                 yield Problem("data.path", f"{self.path} does not exist. {remedy}")
         elif not _table_files(path):
-            yield Problem("data.path", f"{self.path} holds no {' or '.join(SUFFIXES)} file")
+            yield Problem("data.path", f"{self.path} contains no {' or '.join(SUFFIXES)} file. Give a folder with one")
 
     def scan(self, path: Path) -> Scan:
-        """Read every row once: its size, its caption and the hash of its bytes.
+        """Read every row once for its picture's size, caption and digest.
 
         Raises:
             UserError: a file cannot be read, or a column is missing.
         """
         files = _table_files(path) if path.exists() else _table_files(self._fetched(), self.split)
         if not files:
-            raise UserError(f"data.path: {self.path} holds no .parquet file of the split {self.split!r}")
+            raise UserError(
+                f"data.path: {self.path} contains no .parquet file of the split {self.split!r}. Set data.split"
+            )
         pictures, rejected, rows = [], [], 0
         for file in files:
             for cell in islice(self._cells(file), None if self.limit is None else self.limit - rows):
@@ -69,19 +71,23 @@ class Table(Source):
                     pictures.append(self._picture(name, *cell))
                 except UnusablePicture as reason:
                     rejected.append(Rejected(name, str(reason)))
-        described = f"the column {self.caption_column}" if self.prompt is None else f"one prompt: {self.prompt!r}"
+        described = (
+            f"the column {self.caption_column}"
+            if self.prompt is None
+            else f"one prompt for all pictures: {self.prompt!r}"
+        )
         if self.prompt is None:
             pictures, described = join_lines(pictures, described)
         return Scan(pictures, rejected, described)
 
     def _cells(self, file: Path) -> Iterator[Cell]:
-        """The pictures and captions of a file, row by row."""
+        """Yield the pictures and captions of a file, row by row."""
         columns = [self.image_column, *([self.caption_column] if self.prompt is None else [])]
         known = _column_names(file)
         for column in columns:
             if column not in known:
                 field = "image_column" if column == self.image_column else "caption_column"
-                raise UserError(f"data.{field}: {file.name} has no column {column!r}. It has: {', '.join(known)}")
+                raise UserError(f"data.{field}: {file.name} has no column {column!r}. Use one of: {', '.join(known)}")
         for number in range(_chunks(file)):
             if not isinstance(_open(file), list):
                 _require_small(file, number, columns, self.caption_column)
@@ -99,20 +105,20 @@ class Table(Source):
         if not isinstance(caption, str):
             size = _text_bytes(caption)
             if size > MAX_BYTES:
-                raise UnusablePicture(f"its {self.caption_column} has {size:,} bytes; the most is {MAX_BYTES:,}")
+                raise UnusablePicture(f"its {self.caption_column} {too_large(size, MAX_BYTES)}")
             try:
                 caption = caption.as_py()
             except UnicodeDecodeError:
                 raise UnusablePicture(f"its {self.caption_column} is not UTF-8 text") from None
         if not isinstance(caption, str) or not caption.strip():
-            raise UnusablePicture(f"its {self.caption_column} is not a text, or empty")
+            raise UnusablePicture(f"its {self.caption_column} is empty or not a string")
         caption = checked(caption, f"its {self.caption_column}")
         data = _bytes_of(image.as_py(), file)
         read: Callable[[], bytes] = partial(_read_again, file, number, self.image_column, row)
         return Picture(name, caption, picture_size(data), hashlib.sha256(data).hexdigest(), read)
 
     def _fetched(self) -> Path:
-        """The parquet files of a data set on the hub."""
+        """Download the parquet files of a dataset on the Hub."""
         from simpletune.hub.files import data_set_folder
 
         return data_set_folder(self.path, [f"*{self.split}*.parquet", f"**/*{self.split}*.parquet"])
@@ -125,7 +131,7 @@ def _is_hub_name(name: str) -> bool:
 
 
 def _table_files(path: Path, split: str = "") -> list[Path]:
-    """The table files of a path, in order."""
+    """The table files at a path, sorted."""
     if path.is_file():
         return [path] if path.suffix in SUFFIXES else []
     return sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file() and split in f.name)
@@ -133,10 +139,10 @@ def _table_files(path: Path, split: str = "") -> list[Path]:
 
 @lru_cache(maxsize=8)
 def _open(file: Path) -> pyarrow.parquet.ParquetFile | list[pyarrow.RecordBatch]:
-    """A parquet file, or the record batches of an arrow file (memory-mapped).
+    """Open a parquet file, or the record batches of an arrow file (memory-mapped).
 
     Raises:
-        UserError: neither.
+        UserError: the file is neither, or damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -147,11 +153,11 @@ def _open(file: Path) -> pyarrow.parquet.ParquetFile | list[pyarrow.RecordBatch]
         with pa.memory_map(str(file)) as source:
             return list(pa.ipc.open_stream(source))
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"data.path: {file} is not a {file.suffix} file, or it is damaged ({error})") from None
+        raise UserError(f"data.path: {file} is damaged or not a {file.suffix} file ({error})") from None
 
 
 def _chunks(file: Path) -> int:
-    """How many row groups or record batches a file has."""
+    """The number of row groups or record batches in a file."""
     opened = _open(file)
     return len(opened) if isinstance(opened, list) else opened.num_row_groups
 
@@ -164,10 +170,10 @@ def _column_names(file: Path) -> list[str]:
 
 
 def _require_small(file: Path, number: int, columns: Collection[str], caption_column: str) -> None:
-    """Whether a row group's columns are small enough to be read, as the file's own table of contents says.
+    """Check in the parquet metadata that a row group's columns are small enough to read.
 
     Raises:
-        UserError: pictures or captions would take more memory than any should.
+        UserError: a column is too large.
     """
     group = _group(file, number)
     sizes: Counter[str] = Counter()
@@ -179,7 +185,7 @@ def _require_small(file: Path, number: int, columns: Collection[str], caption_co
         if sizes[name] > most:
             raise UserError(
                 f"data.path: {file}: the column {name!r} of row group {number} has {sizes[name]:,} bytes in "
-                f"{group.num_rows:,} rows. At most {most:,} are read. Write smaller row groups, or mend the column"
+                f"{group.num_rows:,} rows; the limit is {most:,}. Write smaller row groups, or fix the column"
             )
 
 
@@ -190,9 +196,10 @@ def _group(file: Path, number: int) -> pyarrow.parquet.RowGroupMetaData:
 
 
 def _batches(file: Path, number: int, columns: list[str]) -> Iterator[pyarrow.RecordBatch]:
-    """The columns of one row group or record batch, in parts.
+    """Yield the columns of one row group or record batch in parts.
 
-    A value that stands once in a dictionary may stand in every row: a part has few enough rows to be held even so.
+    Dictionary encoding may store a large value once and use it in every row. A part has few enough rows to fit in
+    memory even then.
 
     Raises:
         UserError: the file is damaged.
@@ -208,11 +215,15 @@ def _batches(file: Path, number: int, columns: list[str]) -> Iterator[pyarrow.Re
             rows = max(1, min(group.num_rows, MAX_GROUP // max(1, group.total_byte_size)))
             yield from opened.iter_batches(rows, row_groups=[number], columns=columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"data.path: {file} is damaged ({error})") from None
+        raise _damaged(file, error) from None
+
+
+def _damaged(file: Path, error: Exception) -> UserError:
+    return UserError(f"data.path: {file} is damaged ({error})")
 
 
 def _text_bytes(cell: pyarrow.Scalar) -> int:
-    """Bytes of a text, before it is made one of Python's; 0 for what is no text."""
+    """The size of a string cell in bytes, without converting it to Python; 0 for other types."""
     import pyarrow as pa
 
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
@@ -223,7 +234,7 @@ def _text_bytes(cell: pyarrow.Scalar) -> int:
 
 @lru_cache(maxsize=1)
 def _chunk(file: Path, number: int, column: str) -> pyarrow.Table:
-    """The pictures of one row group or record batch; the last ones are kept, as rows are read in order."""
+    """Read the pictures of one row group or record batch. Caches only the last, because rows are read in order."""
     import pyarrow as pa
 
     opened = _open(file)
@@ -232,14 +243,14 @@ def _chunk(file: Path, number: int, column: str) -> pyarrow.Table:
             return pa.Table.from_batches([opened[number].select([column])])
         return opened.read_row_group(number, columns=[column])
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"data.path: {file} is damaged ({error})") from None
+        raise _damaged(file, error) from None
 
 
 def _bytes_of(value: object, file: Path) -> bytes:
-    """A picture's bytes from a cell: bytes, or {bytes, path}; a path must lie beside the table.
+    """Read a picture's bytes from a cell: bytes, or {bytes, path} with a path inside the table's folder.
 
     Raises:
-        UnusablePicture: neither.
+        UnusablePicture: the cell contains neither.
     """
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
@@ -247,14 +258,14 @@ def _bytes_of(value: object, file: Path) -> bytes:
         return value
     if isinstance(value, str):
         if "\0" in value:
-            raise UnusablePicture(f"its path {value!r} is none that a file can have")
+            raise UnusablePicture(f"its path {value!r} is not a valid file name")
         if is_outside(file.parent / value, file.parent):
-            raise UnusablePicture(f"its path {value!r} leads out of the data set's folder")
+            raise UnusablePicture(f"its path {value!r} is outside the dataset's folder")
         try:
             return read_regular(file.parent / value)
         except UnusablePicture as reason:
             raise UnusablePicture(f"its file {value!r} {reason}") from None
-    raise UnusablePicture("its cell holds no picture")
+    raise UnusablePicture("its cell contains no picture")
 
 
 def _read_again(file: Path, number: int, column: str, row: int) -> bytes:

@@ -1,19 +1,19 @@
-"""Whether a picture's file looks whole, told without decoding: truncated and damaged ones are found while scanning."""
+"""Detect truncated and damaged picture files while scanning, without decoding them."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
 
-TEXT = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # a PNG's chunks that may tell how the picture is turned
+TEXT = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # PNG chunks that may contain the EXIF orientation
 
 
 def seems_complete(data: bytes, kind: str | None) -> bool:
-    """Whether the end is there and the sums that the format has are right. False only asks for a closer look.
+    """Whether a file has its end marker and correct checksums. False only calls for a closer look.
 
     Args:
         data: the whole file.
-        kind: the format, as Pillow names it.
+        kind: Pillow's name of the format.
     """
     if kind == "PNG":
         return _png_is_whole(data)
@@ -23,7 +23,7 @@ def seems_complete(data: bytes, kind: str | None) -> bool:
 
 
 def has_text_after_pixels(data: bytes) -> bool:
-    """Whether a PNG has text or EXIF behind its pixels."""
+    """Whether a PNG has text or EXIF chunks after its pixels."""
     pixels = False
     for name, _, _ in _png_chunks(data):
         pixels = pixels or name == b"IDAT"
@@ -33,7 +33,7 @@ def has_text_after_pixels(data: bytes) -> bool:
 
 
 def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """(name, where its data begins, length) of each chunk up to IEND (PNG specification, section 5)."""
+    """(name, offset of its data, length) of each chunk up to IEND (PNG specification, section 5)."""
     at = 8
     while at + 12 <= len(data):
         length, name = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
@@ -54,7 +54,7 @@ def _png_is_whole(data: bytes) -> bool:
 
 
 def _jpeg_has_end(data: bytes) -> bool:
-    """An end marker behind the start of the scan; within a scan 0xFF is always stuffed (ITU T.81, B.1.1.5)."""
+    """Look for an end marker after the start of the scan; within a scan, 0xFF is always stuffed (ITU T.81, B.1.1.5)."""
     at = 2
     while at + 4 <= len(data) and data[at] == 0xFF:
         if data[at + 1] == 0xFF:  # fill bytes

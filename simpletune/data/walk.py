@@ -1,4 +1,4 @@
-"""The files of a data folder: which are pictures, which links are followed, and reading them."""
+"""Walk a data folder: find picture files, follow symbolic links safely, and read files."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from simpletune.data.source import Rejected, UnusablePicture
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 OTHER_PICTURES = (".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl", ".psd", ".svg", ".cr2", ".nef")
-MAX_BYTES = 2**30  # of one picture's file
+MAX_BYTES = 2**30  # of a picture file
 LONGEST_NAME = 120  # characters of a name in a message
-BIDIRECTIONAL = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # they reorder what stands around them
+BIDIRECTIONAL = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # they reorder the surrounding text
 
 Links = Literal["inside", "anywhere"]
 
 
 @dataclass
 class FoundFiles:
-    """What a walk through a data folder found.
+    """The result of walking a data folder.
 
     Args:
-        pictures: files with a picture's ending, sorted by their relative names; dangling links among them.
-        rejected: links and folders that are not entered.
-        left_alone: pictures of other formats, counted by ending.
+        pictures: files with a picture's extension, sorted by relative name; may include dangling links.
+        rejected: links that are not followed, and folders that cannot be read.
+        left_alone: pictures of unsupported formats, counted by extension.
     """
 
     pictures: list[Path] = field(default_factory=list)
@@ -38,17 +38,17 @@ class FoundFiles:
 
 
 def is_outside(path: str | Path, root: str | Path) -> bool:
-    """Whether a path, links resolved, lies outside of a folder."""
+    """Whether a path lies outside a folder once links are resolved."""
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
-OUTSIDE = "is a symbolic link that leads out of the data folder. Copy the file there, or set data.links=anywhere"
+OUTSIDE = "is a symbolic link to a target outside the data folder. Copy the target, or set data.links=anywhere"
 
 
 def walk(root: Path, links: Links) -> FoundFiles:
-    """The picture files below a folder; hidden files and folders are left out.
+    """Find the picture files below a folder, skipping hidden files and folders.
 
-    Linked folders are entered only with ``anywhere``, after all others and each real folder once: no cycle is endless.
+    Enters linked folders only with ``anywhere``, after all others, and each real folder once, so cycles terminate.
 
     Args:
         root: the data folder.
@@ -76,7 +76,7 @@ def walk(root: Path, links: Links) -> FoundFiles:
 
 
 def _entries(folder: str, root: Path, found: FoundFiles) -> Iterator[os.DirEntry[str]]:
-    """What is in a folder and not hidden."""
+    """Yield a folder's visible entries."""
     try:
         with os.scandir(folder) as entries:
             yield from (entry for entry in entries if not entry.name.startswith("."))
@@ -88,7 +88,7 @@ def _entries(folder: str, root: Path, found: FoundFiles) -> Iterator[os.DirEntry
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link that leads to itself: reading it says so
+    except OSError:  # a link to itself: reading it reports the error
         return False
 
 
@@ -109,10 +109,10 @@ def _relative(path: str, root: Path) -> str:
 
 
 def read_regular(file: str | Path, limit: int = MAX_BYTES) -> bytes:
-    """A file's bytes; a pipe or a device would never end.
+    """Read a file's bytes. Refuses pipes and devices, which may never end.
 
     Raises:
-        UnusablePicture: it cannot be read, is no regular file, or is larger than any should be.
+        UnusablePicture: it cannot be read, is not a regular file, or is larger than the limit.
     """
     try:
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
@@ -120,16 +120,21 @@ def read_regular(file: str | Path, limit: int = MAX_BYTES) -> bytes:
             if not stat.S_ISREG(status.st_mode):
                 raise UnusablePicture("is not a regular file")
             if status.st_size > limit:
-                raise UnusablePicture(f"has {status.st_size:,} bytes; the most is {limit:,}")
+                raise UnusablePicture(too_large(status.st_size, limit))
             return stream.read()
     except OSError as error:
         raise UnusablePicture(f"cannot be read ({error.strerror or error})") from None
     except ValueError:
-        raise UnusablePicture("cannot be read (no file has such a name)") from None
+        raise UnusablePicture("cannot be read (not a valid file name)") from None
+
+
+def too_large(size: int, limit: int) -> str:
+    """The reason to reject a file or a text of more than ``limit`` bytes."""
+    return f"has {size:,} bytes; the limit is {limit:,}"
 
 
 def is_text(value: str) -> bool:
-    """Whether a string can be written as UTF-8: lone surrogates (of file names in other encodings) cannot."""
+    """Whether a string can be encoded as UTF-8; lone surrogates (from file names in other encodings) cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -138,13 +143,13 @@ def is_text(value: str) -> bool:
 
 
 def readable(name: str) -> str:
-    """A name as UTF-8 text; what is none in it becomes question marks."""
+    """Make a name valid UTF-8 by replacing lone surrogates with question marks."""
     return name.encode("utf-8", "replace").decode()
 
 
 def printable(name: str) -> str:
-    """A name or a text as it can stand in one line of a terminal: line breaks and other control characters escaped, the
-    middle of a very long one left out."""
+    """Make a name or a text safe for one line of a terminal: escape line breaks and other control characters, and
+    shorten a very long one in the middle."""
     cut = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME // 2]}...{name[-LONGEST_NAME // 2 + 3 :]}"
     return "".join(
         character.encode("unicode_escape").decode() if _unsafe(character) else character for character in cut

@@ -1,4 +1,4 @@
-"""A look at a data set before anything else: what is unusable, small, alike, uncaptioned, and how it is cut.
+"""The dataset report: unusable, small, duplicate and uncaptioned pictures, buckets and crops.
 
-May import report, config and what is below them. Only the command line imports it.
+May import report, config and the packages below them. Only the command line imports it.
 """

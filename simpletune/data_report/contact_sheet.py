@@ -1,4 +1,4 @@
-"""The pictures as training sees them, on one sheet, by bucket."""
+"""A contact sheet of the pictures as training sees them, grouped by bucket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLUMNS, GAP, LINE = 8, 10, 16
 
 
 def tiles(found: DatasetReport) -> list[tuple[tuple[int, int], list[ScannedImage]]]:
-    """The pictures that have a tile, by bucket, those with most pictures first."""
+    """The training pictures that have a tile, grouped by bucket, the largest group first."""
     order = {row.size: place for place, row in enumerate(found.buckets)}
     trained = [seen for seen in found.usable if seen.tile and seen.picture.name not in found.held_out]
     with_tile = sorted(trained, key=lambda s: (order[s.bucket], s.picture.name))
@@ -23,7 +23,7 @@ def tiles(found: DatasetReport) -> list[tuple[tuple[int, int], list[ScannedImage
 
 
 def sheet(found: DatasetReport) -> Image.Image:
-    """One picture of all tiles, each with its file's name, under its bucket's head."""
+    """Draw all tiles on one image, labelled with their file names, under a heading for each bucket."""
     groups = tiles(found)
     counts = {row.size: row for row in found.buckets}
     columns = min(COLUMNS, max(len(group) for _, group in groups))
@@ -34,7 +34,7 @@ def sheet(found: DatasetReport) -> Image.Image:
     top = GAP
     for (bucket, group), height in zip(groups, heights, strict=True):
         row = counts[bucket]
-        head = f"{bucket[0]}x{bucket[1]}: {plural(row.pictures, 'picture')}, {row.lost:.1%} cut away"
+        head = f"{bucket[0]}x{bucket[1]}: {plural(row.pictures, 'picture')}, {row.lost:.1%} cropped"
         pen.text((GAP, top), head if len(group) == row.pictures else f"{head}, {len(group)} shown", "black", font)
         for place, seen in enumerate(group):
             line, column = divmod(place, columns)

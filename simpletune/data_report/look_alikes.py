@@ -1,4 +1,4 @@
-"""Duplicates and near-duplicates as the page shows them: small pictures side by side, a bounded number of them."""
+"""Duplicates and near-duplicates for the page: a bounded number of thumbnails side by side."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from simpletune.data.source import UnusablePicture
 from simpletune.data.walk import printable
 from simpletune.data_report.scan import DatasetReport, ScannedImage
 
-SIDE = 112  # pixels of a small picture's longer side
-GROUPS, EACH = 24, 6  # groups that are shown, and pictures of each
-LISTED = 200  # further groups whose names stand on the page
+SIDE = 112  # pixels of a thumbnail's longer side
+GROUPS, EACH = 24, 6  # groups shown, and thumbnails in each
+LISTED = 200  # further groups listed by name
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Group:
     """Pictures that look alike.
 
     Args:
-        shown: (names, the picture as a data URI); empty where the file has changed since it was scanned.
-        others: names of those that are not shown.
+        shown: (names, thumbnail as a data URI); the URI is empty if the file has changed since the scan.
+        others: names of the pictures without a thumbnail.
     """
 
     shown: list[tuple[str, str]]
@@ -32,13 +32,13 @@ class Group:
 
 @dataclass(frozen=True)
 class LookAlikes:
-    """A kind of likeness.
+    """All groups of one kind: identical or nearly identical.
 
     Args:
-        title: of its section.
-        says: what it means.
-        groups: shown ones first.
-        more: how many groups are left out.
+        title: the title of the section.
+        says: what the groups mean.
+        groups: the groups, those with thumbnails first.
+        more: how many groups are omitted.
     """
 
     title: str
@@ -48,11 +48,11 @@ class LookAlikes:
 
 
 def look_alikes(found: DatasetReport, embed: Callable[[Image.Image], str]) -> list[LookAlikes]:
-    """The groups of pictures that are the same, and nearly the same. Those shown are decoded again.
+    """Group identical and nearly identical pictures. Decodes the shown ones again.
 
     Args:
-        found: the look at the data set.
-        embed: makes a data URI of a small picture.
+        found: the dataset report.
+        embed: encodes a thumbnail as a data URI.
     """
     by_name = {seen.picture.name: seen for seen in found.usable}
 
@@ -65,8 +65,8 @@ def look_alikes(found: DatasetReport, embed: Callable[[Image.Image], str]) -> li
         return Group(shown, labels[EACH:])
 
     kinds: list[tuple[str, str, Sequence[list[str]], bool]] = [
-        ("The same bytes", "trained on more often than others", found.exact, True),
-        ("Nearly the same", "by difference hash and colours: look at them", found.near, False),
+        ("Identical files", "training sees these pictures more often than others", found.exact, True),
+        ("Nearly identical", "found by difference hash and colours; check them by eye", found.near, False),
     ]
     return [
         LookAlikes(
@@ -81,10 +81,10 @@ def look_alikes(found: DatasetReport, embed: Callable[[Image.Image], str]) -> li
 
 
 def _small(seen: ScannedImage, embed: Callable[[Image.Image], str]) -> str:
-    """The whole picture, small."""
+    """A thumbnail of the whole picture, as a data URI."""
     try:
         image = decode(seen.picture.read_same(), at_least=2 * SIDE)
-    except UnusablePicture:  # it has changed since: its name stays
+    except UnusablePicture:  # changed since the scan: show only its name
         return ""
     image.thumbnail((SIDE, SIDE))
     return embed(image)

@@ -1,4 +1,4 @@
-"""Pictures that are alike: a difference hash (signs of the brightness's slope, 8 x 8) and a thumbnail of colours."""
+"""Find near-duplicates by a difference hash (the signs of 8 x 8 brightness gradients) and a colour thumbnail."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
-BITS = 5  # of 64 that may differ
-COLOURS = 8.0  # of 255 that the thumbnails may differ on average
-COMPARED = 50_000  # different hashes that are compared with each other: twice as many take four times as long
+BITS = 5  # of 64 bits that may differ
+COLOURS = 8.0  # largest mean difference between thumbnails, out of 255
+COMPARED = 50_000  # distinct hashes compared with each other; the time grows with the square
 
 
 @dataclass(frozen=True)
 class PictureHash:
-    """What a picture is compared by.
+    """The hash by which pictures are compared.
 
     Args:
-        bits: of the difference hash.
+        bits: the difference hash.
         colours: 8 x 8 mean colours, 192 bytes.
     """
 
@@ -30,7 +30,7 @@ class PictureHash:
 
 
 def hash_of(image: Image.Image) -> PictureHash:
-    """The hash of an RGB picture."""
+    """Hash an RGB picture."""
     import numpy as np
     from PIL import Image
 
@@ -41,14 +41,14 @@ def hash_of(image: Image.Image) -> PictureHash:
 
 
 def near_duplicates(hashes: Sequence[PictureHash]) -> list[list[int]]:
-    """Groups of pictures that are nearly the same, by their places.
+    """Group the indices of nearly identical pictures.
 
     Args:
-        hashes: of each picture.
+        hashes: the hash of each picture.
 
     Returns:
-        Groups of two and more; what is alike by way of a third stands in one group. Beyond ``COMPARED`` different
-        hashes, only equal ones are found.
+        Groups of at least two. Similarity is transitive: two pictures similar to a third share its group. Beyond
+        ``COMPARED`` distinct hashes, only equal ones are grouped.
     """
     places = defaultdict(list)
     for place, each in enumerate(hashes):
@@ -59,10 +59,10 @@ def near_duplicates(hashes: Sequence[PictureHash]) -> list[list[int]]:
 
 
 def _alike(hashes: Sequence[PictureHash]) -> list[list[PictureHash]]:
-    """Different hashes in groups, those alike by way of a third together.
+    """Group distinct hashes by transitive similarity.
 
-    A group grows from one hash: those like it leave the rest, and what is like them is then looked for in what is left.
-    So no pair within a group is looked at twice, and a hash costs one pass over what is left.
+    A group grows from one hash: move the hashes similar to it out of the rest, then search the rest for hashes similar
+    to those. So each hash costs one pass over the remaining hashes, and no pair within a group is compared twice.
     """
     import numpy as np
 
@@ -85,7 +85,7 @@ def _alike(hashes: Sequence[PictureHash]) -> list[list[PictureHash]]:
 
 
 def _mean_difference(many: np.ndarray, one: np.ndarray) -> np.ndarray:
-    """The mean difference of thumbnails [n, 64, 3] from one [64, 3]."""
+    """The mean absolute difference between thumbnails [n, 64, 3] and one [64, 3]."""
     import numpy as np
 
     return np.abs(many.astype(np.int16) - one.astype(np.int16)).mean(axis=(1, 2))

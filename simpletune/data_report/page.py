@@ -1,4 +1,4 @@
-"""The look as one HTML page that needs nothing else."""
+"""The dataset report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from simpletune.report.templates import ASSETS, page_template
 LISTED = 200  # rows of a table
 
 PageTable = tuple[str, str, tuple[str, ...], Sequence[tuple[str, ...]]]
-"""Title, what it means, head, rows."""
+"""Title, explanation, column names, rows."""
 
 
 def page(found: DatasetReport, title: str) -> str:
-    """The page."""
+    """Render the page."""
     groups = [
         (bucket, [(seen, _embedded(seen.tile)) for seen in group if seen.tile is not None])
         for bucket, group in tiles(found)
@@ -48,19 +48,19 @@ def page(found: DatasetReport, title: str) -> str:
 
 def _charts(found: DatasetReport) -> list[tuple[str, list[tuple[str, int, float]]]]:
     return [
-        ("Size, as the side of a square of equal area", _bars(sizes(found))),
+        ("Size, as the side of a square with the same area", _bars(sizes(found))),
         ("Width to height", _bars(aspects(found))),
     ]
 
 
 def _bars(rows: list[tuple[str, int]]) -> list[tuple[str, int, float]]:
-    """(name, count, per cent of the largest)."""
+    """(name, count, percentage of the largest count)."""
     most = max(count for _, count in rows) or 1
     return [(name, count, 100 * count / most) for name, count in rows]
 
 
 def _tables(found: DatasetReport) -> Iterator[PageTable]:
-    """The tables that have rows."""
+    """Yield the tables that have rows."""
     small = [
         (printable(s.picture.name), f"{s.picture.size[0]} x {s.picture.size[1]}", f"{s.bucket[0]} x {s.bucket[1]}",
          f"{s.upscale:.2f}")
@@ -70,14 +70,14 @@ def _tables(found: DatasetReport) -> Iterator[PageTable]:
     across = [("\n".join(printable(name) for name in group),) for group in found.across]
     same = [(printable(caption), str(len(names))) for caption, names in found.same_caption.items()]
     every: list[PageTable] = [
-        ("Cannot be used", "", ("what", "why"), [(printable(r.name), r.reason) for r in found.rejected]),
-        ("Scaled up", "smaller than their bucket", ("picture", "size", "bucket", "times"), small),
-        ("Held out", "never trained on: the validation loss is of them", ("picture",), held),
-        ("Held out and nearly trained on", "some of a group are held out and some are not", ("pictures",), across),
-        ("Captions that several pictures have", "", ("caption", "pictures"), same),
+        ("Unusable", "", ("entry", "reason"), [(printable(r.name), r.reason) for r in found.rejected]),
+        ("Scaled up", "smaller than their bucket", ("picture", "size", "bucket", "factor"), small),
+        ("Held out", "excluded from training and used for the validation loss", ("picture",), held),
+        ("Near-duplicates across the split", "some of a group are held out, others trained on", ("pictures",), across),
+        ("Captions shared by several pictures", "", ("caption", "pictures"), same),
         (
             "Captions that are too long",
-            f"of more than {limit_in_words(found)}: the CLIP encoders see only the beginning",
+            f"longer than {limit_in_words(found)}; the CLIP encoders see only the beginning",
             ("picture", "length"),
             [(printable(name), f"{length:,}") for name, length in found.long],
         ),
@@ -86,7 +86,7 @@ def _tables(found: DatasetReport) -> Iterator[PageTable]:
 
 
 def _embedded(tile: Image.Image) -> str:
-    """A tile as a WebP data URI."""
+    """Encode a tile as a WebP data URI."""
     buffer = io.BytesIO()
     tile.save(buffer, "WEBP", quality=78, method=4)
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""``simpletune data``: the look, printed and written."""
+"""``simpletune data``: print the dataset report and write its files."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ PAGE, SHEET, FIGURES = "data.html", "sheet.png", "data.json"
 
 
 def report(config: TrainConfig, out: Path | None, as_figures: bool = False, shown: int = 96) -> DatasetReport:
-    """Look at a configuration's data, print what was found, and write page, sheet and figures.
+    """Scan a configuration's data, print the report, and write the page, the contact sheet and the JSON file.
 
     Args:
-        config: as the user gave it.
-        out: the folder to write; None: nothing is written.
-        as_figures: print JSON and nothing else.
-        shown: pictures on the sheet and the page.
+        config: the configuration, as the user gave it.
+        out: the folder to write to; None writes nothing.
+        as_figures: print only JSON.
+        shown: how many pictures the sheet and the page show.
 
     Raises:
-        UserError: nothing is usable, or the folder cannot be written.
+        UserError: no picture is usable, or the folder cannot be written.
     """
     with silent() if as_figures else nullcontext():
         found = scan_dataset(resolve_data_folder(config), shown, config.data.path)
@@ -44,7 +44,7 @@ def report(config: TrainConfig, out: Path | None, as_figures: bool = False, show
         if not as_figures:
             say(f"{'written':<10} {', '.join(str(file) for file in written)}")
     if not found.usable:
-        raise UserError(f"data.path: {config.data.path} holds no usable picture. Mend what is listed above")
+        raise UserError(f"data.path: {config.data.path} contains no usable pictures. Fix the problems listed above")
     return found
 
 

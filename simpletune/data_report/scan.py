@@ -1,4 +1,4 @@
-"""The look itself: scan, decode, compare, count. Memory holds one picture a thread, and small tiles of those shown."""
+"""Scan a dataset: decode, compare and count. Memory holds one picture per thread and the tiles of shown pictures."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 THREADS = 2
-LARGE = 2**25  # pixels of a picture that only one thread decodes: 128 MiB, and as much for a copy
+LARGE = 2**25  # pixels; a single thread decodes larger pictures: 128 MiB each, and another 128 MiB for a copy
 TILE = 144  # pixels of a tile's longer side
-LONG = 300  # characters that stand for 77 tokens where no tokenizer is at hand
+LONG = 300  # characters taken to be 77 tokens if no tokenizer is available
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class ScannedImage:
     """A usable picture.
 
     Args:
-        picture: as it was found.
-        bucket: the size it is cut to.
-        hash: what it is compared by.
-        tile: what training sees of it, small; None: it is not among those shown.
+        picture: the picture found by the data source.
+        bucket: the size it is cropped to.
+        hash: used to compare it with others.
+        tile: a thumbnail of the crop that training sees; None if it is not shown.
     """
 
     picture: Picture
@@ -48,19 +48,19 @@ class ScannedImage:
 
     @property
     def upscale(self) -> float:
-        """How much it is scaled up; 1 or less: not at all."""
+        """The factor by which it is scaled up; at most 1 if it is not."""
         return upscaling(self.picture.size, self.bucket)
 
     @property
     def lost(self) -> float:
-        """Share of its pixels that its bucket cuts away."""
+        """Fraction of its pixels that the crop to its bucket removes."""
         width, height = covering_size(self.picture.size, self.bucket)
         return 1 - self.bucket[0] * self.bucket[1] / (width * height)
 
 
 @dataclass(frozen=True)
 class BucketRow:
-    """A bucket: its pictures, its samples and batches in an epoch, and the rows without weight in the last batch."""
+    """A bucket: its pictures, its samples and batches in an epoch, and the fillers in its last batch."""
 
     size: Size
     pictures: int
@@ -72,25 +72,25 @@ class BucketRow:
 
 @dataclass
 class DatasetReport:
-    """What was found.
+    """The findings about a dataset.
 
     Args:
-        path: as the configuration names it.
-        captions: where captions came from, in words.
-        usable: in the order of their names.
-        rejected: what is not, with the reasons.
-        left_alone: pictures of other formats by ending.
-        exact: names of pictures with the same bytes, by group.
-        near: names of pictures that are nearly the same, by group.
-        same_caption: names by caption, where several have it and it is not one prompt for all.
-        long: captions that CLIP cuts: name, length.
-        tokens: whether lengths are tokens; if not, characters.
-        buckets: largest first.
-        steps: an epoch's.
-        batch: pictures a step.
-        on_error: what training would do about those rejected.
-        hints: what may be meant otherwise than it is taken.
-        held_out: names of the pictures that validation.split holds out; buckets and epochs are without them.
+        path: the path in the configuration.
+        captions: a description of where the captions come from.
+        usable: the usable pictures, sorted by name.
+        rejected: the unusable entries, with reasons.
+        left_alone: pictures of unsupported formats, counted by extension.
+        exact: groups of names of identical files.
+        near: groups of names of nearly identical pictures.
+        same_caption: names by caption, for captions shared by several pictures; empty with data.prompt.
+        long: (name, length) of captions that CLIP truncates.
+        tokens: whether lengths count tokens rather than characters.
+        buckets: the buckets, largest first.
+        steps: steps in an epoch.
+        batch: pictures in a step.
+        on_error: ``data.on_error``.
+        hints: sentences about data that the user may have meant differently.
+        held_out: names of pictures that validation.split holds out; buckets and epochs exclude them.
     """
 
     path: str
@@ -113,28 +113,28 @@ class DatasetReport:
 
     @property
     def across(self) -> list[list[str]]:
-        """Groups of nearly the same pictures of which some are held out and some are trained on."""
+        """Groups of near-duplicates that the split separates: some held out, some trained on."""
         held = set(self.held_out)
         return [group for group in self.near if 0 < len(held.intersection(group)) < len(group)]
 
     @property
     def small(self) -> list[ScannedImage]:
-        """Pictures that are scaled up, the smallest first."""
+        """Pictures that are scaled up, largest factor first."""
         return sorted((seen for seen in self.usable if seen.upscale > 1), key=lambda seen: -seen.upscale)
 
     @property
     def uncaptioned(self) -> list[Rejected]:
-        """What is left out for its caption."""
+        """Entries rejected because of their caption."""
         return [each for each in self.rejected if "caption" in each.reason or "text in" in each.reason]
 
 
 def scan_dataset(config: TrainConfig, shown: int, name: str = "") -> DatasetReport:
-    """Look at a data set.
+    """Scan a dataset.
 
     Args:
         config: with the data's folder resolved.
-        shown: of how many pictures tiles are made.
-        name: what the data is called, if not by its folder.
+        shown: how many pictures get a tile.
+        name: the name to report instead of the folder.
 
     Raises:
         UserError: the data cannot be scanned at all.
@@ -163,14 +163,14 @@ def scan_dataset(config: TrainConfig, shown: int, name: str = "") -> DatasetRepo
 
 
 def evenly_spaced(count: int, room: int) -> list[int]:
-    """At most so many of the places 0 to count - 1, evenly spread."""
+    """At most ``room`` evenly spaced indices from 0 to count - 1."""
     return sorted({place * count // min(room, count) for place in range(min(room, count))}) if room else []
 
 
 def _scan_pictures(
     views: Iterable[View], tiles: Collection[str], advance: Callable[[], None]
 ) -> Iterator[ScannedImage | Rejected]:
-    """Decode pictures in several threads, large ones in one: each thread keeps the memory of its largest."""
+    """Decode pictures in several threads, but large ones in one: a thread never returns the memory of its largest."""
     with ThreadPoolExecutor(THREADS) as small, ThreadPoolExecutor(1) as large:
         futures = deque(
             (large if view.picture.size[0] * view.picture.size[1] > LARGE else small).submit(
@@ -183,7 +183,7 @@ def _scan_pictures(
 
 
 def _scan_picture(view: View, tile: bool, advance: Callable[[], None]) -> ScannedImage | Rejected:
-    """Decode one picture; a JPEG no larger than a tile needs."""
+    """Decode and hash one picture. Decodes a JPEG at a reduced size that suffices for a tile."""
     try:
         image = decode(view.picture.read_same(), at_least=2 * TILE)
     except UnusablePicture as reason:
@@ -194,7 +194,7 @@ def _scan_picture(view: View, tile: bool, advance: Callable[[], None]) -> Scanne
 
 
 def _tile(image: Image.Image, view: View) -> Image.Image:
-    """The cut that training sees, small."""
+    """A thumbnail of the crop that training sees."""
     scale = TILE / max(view.bucket)
     size = (max(1, round(view.bucket[0] * scale)), max(1, round(view.bucket[1] * scale)))
     pixels = cut(image, size, view.offset, view.flip)

@@ -1,4 +1,4 @@
-"""What was found, in words for a terminal, and as JSON for programs."""
+"""The dataset report as text for a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from simpletune.data_report.scan import LONG, DatasetReport
 from simpletune.data_report.token_counts import LIMIT
 from simpletune.options import Json, first_lines, plural, shortened
 
-LISTED = 10  # names on a screen
+LISTED = 10  # entries of a list on the terminal
 SIZES = ("under half of it", "half of it to all", "up to twice", "up to four times", "more")
 ASPECTS = {"1:3 and narrower": 0.3334, "1:2": 0.58, "2:3": 0.71, "3:4": 0.87, "square": 1.15, "4:3": 1.42,
            "3:2": 1.73, "2:1": 2.5, "3:1 and wider": float("inf")}  # fmt: skip
 
 
 def sizes(found: DatasetReport) -> list[tuple[str, int]]:
-    """How many pictures have which size: the side of the square of the same area, beside the training's resolution."""
+    """A histogram of sizes, as the side of a square with the same area, relative to the training resolution."""
     counts = [0] * len(SIZES)
     for seen in found.usable:
         side = (seen.picture.size[0] * seen.picture.size[1]) ** 0.5 / found.resolution
@@ -31,7 +31,7 @@ def sizes(found: DatasetReport) -> list[tuple[str, int]]:
 
 
 def aspects(found: DatasetReport) -> list[tuple[str, int]]:
-    """How many pictures have which aspect ratio, width to height."""
+    """A histogram of aspect ratios, width to height."""
     counts = dict.fromkeys(ASPECTS, 0)
     for seen in found.usable:
         aspect = seen.picture.size[0] / seen.picture.size[1]
@@ -40,21 +40,21 @@ def aspects(found: DatasetReport) -> list[tuple[str, int]]:
 
 
 def outcome(found: DatasetReport) -> str:
-    """What training would do about those that cannot be used."""
+    """What training would do about unusable entries."""
     if not found.rejected:
-        return "nothing is left out"
+        return "training would use every picture"
     if found.on_error == "skip":
-        return "training leaves them out (data.on_error=skip)"
-    return "training would stop (data.on_error=stop): mend them, or set data.on_error=skip"
+        return "training would skip them (data.on_error=skip)"
+    return "training would stop (data.on_error=stop). Fix them, or set data.on_error=skip"
 
 
 def limit_in_words(found: DatasetReport) -> str:
-    """What a caption is too long by."""
-    return f"{LIMIT} CLIP tokens" if found.tokens else f"{LONG} characters, no tokenizer being at hand"
+    """The limit on a caption's length."""
+    return f"{LIMIT} CLIP tokens" if found.tokens else f"{LONG} characters (no tokenizer is available)"
 
 
 def text(found: DatasetReport) -> str:
-    """The whole look, as lines; lists are cut after a few."""
+    """Format the report as lines; shortens long lists."""
     return "\n".join(f"{title:<10} {line}" for title, line in _lines(found))
 
 
@@ -65,32 +65,35 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
     for hint in found.hints:
         yield "hint", hint
     if found.held_out:
-        yield "held out", f"{plural(len(found.held_out), 'picture')} (validation.split), not among buckets and epochs"
+        yield (
+            "held out",
+            f"{plural(len(found.held_out), 'picture')} (validation.split), excluded from buckets and epochs",
+        )
         yield from _listed([printable(name) for name in found.held_out])
     for group in found.across:
         names = shortened([printable(name) for name in group], LISTED)
-        yield "leak", f"nearly the same, some held out and some trained on: {names}"
+        yield "leak", f"near-duplicates, some held out and some trained on: {names}"
     if found.left_alone:
         counted = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.left_alone.items()))
-        yield "not read", f"{counted}: convert them to jpg, png or webp if they belong to it"
+        yield "not read", f"{counted}. Convert them to jpg, png or webp to train on them"
     if found.rejected:
-        yield "unusable", f"{plural(len(found.rejected), 'entry', 'entries')}; {outcome(found)}"
+        yield "unusable", f"{plural(len(found.rejected), 'entry', 'entries')}: {outcome(found)}"
         yield from _listed([f"{printable(each.name)}: {each.reason}" for each in found.rejected])
     if found.small:
         yield "small", f"{plural(len(found.small), 'picture')} scaled up to fill a bucket"
         yield from _listed([f"{printable(seen.picture.name)}: {seen.upscale:.2f} times" for seen in found.small])
     for title, groups, what in (
-        ("duplicate", found.exact, "with the same bytes"),
-        ("alike", found.near, "nearly the same"),
+        ("duplicate", found.exact, "identical files"),
+        ("alike", found.near, "nearly identical pictures"),
     ):
         if groups:
-            yield title, f"{plural(len(groups), 'group')} of pictures {what}"
+            yield title, f"{plural(len(groups), 'group')} of {what}"
             yield from _listed([shortened([printable(name) for name in group], LISTED) for group in groups])
     if found.same_caption:
-        yield "same text", f"{plural(len(found.same_caption), 'caption')} with several pictures"
+        yield "same text", f"{plural(len(found.same_caption), 'caption')} shared by several pictures"
         yield from _listed([f"{len(names)} pictures: {printable(c)}" for c, names in found.same_caption.items()])
     if found.long:
-        yield "too long", f"{plural(len(found.long), 'caption')} of more than {limit_in_words(found)}"
+        yield "too long", f"{plural(len(found.long), 'caption')} longer than {limit_in_words(found)}"
         yield from _listed([f"{printable(name)}: {length:,}" for name, length in found.long])
     if found.usable:
         yield from _measures(found)
@@ -99,7 +102,7 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
 def _measures(found: DatasetReport) -> Iterator[tuple[str, str]]:
     yield "sizes", ", ".join(f"{name}: {count}" for name, count in sizes(found) if count)
     yield "aspects", ", ".join(f"{name}: {count}" for name, count in aspects(found) if count)
-    yield "buckets", f"{len(found.buckets)}; pictures, batches, fillers in the last batch, cut away"
+    yield "buckets", f"{len(found.buckets)}; pictures, batches, fillers in the last batch, share cropped"
     yield from _listed([
         f"{row.size[0]}x{row.size[1]}: {row.pictures}, {row.batches}, {row.fillers}, {row.lost:.1%}"
         for row in found.buckets
@@ -109,7 +112,7 @@ def _measures(found: DatasetReport) -> Iterator[tuple[str, str]]:
     yield (
         "an epoch",
         f"{plural(found.steps, 'step')} of up to {found.batch}; {plural(samples, 'sample')} in "
-        f"{plural(batches, 'batch', 'batches')}, {plural(fillers, 'filler')} without weight, 0 dropped",
+        f"{plural(batches, 'batch', 'batches')}, {plural(fillers, 'filler')} with zero weight, 0 dropped",
     )
 
 
@@ -119,7 +122,7 @@ def _listed(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def as_json(found: DatasetReport) -> Json:
-    """All of it, nothing cut short."""
+    """The full report as JSON."""
     return {
         "path": found.path, "captions": found.captions, "on_error": found.on_error, "left_alone": found.left_alone,
         "hints": list(found.hints), "held_out": found.held_out, "held_out_and_alike": found.across,

@@ -1,4 +1,4 @@
-"""How many CLIP tokens captions have, where a tokenizer is at hand: nothing is fetched."""
+"""Count the CLIP tokens of captions if a tokenizer is available locally; downloads nothing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from simpletune.hub.fetch import HubPart, in_cache, is_hub_name
 from simpletune.models.sd3_sources import is_single_file, provider
 from simpletune.options import UserError
 
-LIMIT = 77  # tokens that CLIP sees, the two that begin and end a prompt among them
+LIMIT = 77  # tokens that CLIP sees, including the start and end tokens
 
 
 def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | None:
-    """Tokens of each caption; None where no tokenizer is at hand."""
+    """The number of tokens of each caption; None if no tokenizer is available."""
     folder = _tokenizer_folder(config)
     if folder is None or not captions:
         return None
@@ -33,7 +33,7 @@ def _tokenizer_folder(config: TrainConfig) -> Path | None:
         config = resolve_model_folder(config)
     try:
         field, value = provider(config.model, "tokenizer")
-    except (UserError, OSError):  # a single file that is not here, or broken: training says so
+    except (UserError, OSError):  # a missing or damaged single file; training reports it
         return None
     if value is None or is_single_file(value):
         return None

@@ -1,4 +1,4 @@
-"""LoRA files in a model, one or several at once: what does not fit is an error, never silence."""
+"""Add one or several LoRA files to a model. A layer that does not match raises an error."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from simpletune.options import UserError, plural, shortened
 
 
 def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
-    """Add a LoRA to a transformer, in place. As ``load_loras`` with one file."""
+    """Add a LoRA to a transformer in place, like ``load_loras`` with one file."""
     load_loras(model, [(file, scale)])
 
 
 def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[str]:
-    """Add LoRAs to a transformer, in place, all of them active: y = W x + sum of scale_n B_n A_n x.
+    """Add LoRAs to a transformer in place and activate all of them: y = W x + sum of scale_n B_n A_n x.
 
     Args:
-        model: the transformer, quantised or not, without updates.
+        model: the transformer, quantised or not, without adapters.
         loras: files in any layout (diffusers', kohya's, ComfyUI's, ...) with their strengths.
 
     Returns:
-        The names of the adapters, in the same order, for ``strengths``.
+        The names of the adapters, in the order of the files, for ``strengths``.
 
     Raises:
-        UserError: keys that match no layer, shapes of another model, or what ``read_lora`` refuses.
+        UserError: keys match no layer, shapes belong to another model, or ``read_lora`` refuses a file.
     """
     names = [ADAPTER if number == 0 else f"{ADAPTER}_{number}" for number in range(len(loras))]
     for name, (file, scale) in zip(names, loras, strict=True):
@@ -51,10 +51,11 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
 
 @contextmanager
 def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
-    """Within this context adapters have other strengths.
+    """Change the strengths of adapters within this context.
 
     Args:
-        scales: by adapter name, as ``load_loras`` gave them.
+        model: the transformer.
+        scales: strengths by adapter name, as returned by ``load_loras``.
     """
     before = {}
     for layer_name, layer in lora_layers(model):
@@ -70,19 +71,21 @@ def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
 
 
 def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
-    """Whether a model has every layer of a LoRA, in its shape.
+    """Check that a model has every layer of a LoRA, with the same shape.
 
     Args:
-        place: of the LoRA, for messages.
+        place: the location of the LoRA, for messages.
+        updates: its updates.
+        model: the transformer.
 
     Raises:
-        UserError: it has not.
+        UserError: layers are missing or have another shape.
     """
     modules = {name.replace(".base_layer", ""): module for name, module in model.named_modules()}
     linears = {name: modules[name] for name in updates if name in modules}
     lost = [name for name in updates if not hasattr(linears.get(name), "in_features")]
     if lost:
-        dual = f". {MEDIUM_35} has such layers" if any(".attn2." in name for name in lost) else ""
+        dual = f". {MEDIUM_35} has these layers" if any(".attn2." in name for name in lost) else ""
         listed = shortened(lost, 5)
         raise UserError(
             f"{place}: {len(lost)} of {plural(len(updates), 'layer')} are not in this model: {listed}{dual}"
@@ -91,13 +94,13 @@ def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
         expected = linears[name].out_features, linears[name].in_features
         if update.shape != expected:
             raise UserError(
-                f"{place}: {name} is for {update.shape[1]} inputs and {update.shape[0]} outputs; "
+                f"{place}: {name} has {update.shape[1]} inputs and {update.shape[0]} outputs; "
                 f"this model has {expected[1]} and {expected[0]}. It belongs to another model"
             )
 
 
 def _inject(model: nn.Module, adapter: str, updates: Updates, scale: float) -> None:
-    """One more adapter; each update's own scale goes into its second factor, so that PEFT's scale is the strength."""
+    """Add an adapter. Folds each update's scale into its second factor, so that PEFT's scale is the strength."""
     from peft import LoraConfig, inject_adapter_in_model
 
     ranks = {f"^{layer}$": update.rank for layer, update in updates.items()}
@@ -106,7 +109,7 @@ def _inject(model: nn.Module, adapter: str, updates: Updates, scale: float) -> N
         r=common, lora_alpha=common, target_modules=list(updates), rank_pattern=ranks, alpha_pattern=ranks
     )  # fmt: skip
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
         inject_adapter_in_model(config, model, adapter_name=adapter)
     layers = dict(lora_layers(model))
     with torch.no_grad():
@@ -118,7 +121,7 @@ def _inject(model: nn.Module, adapter: str, updates: Updates, scale: float) -> N
 
 
 def fold_lora(model: nn.Module) -> None:
-    """Add each update to its layer's weight, W + scale B A, and remove it; weights must not be quantised."""
+    """Merge each update into its layer's weight, W + scale B A, and remove it. Weights must not be quantised."""
     for name, layer in list(lora_layers(model)):
         linear = layer.get_base_layer()
         weight = linear.weight.data.float()

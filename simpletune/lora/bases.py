@@ -1,4 +1,4 @@
-"""A checkpoint's transformer, tensor by tensor, wherever it lies: a folder, a single file, or a kept quantised base."""
+"""Read a checkpoint's transformer tensor by tensor from a folder, a single file or a cached quantised base."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import WeightReader, read_header
 
 TABLE = "pos_embed.pos_embed"
-KEPT = "made_from.json"  # beside a quantised base that was kept: see models/quantised_cache.py
+KEPT = "made_from.json"  # marks a cached quantised base (see models/quantised_cache.py)
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FP8 = ("F8_E4M3", "F8_E5M2")
 
 
 class TensorReader(Protocol):
-    """What is read from."""
+    """A source of tensors."""
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
+        """Read one tensor on the CPU."""
 
 
 class Base:
-    """The transformer of a checkpoint under diffusers' names. Only what is asked for is read.
+    """The transformer of a checkpoint, read on demand under diffusers' names.
 
     Args:
-        name: a pipeline's or a transformer's folder in diffusers' layout, a single file in the original one, a hub
-            name, or the folder of a quantised base that a run kept in its cache.
+        name: the folder of a pipeline or transformer in diffusers' layout, a single file in the original layout, a Hub
+            name, or the folder of a quantised base in a run's cache.
 
     Raises:
-        UserError: it is no SD3, or cannot be read.
+        UserError: it is not an SD3 model, or cannot be read.
     """
 
     def __init__(self, name: str):
@@ -80,7 +80,7 @@ class Base:
         self.kinds = {name: kept.kind(name) for name in self.shapes}
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in the type it has on disk; a quantised one comes dequantised."""
+        """Read one tensor on the CPU in its type on disk; dequantises a quantised one."""
         return self.tensors.get(name)
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
@@ -98,10 +98,10 @@ class Base:
 
 
 class KeptTensors:
-    """A quantised base that a run kept, dequantised layer by layer as its tensors are asked for.
+    """Reads a cached quantised base, dequantising layers on demand.
 
     Args:
-        folder: with ``transformer.safetensors`` and ``made_from.json``.
+        folder: the folder with ``transformer.safetensors`` and ``made_from.json``.
     """
 
     def __init__(self, folder: Path):
@@ -118,16 +118,16 @@ class KeptTensors:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
 
     def kind(self, name: str) -> str:
-        """The type that a tensor comes in, in safetensors' words."""
+        """The type of a tensor as returned by ``get``, under safetensors' name."""
         return "F32" if self._quantised(name) else KINDS[self._reader.get(name).dtype]
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU; of a quantised layer the weight that it stands for, in fp32."""
+        """Read one tensor on the CPU; the weight of a quantised layer is dequantised to fp32."""
         if not self._quantised(name):
             return self._reader.get(name)
         owner = name.removesuffix(".weight")
         linear = self._model.get_submodule(owner)
-        assert isinstance(linear, nn.Linear)  # no other layer is quantised
+        assert isinstance(linear, nn.Linear)  # only linear layers are quantised
         twin = self._precision.convert(owner, linear)
         twin.load_state_dict({own: self._reader.get(f"{owner}.{own}") for own in twin.state_dict()}, assign=True)
         if isinstance(twin, Int8Linear | Nf4Linear):
@@ -142,7 +142,7 @@ class KeptTensors:
 
 
 def locate(name: str) -> Part:
-    """Where the transformer of a checkpoint is.
+    """Locate the transformer of a checkpoint.
 
     Raises:
         UserError: there is none.
@@ -160,8 +160,8 @@ def locate(name: str) -> Part:
     if is_single_file(name) and not path.is_file():
         raise UserError(f"{name} does not exist. Check the path")
     if (path.is_absolute() or name.startswith(".")) and not path.exists():
-        raise UserError(f"{name} does not exist. Give a folder, a .safetensors file or a hub name")
+        raise UserError(f"{name} does not exist. Give a folder, a .safetensors file or a Hub name (owner/name)")
     try:
         return Model().model_copy(update={"pretrained": name}).part("transformer")
-    except UserError as error:  # which names the option of a configuration
+    except UserError as error:  # its message begins with the option of a configuration
         raise UserError(str(error).removeprefix("model.pretrained: "), error.code) from None

@@ -1,4 +1,4 @@
-"""What a file is, as data and in words: ``simpletune inspect``. No torch; of a model only the header is read."""
+"""Describe a file as data and as text, for ``simpletune inspect``, without torch; reads only the header of models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from simpletune.lora.compatibility import verdicts
 from simpletune.lora.families import kind_of_model
-from simpletune.lora.header import LISTED, LoraHeader, natural, open_lora
+from simpletune.lora.header import LISTED, LoraHeader, natural, open_lora, require_tensors
 from simpletune.lora.layouts import ALPHA, TITLES
 from simpletune.lora.values import scan_values
 from simpletune.options import Json, UserError, plural, shortened
@@ -20,7 +20,7 @@ LONG = 60
 
 
 def file_of(path: Path) -> Path:
-    """The weight file that a path means: itself; in a folder, the result of a run, or a model's weights."""
+    """The weight file at a path: the path itself, or in a folder a run's result or a model's weights."""
     if not path.is_dir():
         return path
     from simpletune.adapters.lora import OUTPUT
@@ -31,21 +31,20 @@ def file_of(path: Path) -> Path:
 
 
 def describe(file: Path, values: bool = True) -> Json:
-    """What a safetensors file is.
+    """Describe a safetensors file.
 
     Args:
-        file: to look at.
-        values: whether a LoRA's values are looked at too, for NaN and for factors that are zero.
+        file: the file.
+        values: whether to scan a LoRA's values for NaN and for zero factors.
 
     Returns:
-        Plain data, for JSON: ``kind`` is ``lora`` or ``model``.
+        Plain data for JSON; ``kind`` is ``lora`` or ``model``.
 
     Raises:
         UserError: it is damaged, empty, or a pickle file, which is never opened.
     """
     header = LoraHeader(file)
-    if not header.names:
-        raise UserError(f"{file} is empty: it holds no tensors")
+    require_tensors(header)
     about = {"file": str(file), "bytes": file.stat().st_size, "tensors": len(header.names)}
     about["types"] = dict(Counter(entry["dtype"] for entry in header.entries.values()))
     if not header.is_lora:
@@ -59,11 +58,11 @@ def _model(header: LoraHeader) -> Json:
     numbers = [int(m.group(1)) for n in header.names if (m := re.search(r"(?:joint|transformer)_blocks\.(\d+)\.", n))]
     parts = {"autoencoder": "first_stage_model.", "CLIP-L": "text_encoders.clip_l.", "CLIP-G": "text_encoders.clip_g."}
     parts["T5"] = "text_encoders.t5xxl."
-    held = [part for part, prefix in parts.items() if any(name.startswith(prefix) for name in header.names)]
+    included = [part for part, prefix in parts.items() if any(name.startswith(prefix) for name in header.names)]
     return {
-        "family": kind or "nothing that is known here",
+        "family": kind or "unknown",
         "blocks": max(numbers) + 1 if numbers else None,
-        "with": held,
+        "with": included,
         "keys": header.names[:LISTED],
         "metadata": _short(header.metadata),
     }
@@ -100,7 +99,7 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
 
 
 def _base(metadata: Mapping[str, str]) -> dict[str, str]:
-    """What the header says of the base."""
+    """The header's information about the base."""
     found = {key: metadata[key] for key in BASE_KEYS if key in metadata}
     if match := re.search(r'"(?:transformer|pretrained)":"([^"]+)"', metadata.get("simpletune_config", "")):
         found["simpletune_config"] = match.group(1)
@@ -117,7 +116,7 @@ def _values(header: LoraHeader) -> Json:
 
 
 def _alpha(header: LoraHeader) -> Json:
-    """Where alpha stands."""
+    """Where the file specifies alpha, and its values."""
     tensors = _counted(f"{m.alpha:g}" for m in header.modules.values() if m.alpha is not None)
     settings = {k: v for k, v in (header.settings or {}).items() if k in ("r", "lora_alpha", "use_rslora", "use_dora")}
     for name in ("rank_pattern", "alpha_pattern"):
@@ -128,7 +127,7 @@ def _alpha(header: LoraHeader) -> Json:
 
 
 def _targets(header: LoraHeader) -> dict[str, int]:
-    """Layers by their names without the block's number."""
+    """Count layers by name, ignoring the block's number."""
     layers = (re.sub(r"^transformer_blocks\.\d+\.", "", la) for m in header.modules.values() for la in m.layers)
     return dict(sorted(Counter(layers).items()))
 
@@ -150,7 +149,7 @@ def _short(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def in_words(about: Json) -> str:
-    """The same for a screen."""
+    """Format a description for a terminal."""
     return "\n".join(f"{title:<11}{text}" for title, text in _lines(about))
 
 
@@ -175,7 +174,7 @@ def _model_lines(about: Json) -> Iterator[tuple[str, str]]:
 
 
 def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
-    layout = TITLES.get(about["layout"], "no layout of SD3's")
+    layout = TITLES.get(about["layout"], "unknown layout")
     yield "what", f"{about['method']}, {layout}, {plural(about['parameters'], 'parameter')}"
     yield "for", f"{about['family']} ({about['family_shown_by']})"
     if about["base"]:
@@ -195,14 +194,14 @@ def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
     if about.get("zero_updates"):
         yield (
             "zero",
-            f"{about['zero_updates']} of {about['modules']} modules are zero: untrained, or cut down to nothing",
+            f"{about['zero_updates']} of {about['modules']} modules are zero: untrained, or truncated to zero",
         )
 
 
 def _alpha_words(about: Json) -> str:
     alpha = about["alpha"]
     if alpha["where"] == "nowhere":
-        return "stands nowhere: every reader takes scale 1"
+        return "not specified: every tool applies scale 1"
     parts = []
     if alpha["tensors"]:
         parts.append(f"in tensors: {_listed(alpha['tensors'], 'module')}")

@@ -1,4 +1,4 @@
-"""A LoRA from two checkpoints: the singular value decomposition of their difference, layer by layer."""
+"""Extract a LoRA from two checkpoints by a singular value decomposition of their difference, layer by layer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class LayerResult:
 
     Args:
         layer: diffusers' name.
-        rank: kept.
+        rank: the update's rank.
         norm: Frobenius norm of the difference.
-        residual: Frobenius norm of what the update leaves out.
+        residual: Frobenius norm of the part that the update omits.
     """
 
     layer: str
@@ -37,12 +37,12 @@ class LayerResult:
 
 @dataclass
 class Extracted:
-    """What came of an extraction.
+    """The result of an extraction.
 
     Args:
-        updates: by layer, fp32.
-        rows: one a layer.
-        left_out: tensors that differ and that no LoRA can hold (biases, norms, convolutions), with the norm of the
+        updates: fp32 updates by layer.
+        rows: one result per layer.
+        left_out: tensors that differ but that no LoRA can represent (biases, norms, convolutions), with the norm of the
             difference.
     """
 
@@ -58,7 +58,7 @@ class Extracted:
 
     @property
     def left_out_share(self) -> float:
-        """The norm of what no LoRA can hold, relative to the whole difference."""
+        """The norm of the difference that no LoRA can represent, relative to the whole difference."""
         others = sum(norm**2 for norm in self.left_out.values())
         whole = others + sum(row.norm**2 for row in self.rows)
         return (others / whole) ** 0.5 if whole else 0.0
@@ -72,18 +72,18 @@ def extract(
     device: torch.device,
     done: Callable[[], None] = lambda: None,
 ) -> Extracted:
-    """The LoRA that comes nearest to TUNED - BASE at a rank, in every linear layer that differs.
+    """Compute the best approximation of TUNED - BASE at a rank, for every linear layer that differs.
 
     Args:
         base: the checkpoint to which the LoRA will be applied.
-        tuned: the fine-tuned one.
-        rank: at most so much a layer; None: as much as ``energy`` takes, or all.
-        energy: the share of squared singular values to keep in each layer; None: all that ``rank`` allows.
-        device: where the decompositions are computed.
+        tuned: the fine-tuned checkpoint.
+        rank: the largest rank of a layer; None does not limit it.
+        energy: the fraction of squared singular values to keep in each layer; None keeps all that ``rank`` allows.
+        device: where to compute the decompositions.
         done: called after each tensor.
 
     Raises:
-        UserError: the two are not the same model, or do not differ.
+        UserError: the checkpoints have different architectures, or do not differ.
     """
     _require_same(base, tuned)
     found = Extracted()
@@ -101,7 +101,10 @@ def extract(
             found.left_out[name] = norm
         done()
     if not found.updates:
-        raise UserError(f"{base.name} and {tuned.name} do not differ in any linear layer: there is nothing to extract")
+        raise UserError(
+            f"{base.name} and {tuned.name} do not differ in any linear layer: there is nothing to extract. "
+            "Give a base and a fine-tuned checkpoint"
+        )
     return found
 
 
@@ -110,9 +113,9 @@ def _on_host(update: Update) -> Update:
 
 
 def _require_same(base: Base, tuned: Base) -> None:
-    """Names and shapes of both."""
+    """Check that both have the same names and shapes."""
     for problem in _differences(base, tuned):
-        raise UserError(f"{base.name} and {tuned.name} are not the same model: {problem}")
+        raise UserError(f"{base.name} and {tuned.name} have different architectures: {problem}")
 
 
 def _differences(base: Base, tuned: Base) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Arithmetic on low-rank updates: singular values through the factors, truncation, and rank for a share of the energy.
+"""Arithmetic on low-rank updates: singular values, truncation, and the rank that keeps a fraction of the energy.
 
-Shapes: o outputs, i inputs, r rank, k kept.
+Shapes: o outputs, i inputs, r rank, m number of singular values.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from simpletune.lora.updates import Update
 
 
 def svd_of_product(update: Update) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], [m, i]; m <= r
-    """U, S, V^T of scale * up @ down, through QR of both factors: [o, i] is never formed.
+    """Compute U, S, V^T of scale * up @ down by QR of both factors, without forming [o, i].
 
-    up = Q1 R1, down^T = Q2 R2, so up @ down = Q1 (R1 R2^T) Q2^T, and the middle is r x r at most.
+    up = Q1 R1, down^T = Q2 R2, so up @ down = Q1 (R1 R2^T) Q2^T, and the middle factor is at most r x r.
     """
     left, small_left = torch.linalg.qr(update.up.double() * update.scale)
     right, small_right = torch.linalg.qr(update.down.double().T)
@@ -28,7 +28,7 @@ def truncated(
     vt: Tensor,  # [m, i]
     rank: int,
 ) -> Update:
-    """The best update of a rank (Eckart and Young 1936), sqrt(S) to either side, in fp32."""
+    """The best fp32 update of a given rank (Eckart and Young 1936), with sqrt(S) in each factor."""
     root = s[:rank].sqrt()
     return Update((root[:, None] * vt[:rank]).float().contiguous(), (u[:, :rank] * root).float().contiguous())
 
@@ -37,9 +37,9 @@ def rank_for(s: Tensor, rank: int | None, energy: float | None) -> int:
     """How many singular values to keep.
 
     Args:
-        s: in descending order.
-        rank: at most so many; None: all.
-        energy: the fewest whose squares sum to this share of all squares; None: all.
+        s: the singular values, in descending order.
+        rank: the largest number to keep; None does not limit it.
+        energy: keep the fewest whose squares sum to this fraction of all squares; None keeps all.
 
     Returns:
         At least 1.
@@ -52,14 +52,15 @@ def rank_for(s: Tensor, rank: int | None, energy: float | None) -> int:
 
 
 def resized(update: Update, rank: int | None, energy: float | None) -> tuple[Update, float]:
-    """An update of another rank.
+    """Change the rank of an update.
 
     Args:
-        rank: the new rank; above the old one, columns of zeros are added to ``up`` and nothing changes.
-        energy: or: the least rank that keeps this share of the squared singular values.
+        update: the update.
+        rank: the new rank. A larger rank adds columns of zeros to ``up``, which does not change the product.
+        energy: alternatively, use the smallest rank that keeps this fraction of the squared singular values.
 
     Returns:
-        The update, in fp32, and its squared error (Frobenius).
+        The fp32 update, and its squared error (Frobenius).
     """
     u, s, vt = svd_of_product(update)
     kept = rank_for(s, rank, energy)
@@ -70,7 +71,7 @@ def resized(update: Update, rank: int | None, energy: float | None) -> tuple[Upd
 
 
 def _widened(update: Update, rank: int) -> Update:
-    """Rows drawn from a seeded normal distribution for ``down``, zeros for ``up``: the same product, room to train."""
+    """Add seeded normal rows to ``down`` and zeros to ``up``, which leaves the product unchanged but trainable."""
     missing = rank - update.rank
     if missing <= 0:
         return update

@@ -1,4 +1,4 @@
-"""Of which model a LoRA is, by its keys and shapes; and what a file is that is no LoRA: no torch."""
+"""Identify the model of a LoRA by its keys and shapes, and the kind of any other file, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SD3_WIDTHS = {1536: "Stable Diffusion 3 Medium", 2432: "Stable Diffusion 3.5 Lar
 MEDIUM_35 = "Stable Diffusion 3.5 Medium"
 DUAL = re.compile(r"(transformer_blocks|joint_blocks)[._]\d+[._](x_block[._])?attn2[._]")
 
-# LoRA keys of other models, the most telling first.
+# LoRA keys of other models, most specific first.
 LORAS = (
     (r"single_transformer_blocks|double_blocks|single_blocks", "Flux"),
     (r"joint_transformer_blocks|double_layers", "AuraFlow"),
@@ -23,7 +23,7 @@ LORAS = (
     (r"lora_prior_|prior\.", "Stable Cascade"),
 )
 UNET = re.compile(r"(down_blocks|up_blocks|mid_block|input_blocks|output_blocks|middle_block)")
-# Keys that only one of the U-Nets has: kohya's scripts use the original names for XL alone, and its blocks are deeper.
+# Keys that only one U-Net has: kohya's scripts use the original names only for XL, whose blocks are deeper.
 ONLY_XL = re.compile(
     r"^lora_te[12]_|text_encoder_2\.|^lora_unet_(input|output|middle)_block|transformer_blocks[._][1-9]\d?[._]"
 )
@@ -57,7 +57,7 @@ MODELS = (
 
 
 def other_methods(names: list[str]) -> dict[str, list[str]]:
-    """Methods that are no plain LoRA, with the keys that show them."""
+    """Methods other than plain LoRA, with the keys that identify them."""
     found: dict[str, list[str]] = {}
     for pattern, method in OTHER_METHODS:
         if keys := [name for name in names if re.search(pattern, name)]:
@@ -66,38 +66,38 @@ def other_methods(names: list[str]) -> dict[str, list[str]]:
 
 
 def is_lora(names: list[str]) -> bool:
-    """Whether a file holds updates, of whatever model and method, rather than a model."""
+    """Whether a file contains updates, for any model and by any method, rather than a model."""
     factors = [name for name in names if (split := split_key(name)) and split[1] != "alpha"]
     telling = [keys for method, keys in other_methods(names).items() if "LoRA of" not in method]
     return bool(factors) or any(2 * len(keys) >= len(names) for keys in telling)
 
 
 def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
-    """The model that a LoRA is for, and what shows it. The first word pair of an SD3 is ``Stable Diffusion 3``.
+    """The model that a LoRA is for, and the evidence. The name of every SD3 model starts with ``Stable Diffusion 3``.
 
     Args:
-        shapes: of the file's tensors, by key.
+        shapes: the shapes of the file's tensors, by key.
     """
     names = list(shapes)
-    if (key := _first(UNET.pattern, names)) is not None:  # before the others, which share names of its attention
+    if (key := _first(UNET.pattern, names)) is not None:  # first, because others share its attention's names
         return _unet(shapes, key)
     for pattern, family in LORAS:
         if (key := _first(pattern, names)) is not None:
             return family, key
     if not _sd3_modules(names):
-        return "no model that is known here", names[0] if names else "nothing"
+        return "an unknown model", names[0] if names else "no keys"
     if (key := _first(DUAL.pattern, names)) is not None:
         return MEDIUM_35, f"its second attention: {key}"
     return _sd3_by_shape(shapes)
 
 
 def is_sd3(family: str) -> bool:
-    """Whether a family's name is that of an SD3 or SD3.5."""
+    """Whether a family is SD3 or SD3.5."""
     return family.startswith("Stable Diffusion 3")
 
 
 def kind_of_model(names: list[str]) -> str | None:
-    """What a file that is no LoRA holds; None: nothing that is known here."""
+    """The kind of a file that is not a LoRA; None if unknown."""
     return next((kind for pattern, kind in MODELS if _first(pattern, names) is not None), None)
 
 
@@ -118,7 +118,7 @@ def _sd3_modules(names: list[str]) -> list[str]:
 
 
 def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
-    """SD3 Medium, or another, by the width of its attention and modulation."""
+    """Identify the SD3 model by the widths of its attention and modulation."""
     widths: Counter[int] = Counter()
     for name, shape in shapes.items():
         split = split_key(name)
@@ -134,17 +134,17 @@ def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
             if down and len(shape) == len(down) == 2 and shape[0] == 9 * down[1]:
                 return MEDIUM_35, f"nine modulation vectors: {name} {list(shape)}"
     if not widths:
-        return "Stable Diffusion 3 (of which size, its layers do not tell)", "the names of its layers"
+        return "Stable Diffusion 3 (unknown size)", "the names of its layers"
     width = widths.most_common(1)[0][0]
     if width == 3072:
-        return "Flux or Qwen-Image", "attention of width 3072 under names that SD3 has too"
-    name = SD3_WIDTHS.get(width, f"Stable Diffusion 3 of width {width}, which no published one has")
+        return "Flux or Qwen-Image", "attention of width 3072 under names that SD3 also uses"
+    name = SD3_WIDTHS.get(width, f"Stable Diffusion 3 of the unpublished width {width}")
     note = f"attention of width {width}"
-    return name, note + (f"; {MEDIUM_35} has the same in these layers" if width == 1536 else "")
+    return name, note + (f"; {MEDIUM_35} has the same width in these layers" if width == 1536 else "")
 
 
 def _unet(shapes: Mapping[str, tuple[int, ...]], key: str) -> tuple[str, str]:
-    """Which U-Net, by the width of the text that its cross-attention reads, or by keys that only one has."""
+    """Identify the U-Net by the text width of its cross-attention, or by keys that only one U-Net has."""
     for name, shape in shapes.items():
         split = split_key(name)
         if split and split[1] == "down" and re.search(r"attn2.*to_[kv]", name) and len(shape) >= 2:

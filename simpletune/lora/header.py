@@ -1,4 +1,4 @@
-"""What a LoRA file's header tells: layout, layers, ranks, alphas. No weights are read but alphas; no torch."""
+"""Read a LoRA file's layout, layers, ranks and alphas without torch. Apart from alphas, reads only the header."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 ADAPTER_METADATA = "lora_adapter_metadata"  # diffusers' name for PEFT's settings in the header
 LISTED = 6
 LONGEST_PATTERN = 200  # characters
+DAMAGED = "The file is damaged: download or export it again"
+PLAIN_ONLY = "Only plain LoRA can be applied exactly"
 LARGEST_SCALE = 1e6
-"""Alpha over rank, at most; files that people train have 0.001 to 100."""
+"""Largest accepted alpha / rank; real files have 0.001 to 100."""
 
 
 class TensorEntry(TypedDict):
-    """What a safetensors header says of one tensor; offsets count from the header's end."""
+    """The entry of one tensor in a safetensors header; offsets count from the end of the header."""
 
     dtype: str
     shape: list[int]
@@ -38,10 +40,10 @@ class Module:
     """One updated module of a file.
 
     Args:
-        name: as in the file, with its prefix.
-        keys: by role.
-        layers: diffusers' names of the layers that it updates: one, or the three of a fused q, k, v.
-        alpha: from its own tensor; None: it has none.
+        name: the name in the file, with its prefix.
+        keys: keys by role.
+        layers: diffusers' names of the layers that it updates: one, or three for a fused q, k, v.
+        alpha: the value of its own alpha tensor, or None.
     """
 
     name: str
@@ -51,13 +53,13 @@ class Module:
 
 
 class LoraHeader:
-    """A LoRA file as its header shows it.
+    """The header of a LoRA file.
 
     Args:
-        file: safetensors.
+        file: a safetensors file.
 
     Raises:
-        UserError: it is damaged, or no safetensors file.
+        UserError: it is damaged, or not a safetensors file.
     """
 
     def __init__(self, file: Path):
@@ -95,17 +97,17 @@ class LoraHeader:
 
     @cached_property
     def family(self) -> tuple[str, str]:
-        """The model that it is for, and what shows it."""
+        """The model that it is for, and the evidence."""
         return family_of_lora(self.shapes)
 
     @property
     def is_lora(self) -> bool:
-        """Whether it holds updates rather than a model."""
+        """Whether it contains updates rather than a model."""
         return is_lora(self.names)
 
     @property
     def unmatched(self) -> list[str]:
-        """Keys that belong to no layer of SD3's transformer."""
+        """Keys that match no layer of SD3's transformer."""
         lost = [key for module in self.modules.values() if not module.layers for key in module.keys.values()]
         known = {key for module in self.modules.values() for key in module.keys.values()}
         return [name for name in self.names if name not in known or name in lost]
@@ -116,37 +118,35 @@ class LoraHeader:
         return [module.name for module in self.modules.values() if not {DOWN, UP} <= set(module.keys)]
 
     def rank(self, module: Module) -> int:
-        """A module's rank: the rows of its first factor; 0 for a factor that is one number."""
+        """A module's rank: the number of rows of its first factor; 0 for a scalar."""
         return (self.shapes[module.keys[DOWN]] or (0,))[0]
 
     @cached_property
     def settings(self) -> Json | None:
-        """PEFT's settings of the transformer's adapter, from the header or an adapter_config.json beside; else None."""
+        """PEFT's settings of the adapter, from the header or from adapter_config.json beside the file, or None."""
         if ADAPTER_METADATA in self.metadata:
             try:
                 found = json.loads(self.metadata[ADAPTER_METADATA])
             except (ValueError, RecursionError):
-                raise UserError(
-                    f"{self.file}: {ADAPTER_METADATA} in its header is no JSON. The file is damaged"
-                ) from None
+                raise UserError(f"{self.file}: {ADAPTER_METADATA} in its header is not JSON. {DAMAGED}") from None
             return _checked(found, f"{self.file}: {ADAPTER_METADATA} in its header")
         beside = self.file.with_name("adapter_config.json")
         if self.layout is PEFT and beside.is_file():
             try:
                 return _checked(json.loads(beside.read_text()), str(beside))
             except ValueError:
-                raise UserError(f"{beside} is no JSON. The file is damaged") from None
+                raise UserError(f"{beside} is not JSON. {DAMAGED}") from None
         return None
 
     def scale(self, module: Module) -> float:
-        """What a module's product is multiplied by: its own alpha before the header's, over its rank; else 1."""
+        """The scale of a module: its own alpha / rank, otherwise the header's, otherwise 1."""
         rank = self.rank(module)
         if module.alpha is not None:
             return module.alpha / rank if rank else math.nan
         return self.header_scale(module)
 
     def header_scale(self, module: Module) -> float:
-        """What the settings in the header make of it, as PEFT reads them; 1 without any."""
+        """The scale that PEFT derives from the header's settings; 1 without settings."""
         if self.settings is None:
             return 1.0
         layer = module.layers[0] if module.layers else module.name
@@ -161,7 +161,7 @@ class LoraHeader:
         begin, end = entry["data_offsets"]
         of = TYPES.get(entry["dtype"])
         if math.prod(entry["shape"]) != 1 or of is None or of.struct is None:
-            self.odd_alphas.append(f"{key} should be one number, and is {entry['dtype']} {entry['shape']}")
+            self.odd_alphas.append(f"{key} must be a single number but is {entry['dtype']} {entry['shape']}")
             return None
         with open(self.file, "rb") as handle:
             handle.seek(8 + int.from_bytes(handle.read(8), "little") + begin)
@@ -172,10 +172,10 @@ class LoraHeader:
 
 
 def require_safetensors(file: Path) -> None:
-    """Refuse what is not there and what would have to be unpickled.
+    """Refuse missing files and files in other formats, above all pickles.
 
     Raises:
-        UserError: with what it is.
+        UserError: names the format.
     """
     if not file.is_file():
         raise UserError(f"{file} does not exist. Give a .safetensors file")
@@ -184,45 +184,52 @@ def require_safetensors(file: Path) -> None:
     pickled = start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05") or start == b"PK\x03\x04"
     if file.suffix in PICKLES or pickled:
         raise UserError(
-            f"{file} is a pickle file ({file.suffix or 'by its first bytes'}): loading one can run any program, so "
-            "it is never opened. Get the .safetensors version, or convert it where you trust its source"
+            f"{file} is a pickle file ({file.suffix or 'by its first bytes'}), which is never opened because loading "
+            "one can run arbitrary code. Get the .safetensors version, or convert it if you trust its source"
         )
     if start == b"GGUF":
-        raise UserError(f"{file} is a GGUF file, which is not read. Get the .safetensors version")
+        raise UserError(f"{file} is a GGUF file, which is not supported. Get the .safetensors version")
+
+
+def require_tensors(header: LoraHeader) -> None:
+    """Refuse an empty file.
+
+    Raises:
+        UserError: it contains no tensors.
+    """
+    if not header.names:
+        raise UserError(f"{header.file} is empty: it contains no tensors. Download or export it again")
 
 
 def open_lora(file: Path) -> LoraHeader:
-    """The header of a LoRA that SD3's transformer can take, checked as far as a header can be.
+    """Open a LoRA for SD3's transformer and check everything that its header shows.
 
     Raises:
-        UserError: it is no LoRA, of another model, by another method, incomplete, or has keys that match nothing.
+        UserError: it is not a LoRA, is for another model or method, is incomplete, or has keys that match no layer.
     """
     header = LoraHeader(file)
-    if not header.names:
-        raise UserError(f"{file} is empty: it holds no tensors")
+    require_tensors(header)
     if not header.is_lora:
-        kind = kind_of_model(header.names) or f"no LoRA that is known here (it holds {', '.join(header.names[:4])})"
+        kind = kind_of_model(header.names) or f"an unknown kind of file (it contains {', '.join(header.names[:4])})"
         raise UserError(f"{file} is {kind}. Give a LoRA for Stable Diffusion 3")
     family, shown = header.family
     if not family.startswith("Stable Diffusion 3"):
         raise UserError(f"{file} is a LoRA for {family} ({shown}). Give one for Stable Diffusion 3")
     if header.methods:
         method, keys = next(iter(header.methods.items()))
-        raise UserError(
-            f"{file} is {method}, which is not supported ({keys[0]}). Only plain LoRA can be applied exactly"
-        )
+        raise UserError(f"{file} is {method}, which is not supported ({keys[0]}). {PLAIN_ONLY}")
     if header.settings and header.settings.get("use_dora"):
-        raise UserError(f"{file} is DoRA by its header, which is not supported. Only plain LoRA can be applied exactly")
+        raise UserError(f"{file} is DoRA according to its header, which is not supported. {PLAIN_ONLY}")
     if header.layout is None:
         raise UserError(f"{file} mixes layouts: {', '.join(_examples(header))}. Every key must have the same prefix")
     if header.unmatched:
         count, listed = len(header.unmatched), shortened(header.unmatched, LISTED)
-        text = " (updates of text encoders, which simpletune does not apply)" if header.text else ""
+        text = " (text encoder updates, which simpletune does not apply)" if header.text else ""
         raise UserError(f"{file}: {count} of {len(header.names)} keys match no layer of SD3: {listed}{text}")
     if header.halves:
-        raise UserError(f"{file}: {header.halves[0]} lacks one of its two factors. The file is damaged")
+        raise UserError(f"{file}: {header.halves[0]} lacks one of its two factors. {DAMAGED}")
     if header.odd_alphas:
-        raise UserError(f"{file}: {header.odd_alphas[0]}. The file is damaged")
+        raise UserError(f"{file}: {header.odd_alphas[0]}. {DAMAGED}")
     _require_shapes(header)
     _require_scales(header)
     return header
@@ -234,22 +241,25 @@ def _require_shapes(header: LoraHeader) -> None:
         if len(down) != 2 or len(up) != 2:
             if module.layers == ("pos_embed.proj",):
                 raise UserError(
-                    f"{header.file}: {module.name} updates a convolution (the patch embedding): not supported"
+                    f"{header.file}: {module.name} updates a convolution (the patch embedding), which is not "
+                    "supported. Train without it"
                 )
-            raise UserError(f"{header.file}: {module.name} has {list(down)} and {list(up)}, which are no matrices")
+            raise UserError(
+                f"{header.file}: {module.name} has factors {list(down)} and {list(up)}; both must be matrices"
+            )
         if down[0] != up[1] or up[0] % len(module.layers) or 0 in (*down, *up):
             raise UserError(
-                f"{header.file}: {module.name} has {list(down)} and {list(up)}, which do not fit each other"
+                f"{header.file}: {module.name} has factors {list(down)} and {list(up)}, which do not match. {DAMAGED}"
             )
 
 
 def _require_scales(header: LoraHeader) -> None:
     for module in header.modules.values():
         scale = header.scale(module)
-        if not abs(scale) <= LARGEST_SCALE:  # NaN, too
+        if not abs(scale) <= LARGEST_SCALE:  # also refuses NaN
             raise UserError(
-                f"{header.file}: {module.keys.get(ALPHA, module.name)} gives a scale of {scale:g}. A scale is finite "
-                f"and at most {LARGEST_SCALE:g}. The file is damaged"
+                f"{header.file}: {module.keys.get(ALPHA, module.name)} gives a scale of {scale:g}. A scale must be "
+                f"finite and at most {LARGEST_SCALE:g}. {DAMAGED}"
             )
 
 
@@ -259,10 +269,10 @@ def _examples(header: LoraHeader) -> list[str]:
 
 
 def _checked(found: object, where: str) -> Json:
-    """PEFT's settings, with the kinds of values that they must have.
+    """Validate the values of PEFT's settings.
 
     Raises:
-        UserError: they have others.
+        UserError: a value is invalid.
     """
     settings = {str(k).removeprefix("transformer."): v for k, v in found.items()} if isinstance(found, dict) else {}
     numbers = [settings.get(name) for name in ("r", "lora_alpha")]
@@ -271,29 +281,27 @@ def _checked(found: object, where: str) -> Json:
         numbers += patterns.values() if isinstance(patterns, dict) else [patterns]
     odd = [n for n in numbers if n is not None and (type(n) not in (int, float) or not 0 <= n < 2**31)]
     if not isinstance(found, dict) or odd:
-        raise UserError(
-            f"{where} holds {str(odd[0] if odd else found)[:40]!r}, which is no setting. The file is damaged"
-        )
+        raise UserError(f"{where} contains the invalid value {str(odd[0] if odd else found)[:40]!r}. {DAMAGED}")
     return settings
 
 
 def _pattern(patterns: Mapping[str, float] | None, layer: str, default: float | None) -> float | None:
-    """PEFT's rule: the first pattern that matches the end of a layer's name."""
+    """Apply PEFT's rule: use the first pattern that matches the end of a layer's name."""
     for pattern, value in (patterns or {}).items():
         if len(pattern) > LONGEST_PATTERN or len(re.findall(r"[*+?{]", pattern)) > 4 or re.search(r"\)[*+?{]", pattern):
             raise UserError(
-                f"the pattern {pattern[:40]!r} in a LoRA's settings could take for ever to match: at most "
-                f"{LONGEST_PATTERN} characters, 4 repetitions, none of a group. Use the layers' names"
+                f"the pattern {pattern[:40]!r} in a LoRA's settings could take forever to match: patterns may have at "
+                f"most {LONGEST_PATTERN} characters and 4 repetitions, none of a group. Use the layers' names"
             )
         try:
             fits = re.match(rf"(.*\.)?({pattern})$", layer)
         except re.error:
-            raise UserError(f"the pattern {pattern!r} in a LoRA's settings is none. The file is damaged") from None
+            raise UserError(f"the pattern {pattern!r} in a LoRA's settings is invalid. {DAMAGED}") from None
         if fits:
             return value
     return default
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """A key that sorts block 2 before block 10."""
+    """A sort key that puts block 2 before block 10."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

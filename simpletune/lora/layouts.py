@@ -1,7 +1,7 @@
-"""The layouts of LoRA files for SD3, and what their keys mean: no torch.
+"""The layouts of LoRA files for SD3 and the meaning of their keys, without torch.
 
-A key is a prefix, a module and a role. Layouts differ in all three: diffusers' names or the original ones, with dots or
-underscores; ``lora_A`` or ``lora_down``; alpha in a tensor, in the header, or nowhere.
+A key consists of a prefix, a module and a role. Layouts differ in all three: diffusers' names or the original ones,
+with dots or underscores; ``lora_A`` or ``lora_down``; alpha in a tensor, in the header, or missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROLES = {
     "lora.up.weight": UP,
     "alpha": ALPHA,
 }
-# Parts of other methods: a LoRA's arithmetic would read them wrongly, so they are named and refused.
+# Keys of other methods, which are refused by name because plain LoRA arithmetic would be wrong for them.
 OTHER_METHODS = (
     (r"\.(dora_scale|lora_magnitude_vector(\.default)?(\.weight)?)$", "DoRA"),
     (r"\.hada_[wt]\d(_[ab])?$", "LoHa"),
@@ -40,15 +40,15 @@ TEXT_ENCODERS = re.compile(r"^(text_encoder(_[23])?\.|lora_te\d?_|clip_[lg]\.|t5
 
 @dataclass(frozen=True)
 class Layout:
-    """How a kind of file names things.
+    """The naming scheme of a kind of file.
 
     Args:
-        name: in commands and messages.
-        prefix: of every key.
-        original: whether modules have the original names (q, k, v fused), not diffusers'.
-        dots: whether modules keep their dots; else underscores.
-        down: role of the first factor, [rank, inputs].
-        up: role of the second factor, [outputs, rank].
+        name: its name in commands and messages.
+        prefix: the prefix of every key.
+        original: whether modules have the original names (with fused q, k, v) instead of diffusers'.
+        dots: whether module names contain dots rather than underscores.
+        down: key ending of the first factor, [rank, inputs].
+        up: key ending of the second factor, [outputs, rank].
     """
 
     name: str
@@ -59,7 +59,7 @@ class Layout:
     up: str
 
     def key(self, module: str, role: str) -> str:
-        """The key of a module's tensor. ``module`` with dots."""
+        """The key of a module's tensor; ``module`` contains dots."""
         ending = {DOWN: self.down, UP: self.up, ALPHA: "alpha"}[role]
         return f"{self.prefix}{module if self.dots else module.replace('.', '_')}.{ending}"
 
@@ -83,7 +83,7 @@ TITLES = {
 
 
 def split_key(key: str) -> tuple[str, str] | None:
-    """A key's module with its prefix, and its role; None for what is no part of a LoRA."""
+    """Split a key into its module (with prefix) and role; None if it is not a LoRA key."""
     for ending, role in ROLES.items():
         if key.endswith("." + ending):
             return key.removesuffix("." + ending), role
@@ -91,7 +91,7 @@ def split_key(key: str) -> tuple[str, str] | None:
 
 
 def layout_of(modules: list[str]) -> Layout | None:
-    """The layout that modules with their prefixes are in; None if they share none."""
+    """The layout of modules (with prefixes); None if they have no common layout."""
     for layout in LAYOUTS[:-1]:
         if modules and all(module.startswith(layout.prefix) for module in modules):
             return layout
@@ -100,10 +100,11 @@ def layout_of(modules: list[str]) -> Layout | None:
 
 
 def layers_of(layout: Layout, module: str) -> tuple[str, ...]:
-    """Diffusers' names of the layers that a module of a file updates: one, the three of a fused q, k, v, or none.
+    """Diffusers' names of the layers that a file's module updates: one, three for a fused q, k, v, or none.
 
     Args:
-        module: as in the file, with its prefix.
+        layout: the file's layout.
+        module: the name in the file, with its prefix.
     """
     inner = module.removeprefix(layout.prefix)
     if not layout.original:
@@ -120,7 +121,7 @@ def layers_of(layout: Layout, module: str) -> tuple[str, ...]:
 
 
 def original_module(layer: str) -> tuple[str, int | None]:
-    """The original module that a layer of diffusers' belongs to, and which third of it; None: all of it.
+    """The original module of one of diffusers' layers, and which third of it the layer is; None for all of it.
 
     Raises:
         KeyError: SD3 has no such layer.
@@ -137,10 +138,10 @@ def original_module(layer: str) -> tuple[str, int | None]:
 
 
 def halves_swapped(layer: str, outputs: int, inputs: int) -> bool:
-    """Whether a layer's outputs hold scale before shift in diffusers and shift before scale in the original layout.
+    """Whether a layer's outputs are scale before shift in diffusers, but shift before scale in the original layout.
 
-    So it is for modulations without gates: ``norm_out``, and the last block's ``norm1_context``, which its two vectors
-    tell from the other blocks' six. No number of blocks is needed, which a LoRA file does not tell.
+    True for modulations without gates: ``norm_out`` and the last block's ``norm1_context``, which has two vectors where
+    other blocks have six. So the number of blocks, which a LoRA file does not contain, is not needed.
     """
     return layer == "norm_out.linear" or layer.endswith(".norm1_context.linear") and outputs == 2 * inputs
 
@@ -158,7 +159,7 @@ def _diffusers_layer(inner: str, dots: bool) -> tuple[str, ...]:
 
 
 def _backwards() -> dict[str, tuple[str, ...]]:
-    """Original names inside a block to diffusers': one each, three for a fused q, k, v."""
+    """Map original names inside a block to diffusers': one each, three for a fused q, k, v."""
     found: dict[str, tuple[str, ...]] = {original: (name,) for name, original in IN_BLOCK.items()}
     for name, (fused, _) in FUSED.items():
         found[fused] = (*found.get(fused, ()), name)

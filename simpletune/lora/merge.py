@@ -1,6 +1,6 @@
-"""LoRA into the base, W + sum of scale_n B_n A_n: a diffusers folder, or a file in the original layout.
+"""Merge LoRAs into the base, W + sum of scale_n B_n A_n, to a diffusers folder or a file in the original layout.
 
-One layer is in memory at a time; the file is written as it goes.
+Streams the output with one layer in memory at a time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from simpletune.lora.bases import Base
 from simpletune.lora.header import TensorEntry
 from simpletune.lora.updates import Updates
+from simpletune.lora.write import overflow
 from simpletune.models.original_names import Origin, origin_of
 from simpletune.models.single_file import open_file
 from simpletune.options import UserError, plural, shortened
@@ -29,12 +30,12 @@ PREFIX = "model.diffusion_model."
 
 @dataclass
 class Merged:
-    """What came of a merge.
+    """The result of a merge.
 
     Args:
-        path: folder or file written.
-        layers: how many were changed.
-        lost: the error of rounding to the file's type, as a share of the updates (Frobenius norms over all layers).
+        path: the written folder or file.
+        layers: the number of changed layers.
+        lost: the rounding error of the file's type relative to the updates (Frobenius norms over all layers).
     """
 
     path: Path
@@ -47,11 +48,11 @@ class Merger:
 
     Args:
         base: the checkpoint.
-        loras: updates, each with its strength.
-        dtype: ``fp32``, ``fp16`` or ``bf16``; None: each tensor as it is in the base.
+        loras: updates with their strengths.
+        dtype: ``fp32``, ``fp16`` or ``bf16``; None uses the base's type for each tensor.
 
     Raises:
-        UserError: layers that the base does not have, or not in that shape.
+        UserError: the base lacks a layer, or has it with another shape.
     """
 
     def __init__(self, base: Base, loras: Sequence[tuple[Updates, float]], dtype: str | None):
@@ -69,16 +70,16 @@ class Merger:
             for name, update in updates.items():
                 if update.shape != linears[name]:
                     raise UserError(
-                        f"{name}: the LoRA is for {list(update.shape)} (outputs, inputs), {base.name} has "
-                        f"{list(linears[name])}. It belongs to another model"
+                        f"{name}: the LoRA has shape {list(update.shape)} (outputs, inputs), and {base.name} has "
+                        f"{list(linears[name])}. The LoRA belongs to another model"
                     )
 
     def kind(self, name: str) -> str:
-        """The type that a tensor is written in, in safetensors' words."""
+        """The type of a tensor in the output, under safetensors' name."""
         return KINDS[self._dtype] if self._dtype else self.base.kinds[name]
 
     def get(self, name: str) -> Tensor:
-        """One tensor, merged, in the type that it is written in."""
+        """Compute one merged tensor in its output type."""
         tensor, dtype = self.base.get(name), TYPES[self.kind(name)]
         layer = name.removesuffix(".weight")
         if layer == name or layer not in self.changed:
@@ -96,7 +97,7 @@ class Merger:
 
     @property
     def lost(self) -> float:
-        """The share of the updates that rounding to the file's type took or added."""
+        """The rounding error of the file's type relative to the updates, so far."""
         return (self._error / self._effect) ** 0.5 if self._effect else 0.0
 
 
@@ -104,8 +105,8 @@ def merge_to_folder(merger: Merger, folder: Path, metadata: Mapping[str, str], d
     """Write the merged transformer as a folder that diffusers' ``from_pretrained`` loads.
 
     Args:
-        merger: what is written.
-        folder: where to; replaced if it is there.
+        merger: provides the merged tensors.
+        folder: the target, replaced if it exists.
         metadata: strings for the header.
         done: called after each tensor.
     """
@@ -120,12 +121,12 @@ def merge_to_folder(merger: Merger, folder: Path, metadata: Mapping[str, str], d
 
 
 def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> Merged:
-    """Write the merged transformer as one file in the original layout; what else a single-file base holds comes along.
+    """Write the merged transformer as one file in the original layout, with the other tensors of a single-file base.
 
     Args:
-        merger: what is written.
-        file: where to.
-        metadata: strings for the header; those of a single-file base are kept beside.
+        merger: provides the merged tensors.
+        file: the target.
+        metadata: strings for the header, added to those of a single-file base.
         done: called after each tensor.
     """
     base = merger.base
@@ -155,7 +156,7 @@ def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done:
 
 
 def _groups(base: Base) -> dict[str, list[tuple[str, Origin]]]:
-    """Original names, each with the tensors of diffusers' that it is made of, in order."""
+    """Map original names to diffusers' tensors that they consist of, in order."""
     found: dict[str, list[tuple[str, Origin]]] = {}
     for name in base.shapes:
         origin = origin_of(name, base.config["num_layers"])
@@ -172,7 +173,7 @@ def _assemble(merger: Merger, parts: Sequence[tuple[str, Origin]]) -> Tensor:
 
 
 def _raw(file: Path | None, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, bytes]]:
-    """Tensors of a file as bytes."""
+    """Read tensors of a file as bytes."""
     if file is None:
         return
     with open(file, "rb") as handle:
@@ -186,5 +187,5 @@ def _raw(file: Path | None, entries: Mapping[str, TensorEntry]) -> Iterator[tupl
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     cast = tensor.to(dtype)
     if dtype is torch.float16 and not cast.isfinite().all():
-        raise UserError(f"{name} does not fit fp16: values become infinite. Use --dtype bf16 or fp32")
+        raise UserError(f"{name} {overflow('fp16')}")
     return cast

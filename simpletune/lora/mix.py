@@ -1,4 +1,4 @@
-"""Several LoRAs into one, by PEFT's ``add_weighted_adapter``: one layer at a time, on a model of that layer alone."""
+"""Mix several LoRAs into one with PEFT's ``add_weighted_adapter``, one layer at a time on a model of that layer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PRUNING = tuple(method for method in METHODS if method.startswith(("ties", "dare
 
 @dataclass(frozen=True)
 class Recipe:
-    """How updates are mixed.
+    """How to mix updates.
 
     Args:
         method: PEFT's ``combination_type``.
-        rank: of the result, for the methods that end in svd; None: the largest rank.
-        density: the share of values that ties, dare and magnitude_prune keep.
-        seed: of what dare drops.
+        rank: the result's rank for methods that end in svd; None uses the largest rank.
+        density: the fraction of values that ties, dare and magnitude_prune keep.
+        seed: seeds the values that dare drops.
     """
 
     method: str = "cat"
@@ -36,38 +36,38 @@ class Recipe:
 
 
 def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Update]:
-    """One LoRA from several.
+    """Mix several LoRAs into one.
 
-    ``cat`` is the sum of their deltas exactly, and its rank the sum of theirs; ``svd`` is the best approximation of
-    that sum at a rank. ``linear`` and what builds on it sum the factors, not the products: (sum a_n A_n) and
+    ``cat`` is the exact sum of their deltas, with the sum of their ranks; ``svd`` is the best approximation of that sum
+    at a given rank. ``linear`` and the methods based on it sum the factors instead of the products: (sum a_n A_n) and
     (sum a_n B_n) with a_n = sqrt(weight), so their product has cross terms.
 
     Args:
-        loras: updates, each with its weight.
-        recipe: how.
+        loras: updates with their weights.
+        recipe: how to mix them.
 
     Returns:
-        By layer, every layer that one of them has; scale 1.
+        Updates with scale 1 for every layer that any LoRA has.
 
     Raises:
-        UserError: layers of different shapes, or of different ranks where the method needs equal ones.
+        UserError: shapes differ, or ranks differ and the method needs equal ranks.
     """
     layers = sorted({name for updates, _ in loras for name in updates})
     mixed = {}
     for name in layers:
         parts = [(updates[name], weight) for updates, weight in loras if name in updates]
         if len({part.shape for part, _ in parts}) > 1:
-            raise UserError(f"{name} has different shapes in these files: they are for different models")
+            raise UserError(f"{name} has different shapes in these files: they are for different models. Give others")
         ranks = sorted({part.rank for part, _ in parts})
         if len(ranks) > 1 and recipe.method in SAME_RANK:
-            ways = f"--method cat or svd, or bring them to one rank first: simpletune resize --rank {ranks[-1]}"
+            ways = f"--method cat or svd, or resize them to one rank first: simpletune resize --rank {ranks[-1]}"
             raise UserError(f"--method {recipe.method} needs equal ranks; {name} has {ranks}. Use {ways}")
         mixed[name] = _mix_layer(name, parts, recipe)
     return mixed
 
 
 def _mix_layer(name: str, parts: Sequence[tuple[Update, float]], recipe: Recipe) -> Update:
-    """PEFT on a model with one linear layer, whose own weights are never looked at."""
+    """Run PEFT on a model with one linear layer, whose uninitialised weights are never read."""
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 

@@ -1,4 +1,4 @@
-"""Reading LoRA files of any layout into updates under diffusers' names. What matches nothing is an error."""
+"""Read LoRA files of any layout into updates under diffusers' names. A key that matches no layer is an error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from simpletune.lora.header import LoraHeader, open_lora
+from simpletune.lora.header import DAMAGED, LoraHeader, open_lora
 from simpletune.lora.layouts import DOWN, UP, halves_swapped
 from simpletune.lora.updates import Update, split, swap_halves
 from simpletune.options import UserError
@@ -15,26 +15,26 @@ READ = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def read_lora(file: Path) -> dict[str, Update]:
-    """The updates of a LoRA file in diffusers', kohya's, ComfyUI's, PEFT's or OneTrainer's layout.
+    """Read a LoRA file in diffusers', kohya's, ComfyUI's, PEFT's or OneTrainer's layout.
 
     Args:
-        file: safetensors.
+        file: a safetensors file.
 
     Returns:
-        By diffusers' layer name, in the file's type; scales as diffusers or kohya's tools read them: a tensor ``alpha``
-        over the rank, else the header's ``lora_adapter_metadata``, else 1.
+        Updates in the file's type by diffusers' layer name. Scales are those of diffusers and kohya's tools: an
+        ``alpha`` tensor / rank, otherwise the header's ``lora_adapter_metadata``, otherwise 1.
 
     Raises:
-        UserError: it is no LoRA for SD3, damaged, has keys that match nothing, or values that are not finite.
+        UserError: it is not a LoRA for SD3, is damaged, has keys that match no layer, or values that are not finite.
     """
     return updates_of(open_lora(file))
 
 
 def updates_of(header: LoraHeader) -> dict[str, Update]:
-    """The updates of a file whose header has been checked.
+    """Read the updates of a file whose header has been checked.
 
     Raises:
-        UserError: values that are not finite, two updates for one layer, or a type that is not read.
+        UserError: values are not finite, a layer has two updates, or a type is not supported.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -43,20 +43,25 @@ def updates_of(header: LoraHeader) -> dict[str, Update]:
     try:
         opened = safe_open(header.file, framework="pt")
     except SafetensorError as error:
-        raise UserError(f"{header.file} is damaged ({' '.join(str(error).split())[:120]}). Fetch it again") from None
+        raise UserError(f"{header.file}: {' '.join(str(error).split())[:120]}. {DAMAGED}") from None
     with opened as handle:
         for module in header.modules.values():
             down, up = (handle.get_tensor(module.keys[role]) for role in (DOWN, UP))
             for key, tensor in ((module.keys[DOWN], down), (module.keys[UP], up)):
                 if tensor.dtype not in READ:
-                    raise UserError(f"{header.file}: {key} is in {tensor.dtype}, which is not read")
+                    raise UserError(
+                        f"{header.file}: {key} is in {tensor.dtype}, which is not supported. Use fp32, fp16 or bf16"
+                    )
                 if not tensor.isfinite().all():
-                    raise UserError(f"{header.file}: {key} holds NaN or infinite values: the training had diverged")
+                    raise UserError(
+                        f"{header.file}: {key} contains NaN or infinite values: its training diverged. "
+                        "Use an earlier checkpoint"
+                    )
             update = Update(down, up, header.scale(module))
             parts = [update] if len(module.layers) == 1 else split(update, len(module.layers))
             for layer, part in zip(module.layers, parts, strict=True):
                 if layer in found:
-                    raise UserError(f"{header.file}: {layer} is updated twice, once by {module.name}")
+                    raise UserError(f"{header.file}: {layer} is updated twice, once by {module.name}. {DAMAGED}")
                 if part is not None:
                     swapped = header.layout.original and halves_swapped(layer, *part.shape)
                     found[layer] = swap_halves(part) if swapped else part

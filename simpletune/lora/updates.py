@@ -1,4 +1,4 @@
-"""The update of one linear layer, and what becomes of it between layouts.
+"""The update of one linear layer, and its conversion between layouts.
 
 Shapes: o outputs, i inputs, r rank.
 """
@@ -33,15 +33,15 @@ class Update:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(o, i), as of the layer's weight."""
+        """(o, i), the shape of the layer's weight."""
         return self.up.shape[0], self.down.shape[1]
 
     def delta(self) -> Tensor:  # fp32 [o, i]
-        """What is added to the weight."""
+        """The matrix added to the weight."""
         return self.scale * (self.up.float() @ self.down.float())
 
     def folded(self) -> Update:
-        """The same with scale 1: the scale goes into ``up``, in its type."""
+        """The update with scale 1, with the scale folded into ``up`` in its type."""
         if self.scale == 1.0:
             return self
         return Update(self.down, (self.up.float() * self.scale).to(self.up.dtype))
@@ -52,18 +52,19 @@ Updates = Mapping[str, Update]
 
 
 def swap_halves(update: Update) -> Update:
-    """The halves of the outputs change places (scale before shift, shift before scale)."""
+    """Swap the halves of the outputs (scale and shift)."""
     return replace(update, up=torch.cat(update.up.chunk(2)[::-1]))
 
 
 def fuse(parts: Sequence[Update | None]) -> Update:
-    """The updates of q, k and v as one update of the layer that holds them one above the other.
+    """Fuse the updates of q, k and v into one update of the layer that stacks them.
 
-    Where all share ``down``, it is kept: rank r. Else the downs are stacked and the ups stand on the diagonal: rank is
-    their sum. A part that is None gets rows of zeros, and no rank. Parts of different scales are folded first.
+    If all share ``down``, the result keeps it and has rank r. Otherwise it stacks the downs, puts the ups on the
+    diagonal, and has the sum of their ranks. A part that is None gets rows of zeros and adds no rank. Parts with
+    different scales are folded first.
 
     Args:
-        parts: of q, k, v; at least one is not None; all of one shape.
+        parts: the updates of q, k, v with equal shapes; at least one is not None.
     """
     present = [part for part in parts if part is not None]
     if len({part.scale for part in present}) > 1:
@@ -83,10 +84,10 @@ def fuse(parts: Sequence[Update | None]) -> Update:
 
 
 def split(update: Update, count: int = 3) -> list[Update | None]:
-    """The parts of a fused update; the inverse of ``fuse`` up to rows and columns of zeros.
+    """Split a fused update; the inverse of ``fuse`` up to rows and columns of zeros.
 
-    Parts that use columns of their own get only those; a part without any is None. Where columns are shared (a tool
-    trained the fused layer itself), each part keeps the whole ``down``.
+    If no columns are shared, each part gets only its own, and a part without any is None. If columns are shared (a tool
+    has trained the fused layer itself), each part keeps the whole ``down``.
     """
     ups = list(update.up.chunk(count))
     if update.rank % count == 0 and _is_diagonal(ups):
@@ -104,7 +105,7 @@ def split(update: Update, count: int = 3) -> list[Update | None]:
 
 
 def _is_diagonal(ups: Sequence[Tensor]) -> bool:
-    """Whether part n is zero outside the n-th of equal blocks of columns."""
+    """Whether each part n is zero outside the n-th of equally wide blocks of columns."""
     width = ups[0].shape[1] // len(ups)
     for number, up in enumerate(ups):
         inside = slice(number * width, (number + 1) * width)

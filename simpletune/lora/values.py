@@ -1,4 +1,4 @@
-"""The values in a safetensors file, looked at without torch: what is not finite, and what is zero throughout."""
+"""Scan the values of a safetensors file for non-finite numbers and all-zero tensors, without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK = 2**22
 
 @dataclass(frozen=True)
 class ScannedValues:
-    """What one tensor holds.
+    """The findings about one tensor.
 
     Args:
         not_finite: how many values are NaN or infinite.
@@ -26,13 +26,13 @@ class ScannedValues:
 
 
 def scan_values(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, ScannedValues]:
-    """The floating-point tensors of a file, 4 Mi bytes at a time.
+    """Scan the floating-point tensors of a file, 4 MiB at a time.
 
-    A number is not finite when its exponent's bits are all ones, in every type but the 8-bit one without infinities.
+    A number is not finite if all bits of its exponent are ones, in every type except the 8-bit one without infinities.
 
     Args:
-        file: safetensors, whose header is sound.
-        entries: of the header.
+        file: a safetensors file with a valid header.
+        entries: the entries of the header.
     """
     import numpy as np
 

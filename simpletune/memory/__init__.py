@@ -1,6 +1,6 @@
-"""The memory levers, each a small module that is exact or says what it changes; and the counting of bytes by kind.
+"""The memory levers, each in a small module that is exact or documents what it changes, and memory accounting by kind.
 
-May import options, tensors and system. Models, profiling and the rooms above may import it.
+May import options, tensors and system. Models, profiling and the packages above may import this one.
 """
 
 from __future__ import annotations
@@ -23,71 +23,72 @@ BLOCKS = "transformer_blocks"
 
 
 class Memory(Option):
-    """What is given for less memory on the device: mostly time."""
+    """Options that save device memory, mostly at the cost of time."""
 
     profile: Name | None = None
-    """A set of options for a card of this size, for LoRA or full fine-tuning; values of one's own go before it. What it
-    stands for is written out in the run's config.json, and in docs/memory.md."""
+    """A preset of options for a card of this size, for LoRA or full fine-tuning. Explicit values override the preset;
+    the run's config.json and docs/memory.md list its values."""
     checkpointing: Literal["all", "none", "auto"] | Annotated[int, Field(ge=1)] = "all"
-    """Gradient checkpointing. all: every block computes its activations twice instead of keeping them, about a third
-    slower and several times less memory; none: they are kept; a number: so many blocks, the first ones, do; auto: as
-    few as fit into budget_gib, or without it into the card at hand, by prediction. Exact."""
+    """Gradient checkpointing. all: every block recomputes its activations instead of storing them, which is about a
+    third slower and takes several times less memory; none: every block stores them; a number: only this many blocks,
+    from the first, recompute them; auto: the smallest number predicted to fit into budget_gib, or into the free memory
+    of the card. Exact."""
     budget_gib: Annotated[float, Field(gt=0)] | None = None
-    """What checkpointing auto may take on the device, in GiB, without the CUDA context. null: what is free on the card
-    at the start, less allowances for the context and for fragmentation."""
+    """Device memory in GiB for checkpointing auto, excluding the CUDA context. null: the memory that is free at the
+    start, less allowances for the context and for fragmentation."""
     offload_checkpoint_inputs: bool = False
-    """Keep the inputs of checkpointed blocks in pinned host memory, fetched one block ahead in the backward pass: at
-    1024 px that frees 311 MiB of a batch of one. Exact."""
+    """Store the inputs of checkpointed blocks in pinned host memory, and fetch them one block ahead in the backward
+    pass. At 1024 px with batch size 1 this saves 311 MiB. Exact."""
     resident_blocks: Annotated[int, Field(ge=0)] | None = None
-    """How many blocks keep their weights on the device; the others' live in pinned host memory and are brought in, one
-    ahead, for every forward and backward pass: the device holds two blocks at a time instead of all. null: all blocks
-    stay. Needs checkpointing all. Exact."""
+    """Block offload: how many blocks keep their weights on the device. The weights of the others stay in pinned host
+    memory and are copied to the device, one block ahead, for every forward and backward pass; two such blocks are on
+    the device at a time. null: all blocks stay on the device. Needs checkpointing all. Exact."""
     crop_positions: bool = True
-    """Keep only the part of the position table that the run's pictures need: 12 MiB instead of 108 for SD3 Medium in
-    bf16 at 1024 px. Exact; a full model is exported with the whole table."""
+    """Crop the position table to the part that the run's pictures need: 12 MiB instead of 108 for SD3 Medium in bf16 at
+    1024 px. Exact; a full model is exported with the whole table."""
     modulation: Literal["auto", "resident", "plan"] = "auto"
-    """The adaLN modulation weights, a third of SD3 Medium. resident: on the device; plan: in host memory, and the
-    modulations of the coming steps are computed ahead, for adapters that leave these weights alone. Exact but for the
-    last bits: products of several steps' rows at once. auto: plan where such an adapter trains on a GPU, else resident;
-    generate, compare and serve take it as resident."""
+    """Where the adaLN modulation weights, a third of SD3 Medium, are kept. resident: on the device; plan: in host
+    memory, and modulations are computed several steps ahead, for adapters that do not train these weights. Exact except
+    for the last bits, because one product computes the rows of several steps. auto: plan for such an adapter on a GPU,
+    otherwise resident; generate, compare and serve treat auto as resident."""
     modulation_window: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Steps whose modulations are computed at once: for SD3 Medium each takes 0.9 MB a sample in bf16, and each window
-    moves the modulation weights to the device once."""
+    """How many steps' modulations to compute at once. For SD3 Medium each step takes 0.9 MB per sample in bf16, and
+    each window copies the modulation weights to the device once."""
     cache_quantised: bool = True
-    """Keep the quantised base under output.cache: the next start reads it, and neither reads nor quantises the
-    full-precision weights. It takes the disk what the quantised weights take the device. Exact."""
+    """Cache the quantised base under output.cache, so that the next start neither reads nor quantises the
+    full-precision weights. It takes as much disk space as the quantised weights take device memory. Exact."""
     optimizer_in_backward: bool = False
-    """Each parameter is updated, and its gradient freed, during the backward pass, so that gradients never stand
-    together: saves a full fine-tuning 2 bytes a parameter in bf16, 4 in fp32. Exact; needs gradient_accumulation 1, one
+    """Update each parameter and free its gradient during the backward pass, so that the gradients never exist all at
+    once. Saves full fine-tuning 2 bytes per parameter in bf16, 4 in fp32. Exact. Needs gradient_accumulation 1, one
     process, and train.clip per_parameter (or clip_norm null)."""
     vae_tile: Annotated[int, Field(ge=128, multiple_of=64)] | None = None
-    """The autoencoder encodes and decodes larger pictures in overlapping tiles of this many pixels, blended, with the
-    memory of one tile; null: whole pictures. Not exact: a tile's norms and attention do not see its neighbours.
-    AutoencoderTiny takes pictures whole all the same: it needs little."""
+    """Encode and decode larger pictures in overlapping, blended tiles with sides of this many pixels, using the memory
+    of one tile; null: whole pictures. Not exact: a tile's norms and attention do not see its neighbours.
+    AutoencoderTiny needs little memory and always processes whole pictures."""
 
     def streamed(self, blocks: int) -> list[int]:
-        """Which of so many blocks are streamed. The resident ones are spread among them: while those compute, there is
-        time to copy."""
+        """The indices of the streamed blocks. Resident blocks are spread evenly between them, so that their computation
+        overlaps with copies."""
         if self.resident_blocks is None:
             return []
         stay = {(2 * number + 1) * blocks // (2 * self.resident_blocks) for number in range(self.resident_blocks)}
         return [index for index in range(blocks) if index not in stay]
 
     def on_host(self, blocks: int) -> Callable[[str], bool]:
-        """Whether a module of that name stays in host memory when the transformer is loaded."""
+        """Return a predicate: whether the module of a given name stays in host memory when the transformer loads."""
         prefixes = tuple(f"{BLOCKS}.{index}." for index in self.streamed(blocks))
         return lambda name: f"{name}.".startswith(prefixes)
 
     def attach(self, blocks: Sequence[nn.Module], device: torch.device, trained: bool = False) -> BlockOffload | None:
-        """Give the blocks their passes: checkpointed, streamed, as asked. The adapter is on them already.
+        """Wrap the blocks' forward passes for checkpointing and streaming. Attach the adapter first.
 
         Args:
-            blocks: of the loaded transformer, in order; changed in place.
+            blocks: the blocks of the loaded transformer, in order; changed in place.
             device: where it runs.
-            trained: whether trained weights are streamed too (see ``BlockOffload``).
+            trained: whether to stream trained weights too (see ``BlockOffload``).
 
         Returns:
-            What streams; None if all blocks are resident.
+            The block offload; None if all blocks are resident.
         """
         from simpletune.memory.block_offload import BlockOffload
         from simpletune.memory.checkpointing import set_passes
@@ -100,35 +101,35 @@ class Memory(Option):
         return streaming
 
     def checkpointed(self, blocks: int) -> int:
-        """How many of so many blocks are checkpointed."""
+        """The number of checkpointed blocks."""
         if isinstance(self.checkpointing, int):
             return self.checkpointing
-        assert self.checkpointing != "auto", "estimate.auto_checkpointing comes first"
+        assert self.checkpointing != "auto", "resolve it with estimate.auto_checkpointing first"
         return blocks if self.checkpointing == "all" else 0
 
     def rules(self) -> Iterator[Problem]:
-        """Levers that do not go together."""
+        """Report incompatible levers."""
         if self.budget_gib is not None and self.checkpointing != "auto":
             yield Problem(
                 "memory.budget_gib",
-                f"{self.budget_gib} with memory.checkpointing {self.checkpointing}: the budget is what checkpointing "
-                "auto chooses by. Use memory.checkpointing=auto with it, or memory.budget_gib=null",
+                f"{self.budget_gib} with memory.checkpointing {self.checkpointing}: only checkpointing auto uses the "
+                "budget. Set memory.checkpointing=auto, or memory.budget_gib=null",
             )
         if self.resident_blocks is not None and self.checkpointing != "all":
             yield Problem(
                 "memory.checkpointing",
-                f"{self.checkpointing} leaves blocks that keep activations, and with memory.resident_blocks their "
-                "weights are gone when the backward pass needs them. Use checkpointing all, or resident_blocks null",
+                f"{self.checkpointing} with memory.resident_blocks: blocks without checkpointing need their weights in "
+                "the backward pass, when these have left the device. Use checkpointing all, or resident_blocks null",
             )
         if self.offload_checkpoint_inputs and self.checkpointing == "none":
             yield Problem(
                 "memory.offload_checkpoint_inputs",
-                "true moves what checkpointing keeps, and memory.checkpointing is none. Use checkpointing all or a "
-                "number, or offload_checkpoint_inputs false",
+                "true needs checkpointed blocks, and memory.checkpointing is none. Use checkpointing all or a number, "
+                "or offload_checkpoint_inputs false",
             )
 
     def shape_rules(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-        """Numbers of blocks that the model does not have."""
+        """Report numbers of blocks that the model does not have."""
         blocks = count_blocks(shapes)
         if isinstance(self.checkpointing, int) and self.checkpointing > blocks:
             yield Problem(
@@ -138,11 +139,11 @@ class Memory(Option):
         if self.resident_blocks is not None and self.resident_blocks >= blocks:
             yield Problem(
                 "memory.resident_blocks",
-                f"{self.resident_blocks} leaves none of the model's {plural(blocks, 'block')} to stream. "
+                f"{self.resident_blocks} leaves none of the model's {plural(blocks, 'block')} to offload. "
                 "Use fewer, or null",
             )
 
 
 def count_blocks(names: Iterable[str]) -> int:
-    """How many blocks a transformer has, by its parameters' names."""
+    """Count a transformer's blocks by its parameters' names."""
     return len({name.split(".")[1] for name in names if name.startswith(f"{BLOCKS}.")})

@@ -1,16 +1,16 @@
-"""A tensor-byte accounting: what lives, how large, of which kind, and where the peak was. Needs no GPU.
+"""Account for live tensor bytes by kind, and find the peak and where it occurs. Needs no GPU.
 
-A dispatch mode sees every operation, also those of the backward pass, of checkpoints' recomputation and of autograd
-Functions, and counts each new storage until the storage dies (by a weak reference, so that nothing lives longer for
-being counted). Sizes are rounded up to 512 bytes as the CUDA caching allocator rounds them (torch's
-CUDACachingAllocator.cpp, kMinBlockSize). Real and fake tensors are counted alike.
+A dispatch mode sees every operation, including those of the backward pass, of recomputation and of autograd Functions.
+It counts each new storage until the storage is freed, holding only a weak reference. Sizes are rounded up to 512 bytes
+as the CUDA caching allocator does (torch's CUDACachingAllocator.cpp, kMinBlockSize). Real and fake tensors count alike.
 
-What it cannot see is what a kernel allocates for itself: device_terms.py has those terms.
+It cannot see what a kernel allocates internally; device_terms.py adds those terms.
 
-torch's own tracker (torch.distributed._tools.mem_tracker.MemTracker, 2.13) does not serve. It hooks every parameter's
-gradient, which raises for frozen ones: no LoRA runs under it. It raises at a second micro-batch. Its kinds are fixed:
-no adapter, no plan, and what is in host memory counts (with ``memory.offload_checkpoint_inputs`` its peak of the demo's
-full fine-tuning rises by just the 2 MiB that leave the device). It keeps no peaks by phase, and rounds on CUDA alone.
+torch's own tracker (torch.distributed._tools.mem_tracker.MemTracker, 2.13) does not work here. It hooks every
+parameter's gradient, which raises for frozen ones, so no LoRA runs under it, and it raises at a second micro-batch. Its
+kinds are fixed: it has no adapter and no plan, and counts host memory (with ``memory.offload_checkpoint_inputs``, its
+peak for the demo's full fine-tuning rises by exactly the 2 MiB that leave the device). It records no peaks by phase,
+and rounds sizes only on CUDA.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from simpletune.tensors import plain_tensors
 ACTIVATION_PHASES = ("noise", "forward", "loss", "backward")
 
 Temporaries = Mapping[OpOverload, Callable[..., int]]
-"""Bytes that an operation's kernel allocates and frees within the call, from the operation's arguments."""
+"""Functions from an operation's arguments to the bytes that its kernel allocates and frees within the call."""
 Resize = Callable[[torch.UntypedStorage, int], object]
 
 
 @dataclass
 class _Storage:
-    """A storage that lives."""
+    """A live storage."""
 
     bytes: int
     kind: str
-    visit: int  # number of the phase's visit in which it was born
+    visit: int  # the visit to a phase during which it was allocated
     alive: weakref.ref
 
 
 class Accounting(TorchDispatchMode):
-    """Counts live tensor bytes while it is entered.
+    """Counts live tensor bytes while the context is active.
 
     Args:
         temporaries: what kernels allocate within a call, by operation.
-        keep: whether every snapshot is kept, not only the largest.
+        keep: whether to record every snapshot, not only the largest.
     """
 
     def __init__(self, temporaries: Temporaries | None = None, keep: bool = False):
@@ -67,9 +67,9 @@ class Accounting(TorchDispatchMode):
         self._kinds: list[str] = []
         self._visit = 0
         self._module = ""
-        self._inside = 0  # watched modules whose forward pass is running
+        self._inside = 0  # number of watched modules in their forward pass
         self.peak = MemorySnapshot()
-        """The largest snapshot so far; of equal ones the last, in which states exist and carry their kinds."""
+        """The largest snapshot so far; the last of equal ones, because optimizer states then have their kind."""
         self.peaks: dict[str, MemorySnapshot] = {}
         """The largest snapshot of each phase."""
         self.snapshots: list[MemorySnapshot] | None = [] if keep else None
@@ -89,11 +89,11 @@ class Accounting(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: dict | None = None
     ) -> object:
-        """Run one operation and count what it leaves."""
+        """Run one operation and count the storages of its outputs."""
         if op is torch.ops.prim.device.default:
-            return op(*args)  # fake tensors ask for it all the time
+            return op(*args)  # a shortcut: fake tensors query it constantly
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper, such as quanto's weight: it unwraps itself, and its parts come by here
+            return NotImplemented  # a wrapper, such as quanto's weight, unwraps itself; its parts are dispatched again
         name = op.name() if op.namespace == "profiler" else ""
         if name == "profiler::_record_function_exit._RecordFunction":
             self._leave_phase()
@@ -102,7 +102,7 @@ class Accounting(TorchDispatchMode):
             self._enter_phase(str(args[0]))
         grown = False
         for leaf in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(leaf, Tensor) and leaf.device.type != "meta":  # tensors there take no memory
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":  # meta tensors take no memory
                 grown |= self._see(leaf.untyped_storage())
         temporary = self._temporaries.get(op)
         if temporary is not None:
@@ -113,30 +113,30 @@ class Accounting(TorchDispatchMode):
 
     @property
     def current(self) -> MemorySnapshot:
-        """What lives now."""
+        """A snapshot of the live bytes."""
         by_kind = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}
         return MemorySnapshot(self._total, by_kind, self._snapshot_name(), self._module)
 
     def forget_peak(self) -> None:
-        """Begin a new peak: what came before belonged to another stage."""
+        """Reset the peaks, at the start of another stage."""
         self.peak, self.peaks = MemorySnapshot(), {}
         self._look()
 
     def forget_snapshots(self) -> None:
-        """Keep snapshots from now on: those of another step begin."""
+        """Discard the recorded snapshots, at the start of another step."""
         if self.snapshots is not None:
             self.snapshots = [self.current]
 
     @property
     def host_bytes(self) -> int:
-        """What lives in host memory now, of what was registered as such."""
+        """The live bytes registered as host memory."""
         return self._bytes[HOST]
 
     def register(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """Count some tensors as of a kind from now on, whether they were seen before or not.
+        """Assign a kind to tensors, whether or not they have been counted before.
 
         Args:
-            tensors: of wrapper subclasses their inner tensors count; None is skipped.
+            tensors: wrapper subclasses count by their inner tensors; None is skipped.
             kind: one of ``KINDS``, or ``HOST``.
 
         Raises:
@@ -152,7 +152,7 @@ class Accounting(TorchDispatchMode):
 
     @contextmanager
     def allocating(self, kind: str) -> Iterator[None]:
-        """What is allocated in this context is of a kind.
+        """Assign a kind to everything allocated in this context.
 
         Raises:
             ValueError: an unknown kind.
@@ -165,10 +165,10 @@ class Accounting(TorchDispatchMode):
             self._kinds.pop()
 
     def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:
-        """Count what becomes a parameter's ``.grad`` as gradients.
+        """Count the parameters' ``.grad`` as gradients.
 
         Returns:
-            The hooks' handles.
+            Handles to remove the hooks.
         """
 
         def mark(parameter: Tensor) -> None:
@@ -177,11 +177,11 @@ class Accounting(TorchDispatchMode):
         return [parameter.register_post_accumulate_grad_hook(mark) for parameter in parameters]
 
     def watch_modules(self, modules: Iterable[tuple[str, nn.Module]]) -> list[RemovableHandle]:
-        """Name where the computation is: forward and recomputation by the module entered, backward by whose outputs'
-        gradients are there.
+        """Track the running module: in forward passes and recomputation by its entry, in the backward pass by its
+        outputs' gradients.
 
         Returns:
-            The hooks' handles.
+            Handles to remove the hooks.
         """
         return [handle for name, module in modules for handle in self._watch(name, module)]
 
@@ -195,17 +195,17 @@ class Accounting(TorchDispatchMode):
 
         def end_forward(_module: nn.Module, _inputs: object, output: object) -> None:
             self._inside -= 1
-            self._module = name if self._phase() == "backward" else ""  # after a recomputation its backward pass begins
+            self._module = name if self._phase() == "backward" else ""  # its backward pass follows a recomputation
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                     leaf.register_hook(begin_backward)
 
-        # A checkpoint leaves the second forward pass by an exception, as soon as it has what it needs.
+        # A checkpoint ends the recomputation with an exception as soon as it has everything it needs.
         end = module.register_forward_hook(end_forward, always_call=True)
         return [module.register_forward_pre_hook(begin_forward), end]
 
     def _enter_phase(self, range_name: str) -> None:
-        """Ranges of others, such as torch's ``Optimizer.step``, belong to the phase around them."""
+        """Enter a phase. Foreign ranges, such as torch's ``Optimizer.step``, belong to the enclosing phase."""
         name = phase_name(range_name)
         if name is None:
             self._phases.append((self._phase(), 0))
@@ -215,7 +215,7 @@ class Accounting(TorchDispatchMode):
         self._phases.append((name, self._visit))
 
     def _leave_phase(self) -> None:
-        """What was born in the optimizer's phase and outlives it is its state."""
+        """Leave a phase. Whatever was allocated in the optimizer's phase and outlives it is optimizer state."""
         left, visit = self._phases.pop()
         if visit:
             self._module = ""
@@ -237,7 +237,7 @@ class Accounting(TorchDispatchMode):
         return "activations" if self._phase() in ACTIVATION_PHASES else "workspace"
 
     def _see(self, storage: torch.UntypedStorage) -> bool:
-        """Count a storage; whether that made the total larger."""
+        """Count a storage, and return whether the total has grown."""
         key, size = storage._cdata, rounded(storage.nbytes())
         known = self._storages.get(key)
         if known is not None:
@@ -265,7 +265,7 @@ class Accounting(TorchDispatchMode):
             self._total += size
 
     def _look(self, temporary: int = 0) -> None:
-        """Keep this snapshot if it is the largest so far, with what a kernel held meanwhile."""
+        """Record a snapshot if it is the largest so far, including a kernel's temporary bytes."""
         temporary = rounded(temporary)
         total, name = self._total + temporary, self._snapshot_name()
         larger = total >= self.peak.bytes or total >= self.peaks.get(name, MemorySnapshot()).bytes
@@ -283,7 +283,7 @@ class Accounting(TorchDispatchMode):
             self.peak = max(snapshot, self.peak, key=lambda snapshot: snapshot.bytes)
 
     def _resized(self, resize: Resize) -> Resize:
-        """``UntypedStorage.resize_`` is no operation that a dispatch mode sees."""
+        """Wrap ``UntypedStorage.resize_``, which a dispatch mode does not see."""
 
         def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             resize(storage, size)
@@ -299,7 +299,7 @@ _ACTIVE: list[Accounting] = []
 
 
 def register(tensors: Iterable[Tensor | None], kind: str) -> None:
-    """Register tensors with the accounting that is entered, if one is.
+    """Register tensors with the active accounting, if there is one.
 
     Args:
         tensors: as for ``Accounting.register``.
@@ -310,7 +310,7 @@ def register(tensors: Iterable[Tensor | None], kind: str) -> None:
 
 
 def allocating(kind: str) -> AbstractContextManager[None]:
-    """What is allocated in this context is of a kind, if there is an accounting.
+    """Assign a kind to everything allocated in this context, if an accounting is active.
 
     Args:
         kind: one of ``KINDS``, or ``HOST``.

@@ -1,13 +1,13 @@
-"""Block streaming: weights of blocks live in host memory and are on the device only for their block's passes.
+"""Block offload: blocks' weights stay in host memory and are on the device only during their block's passes.
 
-Two slots of the largest block's size are filled in turn, one block ahead of use, beside the computation. Outside of the
-passes every tensor points at its host memory, so saving, exporting and loading need not know.
+Two device buffers (slots) of the largest block's size are filled alternately, one block ahead, while the device
+computes. Outside the passes every tensor points at host memory, so saving, exporting and loading work unchanged.
 
-A slot is filled again only when the computation is done with it. In the forward pass that is after the block. In the
-backward pass, autograd's functions have saved references to the weights themselves, not to what they pointed at: so a
-block's weights are fetched again for its recomputation, and stay until the recomputation of the block before starts. By
-then all of the block's gradients have been computed, for autograd runs what was made later first. Without checkpointing
-nothing would fetch them; and weights left pointing at a slot would find another block's values there, silently
+A slot is refilled only once the computation has finished with it. In the forward pass that is after the block. In the
+backward pass, autograd functions have saved references to the weight tensors, not to the memory they pointed at. So a
+block's weights are fetched again for its recomputation, and stay until the previous block's recomputation starts; by
+then all of the block's gradients exist, because autograd processes later nodes first. Without checkpointing nothing
+would fetch the weights again, and a weight still pointing at a slot would silently read another block's values
 (bitsandbytes issue 2034).
 """
 
@@ -24,12 +24,12 @@ from simpletune.memory.copy_stream import Copies, CopyEvent, copies_for, host_li
 from simpletune.memory.host_block import HostBlock, own_plain_tensors
 
 SLOTS = 2
-SMALL_STATE = 4096  # bytes; optimizer state below it stays where it is
-POISON = 255  # as a byte: NaN in every floating type
+SMALL_STATE = 4096  # bytes; smaller optimizer state is not moved
+POISON = 255  # a byte that makes NaN in every floating type
 
 
 class Slot:
-    """Device memory that holds one block at a time."""
+    """A device buffer for one block at a time."""
 
     def __init__(self, nbytes: int, device: torch.device):
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -39,17 +39,17 @@ class Slot:
 
 
 class BlockOffload:
-    """Streams the weights of blocks. Every block's passes, streamed or resident, stand in ``forward`` and
-    ``recomputation`` (see ``checkpointing.set_passes``).
+    """Streams the weights of blocks. Run the passes of every block, streamed or resident, in the contexts ``forward``
+    and ``recomputation`` (see ``checkpointing.set_passes``).
 
     Args:
-        blocks: in the order of the forward pass; the streamed ones move to host memory, one by one.
-        streamed: numbers of the blocks that are streamed.
+        blocks: all blocks, in the order of the forward pass; the streamed ones move to host memory one by one.
+        streamed: the indices of the streamed blocks.
         device: where the model runs.
-        trained: whether trained weights are streamed too; they must be updated during the backward pass, within
-            ``updating``. If not, they stay on the device.
-        queues: of copies to the device and to the host; None: of the device's own kind.
-        poison: fill a slot with NaN as soon as its block is done: a use that comes too late or too early then shows.
+        trained: whether to stream trained weights too, which must then be updated during the backward pass within
+            ``updating``. Otherwise they stay on the device.
+        queues: the queues of copies to the device and to the host; None creates them for the device.
+        poison: fill a slot with NaN as soon as its block is done, to expose uses at the wrong time.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class BlockOffload:
             self.homes[index] = HostBlock(own_plain_tensors(blocks[index], trained), device)
             for parameter in blocks[index].parameters():
                 if parameter.requires_grad and not trained:
-                    parameter.data = parameter.data.to(device)  # a LoRA's, made beside weights on the host
+                    parameter.data = parameter.data.to(device)  # LoRA's, created next to weights on the host
         size = max((home.nbytes for home in self.homes.values()), default=0)
         self._slots = [Slot(size, device) for _ in range(SLOTS)]
         accounting.register([slot.flat for slot in self._slots], "weights")
@@ -84,14 +84,14 @@ class BlockOffload:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of all streamed blocks."""
+        """Host memory that the streamed blocks take."""
         return sum(home.nbytes for home in self.homes.values())
 
     @contextmanager
     def forward(self, index: int) -> Iterator[None]:
-        """A block's forward pass: its weights are on the device."""
+        """Hold a block's weights on the device during its forward pass."""
         if self._in_backward or index <= self._last:
-            self._finish()  # of a pass without a backward pass, or with one that ended in an error
+            self._finish()  # the previous pass had no backward pass, or one that failed
         self._last = index
         self._bring(index, [number for number in self.homes if number > index])
         try:
@@ -99,12 +99,12 @@ class BlockOffload:
         finally:
             self._leave()
             if torch.is_autocast_enabled(self.device.type):
-                torch.clear_autocast_cache()  # it would keep casts of trained weights, of every block
+                torch.clear_autocast_cache()  # it would retain casts of every block's trained weights
 
     @contextmanager
     def recomputation(self, index: int) -> Iterator[None]:
-        """A block's forward pass within its backward pass: its weights stay until another block's start this, or until
-        the backward pass ends."""
+        """Bring a block's weights to the device for its recomputation. They stay until another block's recomputation
+        starts, or the backward pass ends."""
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -114,21 +114,21 @@ class BlockOffload:
 
     @contextmanager
     def updating(self, parameter: nn.Parameter, state: dict[str, object]) -> Iterator[None]:
-        """Around the update of one parameter in the backward pass, when its gradient is ready.
+        """Surround the update of one parameter in the backward pass, once its gradient is ready.
 
-        Its optimizer state is brought from host memory, and goes back; its new value goes home while the computation
-        goes on. A parameter that is not streamed is left alone, and so is its state.
+        Brings its optimizer state from host memory and sends it back; copies its new value to host memory while the
+        computation continues. Does nothing for a parameter that is not streamed.
 
         Args:
-            parameter: on the device, in its block's slot.
-            state: ``optimizer.state[parameter]``, changed in place; outside of this context its tensors are the host's.
+            parameter: the parameter, on the device in its block's slot.
+            state: ``optimizer.state[parameter]``, changed in place; its tensors are in host memory outside the context.
         """
         index = self._streams.get(id(parameter))
         if index is None:
             yield
             return
         if index != self._current or not self._in_backward:
-            raise RuntimeError(f"a weight of block {index} is updated outside of that block's backward pass")
+            raise RuntimeError(f"a weight of block {index} was updated outside that block's backward pass")
         for name, value in state.items():
             if isinstance(value, Tensor) and value.nbytes >= SMALL_STATE:
                 state[name] = value.to(self.device, non_blocking=True, copy=True)
@@ -147,10 +147,11 @@ class BlockOffload:
         return self._state_homes[key]
 
     def _bring(self, index: int, ahead: list[int]) -> None:
-        """Let a block's weights point at a slot that holds them, and start to fill the free slots for what is next.
+        """Point a block's weights at the slot that contains them, and start to fill free slots for the next blocks.
 
         Args:
-            ahead: the streamed blocks that come after this one, in order.
+            index: the block.
+            ahead: the streamed blocks after this one, in order.
         """
         if index in self.homes:
             slot = self._slot_of(index) or self._fill(self._free_slots([])[0], index)
@@ -163,7 +164,7 @@ class BlockOffload:
             self._fill(slot, number)
 
     def _leave(self) -> None:
-        """The computation has been given all work with the current block: its weights point home."""
+        """Point the current block's weights at host memory again, once all its work is queued."""
         if self._current is not None and self._in_use is not None:
             self.homes[self._current].point_at_host()
             if self._poison:
@@ -174,11 +175,11 @@ class BlockOffload:
         return next((slot for slot in self._slots if slot.holds == index), None)
 
     def _free_slots(self, keep: list[int]) -> list[Slot]:
-        """The slots that hold neither the current block nor one of those to keep."""
+        """The slots that contain neither the current block nor one of those to keep."""
         return [slot for slot in self._slots if slot is not self._in_use and slot.holds not in keep]
 
     def _fill(self, slot: Slot, index: int) -> Slot:
-        """Start to copy a block into a slot, once the computation is done with the slot and the block is whole at home.
+        """Queue the copy of a block into a slot, after the computation on the slot and pending writes to the host.
 
         Returns:
             The slot.
@@ -192,17 +193,17 @@ class BlockOffload:
         return slot
 
     def _give_up(self, slot: Slot) -> None:
-        """Forget what a slot holds."""
+        """Mark a slot as free."""
         slot.holds = None
         if self._poison:
             slot.filled = self._in.run(lambda: slot.flat.fill_(POISON), [self._in.mark(), self._written])
 
     def _finish(self) -> None:
-        """Forward and backward pass are over: everything is at home, and what was updated has arrived there."""
+        """End the pass: point all weights at host memory, and wait until the updated ones have been copied there."""
         self._leave()
         self._in_backward, self._last = False, -1
         for slot in self._slots:
-            self._give_up(slot)  # weights may be changed at home before the next pass
+            self._give_up(slot)  # host weights may change before the next pass
         if self._written is not None:
             self._out.join(self._written)
-            self._out.join(self._out.mark())  # optimizer state goes with the computation
+            self._out.join(self._out.mark())  # optimizer state is copied on the computation's stream

@@ -1,7 +1,7 @@
-"""Gradient checkpointing block by block (arXiv:1604.06174): inputs are kept, activations are computed again.
+"""Gradient checkpointing by block (arXiv:1604.06174): store a block's inputs, recompute its activations.
 
-Ours over the model's blocks, because the model's own switch is all or nothing, and because what a block's two passes
-need (its streamed weights, its inputs from the host) has to stand around exactly those passes.
+diffusers' own switch is all or nothing, and leaves no place for the contexts that a block's two passes need (streamed
+weights, inputs from host memory), so this module wraps the blocks itself.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ Context = AbstractContextManager[object]
 
 
 class Passes(Protocol):
-    """What stands around the passes of a block."""
+    """Provides contexts for the passes of a block."""
 
     def forward(self, index: int) -> Context:
-        """Around its forward pass."""
+        """The context of its forward pass."""
 
     def recomputation(self, index: int) -> Context:
-        """Around the forward pass that its backward pass starts with."""
+        """The context of its recomputation at the start of its backward pass."""
 
 
 class PlainPasses:
-    """Weights are where they are needed."""
+    """Passes of blocks whose weights are always on the device."""
 
     def forward(self, index: int) -> Context:
-        """Nothing."""
+        """An empty context."""
         return nullcontext()
 
     def recomputation(self, index: int) -> Context:
-        """Nothing."""
+        """An empty context."""
         return nullcontext()
 
 
@@ -51,17 +51,17 @@ def set_passes(
     inputs: CheckpointInputOffload | None = None,
     around: Passes | None = None,
 ) -> None:
-    """Replace the blocks' forward: the first ``checkpointed`` of them keep their inputs only, when gradients are due.
+    """Wrap the blocks' forward passes; checkpoint the first ``checkpointed`` blocks if gradients are enabled.
 
-    The first, because the backward pass comes to them last: by then the others have freed their activations, so those
-    that are computed again, one block's at a time, come on top of inputs only. Among the last they would come on top
-    of all that is kept, and cost one block's activations more for the same time.
+    Checkpointing the first blocks is best: the backward pass reaches them last, when the other blocks have freed their
+    activations, so the recomputed activations, one block's at a time, add only to stored inputs. At the end of the
+    model they would add to everything stored, which costs one block's activations more in the same time.
 
     Args:
-        blocks: in the order of the forward pass; changed in place.
-        checkpointed: how many.
-        inputs: keeps their inputs on the host.
-        around: stands around every block's passes.
+        blocks: all blocks, in the order of the forward pass; changed in place.
+        checkpointed: how many blocks to checkpoint.
+        inputs: moves their inputs to host memory.
+        around: provides contexts for every block's passes.
     """
     for index, block in enumerate(blocks):
         around_it = PlainPasses() if around is None else around
@@ -71,7 +71,7 @@ def set_passes(
 def _passes(
     block: nn.Module, index: int, checkpointed: bool, inputs: CheckpointInputOffload | None, around: Passes
 ) -> Callable[..., object]:
-    """The forward pass of one block."""
+    """The wrapped forward pass of one block."""
     original = block.forward
     signature = inspect.signature(original)
     random = draws_random_numbers(block)
@@ -80,7 +80,7 @@ def _passes(
         if not (checkpointed and torch.is_grad_enabled()):
             with around.forward(index):
                 return original(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)  # by position: only those inputs are seen by the offload's hooks
+        bound = signature.bind(*args, **kwargs)  # positional, because the offload's hooks see only those
         with nullcontext() if inputs is None else inputs.offloading():
             return checkpoint(
                 original,
@@ -95,25 +95,25 @@ def _passes(
 
 
 def draws_random_numbers(block: nn.Module) -> bool:
-    """Whether a block's forward pass draws random numbers: a LoRA's dropout does, the base's of p = 0 does not."""
+    """Whether a block's forward pass draws random numbers: LoRA dropout does, the base's dropout of 0 does not."""
     return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in block.modules())
 
 
 def fewest_that_fit(blocks: int, peak_bytes: Callable[[int], int], budget_bytes: int) -> int | None:
-    """The smallest number of checkpointed blocks whose peak fits a budget; None: not even all of them do.
+    """The smallest number of checkpointed blocks whose peak fits a budget; None if no number does.
 
-    From 0 to blocks - 1 a peak falls with every checkpointed block, by about as much each: the number is looked for
-    where a straight line between the nearest known ones meets the budget, and beside it. All blocks are tried last: the
-    last block's backward pass follows its forward pass at once, so that checkpointing it hardly ever lowers the peak.
+    From 0 to blocks - 1 the peak falls almost linearly with every checkpointed block, so the search interpolates
+    between the nearest known peaks. All blocks are tried last: the last block's backward pass follows its forward pass
+    immediately, so checkpointing it hardly ever lowers the peak.
 
     Args:
-        blocks: how many there are.
-        peak_bytes: the peak with so many of them checkpointed; asked four times or so, twice as often as bisection
-            would at the most.
-        budget_bytes: what the peak must not exceed.
+        blocks: the number of blocks.
+        peak_bytes: computes the peak for a number of checkpointed blocks; called about four times, and at most twice as
+            often as bisection would.
+        budget_bytes: the largest acceptable peak.
     """
     if blocks < 1:
-        raise ValueError(f"{blocks} blocks: there must be one at least")
+        raise ValueError(f"{blocks} blocks: there must be at least one")
     low, exceeding = 0, peak_bytes(0)
     if exceeding <= budget_bytes:
         return 0
@@ -129,15 +129,15 @@ def fewest_that_fit(blocks: int, peak_bytes: Callable[[int], int], budget_bytes:
             high, fitting = asked, found
         else:
             low, exceeding = asked, found
-        straight = not straight or 2 * (high - low) <= before  # a line that leads nowhere takes turns with halves
+        straight = not straight or 2 * (high - low) <= before  # alternate with bisection when interpolation is slow
     return high
 
 
 def fewest_checkpointed(blocks: int, peak_bytes: Callable[[int], int], budget_bytes: int) -> int:
-    """As ``fewest_that_fit``.
+    """Like ``fewest_that_fit``, but raises if nothing fits.
 
     Raises:
-        UserError: it does not fit with all blocks checkpointed.
+        UserError: the peak exceeds the budget even with all blocks checkpointed.
     """
     peak = cache(peak_bytes)
     found = fewest_that_fit(blocks, peak, budget_bytes)
@@ -146,11 +146,11 @@ def fewest_checkpointed(blocks: int, peak_bytes: Callable[[int], int], budget_by
     least = min(peak(blocks - 1), peak(blocks))
     raise UserError(
         f"memory.budget_gib: {budget_bytes / 2**30:.3g} GiB is too little: with every block checkpointed the peak "
-        f"is {least / MIB:.0f} MiB. Raise it to {_up(least):.2f}, or take another lever: "
+        f"is {least / MIB:.0f} MiB. Raise it to {_up(least):.2f}, or use another lever: "
         "memory.resident_blocks, a smaller precision.weights, train.batch_size or data.resolution"
     )
 
 
 def _up(count: int) -> float:
-    """GiB with two decimals, rounded up."""
+    """Bytes in GiB, rounded up to two decimals."""
     return -(-count * 100 // 2**30) / 100

@@ -1,6 +1,6 @@
-"""Copies between host and device that run beside the computation, and host memory that they can read at full speed.
+"""Asynchronous copies between host and device, and pinned host memory for them.
 
-An event stands for work that was queued; it is reached when that work is done.
+An event represents queued work and completes with it.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from simpletune.memory import accounting
 from simpletune.memory.snapshot import HOST
 
 CopyEvent = torch.cuda.Event | None
-"""A CUDA event; None: the work is done already."""
+"""A CUDA event; None for completed work."""
 
 
 class Copies(Protocol):
-    """A queue of copies beside the computation. Work of one queue is done in order."""
+    """An ordered queue of copies that overlap with the computation."""
 
     def mark(self) -> CopyEvent:
-        """Everything that the computation has been given so far."""
+        """An event for everything queued on the computation so far."""
 
     def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
-        """Queue copies that start once other work is done."""
+        """Queue copies that start after the given events."""
 
     def wait(self, event: CopyEvent) -> None:
-        """What the computation is given from now on starts once that work is done."""
+        """Make later work of the computation wait for an event."""
 
     def join(self, event: CopyEvent) -> None:
-        """The host waits until that work is done."""
+        """Block the host until an event completes."""
 
 
 class HostCopies:
-    """On the CPU: work is done when it is handed out."""
+    """Synchronous copies for the CPU."""
 
     def mark(self) -> CopyEvent:
-        """The computation is done already."""
+        """No event: the computation is synchronous."""
         return None
 
     def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
-        """Do it now."""
+        """Run the copies immediately."""
         with torch.no_grad():
             work()
         return None
 
     def wait(self, event: CopyEvent) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing."""
 
     def join(self, event: CopyEvent) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing."""
 
 
 class CudaCopies:
-    """On a CUDA device: a stream of its own; the computation is the stream that is current where a method is called.
+    """Copies on a side stream of a CUDA device; the computation is the caller's current stream.
 
     Args:
         device: the CUDA device.
@@ -68,11 +68,11 @@ class CudaCopies:
         self._stream = torch.cuda.Stream(device)
 
     def mark(self) -> CopyEvent:
-        """An event behind everything that the current stream holds."""
+        """Record an event on the current stream."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
-        """Queue it on the side stream."""
+        """Queue the copies on the side stream."""
         for earlier in after:
             if earlier is not None:
                 self._stream.wait_event(earlier)
@@ -81,36 +81,36 @@ class CudaCopies:
             return self._stream.record_event()
 
     def wait(self, event: CopyEvent) -> None:
-        """The current stream waits; the host does not."""
+        """Make the current stream, but not the host, wait for an event."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def join(self, event: CopyEvent) -> None:
-        """The host waits for the event."""
+        """Block the host until the event completes."""
         if event is not None:
             event.synchronize()
 
 
 def copies_for(device: torch.device) -> Copies:
-    """A queue of copies for a device."""
+    """Create a queue of copies for a device."""
     return CudaCopies(device) if device.type == "cuda" else HostCopies()
 
 
 class _PinnedPages(mmap.mmap):
-    """Anonymous pages that a CUDA device reads directly, for as long as a tensor holds them."""
+    """Anonymous pages that stay pinned for a CUDA device as long as a tensor uses them."""
 
     pinned_at: int | None = None
-    """Their address, once they are pinned."""
+    """Their address once pinned."""
 
     def __del__(self) -> None:
-        if self.pinned_at is not None and not sys.is_finalizing():  # at exit the driver lets go of all pages by itself
+        if self.pinned_at is not None and not sys.is_finalizing():  # at exit the driver unpins all pages
             torch.cuda.cudart().cudaHostUnregister(self.pinned_at)
 
 
 def host_bytes(count: int, device: torch.device) -> Tensor:  # uint8 [count]
-    """Uninitialised host memory; pinned where the device is CUDA, so that copies run beside the computation.
+    """Allocate uninitialised host memory, pinned for a CUDA device so that copies overlap with the computation.
 
-    Pinned in place: PyTorch's own pinned allocator rounds up to a power of two, which would cost up to half of it.
+    Pins the pages in place, because PyTorch's pinned allocator rounds up to a power of two and may waste half.
     """
     if device.type != "cuda" or count == 0:
         buffer = torch.empty(count, dtype=torch.uint8)
@@ -124,5 +124,5 @@ def host_bytes(count: int, device: torch.device) -> Tensor:  # uint8 [count]
 
 
 def host_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Uninitialised host memory for a tensor's values (see ``host_bytes``)."""
+    """Allocate uninitialised host memory for a tensor's values (see ``host_bytes``)."""
     return host_bytes(tensor.nbytes, device).view(tensor.dtype).view(tensor.shape)

@@ -1,6 +1,6 @@
-"""What CUDA's kernels and libraries allocate for themselves: the one table of what a tensor-byte accounting cannot see.
+"""Memory that CUDA kernels and libraries allocate internally, which the accounting of tensor bytes cannot see.
 
-Each term names its source. They are predictions until a GPU has measured them.
+Each term cites its source. The terms are predictions until measured on a GPU.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from torch import Tensor
 from simpletune.memory.accounting import Temporaries
 
 MIB = 2**20
-ROWS = 128  # flash attention rounds the sequence up to this
-HEAD_STEP = 32  # and the head's width to this
+ROWS = 128  # flash attention rounds the sequence length up to a multiple of this
+HEAD_STEP = 32  # and the head width to a multiple of this
 
 
 def flash_backward(grad_out: Tensor, query: Tensor, *_: object, **__: object) -> int:
-    """Flash attention's backward pass sums grad q in fp32: [b, S, h, d] rounded up, and keeps one fp32 a row.
+    """Bytes for flash attention's backward pass: fp32 sums of grad q [b, S, h, d], rounded up, and one fp32 per row.
 
     Source: torch's third_party flash-attention, csrc/flash_attn/flash_api.cpp, mha_bwd: ``dq_accum`` and ``softmax_d``,
     in the non-deterministic mode.
@@ -31,9 +31,9 @@ def flash_backward(grad_out: Tensor, query: Tensor, *_: object, **__: object) ->
 
 
 def quanto_product(activations: Tensor, weights: Tensor, scales: Tensor) -> int:
-    """quanto's product on CUDA scales the whole int8 weight up to the activations' type first.
+    """Bytes for quanto's product on CUDA, which first dequantises the whole int8 weight to the activations' type.
 
-    Source: optimum-quanto's library/qbytes_mm.py, ``qbytes_mm`` behind the CUDA registration.
+    Source: optimum-quanto's library/qbytes_mm.py, ``qbytes_mm`` in its CUDA registration.
 
     Args:
         activations: [n, i].
@@ -44,7 +44,7 @@ def quanto_product(activations: Tensor, weights: Tensor, scales: Tensor) -> int:
 
 
 def temporaries() -> Temporaries:
-    """What operations' kernels hold on CUDA while they run; the CPU's attention stands for CUDA's flash attention."""
+    """Temporary bytes of CUDA kernels, by operation; the CPU's attention stands in for CUDA's flash attention."""
     from optimum.quanto import qint8  # noqa: F401 registers quanto's operations
 
     return {
@@ -54,14 +54,14 @@ def temporaries() -> Temporaries:
 
 
 def cublas_workspace(capability: tuple[int, int], threads: int = 2) -> int:
-    """What cuBLAS keeps for good: a workspace for each thread that multiplies, forward's and autograd's.
+    """Bytes of cuBLAS's permanent workspaces: one for each thread that multiplies matrices (forward's and autograd's).
 
-    Source: torch's aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper and Blackwell, else 2 x 4096 KiB +
-    8 x 16 KiB; a handle for each thread, a workspace for each handle and stream. cuBLASLt shares them.
+    Source: torch's aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper and Blackwell, otherwise 2 x 4096 KiB +
+    8 x 16 KiB; one handle per thread, one workspace per handle and stream. cuBLASLt shares them.
 
     Args:
-        capability: of the device, (8, 9) for an L4.
-        threads: 1 as long as there was no backward pass.
+        capability: the device's compute capability, (8, 9) for an L4.
+        threads: 1 before the first backward pass.
     """
     each = 32 * MIB if capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * 1024
     return threads * each

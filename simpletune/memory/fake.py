@@ -1,6 +1,6 @@
-"""Fake tensors that the project's own code runs on: shapes, dtypes and storages' sizes, no values and no memory.
+"""Fake tensors for simulating the project's own code: shapes, dtypes and storage sizes without values or memory.
 
-Everything that must stand in for something else under fake tensors stands here, each with its reason.
+Every replacement that fake tensors need is here, with its reason.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class _Fake(FakeTensorMode):
-    """Fake tensors whose numbers the host may read: each is 1.
+    """Fake tensors that the host may read as numbers: each is 1.
 
-    The step core reads nothing from the device. What is read are an optimizer's own step counters, which torch keeps
-    in host memory; their value is of no consequence for memory.
+    The step core reads nothing from the device. Optimizers read only their own step counters, which torch keeps in host
+    memory, and whose value does not affect memory.
     """
 
     def __torch_dispatch__(
@@ -29,7 +29,7 @@ class _Fake(FakeTensorMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Everything else passes."""
+        """Return 1 for a host read; pass on every other operation."""
         if function is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if isinstance(args[0], Tensor) and args[0].is_floating_point() else 1
         return super().__torch_dispatch__(function, types, args, kwargs or {})
@@ -37,7 +37,7 @@ class _Fake(FakeTensorMode):
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Within this context every tensor made is fake. Real tensors must not be used in it."""
+    """Make every tensor created in this context fake. Do not use real tensors in it."""
     from bitsandbytes import functional
 
     with (
@@ -50,7 +50,7 @@ def fake_tensors() -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: type | ModuleType, name: str, value: object) -> Iterator[None]:
-    """Another value for an attribute of a class or module within this context."""
+    """Replace an attribute of a class or module within this context."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -60,9 +60,9 @@ def _replaced(owner: type | ModuleType, name: str, value: object) -> Iterator[No
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``nn.Module._apply`` by replacement.
+    """``nn.Module._apply`` that replaces parameters.
 
-    torch's own swaps the content of fake parameters, which fails: their mode holds weak references to them.
+    torch's own swaps the contents of fake parameters, which fails because their mode holds weak references to them.
     """
     for child in module.children() if recurse else ():
         _apply(child, function)
@@ -78,5 +78,5 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
 
 
 def _empty_dynamic_map(*_: object, **__: object) -> Tensor:
-    """bitsandbytes computes the table of its 8-bit numbers by reading tensors; it always has 256 entries."""
+    """Stand in for bitsandbytes' table of 8-bit numbers, whose computation reads tensors; it has 256 entries."""
     return torch.empty(256)

@@ -1,4 +1,4 @@
-"""A block's weights in host memory: one flat buffer, and the tensors that point into it or into a slot of a device."""
+"""A block's weights in one flat host buffer, with tensors that point into it or into a device slot."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from simpletune.memory.copy_stream import host_bytes
 from simpletune.tensors import all_tensors, plain_tensors
 
-ALIGNMENT = 512  # bytes; kernels read vectors of 16, and the device's own allocator gives out no less
+ALIGNMENT = 512  # bytes, like the device's allocator; kernels read vectors of 16
 
 
 def own_plain_tensors(block: nn.Module, trained: bool) -> list[Tensor]:
-    """The plain tensors of a block that can live elsewhere: frozen ones, and trained ones if asked for."""
+    """The plain tensors of a block that can be offloaded: frozen ones, and with ``trained`` also trained ones."""
     found: dict[int, Tensor] = {}
     for tensor in all_tensors(block):
         if trained or not tensor.requires_grad:
@@ -26,8 +26,8 @@ class HostBlock:
     """A block's tensors, moved into one flat host buffer.
 
     Args:
-        tensors: they keep their identity: only what they point at changes.
-        device: what they will be computed on.
+        tensors: the tensors; they keep their identity, and only their data pointers change.
+        device: the device that computes with them.
     """
 
     def __init__(self, tensors: list[Tensor], device: torch.device):
@@ -48,7 +48,7 @@ class HostBlock:
         return self.flat.numel()
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors as they lie in a buffer of the same layout.
+        """View a buffer of the same layout as the block's tensors.
 
         Args:
             flat: uint8 [n], on any device, n >= nbytes.
@@ -59,14 +59,14 @@ class HostBlock:
         ]
 
     def point_at(self, views: list[Tensor]) -> None:
-        """Let the tensors have these values."""
+        """Point the tensors at these values."""
         for tensor, view in zip(self.tensors, views, strict=True):
             tensor.data = view
 
     def point_at_host(self) -> None:
-        """Let the tensors have their values in host memory."""
+        """Point the tensors at their values in host memory."""
         self.point_at(self._at_home)
 
     def value_of(self, tensor: Tensor) -> Tensor:
-        """Where one of the tensors lives in host memory."""
+        """The host memory of one of the tensors."""
         return self._at_home[self._number[id(tensor)]]

@@ -1,6 +1,6 @@
-"""What checkpointing keeps of each block, its inputs, in host memory: sent out after use, fetched one block ahead.
+"""Offload the inputs of checkpointed blocks to host memory after use, and fetch them one block ahead.
 
-Exact: the bits that come back are those that went. Shapes: b samples, t tokens, d width.
+Exact: every input returns bit for bit. Shapes: b samples, t tokens, d width.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from simpletune.memory.copy_stream import Copies, CopyEvent, copies_for, host_li
 
 @dataclass(eq=False)
 class OffloadedInput:
-    """A tensor that is away.
+    """An offloaded tensor.
 
     Args:
-        host: its values, once ``sent`` is done.
-        sent: the copy to the host.
-        device: where it came from.
-        before: what is away of the block before: it is needed next.
-        back: its copy on the device and the event of that, once it is on its way.
-        spent: it has been given back, and its host memory serves another.
+        host: its values, valid once ``sent`` completes.
+        sent: the event of the copy to the host.
+        device: its original device.
+        before: the offloaded inputs of the previous block, which the backward pass needs next.
+        back: the tensor on the device and the event of the copy back, once started.
+        spent: whether it has been returned and its host memory reused.
     """
 
     host: Tensor
@@ -40,15 +40,14 @@ class OffloadedInput:
 
 
 class CheckpointInputOffload:
-    """Sends the tensors that a checkpoint keeps to host memory, and fetches them in the opposite order.
+    """Moves the tensors that a checkpoint saves to host memory, and fetches them in reverse order.
 
-    Host buffers are used again and again. The device holds, beside what is computed with, the inputs of one block on
-    their way out, or of one on its way in. Tensors of under three dimensions stay: the conditioning [b, d] is small,
-    and all blocks share it.
+    Reuses host buffers. Besides the tensors in use, the device holds the inputs of at most one block in transit.
+    Tensors with fewer than three dimensions stay: the conditioning [b, d] is small and shared by all blocks.
 
     Args:
         device: where the model runs.
-        copies: the queue beside the computation.
+        copies: the queue of copies; None creates one for the device.
     """
 
     def __init__(self, device: torch.device, copies: Copies | None = None):
@@ -59,18 +58,18 @@ class CheckpointInputOffload:
         self._block: WeakSet[OffloadedInput] = WeakSet()
         self._before: WeakSet[OffloadedInput] = WeakSet()
         self.host_bytes = 0
-        """Host memory taken so far."""
+        """Host memory allocated so far."""
 
     @contextmanager
     def offloading(self) -> Iterator[None]:
-        """What one block's checkpoint saves for the backward pass within this context goes to the host."""
+        """Offload the tensors that one block's checkpoint saves in this context."""
         self._let_go()
         self._before, self._block = self._block, WeakSet()
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     def _let_go(self) -> None:
-        """Free what has left: the computation waits for the copies of the block before, which are done by now."""
+        """Free the device memory of sent inputs; makes the computation wait for the previous block's copies."""
         for _, _, sent in self._leaving:
             self._copies.wait(sent)
         self._leaving.clear()
@@ -81,7 +80,7 @@ class CheckpointInputOffload:
         source = tensor.detach()
         host = self._take(source)
         sent = self._copies.run(lambda: host.copy_(source, non_blocking=True), [self._copies.mark()])
-        self._leaving.append((source, host, sent))  # memory in a copy's hands must not be given out again
+        self._leaving.append((source, host, sent))  # its memory must not be reused during the copy
         kept = OffloadedInput(host, sent, source.device, self._before)
         self._block.add(kept)
         return kept
@@ -90,7 +89,9 @@ class CheckpointInputOffload:
         if isinstance(kept, Tensor):
             return kept
         if kept.spent:
-            raise RuntimeError("a second backward pass through a graph whose checkpoint inputs were on the host")
+            raise RuntimeError(
+                "cannot run a second backward pass: offloaded checkpoint inputs are freed after the first"
+            )
         self._let_go()
         tensor, arrived = self._fetch(kept)
         self._copies.wait(arrived)
@@ -101,9 +102,9 @@ class CheckpointInputOffload:
         return tensor
 
     def _fetch(self, kept: OffloadedInput) -> tuple[Tensor, CopyEvent]:
-        """A tensor on its way back; started if it is not yet."""
+        """Return a tensor that is being copied back, starting the copy if necessary."""
         if kept.back is None:
-            # Taken from the computation's own pool: the copy waits until what used this memory before is done with it.
+            # Allocated from the computation's pool, so the copy must wait for the previous user of this memory.
             tensor = torch.empty(kept.host.shape, dtype=kept.host.dtype, device=kept.device)
             after = [self._copies.mark(), kept.sent]
             host = kept.host
@@ -111,7 +112,7 @@ class CheckpointInputOffload:
         return kept.back
 
     def _take(self, like: Tensor) -> Tensor:
-        """A host buffer. The queue is in order: what is read from a spare one is read before it is filled again."""
+        """Get a host buffer. The queue is ordered, so a spare buffer is read before it is overwritten."""
         spare = self._spare[like.shape, like.dtype]
         if spare:
             return spare.pop()

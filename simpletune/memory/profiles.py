@@ -1,7 +1,8 @@
-"""``memory.profile``: sets of options for cards of common sizes, which a configuration's own values override.
+"""``memory.profile``: presets of options for cards of common sizes; explicit values override them.
 
-Chosen from the predicted peaks in ``benchmarks/results``: the training step at 1024 px with a batch of one, and what
-the other stages need, under the card's memory less about a gibibyte for the CUDA context, a display, fragmentation.
+Chosen so that the predicted peaks in ``benchmarks/results``, of the training step at 1024 px with batch size 1 and of
+the other stages, stay about 1 GiB below the card's memory, which leaves room for the CUDA context, a display and
+fragmentation.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ FULL: dict[str, Json] = {
 
 
 def with_profile(data: Json, trains_base: bool) -> Json:
-    """A configuration's JSON with its profile's values under it; without a profile, or with an unknown one, as it is.
+    """Add a profile's values to a configuration that does not set them. Without a known profile, returns it unchanged.
 
     Args:
-        data: merged with the overrides.
+        data: the configuration's JSON, merged with the overrides.
         trains_base: whether the adapter trains base weights.
     """
     memory = data.get("memory")
@@ -57,7 +58,7 @@ def with_profile(data: Json, trains_base: bool) -> Json:
 
 
 def _under(preset: Json, own: Json) -> Json:
-    """Own values over the preset's; another union member than the preset's takes none of its fields."""
+    """Override a preset's values. If they select another member of a union, drop the preset's fields of that union."""
     result = copy.deepcopy(preset)
     for key, value in own.items():
         below = result.get(key)

@@ -1,4 +1,4 @@
-"""Kinds of memory, and what lived at one moment. Imports no torch."""
+"""Kinds of memory, and snapshots of the live bytes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 KINDS = ("weights", "adapter", "gradients", "optimizer", "activations", "plan", "workspace")
-"""Kinds that count. What lives in phases forward and backward and is none of the others is activations; what lives
-outside of them is workspace."""
+"""Kinds of device memory. Unregistered tensors count as activations if allocated in the forward or backward pass, and
+as workspace otherwise."""
 HOST = "host"
-"""The kind of what stays in host memory, pinned or paged: known, but never part of a total."""
+"""The kind of pinned or paged host memory, which is excluded from totals."""
 BLOCK = 512  # bytes: the caching allocator's smallest block
 
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """What lived at one moment."""
+    """The live bytes at one moment."""
 
     bytes: int = 0
-    """Of all kinds but the host's."""
+    """Live bytes of all kinds except host memory."""
     by_kind: Mapping[str, int] = field(default_factory=dict)
-    """The same by kind."""
+    """Live bytes by kind."""
     phase: str = ""
-    """forward, backward, recompute (a checkpoint's second forward pass), clip, optimizer; empty: outside of a step."""
+    """forward, backward, recompute (a checkpoint's second forward pass), clip or optimizer; empty outside a step."""
     module: str = ""
-    """The named module whose forward or backward pass was running; empty: none."""
+    """The named module in its forward or backward pass; empty if none."""
 
 
 def rounded(size: int) -> int:
-    """Bytes as the caching allocator counts them: a multiple of 512."""
+    """Round bytes up to a multiple of 512, as the caching allocator does."""
     return -(-size // BLOCK) * BLOCK
 
 
 def require_known(kind: str) -> None:
-    """Refuse what is no kind.
+    """Refuse an unknown kind.
 
     Raises:
-        ValueError: with the kinds there are.
+        ValueError: lists the known kinds.
     """
     if kind not in KINDS and kind != HOST:
-        raise ValueError(f"{kind!r} is no kind of memory. Use one of {', '.join((*KINDS, HOST))}")
+        raise ValueError(f"{kind!r} is not a kind of memory. Use one of {', '.join((*KINDS, HOST))}")

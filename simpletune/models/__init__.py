@@ -1,7 +1,7 @@
-"""Model families: where their weights come from, their parts, shapes and operations.
+"""Model families: the sources of their weights, their parts, shapes and operations.
 
-``Model`` is what ``model`` may be: a new family is one file here and one line in it. May import memory, quant and what
-is below them. Adapters, data and the rooms above may import it.
+``Model`` is the type of ``model``; a new family takes one file here and one line in it. May import memory, quant and
+the packages below them. Adapters, data and the packages above may import this one.
 """
 
 from __future__ import annotations
@@ -9,4 +9,4 @@ from __future__ import annotations
 from simpletune.models.sd3 import SD3
 
 Model = SD3
-"""What ``model`` may be; a union told apart by ``family`` as soon as there are two."""
+"""The type of ``model``; becomes a union discriminated by ``family`` once there are two families."""

@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: sizes of about equal area, in steps of 16 px (8 of the autoencoder times 2 of the patches)."""
+"""Aspect-ratio buckets: sizes of about equal area, in steps of 16 px (autoencoder's 8 times patch size 2)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Size = tuple[int, int]
 
 @lru_cache
 def bucket_sizes(resolution: int, max_aspect: float) -> tuple[Size, ...]:
-    """All bucket sizes for a resolution: for each width the largest height within the area, and the mirror images.
+    """All bucket sizes for a resolution: for each width the largest height within the area, and both transposed.
 
     Args:
-        resolution: side of the square of the same area, in pixels.
-        max_aspect: longest side over shortest side, at most.
+        resolution: side of the square with the same area, in pixels.
+        max_aspect: largest ratio of the longer to the shorter side.
     """
     sizes = set()
     for width in range(STEP, resolution * resolution // STEP + 1, STEP):
@@ -28,7 +28,7 @@ def bucket_sizes(resolution: int, max_aspect: float) -> tuple[Size, ...]:
 
 
 def nearest_bucket(picture: Size, resolution: int, max_aspect: float) -> Size:
-    """The bucket whose aspect ratio is nearest to a picture's; of equals the largest, then the narrowest."""
+    """The bucket with the aspect ratio nearest to a picture's; breaks ties by larger area, then smaller width."""
     aspect = math.log(picture[0] / picture[1])
 
     def distance(size: Size) -> tuple[float, int, int]:
@@ -38,7 +38,7 @@ def nearest_bucket(picture: Size, resolution: int, max_aspect: float) -> Size:
 
 
 def upscaling(picture: Size, bucket: Size) -> float:
-    """How much a picture is scaled up to cover a bucket; 1 or less: not at all."""
+    """The factor by which a picture is scaled up to cover a bucket; at most 1 if it is not."""
     return max(bucket[0] / picture[0], bucket[1] / picture[1])
 
 

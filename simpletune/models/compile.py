@@ -1,7 +1,7 @@
-"""``torch.compile``, block by block, where the machine can do it; where it cannot, that is said.
+"""Compile a transformer block by block with ``torch.compile``; log the reason if the machine cannot.
 
-Blocks of equal structure share what is compiled. In training it is a block's own forward pass that is compiled: what
-stands around it (checkpointing, streamed weights, checkpoint inputs on the host) stays as it is.
+Blocks of equal structure share compiled code. Training compiles only a block's own forward pass; its wrappers
+(checkpointing, weight streaming, offloading of checkpoint inputs) stay eager.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor, nn
 from simpletune.options import UserError
 from simpletune.system.console import say
 
-# Blocks differ in structure a few times: the first gets no gradient in LoRA training, the last has one stream less. Far
-# more would be a mistake, and past this limit they would silently not be compiled.
+# Blocks have few distinct structures: in LoRA training the first gets no gradient, and the last lacks a stream. Beyond
+# this limit, torch would silently stop compiling.
 GRAPHS = 64
-# What is drawn at random (a LoRA's dropout) is drawn as without compiling.
+# Random draws (LoRA dropout) match those of eager mode.
 INDUCTOR: dict[str, Any] = {"options": {"fallback_random": True}}
-TOKENS = 1  # the dimension of [b, n, d] that pictures of other sizes change
+TOKENS = 1  # the dimension of [b, n, d] that varies with the size of pictures
 
 
 def compile_blocks(transformer: nn.Module, device: torch.device) -> bool:
-    """Compile each block of a transformer, in place: blocks of equal structure share what is compiled.
+    """Compile each block of a transformer in place; blocks of equal structure share compiled code.
 
     Args:
-        transformer: whose blocks have their passes already.
+        transformer: the transformer, with its blocks' forward passes already wrapped.
         device: where it runs.
 
     Returns:
-        Whether they are compiled.
+        Whether the blocks are compiled.
     """
     if not can_compile(device):
         return False
@@ -44,22 +44,22 @@ def compile_blocks(transformer: nn.Module, device: torch.device) -> bool:
 
 
 def compile_training(blocks: Sequence[nn.Module], device: torch.device, sizes: int) -> bool:
-    """Compile the forward passes of a transformer's blocks, and with them the backward ones, in place.
+    """Compile the forward and backward passes of a transformer's blocks in place.
 
-    Only passes with gradients: evaluating and drawing take other shapes, and too few passes for compiling to pay.
+    Passes without gradients stay eager: evaluation and drawing use other shapes, and too few passes to repay compiling.
 
     Args:
-        blocks: with their adapter, before anything stands around their passes.
+        blocks: the blocks with their adapter, before their forward passes are wrapped.
         device: where they run.
-        sizes: how many shapes of picture the run has. With one the kernels are made for it; with several they take any
-            number of tokens from the start, so that a run that is resumed among other shapes has the same kernels.
+        sizes: how many picture sizes the run has. With one, kernels are specialised for it; with several, they accept
+            any number of tokens from the start, so that a resumed run gets the same kernels whatever size comes first.
 
     Returns:
-        Whether they are compiled.
+        Whether the blocks are compiled.
     """
     if not can_compile(device):
         return False
-    # A modulation plan's columns are integers that differ from block to block, and nothing else.
+    # Blocks under a modulation plan differ only in integer attributes, which must not trigger a recompilation each.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for block in blocks:
         eager = block.forward
@@ -68,7 +68,7 @@ def compile_training(blocks: Sequence[nn.Module], device: torch.device, sizes: i
 
 
 def _forward(eager: Callable[..., Any], compiled: Callable[..., Any], any_size: bool, *args: Any, **kwargs: Any) -> Any:
-    """A block's pass; its inputs [b, n, d] are not changed."""
+    """Run a block, compiled if gradients are enabled; marks the tokens of inputs [b, n, d] as dynamic."""
     if not torch.is_grad_enabled():
         return eager(*args, **kwargs)
     if any_size:
@@ -79,7 +79,7 @@ def _forward(eager: Callable[..., Any], compiled: Callable[..., Any], any_size: 
 
 
 def failure(error: Exception) -> UserError | None:
-    """What to say of an error if compiling has failed in the middle of a run; None: it is another error."""
+    """Word a compiler failure in the middle of a run for users; None for any other error."""
     compiler = sys.modules.get("torch._dynamo.exc")
     if compiler is None or not isinstance(error, compiler.TorchDynamoException):
         return None
@@ -90,17 +90,17 @@ def failure(error: Exception) -> UserError | None:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether this machine compiles for a device; if not, it is said why."""
+    """Whether this machine can compile for a device; logs the reason if not."""
     reason = why_not(device)
     if reason is not None:
-        say(f"compile NOT compiled, this goes on without: {reason}")
+        say(f"compile NOT compiled, continuing in eager mode: {reason}")
         return False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     return True
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why nothing can be compiled here, found out by compiling a line; None if it can."""
+    """The reason why compiling a one-line function fails on this machine; None if it succeeds."""
 
     def line(x: Tensor) -> Tensor:
         return x * 2 + 1
@@ -111,6 +111,6 @@ def why_not(device: torch.device) -> str | None:
             torch.compile(line)(torch.ones(8, device=device))
     except (RuntimeError, OSError) as error:  # no compiler, no headers, no Triton, or one that fails
         words = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
-        remedy = "torch.compile needs a C compiler (gcc or CXX), and Python's headers; on a GPU Triton too"
+        remedy = "torch.compile needs a C compiler (gcc or CXX) and Python's headers, and on a GPU also Triton"
         return f"{words.strip()[:200]} ({remedy})"
     return None

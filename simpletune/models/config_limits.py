@@ -1,4 +1,4 @@
-"""Sizes that a part's configuration may name: it comes with a download, and what it names is built and allocated."""
+"""Limits on the sizes in a part's configuration, which is downloaded and decides what is built and allocated."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from simpletune.system.strict_json import JsonError, JsonValue
 WIDTH = (1, 16_384)
 CHANNELS = (1, 256)
 VOCABULARY = (1, 2**20)
-MAX_LIST = 64  # blocks of an autoencoder, say
-MAX_POSITIONS = 2**29  # numbers in the table of positions, 2 GiB in fp32; SD3.5 Medium's has 2^27.8
+MAX_LIST = 64  # such as the blocks of an autoencoder
+MAX_POSITIONS = 2**29  # numbers in the position table, 2 GiB in fp32; SD3.5 Medium's has 2^27.8
 
 Range = tuple[int, int]
 _CLIP: Mapping[str, Range] = {
@@ -47,14 +47,14 @@ LIMITS: Mapping[str, Mapping[str, Range]] = {
 
 
 def read_config(file: Path, part: str) -> ModelConfig:
-    """A part's configuration from its file.
+    """Read a part's configuration.
 
     Args:
         file: its ``config.json``.
         part: its name, such as ``vae``.
 
     Raises:
-        UserError: it cannot be read, or names a size beyond the limits.
+        UserError: it cannot be read, or contains a size beyond the limits.
     """
     try:
         config = strict_json.read(file)
@@ -67,15 +67,15 @@ def read_config(file: Path, part: str) -> ModelConfig:
 
 
 def require_sizes(config: Mapping[str, JsonValue], part: str, place: str) -> None:
-    """Whether every size lies within the limits; one that is missing or null is left to whoever needs it.
+    """Check that every size lies within the limits. Ignores missing and null sizes.
 
     Args:
-        config: of the part.
+        config: the part's configuration.
         part: its name.
-        place: of the configuration, for the message.
+        place: where the configuration comes from, for the message.
 
     Raises:
-        UserError: with each size that does not fit.
+        UserError: lists each size beyond its limits.
     """
     odd = [
         f"{name} {_shown(config[name])} (from {low:,} to {high:,})"
@@ -83,7 +83,10 @@ def require_sizes(config: Mapping[str, JsonValue], part: str, place: str) -> Non
         if config.get(name) is not None and not _fits(config[name], low, high)
     ]
     if odd:
-        raise UserError(f"{place}: sizes that no {part} has: {shortened(odd)}. Fetch the model again, or use another")
+        raise UserError(
+            f"{place}: sizes outside the allowed range for a {part}: {shortened(odd)}. "
+            "Download the model again, or use another"
+        )
     if part == "transformer":
         side, heads, width = (
             config.get(n) for n in ("pos_embed_max_size", "num_attention_heads", "attention_head_dim")
@@ -91,8 +94,8 @@ def require_sizes(config: Mapping[str, JsonValue], part: str, place: str) -> Non
         if isinstance(side, int) and isinstance(heads, int) and isinstance(width, int):
             if side**2 * heads * width > MAX_POSITIONS:
                 raise UserError(
-                    f"{place}: a table of positions of {side} x {side} x {heads * width} numbers is larger than any "
-                    f"model's. At most {MAX_POSITIONS:,} are allocated"
+                    f"{place}: the position table would have {side} x {side} x {heads * width} numbers; "
+                    f"the limit is {MAX_POSITIONS:,}. Download the model again, or use another"
                 )
 
 

@@ -1,9 +1,10 @@
-"""The arithmetic of a training step, from shapes alone: the products of matrices, which are nearly all of it.
+"""Count the floating-point operations of a training step from shapes alone.
 
-A multiplication and an addition are two operations. Counted are the transformer's forward pass, with attention, and of
-its backward pass what training needs: a product for every weight that trains, and one for every input on the way to
-something that trains. What is computed a second time, by checkpointing, is counted apart: model FLOPs utilisation
-leaves it out (arXiv:2204.02311, appendix B). Fused attention's own second computation of its scores is left out, too.
+Counts only matrix products, which are nearly all of the arithmetic; a multiply-add is two operations. Covers the
+transformer's forward pass, including attention, and the part of its backward pass that training needs: one product for
+each trained weight, and one for each input that carries a gradient. Recomputation by checkpointing is counted
+separately, because model FLOPs utilisation excludes it (arXiv:2204.02311, appendix B). Excludes the recomputation of
+scores in fused attention.
 
 Shapes: b samples, n image tokens, t text tokens.
 """
@@ -26,24 +27,24 @@ class Flops:
     forward: int = 0
     backward: int = 0
     recomputed: int = 0
-    """What checkpointing computes again."""
+    """Operations recomputed by checkpointing."""
 
     @property
     def model(self) -> int:
-        """What the model needs, however it is computed."""
+        """Operations without recomputation."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What trains: names of the base's parameters, and ranks of LoRA by module."""
+    """The trained parameters: names of base parameters, and LoRA ranks by module."""
 
     names: frozenset[str] = frozenset()
     ranks: Mapping[str, int] | None = None
 
 
 def trained_of(parameters: Mapping[str, Shape]) -> Trained:
-    """What trains, from the names and shapes of the parameters that do, as the model with its adapter has them."""
+    """Sort the trained parameters of a model with its adapter into base parameters and LoRA ranks."""
     ranks = {name.split(LORA_A)[0]: shape[0] for name, shape in parameters.items() if LORA_A in name}
     return Trained(frozenset(name for name in parameters if LORA_A not in name and LORA_B not in name), ranks)
 
@@ -51,15 +52,15 @@ def trained_of(parameters: Mapping[str, Shape]) -> Trained:
 def sd3_flops(
     config: ModelConfig, trained: Trained, size: tuple[int, int], batch: int, text: int, checkpointed: int = 0
 ) -> Flops:
-    """What one micro-batch takes.
+    """Count the operations of one micro-batch.
 
     Args:
         config: the transformer's ``config.json``.
-        trained: what trains.
+        trained: the trained parameters.
         size: (width, height) of the pictures in pixels.
         batch: b.
         text: t.
-        checkpointed: how many blocks, the first ones, are computed again in the backward pass.
+        checkpointed: how many blocks, from the first, are recomputed in the backward pass.
     """
     count = _Count(parameter_shapes(config), trained)
     image = (size[0] // 8 // config["patch_size"]) * (size[1] // 8 // config["patch_size"])
@@ -82,7 +83,7 @@ def sd3_flops(
 
 
 class _Count:
-    """Adds up. What is passed on is whether a gradient has to flow back through a tensor."""
+    """Accumulates operations. A boolean stands for a tensor: whether it carries a gradient."""
 
     def __init__(self, shapes: Mapping[str, Shape], trained: Trained):
         self.shapes, self.trained, self.flops = shapes, trained, Flops()
@@ -103,7 +104,7 @@ class _Count:
         return grad or trains or self.trains(f"{name}.bias") or rank is not None
 
     def chain(self, names: list[str], rows: int, grad: bool) -> bool:
-        """Linear layers one after another."""
+        """A sequence of linear layers."""
         for name in names:
             grad = self.linear(name, rows, grad)
         return grad
@@ -116,12 +117,12 @@ class _Count:
         return grad
 
     def trains(self, name: str) -> bool:
-        """Whether a parameter of the base trains."""
+        """Whether a base parameter is trained."""
         return name in self.trained.names
 
 
 class _Block:
-    """A joint block (arXiv:2403.03206, figure 2b), as diffusers computes it."""
+    """A joint block (arXiv:2403.03206, figure 2b), as diffusers implements it."""
 
     def __init__(self, count: _Count, name: str, batch: int, image: int, text: int, last: bool):
         self._count, self._name, self._batch, self._last = count, name, batch, last
@@ -129,7 +130,7 @@ class _Block:
         self._width = count.shapes[f"{name}.attn.to_q.weight"][0]
 
     def count(self, x: bool, y: bool, condition: bool, dual: bool) -> tuple[bool, bool]:
-        """Count it; in and out, whether image and text carry gradients."""
+        """Count the block's operations. Takes and returns whether image and text tokens carry gradients."""
         n, t = self._batch * self._image, self._batch * self._text
         scale_x = self._linear("norm1.linear", self._batch, condition)
         scale_y = self._linear("norm1_context.linear", self._batch, condition)
@@ -151,7 +152,7 @@ class _Block:
         return self._count.linear(f"{self._name}.{name}", rows, grad)
 
     def _project(self, attention: str, names: tuple[str, ...], rows: int, grad: bool) -> bool:
-        """The projections before attention; the norms of queries and keys are no products, but they may train."""
+        """The projections before attention. The norms of q and k add no products, but may be trained."""
         norms = ("norm_q", "norm_k") if names[0] == "to_q" else ("norm_added_q", "norm_added_k")
         flows = [self._linear(f"{attention}.{name}", rows, grad) for name in names]
         return any(flows) or any(self._count.trains(f"{self._name}.{attention}.{norm}.weight") for norm in norms)

@@ -1,7 +1,7 @@
-"""SD3's transformer in the original layout (Stability, ComfyUI): where each of diffusers' tensors comes from.
+"""Map diffusers' tensors of SD3's transformer to the original layout (Stability, ComfyUI).
 
-Names differ from diffusers'; q, k and v of a stream are one tensor, one above the other; and the two modulations
-without gates (``norm_out`` and the last block's ``norm1_context``) hold shift before scale, not scale before shift.
+The original layout uses other names, stacks q, k and v of a stream in one tensor, and stores shift before scale, rather
+than scale before shift, in the two modulations without gates (``norm_out`` and the last block's ``norm1_context``).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ FUSED = {
 
 @dataclass(frozen=True)
 class Origin:
-    """Where one of diffusers' tensors comes from in the original layout.
+    """The source of one of diffusers' tensors in the original layout.
 
     Args:
-        name: of the original tensor, without the prefix.
-        third: which of three equal parts along the first axis (q, k, v); None: all of it.
-        swapped: whether the two halves along the first axis change places.
+        name: the original tensor's name, without the prefix.
+        third: which of three equal parts along the first axis to take (q, k, v); None takes the whole tensor.
+        swapped: whether to swap the two halves along the first axis.
     """
 
     name: str
@@ -63,10 +63,11 @@ class Origin:
 
 
 def origin_of(name: str, layers: int) -> Origin:
-    """Where the tensor that diffusers calls ``name`` comes from.
+    """Find the source of the tensor that diffusers calls ``name``.
 
     Args:
-        layers: of the model; the last block's ``norm1_context`` differs.
+        name: diffusers' name.
+        layers: the number of blocks; the last block's ``norm1_context`` differs.
 
     Raises:
         KeyError: SD3 has no such tensor.

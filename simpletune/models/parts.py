@@ -1,4 +1,4 @@
-"""One part of a pipeline, wherever it lies: a folder in diffusers' layout, or inside a single file; and loading it."""
+"""Locate and load one part of a pipeline, from a folder in diffusers' layout or from a single file."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1)
 def bundled_configs() -> Mapping[str, ModelConfig]:
-    """SD3 Medium's configurations of what a single file holds without one: autoencoder, text encoders, scheduler."""
+    """SD3 Medium's configurations for the parts that a single file stores without one."""
     return json.loads((Path(__file__).parent / "sd3_medium_parts.json").read_text())
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where a part's configuration and weights are.
+    """The location of a part's configuration and weights.
 
     Args:
         name: ``vae``, ``text_encoder``, ``tokenizer_2``, ``scheduler``, ...
-        folder: of its files; None: the configuration is the bundled one.
-        file: the single file that holds the weights; None: they lie in the folder.
+        folder: the folder of its files; None uses the bundled configuration.
+        file: the single file with the weights; None if they are in the folder.
     """
 
     name: str
@@ -44,14 +44,14 @@ class Part:
 
     @property
     def place(self) -> str:
-        """Where the weights are, for messages."""
+        """The location of the weights, for messages."""
         return f"{self.name} in {self.file}" if self.file else str(self.folder)
 
     def config(self) -> ModelConfig:
-        """The part's ``config.json`` (of the scheduler ``scheduler_config.json``), or SD3 Medium's own.
+        """The part's ``config.json`` (the scheduler's ``scheduler_config.json``), or SD3 Medium's bundled one.
 
         Raises:
-            UserError: it cannot be read, or names sizes that no model has.
+            UserError: it cannot be read, or contains a size beyond the limits.
         """
         if self.folder is None:
             return bundled_configs()[self.name]
@@ -59,7 +59,7 @@ class Part:
         return read_config(file, self.name)
 
     def fingerprint(self) -> str:
-        """A short name for the part's content: configuration and weights."""
+        """A short hash of the part's configuration and weights."""
         if self.file is None:
             assert self.folder is not None
             return fingerprint(self.folder)
@@ -70,17 +70,17 @@ class Part:
 
 
 def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
-    """The autoencoder (AutoencoderKL, or AutoencoderTiny) on the CPU.
+    """Load the autoencoder (AutoencoderKL or AutoencoderTiny) on the CPU.
 
     Raises:
-        UserError: it is of another class, or weights and configuration do not fit.
+        UserError: it has another class, or its weights do not match its configuration.
     """
     import diffusers
 
     config = part.config()
     name = config.get("_class_name")
     if name not in ("AutoencoderKL", "AutoencoderTiny"):
-        raise UserError(f"model.vae: {part.place} holds a {name}; SD3 needs an AutoencoderKL or AutoencoderTiny")
+        raise UserError(f"model.vae: {part.place} is a {name}; SD3 needs an AutoencoderKL or AutoencoderTiny")
     from accelerate import init_empty_weights
 
     if part.file is None:
@@ -102,9 +102,9 @@ def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
 
 
 def use_tiles(vae: Any, pixels: int) -> None:
-    """Let an autoencoder take pictures larger than a tile in tiles that overlap by a quarter, blended (diffusers').
+    """Process pictures larger than a tile in blended tiles that overlap by a quarter (diffusers' tiling).
 
-    AutoencoderTiny is left as it is: diffusers' tiles for its encoder hold 4 latent channels, and SD3 has 16.
+    Leaves an AutoencoderTiny unchanged: diffusers' tiling of its encoder assumes 4 latent channels, and SD3 has 16.
 
     Args:
         vae: AutoencoderKL or AutoencoderTiny.
@@ -120,13 +120,13 @@ def use_tiles(vae: Any, pixels: int) -> None:
 
 
 def load_text_model(part: Part, dtype: torch.dtype) -> Any:
-    """A CLIP text encoder (CLIPTextModelWithProjection) on the CPU; T5 is read layer by layer (t5_layers.py).
+    """Load a CLIP text encoder (CLIPTextModelWithProjection) on the CPU. (t5_layers.py loads T5 layer by layer.)
 
-    Its weights are copied out of the mapped file: a product of one row picks its kernel by the weight's address, so
-    that a prompt's last bits would depend on where in its file the weight lies.
+    Copies the weights out of the memory-mapped file: a matrix-vector product selects its kernel by the weight's
+    alignment, so otherwise the last bits of an embedding would depend on the weight's offset in the file.
 
     Raises:
-        UserError: weights and configuration do not fit.
+        UserError: the weights do not match the configuration.
     """
     from accelerate import init_empty_weights
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection
@@ -147,16 +147,16 @@ def load_text_model(part: Part, dtype: torch.dtype) -> Any:
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """The model with its parameters in memory of their own, which torch aligns; one at a time."""
+    """Copy a model's parameters, one at a time, into aligned memory that torch allocates."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
 
 
 def _clip_tensors(part: Part) -> dict[str, Tensor]:
-    """A CLIP encoder's tensors under transformers' names, in the types they have on disk.
+    """Read a CLIP encoder's tensors under transformers' names, in the types they have on disk.
 
-    The original CLIP-L comes without a projection; it is the identity (diffusers' and ComfyUI's rule).
+    The original CLIP-L has no projection; use the identity, as diffusers and ComfyUI do.
     """
     import torch
 
@@ -172,10 +172,10 @@ def _clip_tensors(part: Part) -> dict[str, Tensor]:
 
 @contextmanager
 def loading(part: Part) -> Iterator[None]:
-    """What is raised while a part is built from its configuration or read from its files, in words.
+    """Translate exceptions raised while a part is built or read.
 
     Raises:
-        UserError: they do not fit each other, or are damaged.
+        UserError: the part's files are damaged, or do not match each other.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -185,13 +185,13 @@ def loading(part: Part) -> Iterator[None]:
     except (*odd, StrictDataclassError) as error:
         said = str(error).strip().partition("\n")[0][:300]
         raise UserError(
-            f"{part.place} cannot be loaded ({type(error).__name__}: {said}). Its files are damaged, or do not belong "
-            "together. Fetch it again"
+            f"{part.place} cannot be loaded ({type(error).__name__}: {said}). Its files are damaged or do not match "
+            "each other. Download it again"
         ) from error
 
 
 def _require_weights(part: Part, expected: Mapping[str, torch.Size]) -> None:
-    """Names and shapes in a folder's headers against its configuration's, before anything of that size is allocated."""
+    """Compare the names and shapes in a folder's headers with its configuration's before allocating anything."""
     assert part.folder is not None
     headers = [read_header(file) for file in weight_files(part.folder)]
     found = {name: tuple(entry["shape"]) for header in headers for name, entry in header.items() if name in expected}
@@ -203,19 +203,19 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def require_tensor_shapes(part: Part, expected: Mapping[str, torch.Size], found: Mapping[str, tuple[int, ...]]) -> None:
-    """Names and shapes in the file against those in the configuration.
+    """Compare the names and shapes in the file with those in the configuration.
 
     Raises:
         UserError: they differ.
     """
     missing, odd = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     sized = [key for key in expected if key in found and found[key] != expected[key]]
-    kinds = {"missing": missing, "unexpected": odd, "of another shape": sized}
+    kinds = {"missing": missing, "unexpected": odd, "wrong shape": sized}
     listed = [f"{title}: {shortened(names)}" for title, names in kinds.items() if names]
     if listed:
-        of_file = "Give model.text_encoders a folder with the configs that belong to the file"
-        remedy = of_file if part.file else "Fetch it again"
+        of_file = "Set model.text_encoders to a folder with the file's own configurations"
+        remedy = of_file if part.file else "Download it again"
         raise UserError(
-            f"{part.place} does not fit its configuration ({part.folder or 'SD3 Medium, bundled'}). "
+            f"{part.place} does not match its configuration ({part.folder or 'SD3 Medium, bundled'}). "
             f"{'; '.join(listed)}. {remedy}"
         )

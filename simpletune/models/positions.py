@@ -1,10 +1,10 @@
-"""The table of positions, cut to the pictures that a run sees.
+"""Crop the position table to the pictures that a run sees.
 
-SD3 adds a fixed table of positions to the image tokens: a square of ``pos_embed_max_size`` patches a side, of which the
-middle h x w serve a picture of h x w patches. SD3 Medium's is 192 x 192 x 1536 (216 MiB in fp32, 108 in bf16), and a
-picture of 1024 px takes its middle 64 x 64 (12 MiB in bf16).
+SD3 adds a fixed table of position embeddings to the image tokens: a square of ``pos_embed_max_size`` patches a side,
+whose central h x w rows serve a picture of h x w patches. SD3 Medium's is 192 x 192 x 1536 (216 MiB in fp32, 108 in
+bf16), and a picture of 1024 px uses its central 64 x 64 (12 MiB in bf16).
 
-Shapes: s and S patches a side of the cut and the whole table, e hidden width.
+Shapes: s and S patches a side of the cropped and the whole table, e hidden width.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ TABLE = "pos_embed.pos_embed"
 
 
 def side_for(sizes: Iterable[Size], whole: int) -> int:
-    """Patches a side of the smallest middle square that serves every size with the very rows of the whole table.
+    """Patches a side of the smallest central square that gives every size the same rows as the whole table.
 
-    The middle begins at floor((S - h) / 2). That of a cut table begins at the same row only if as much is cut off above
-    as below, so s is even if S is, and odd if S is.
+    The rows of a picture start at floor((S - h) / 2). In a cropped table they start at the same row only if the crop
+    removes as many rows above as below, so s must have the parity of S.
 
     Args:
-        sizes: (width, height) of pictures in pixels; one larger than the table leaves it whole.
+        sizes: (width, height) of pictures in pixels; a picture larger than the table leaves it whole.
         whole: S.
     """
     side = max(max(size) // STEP for size in sizes)
@@ -34,11 +34,11 @@ def side_for(sizes: Iterable[Size], whole: int) -> int:
 
 
 def crop_positions(embed: nn.Module, sizes: Iterable[Size], whole: Callable[[], Tensor]) -> None:
-    """Cut a patch embedder's table to what pictures of these sizes need, in place. Exact.
+    """Crop a patch embedder's table in place to what pictures of these sizes need, with identical results.
 
     Args:
         embed: diffusers' ``PatchEmbed`` with its table [1, S * S, e].
-        sizes: (width, height) of pictures in pixels; larger ones are refused afterwards.
+        sizes: (width, height) of pictures in pixels; diffusers then refuses larger ones.
         whole: reads the whole table again, for an export.
     """
     old, table = int(embed.pos_embed_max_size), embed.pos_embed  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def crop_positions(embed: nn.Module, sizes: Iterable[Size], whole: Callable[[], 
 
 
 def whole_positions(model: nn.Module) -> dict[str, Tensor]:
-    """The whole table [1, S * S, e] under its name, read again from where the model came from; empty if none was cut.
+    """The whole table [1, S * S, e] by name, read again from the model's source; empty if the table was not cropped.
 
     Args:
         model: SD3's transformer.

@@ -1,8 +1,8 @@
-"""A quantised base kept on disk: the next start reads it, and neither reads nor quantises the full-precision weights.
+"""Cache the quantised base on disk, so that the next start neither reads nor quantises the full-precision weights.
 
-``<cache>/quantised/<key>/`` holds ``transformer.safetensors``, every tensor of the model as it is after quantising, and
-``made_from.json``: what the key stands for, and the file's size and SHA-256. The folder is written aside and renamed,
-so it is whole or it is not there. A GPU and the CPU may round differently what lies halfway, so each has its own.
+``<cache>/quantised/<key>/`` holds ``transformer.safetensors``, with every tensor of the quantised model, and
+``made_from.json``, with the inputs of the key and the file's size and SHA-256. The folder is written atomically. The
+key includes the device type, because a GPU and the CPU may round ties differently.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from simpletune.system.processes import is_first_process
 from simpletune.system.safetensors_file import WeightReader, write_safetensors
 from simpletune.tensors import to_device
 
-VERSION = 1  # raise when quantisation or the layout of a quantised layer changes
+VERSION = 1  # increment when quantisation or the layout of a quantised layer changes
 FILE, ABOUT = "transformer.safetensors", "made_from.json"
-ROOM = 2**30  # bytes left free on the disk: the run itself has checkpoints to write
+ROOM = 2**30  # bytes to leave free on the disk for the run's own files
 
 
 class _DamagedBase(Exception):
-    """What is wrong with a kept base, in words."""
+    """The reason why a cached base is unusable."""
 
 
 class QuantisedBase:
-    """One quantised transformer on disk, or the place for it.
+    """The cache entry of one quantised transformer, which may not exist yet.
 
     Args:
-        cache: the cache's root.
+        cache: the cache's root folder.
         config: the transformer's ``config.json``.
-        part: where its full-precision weights are.
-        precision: how weights are held; one that is ``cacheable``.
-        device: where they are quantised.
+        part: the location of its full-precision weights.
+        precision: the weight precision; must be ``cacheable``.
+        device: the device that quantises.
     """
 
     def __init__(self, cache: Path, config: ModelConfig, part: Part, precision: WeightPrecision, device: torch.device):
@@ -72,10 +72,10 @@ class QuantisedBase:
         self._place = part.place
 
     def load(self, on_host: Callable[[str], bool]) -> Transformer | None:
-        """The transformer, frozen, as it was when it was kept; None if it is not there, or damaged (which is said).
+        """Load the frozen transformer from the cache. Returns None if the entry is missing or damaged; logs damage.
 
         Args:
-            on_host: whether the module of that name stays in host memory.
+            on_host: whether the module of a given name stays in host memory.
         """
         if not self.folder.is_dir():
             return None
@@ -85,46 +85,46 @@ class QuantisedBase:
         except (_DamagedBase, UserError, OSError, SafetensorError) as error:
             self._quarantine(str(error))
             return None
-        say(f"{self._what} read from {self.folder}, quantised before")
+        say(f"{self._what} loaded from the cache {self.folder}")
         model.eval().requires_grad_(False)
         return model
 
     def make(self, on_host: Callable[[str], bool], fresh: Callable[[], Transformer]) -> Transformer:
-        """The transformer, quantised and kept, by one process at a time: the others read what the first has kept.
+        """Quantise the transformer and cache it. Runs take turns: the first one writes the entry, the others load it.
 
         Args:
-            on_host: whether the module of that name stays in host memory.
-            fresh: loads and quantises.
+            on_host: whether the module of a given name stays in host memory.
+            fresh: loads and quantises the transformer.
         """
-        if not is_first_process():  # which writes
+        if not is_first_process():  # only the first process writes
             return fresh()
-        with wait_for_lock(lock_of(self.folder), f"{self._what}: waiting for another run that quantises the same"):
+        with wait_for_lock(lock_of(self.folder), f"{self._what}: waiting for another run to quantise this model"):
             return self.load(on_host) or self.keep(fresh())
 
     def keep(self, model: Transformer) -> Transformer:
-        """Write a freshly quantised transformer; where that fails it is said, and the run goes on without.
+        """Write a freshly quantised transformer to the cache; if that fails, log why and continue.
 
         Returns:
-            The same transformer.
+            The transformer.
         """
-        if not is_first_process():  # which writes
+        if not is_first_process():  # only the first process writes
             return model
         part = temporary_path(self.folder, shared=True)
         try:
             size = self._write(model, part)
         except (OSError, SafetensorError, DiskFull) as error:
             _say_once(
-                f"{self._what} are not kept in {self.folder}: {error}. This run goes on without; the next start will "
-                "quantise again. Free some space or set output.cache to another disk, or memory.cache_quantised=false"
+                f"{self._what} cannot be cached in {self.folder}: {error}. The run continues; the next start will "
+                "quantise again. Free some space, set output.cache to another disk, or set memory.cache_quantised=false"
             )
         else:
-            say(f"{self._what} kept in {self.folder} ({size / 2**30:.2f} GiB): the next start reads them")
+            say(f"{self._what} cached in {self.folder} ({size / 2**30:.2f} GiB) for the next start")
         finally:
             remove(part)
         return model
 
     def _write(self, model: nn.Module, part: Path) -> int:
-        """Write aside, flush, rename; the file's size."""
+        """Write the entry atomically and return the size of its file."""
         tensors = model.state_dict()
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -132,8 +132,8 @@ class QuantisedBase:
         free = free_bytes(self.folder.parent)
         if free < needed + ROOM:
             raise OSError(
-                f"they take {needed / 2**30:.2f} GiB, and of {free / 2**30:.2f} GiB that are free {ROOM / 2**30:g} "
-                "are left to the run"
+                f"they need {needed / 2**30:.2f} GiB, but only {free / 2**30:.2f} GiB is free, of which the run needs "
+                f"{ROOM / 2**30:g} GiB"
             )
         part.mkdir()
         about = json.dumps(self.made_from | {"place": self._place}, sort_keys=True)
@@ -148,12 +148,12 @@ class QuantisedBase:
         except OSError:
             if not self.folder.is_dir():
                 raise
-            return size  # another run was first, with the same bytes
+            return size  # another run has already written the same bytes
         flush_to_disk(self.folder.parent)
         return size
 
     def _check_bytes(self) -> None:
-        """The file against its size and SHA-256: a second for each GB or two, which reading it costs anyway."""
+        """Verify the file's size and SHA-256, which takes about a second per one or two GB."""
         try:
             about = json.loads((self.folder / ABOUT).read_text())
             size, checksum = about["size"], about["sha256"]
@@ -163,10 +163,10 @@ class QuantisedBase:
         if file.stat().st_size != size:
             raise _DamagedBase(f"{FILE} has {file.stat().st_size:,} of {size:,} bytes")
         if sha256_of(file) != checksum:
-            raise _DamagedBase(f"{FILE} does not have its SHA-256")
+            raise _DamagedBase(f"the SHA-256 of {FILE} does not match")
 
     def _read(self, on_host: Callable[[str], bool]) -> Transformer:
-        """The model on the meta device with quantised layers in place, then each tensor from the memory-mapped file."""
+        """Build the model on the meta device with quantised layers, then load each tensor from the mapped file."""
         model = empty_transformer(self._config)
         names = [name for name, _ in model.named_modules()]
         for name in names:
@@ -176,7 +176,7 @@ class QuantisedBase:
         reader = WeightReader([self.folder / FILE])
         expected = model.state_dict()
         if odd := sorted(reader.names ^ set(expected)):
-            raise _DamagedBase(f"{FILE} does not fit the model: {shortened(odd, 4)}")
+            raise _DamagedBase(f"{FILE} has missing or unexpected tensors: {shortened(odd, 4)}")
         host, owners = torch.device("cpu"), set(names)
         tensors = {}
         for name, shaped in expected.items():
@@ -187,26 +187,27 @@ class QuantisedBase:
         return model
 
     def _quarantine(self, reason: str) -> None:
-        """Rename a damaged folder, so that it can be looked at and is not read again."""
+        """Rename a damaged folder, so that it can be inspected and is not read again."""
+        damage = f"{self._what} in {self.folder} are damaged: {reason}"
         try:
             place = quarantine(self.folder)
         except OSError as error:
-            say(f"{self._what} in {self.folder} are damaged: {reason}. Remove them: they cannot be set aside ({error})")
+            say(f"{damage}. Delete the folder; it cannot be renamed ({error})")
         else:
-            say(f"{self._what} in {self.folder} are damaged: {reason}. Set aside as {place}; quantising again")
+            say(f"{damage}. Renamed to {place}; quantising again")
 
 
 def _weights_of(part: Part) -> str:
-    """A short name for the weights: of a single file, samples from all over it."""
+    """A short hash of the weights; for a single file, of samples spread over it."""
     if part.file is None:
         return part.fingerprint()
     return fingerprint_of_range(part.file, part.name, 0, part.file.stat().st_size)
 
 
 def _stamps(part: Part) -> Iterator[tuple[str, int, int]]:
-    """Name, size and time of the files of the weights.
+    """Name, size and modification time of each weight file.
 
-    A fingerprint samples a file: two results of partial fine-tuning may agree in every sample.
+    The fingerprint only samples a file, and two partially fine-tuned models may agree in every sample.
     """
     for file in [part.file] if part.file else weight_files(part.folder or Path()):
         stat = file.stat()
@@ -214,7 +215,7 @@ def _stamps(part: Part) -> Iterator[tuple[str, int, int]]:
 
 
 def _owner(tensor: str, modules: set[str]) -> str:
-    """The module that a tensor belongs to; a tensor's own name may have dots (quanto's ``weight._data``)."""
+    """The module that owns a tensor. The tensor's own name may contain dots (quanto's ``weight._data``)."""
     while tensor not in modules:
         tensor = tensor.rpartition(".")[0]
     return tensor

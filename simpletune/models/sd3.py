@@ -1,7 +1,7 @@
-"""Stable Diffusion 3: where its parts are, loading them, and what one prediction is.
+"""Stable Diffusion 3: locate its parts, load them, and predict the velocity.
 
 Shapes: b samples, c = 16 latent channels, h and w an eighth of the picture's, t text tokens (77 + T5's), e = 4096 text
-width, p = 2048 pooled width (for SD3 Medium; other sizes follow from the configs).
+width, p = 2048 pooled width (for SD3 Medium; the configs give other sizes).
 """
 
 from __future__ import annotations
@@ -35,44 +35,45 @@ CLIP_TOKENS = 77
 
 
 class SD3(Option):
-    """Stable Diffusion 3 and 3.5 Medium, as a folder in diffusers' layout, a single file, or from the hub."""
+    """Stable Diffusion 3 and 3.5 Medium, from a folder in diffusers' layout, a single file or the Hub."""
 
     family: Literal["sd3"] = "sd3"
     """Stable Diffusion 3 (MMDiT)."""
     pretrained: Annotated[str, Field(min_length=1)] = SD3_MEDIUM
-    """A hub name (owner/name), a folder in diffusers' layout, a single .safetensors file, or demo:tiny-sd3."""
+    """A Hub name (owner/name), a folder in diffusers' layout, a single .safetensors file, or demo:tiny-sd3."""
     revision: str | None = None
-    """Branch, tag or commit on the hub."""
+    """Branch, tag or commit on the Hub."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """Start the transformer from its weights, or from random ones (training from scratch; only its config is read)."""
+    """Start from the pretrained transformer, or from random weights (training from scratch; reads only its config)."""
     transformer: str | None = None
-    """Another transformer: its folder or single file, or a pipeline's folder or hub name that holds one."""
+    """Replaces the transformer: its folder or single file, or the folder or Hub name of a pipeline."""
     vae: str | None = None
-    """Another autoencoder: its folder, or a pipeline's folder or hub name that holds one."""
+    """Replaces the autoencoder: its folder, or the folder or Hub name of a pipeline."""
     text_encoders: str | None = None
-    """A pipeline's folder or hub name for tokenizers and text encoders; with a single file, for what it lacks."""
+    """Folder or Hub name of a pipeline with tokenizers and text encoders; a single file's own encoders take
+    precedence."""
     t5: bool = True
-    """Use the T5 text encoder; without it its part of the prompt is zeros (saves 9.5 GB of download)."""
+    """Use the T5 text encoder. Without it, zeros replace its embeddings, which saves a download of 9.5 GB."""
     t5_length: Annotated[int, Field(ge=1, le=512)] = 256
-    """Tokens of the T5 prompt; 77 to 256 are in use."""
+    """Length of the T5 prompt in tokens; 77 to 256 are common."""
 
     def problems(self) -> Iterator[Problem]:
-        """Parts that are nowhere, and files that cannot be read; nothing is built or fetched."""
+        """Find missing parts and unreadable files without building or downloading anything."""
         yield from sd3_sources.problems(self)
 
     def part(self, name: str) -> Part:
-        """Where a part is (``transformer``, ``vae``, ``scheduler``, ``tokenizer_2``), fetched if need be.
+        """Locate a part (``transformer``, ``vae``, ``scheduler``, ``tokenizer_2``), downloading it if necessary.
 
         Raises:
-            UserError: it is not there, or cannot be fetched.
+            UserError: it is missing, or cannot be downloaded.
         """
         return sd3_sources.locate(self, name)
 
     def fetch(self) -> None:
-        """Fetch every part that comes from the hub, after a look at the disk.
+        """Download every part that comes from the Hub, after checking the free disk space.
 
         Raises:
-            UserError: they do not fit, or cannot be fetched.
+            UserError: the parts do not fit on the disk, or cannot be downloaded.
         """
         fetch(sd3_sources.hub_parts(self))
 
@@ -80,7 +81,7 @@ class SD3(Option):
         """The transformer's ``config.json``.
 
         Args:
-            fetch: whether a hub repository may be asked; if not, SD3 Medium's is known, another's is None.
+            fetch: whether to query the Hub. If not, returns SD3 Medium's bundled config, or None for another Hub name.
         """
         name = self.transformer or self.pretrained
         if not fetch and is_hub_name(name):
@@ -89,7 +90,7 @@ class SD3(Option):
         return part.config() if part.file is None else open_file(part.file).transformer_config
 
     def known_config(self) -> ModelConfig:
-        """The transformer's ``config.json``, fetched only where it is not known without."""
+        """The transformer's ``config.json``, downloaded only if it is not available locally."""
         config = self.transformer_config(fetch=False) or self.transformer_config()
         assert config is not None
         return config
@@ -102,15 +103,15 @@ class SD3(Option):
 
     @property
     def text_tokens(self) -> int:
-        """Tokens of a prompt that the transformer sees: CLIP's, then T5's."""
+        """The number of text tokens that the transformer sees: CLIP's, then T5's."""
         return CLIP_TOKENS + self.t5_length
 
     def blocks(self) -> int:
-        """How many blocks the transformer has."""
+        """The number of transformer blocks."""
         return int(self.known_config()["num_layers"])
 
     def shapes(self, fetch: bool = True) -> Mapping[str, Shape] | None:
-        """Parameters of the transformer and their shapes, without torch; None if they are not known without a fetch."""
+        """The shapes of the transformer's parameters, without torch; None if that needs a download."""
         config = self.transformer_config(fetch)
         return None if config is None else parameter_shapes(config)
 
@@ -123,18 +124,18 @@ class SD3(Option):
         sizes: Collection[Size] | None = None,
         cache: Path | None = None,
     ) -> Transformer:
-        """The transformer, frozen, quantised while loading: host memory holds one layer at a time.
+        """Load the frozen transformer, quantising as it loads, with one layer at a time in host memory.
 
         Args:
-            precision: how weights are held.
-            device: where to.
-            seed: for random weights (``init: random``).
-            on_host: whether the module of that name stays in host memory.
-            sizes: (width, height) in pixels of all pictures it will see: positions are cut to them; None: kept whole.
-            cache: the cache's root, where a quantised base is kept for the next start; None: it is not kept.
+            precision: the weight precision.
+            device: the target device.
+            seed: seeds random weights (``init: random``).
+            on_host: whether the module of a given name stays in host memory.
+            sizes: (width, height) in pixels of all pictures it will see; crops the position table to them unless None.
+            cache: the root folder of the cache for the quantised base; None disables caching.
 
         Raises:
-            UserError: weights are missing or do not fit the config.
+            UserError: weights are missing or do not match the config.
         """
         from simpletune.models.quantised_cache import QuantisedBase
         from simpletune.models.sd3_transformer import RandomTensors, crop_to, load, open_tensors
@@ -155,14 +156,14 @@ class SD3(Option):
         if cache is None or self.init == "random" or not precision.cacheable:
             model = fresh()
         else:
-            kept = QuantisedBase(cache, config, part, precision, device)
-            model = kept.load(on_host) or kept.make(on_host, fresh)
+            cached = QuantisedBase(cache, config, part, precision, device)
+            model = cached.load(on_host) or cached.make(on_host, fresh)
         if sizes is not None:
             crop_to(model, sizes, tensors, precision.base_dtype())
         return model
 
     def parameter_count(self) -> int:
-        """Parameters of the transformer: quantised layers count as what they stand for."""
+        """The number of the transformer's parameters before quantisation."""
         return sum(math.prod(shape) for shape in parameter_shapes(self.known_config()).values())
 
     def empty_transformer(
@@ -172,13 +173,13 @@ class SD3(Option):
         on_host: Callable[[str], bool] = lambda name: False,
         sizes: Collection[Size] | None = None,
     ) -> Transformer:
-        """The transformer as ``load_transformer`` makes it, without values; only its config is needed.
+        """Build the transformer as ``load_transformer`` does, with uninitialised weights; needs only the config.
 
-        Under fake tensors it takes no memory; otherwise as much as the real one.
+        Takes no memory under fake tensors, and otherwise as much as the real one.
 
         Args:
-            precision: how weights are held.
-            device: where to.
+            precision: the weight precision.
+            device: the target device.
             on_host: as for ``load_transformer``.
             sizes: as for ``load_transformer``.
         """
@@ -191,12 +192,12 @@ class SD3(Option):
         return model
 
     def load_vae(self, device: torch.device, dtype: torch.dtype, tile: int | None = None) -> nn.Module:
-        """The autoencoder (AutoencoderKL, or AutoencoderTiny), frozen.
+        """Load the frozen autoencoder (AutoencoderKL or AutoencoderTiny).
 
         Args:
-            device: where to.
-            dtype: of its weights.
-            tile: pixels of the tiles in which larger pictures go through an AutoencoderKL; None: whole.
+            device: the target device.
+            dtype: the type of its weights.
+            tile: side in pixels of the tiles for larger pictures (AutoencoderKL only); None disables tiling.
         """
         vae = load_autoencoder(self.part("vae"), dtype).to(device).eval().requires_grad_(False)
         if tile is not None:
@@ -204,14 +205,14 @@ class SD3(Option):
         return vae
 
     def vae_fingerprint(self) -> str:
-        """A short name for the autoencoder's content."""
+        """A short hash of the autoencoder's content."""
         return self.part("vae").fingerprint()
 
     def encode_pictures(self, vae: Any, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Pictures [b, 3, 8h, 8w] in -1..1 to latents [b, c, h, w], fp32: the posterior's mode, shifted, scaled.
+        """Encode pictures [b, 3, 8h, 8w] in -1..1 to fp32 latents [b, c, h, w]: the posterior's mode, shifted, scaled.
 
         Args:
-            noise: normal noise [b, c, h, w]; with it, a draw from the posterior instead of its mode.
+            noise: normal noise [b, c, h, w]; if given, samples the posterior instead of taking its mode.
         """
         output = vae.encode(pixels.to(vae.dtype))
         if not hasattr(output, "latent_dist"):
@@ -223,13 +224,13 @@ class SD3(Option):
         return (raw.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
     def decode_latents(self, vae: Any, z: Tensor) -> Tensor:
-        """Latents [b, c, h, w] to pictures [b, 3, 8h, 8w] in 0..1, fp32."""
+        """Decode latents [b, c, h, w] to fp32 pictures [b, 3, 8h, 8w] in 0..1."""
         raw = z.float() / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
         pixels = vae.decode(raw.to(vae.dtype), return_dict=False)[0]
         return (pixels.float() / 2 + 0.5).clamp(0, 1)
 
     def prompts(self, dtype: torch.dtype) -> Prompts:
-        """The text encoders, each loaded when it is needed."""
+        """The text encoders; each is loaded on demand."""
         from simpletune.models.sd3_text import Prompts
 
         config = self.transformer_config()
@@ -245,7 +246,7 @@ class SD3(Option):
             return FlowMatchEulerDiscreteScheduler.from_config(part.config())
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """(c, h, w) of the latents of a picture in pixels."""
+        """(c, h, w) of the latents of a picture whose size is given in pixels."""
         config = self.transformer_config()
         assert config is not None
         return config["in_channels"], height // 8, width // 8
@@ -256,13 +257,13 @@ def predict_velocity(
     z_t: Tensor,  # [b, c, h, w]
     sigma: Tensor,  # [b], fp32
     prompt_embeds: Tensor,  # [b, t, e]
-    pooled: Tensor,  # [b, p]; with a modulation plan its rows, [b, m]
+    pooled: Tensor,  # [b, p]; with a modulation plan, its rows [b, m]
     dtype: torch.dtype,
 ) -> Tensor:  # [b, c, h, w]
-    """The velocity that the transformer sees at z_t; its timestep is 1000 sigma.
+    """Predict the velocity at z_t; the transformer's timestep is 1000 sigma.
 
     Args:
-        dtype: the type of activations.
+        dtype: the type of the activations.
     """
     return model(
         hidden_states=z_t.to(dtype),

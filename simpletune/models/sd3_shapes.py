@@ -1,6 +1,6 @@
-"""The parameters of Stable Diffusion 3's transformer, from its configuration alone: no torch, no weights.
+"""Derive the parameters of Stable Diffusion 3's transformer from its configuration, without torch or weights.
 
-Names and shapes are diffusers' (``SD3Transformer2DModel``); a test holds them against diffusers and against SD3 Medium.
+Names and shapes are diffusers' (``SD3Transformer2DModel``); a test compares them with diffusers and with SD3 Medium.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ ModelConfig = Mapping[str, Any]
 
 
 def sd3_medium_config() -> ModelConfig:
-    """The transformer configuration of SD3 Medium, which comes with the tool."""
+    """The bundled transformer configuration of SD3 Medium."""
     return json.loads((Path(__file__).parent / "sd3_medium_transformer.json").read_text())
 
 
 def is_adaln(module: str) -> bool:
-    """Whether the module of that name is an adaLN layer: timestep and pooled prompt to scales, shifts and gates."""
+    """Whether a module is an adaLN layer, which maps timestep and pooled prompt to scales, shifts and gates."""
     return is_block_modulation(module) or module == "norm_out.linear"
 
 
 def is_conditioning(module: str) -> bool:
-    """Whether the module of that name serves only to compute modulations."""
+    """Whether a module serves only to compute modulations."""
     return is_adaln(module) or module.startswith("time_text_embed.")
 
 
 def timestep_of(sigma: Tensor) -> Tensor:
-    """The timestep that the transformer is told: 1000 sigma."""
+    """The timestep that the transformer receives: 1000 sigma."""
     return 1000.0 * sigma
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every parameter of the transformer and its shape.
+    """The shape of every transformer parameter, by name.
 
     Args:
         config: a transformer's ``config.json``.
@@ -72,7 +72,7 @@ def _linear(name: str, inputs: int, outputs: int) -> dict[str, Shape]:
 
 
 def _block(config: ModelConfig, hidden: int, *, last: bool, dual: bool) -> Iterator[tuple[str, Shape]]:
-    """The parameters of one joint block; the last one needs no text output."""
+    """The parameters of one joint block; the last one has no text output."""
     norm = config.get("qk_norm")
     parts = _linear("norm1.linear", hidden, (9 if dual else 6) * hidden)
     parts |= _linear("norm1_context.linear", hidden, (2 if last else 6) * hidden)

@@ -1,7 +1,7 @@
-"""Which option of the model provides which of its parts, where that part is, and what is missing: no torch, no network.
+"""Map each part of the model to the option that provides it, locate it, and report what is missing, without torch.
 
-A single file comes before ``model.text_encoders`` for what it holds; what it lacks (always the tokenizers) comes from
-there.
+A single file takes precedence over ``model.text_encoders`` for the parts that it contains; the rest (always the
+tokenizers) come from ``model.text_encoders``.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 WITHOUT_WEIGHTS = ("tokenizer", "scheduler")
 NAMES_OF = {"text_encoder": "CLIP-L", "text_encoder_2": "CLIP-G", "text_encoder_3": "T5", "vae": "autoencoder (VAE)"}
-PIPELINE = "a folder in diffusers' layout, or a hub name (owner/name)"
+PIPELINE = "a folder in diffusers' layout, or a Hub name (owner/name)"
 REMEDY = (
-    "Set model.text_encoders to a folder in diffusers' layout or to a hub name "
-    "(stabilityai/stable-diffusion-3-medium-diffusers, say: only what is lacking is fetched)"
+    "Set model.text_encoders to a folder in diffusers' layout or to a Hub name "
+    "(such as stabilityai/stable-diffusion-3-medium-diffusers; only missing parts are downloaded)"
 )
 
 
 def is_single_file(name: str) -> bool:
-    """Whether a name is that of a single weight file."""
+    """Whether a name is the path of a single weight file."""
     return name.endswith((".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")) and not Path(name).is_dir()
 
 
 def part_names(model: SD3) -> list[str]:
-    """Every part that the model needs."""
+    """The names of all parts that the model needs."""
     suffixes = ("", "_2", "_3") if model.t5 else ("", "_2")
     text = [f"{kind}{suffix}" for suffix in suffixes for kind in ("tokenizer", "text_encoder")]
     return ["scheduler", "transformer", "vae", *text]
 
 
 def provider(model: SD3, part: str) -> tuple[str, str | None]:
-    """The option that provides a part, and its value; None where only the bundled configuration is left.
+    """The option that provides a part, and its value; the value is None if only a bundled configuration can serve.
 
     Raises:
         UserError: a single file cannot be read.
@@ -58,17 +58,17 @@ def provider(model: SD3, part: str) -> tuple[str, str | None]:
 
 
 def locate(model: SD3, part: str) -> Part:
-    """Where a part is, fetched from the hub if need be.
+    """Locate a part, downloading it from the Hub if necessary.
 
     Raises:
-        UserError: it is not there, or cannot be fetched.
+        UserError: it is missing, or cannot be downloaded.
     """
     field, value = provider(model, part)
     if value is None:
         return _without_file(model, part)
     if is_single_file(value):
         if not open_file(Path(value)).has(part):
-            raise UserError(f"model.{field}: {value} holds no {NAMES_OF.get(part, part)}. {_remedy(part)}")
+            raise UserError(f"model.{field}: {_without_part(value, part)}")
         return Part(part, _config_folder(model, part), Path(value))
     if is_hub_name(value):
         return Part(part, part_folder(_hub_part(model, part, field, value)))
@@ -76,26 +76,38 @@ def locate(model: SD3, part: str) -> Part:
         return Part(part, Path(value))
     folder = Path(value) / part
     if not folder.is_dir():
-        raise UserError(f"model.{field}: {value} has no {part}/ folder. Give {PIPELINE}")
+        raise UserError(f"model.{field}: {_without_folder(value, part)}")
     return Part(part, folder)
 
 
 def _without_file(model: SD3, part: str) -> Part:
-    """The scheduler of a single file; its tokenizers are nowhere."""
+    """A single file's part without weights: the scheduler is bundled, tokenizers are missing."""
     if part != "scheduler":
-        raise UserError(f"model.pretrained: {model.pretrained} holds no {part}. {REMEDY}")
+        raise UserError(f"model.pretrained: {_without_text_parts(model, [part])}")
     return Part(part, _config_folder(model, part))
 
 
 def _config_folder(model: SD3, part: str) -> Path | None:
-    """The folder of a part's configuration beside ``model.text_encoders``; None: the bundled one serves."""
+    """The folder of a part's configuration in ``model.text_encoders``; None to use the bundled one."""
     folder = Path(model.text_encoders or "/nowhere") / part
     known = part in bundled_configs() and any(folder.glob("*config.json"))
     return folder if known else None
 
 
-def _remedy(part: str) -> str:
-    return "Set model.vae to a folder or hub name that has one" if part == "vae" else REMEDY
+def _without_part(file: str, part: str) -> str:
+    """The message for a single file without a part."""
+    remedy = "Set model.vae to a folder or Hub name that has one" if part == "vae" else REMEDY
+    return f"{file} contains no {NAMES_OF.get(part, part)}. {remedy}"
+
+
+def _without_text_parts(model: SD3, missing: list[str]) -> str:
+    """The message for a single file without text encoders or tokenizers."""
+    return f"{model.pretrained} contains no {', '.join(missing)}. {REMEDY}"
+
+
+def _without_folder(folder: str, part: str) -> str:
+    """The message for a pipeline's folder without a part."""
+    return f"{folder} has no {part}/ folder. Give {PIPELINE}"
 
 
 def _hub_part(model: SD3, part: str, field: str, value: str) -> HubPart:
@@ -104,13 +116,13 @@ def _hub_part(model: SD3, part: str, field: str, value: str) -> HubPart:
 
 
 def hub_parts(model: SD3) -> list[HubPart]:
-    """All that has to come from the hub, so that it can be measured and fetched at once."""
+    """All parts that come from the Hub, so that their total size can be checked before the download."""
     provided = [(part, *provider(model, part)) for part in part_names(model)]
     return [_hub_part(model, part, f, value) for part, f, value in provided if value is not None and is_hub_name(value)]
 
 
 def problems(model: SD3) -> Iterator[Problem]:
-    """Names that lead nowhere, files that hold no SD3, and parts that nothing provides."""
+    """Report invalid paths, files without an SD3 model, and parts that no option provides."""
     unusable = list(_unusable_names(model))
     yield from unusable
     if any(problem.path == "model.pretrained" for problem in unusable):
@@ -119,17 +131,17 @@ def problems(model: SD3) -> Iterator[Problem]:
     provided = [(part, *provider(model, part)) for part in part_names(model)]
     for field, value in dict.fromkeys((field, value) for _, field, value in provided):
         if value is not None and f"model.{field}" not in named and _is_bare(value, model):
-            yield Problem(f"model.{field}", f"{value} holds no part of a model. Give {PIPELINE}")
+            yield Problem(f"model.{field}", f"{value} contains no part of a model. Give {PIPELINE}")
             named.add(f"model.{field}")
     for part, field, value in provided:
         if value is not None and not is_hub_name(value) and f"model.{field}" not in named:
             yield from _problems_of_part(field, value, part)
     if lacking := list(_lacking_text_parts(provided)):
-        yield Problem("model.pretrained", f"{model.pretrained} holds no {', '.join(lacking)}. {REMEDY}")
+        yield Problem("model.pretrained", _without_text_parts(model, lacking))
 
 
 def _is_bare(folder: str, model: SD3) -> bool:
-    """Whether a folder that is there holds nothing of a model: pictures, say."""
+    """Whether a folder exists but contains no part of a model."""
     if not Path(folder).is_dir():
         return False
     parts = any((Path(folder) / part).is_dir() for part in part_names(model))
@@ -137,7 +149,7 @@ def _is_bare(folder: str, model: SD3) -> bool:
 
 
 def _lacking_text_parts(provided: list[tuple[str, str, str | None]]) -> Iterator[str]:
-    """Text encoders and tokenizers that the single file would have to hold and does not."""
+    """The text encoders and tokenizers that the single file lacks and no other option provides."""
     for part, _, value in provided:
         if part.startswith("text_encoder") and value is not None and is_single_file(value):
             if not open_file(Path(value)).has(part):
@@ -147,7 +159,7 @@ def _lacking_text_parts(provided: list[tuple[str, str, str | None]]) -> Iterator
 
 
 def _problems_of_part(field: str, value: str, part: str) -> Iterator[Problem]:
-    """A part that a local folder or file has to hold, in a form that can be read."""
+    """Check that a local folder or file contains a readable part."""
     if not is_single_file(value):
         yield from _problems_of_folder(field, Path(value), part)
         return
@@ -156,16 +168,16 @@ def _problems_of_part(field: str, value: str, part: str) -> Iterator[Problem]:
         if file.has(part):
             file.check(part)
         elif not part.startswith("text_encoder"):
-            yield Problem(f"model.{field}", f"{value} holds no {NAMES_OF.get(part, part)}. {_remedy(part)}")
+            yield Problem(f"model.{field}", _without_part(value, part))
     except UserError as error:
         yield Problem(f"model.{field}", str(error))
 
 
 def _problems_of_folder(field: str, folder: Path, part: str) -> Iterator[Problem]:
-    """A part that a local folder has to hold; the transformer's configuration is read for its shapes anyway."""
+    """Check that a local folder contains a part. Skips the transformer's configuration, which is read elsewhere."""
     own = field == part and (folder / "config.json").exists()
     if not own and not (folder / part).is_dir():
-        yield Problem(f"model.{field}", f"{folder} has no {part}/ folder (diffusers' layout)")
+        yield Problem(f"model.{field}", _without_folder(str(folder), part))
     elif part != "transformer" and not part.startswith("tokenizer"):
         try:
             Part(part, folder if own else folder / part).config()
@@ -174,7 +186,7 @@ def _problems_of_folder(field: str, folder: Path, part: str) -> Iterator[Problem
 
 
 def _unusable_names(model: SD3) -> Iterator[Problem]:
-    """Options that name neither a folder nor a usable file nor a hub repository."""
+    """Report options that name neither a folder nor a usable file nor a Hub repository."""
     for field in ("pretrained", "transformer", "vae", "text_encoders"):
         value = getattr(model, field)
         if value is None or is_hub_name(value) or Path(value).is_dir():
@@ -187,4 +199,4 @@ def _unusable_names(model: SD3) -> Iterator[Problem]:
             except (UserError, OSError) as error:
                 yield Problem(f"model.{field}", str(error))
         else:
-            yield Problem(f"model.{field}", f"{value} is not a folder, nor a hub name (owner/name). Check the path")
+            yield Problem(f"model.{field}", f"{value} is neither a folder nor a Hub name (owner/name). Check the path")

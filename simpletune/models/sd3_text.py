@@ -1,4 +1,4 @@
-"""Prompts through SD3's three text encoders, one encoder at a time.
+"""Encode prompts with SD3's three text encoders, one encoder at a time.
 
 Shapes: L = 77 CLIP tokens, widths 768 (CLIP-L) and 1280 (CLIP-G), T T5 tokens of width e = 4096 (for SD3 Medium).
 """
@@ -19,14 +19,14 @@ from simpletune.options import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_TOKENIZER_BYTES = 64 * 2**20  # of one file; T5's has 2.4 MB
+MAX_TOKENIZER_BYTES = 64 * 2**20  # per file; T5's has 2.4 MB
 MAX_TOKENS = 4096  # of a CLIP encoder
-BATCH = 1  # prompts that go through an encoder together: a prompt's last bits would depend on its neighbours
+BATCH = 1  # prompts encoded together; with more, the last bits of a prompt's embedding would depend on its neighbours
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """One text encoder: the names of its parts in a pipeline's folder."""
+    """A text encoder, with the names of its parts in a pipeline's folder."""
 
     name: str
     tokenizer: str
@@ -45,11 +45,11 @@ class Prompts:
     """The text side of a pipeline.
 
     Args:
-        part: gives the place of a part by its name.
+        part: locates a part by its name.
         t5_length: tokens of the T5 part.
-        t5: whether T5 is used; if not, its part is zeros.
-        width: e, the width of the prompt's embedding.
-        dtype: the type in which encoders run and embeddings are kept.
+        t5: whether to use T5; if not, zeros replace its embeddings.
+        width: e, the width of a prompt's embedding.
+        dtype: the type of the encoders' weights and of the embeddings.
     """
 
     def __init__(self, part: Callable[[str], Part], t5_length: int, t5: bool, width: int, dtype: torch.dtype):
@@ -62,11 +62,11 @@ class Prompts:
 
     def _tokenizer_folder(self, encoder: Encoder) -> Path:
         folder = self.part(encoder.tokenizer).folder
-        assert folder is not None  # no single file holds tokenizers
+        assert folder is not None  # single files never contain tokenizers
         return folder
 
     def fingerprint(self, encoder: Encoder) -> str:
-        """What an encoder's output depends on, beside the prompt: weights, tokenizer, length, type."""
+        """A name for everything an encoder's output depends on, apart from the prompt."""
         length = f"-{self.t5_length}" if encoder.is_t5 else ""
         tokens = _folder_hash(self._tokenizer_folder(encoder))
         weights = self.part(encoder.model).fingerprint()
@@ -75,11 +75,11 @@ class Prompts:
     def encode(
         self, encoder: Encoder, prompts: list[str], device: torch.device, batch_size: int = BATCH
     ) -> Iterator[dict[str, Tensor]]:
-        """Encode prompts with one encoder, which is loaded for it and freed after.
+        """Load one encoder, encode prompts with it, and free it.
 
         Yields:
-            For each prompt ``hidden`` [L or T, width], for CLIP also ``pooled`` [width], and ``tokens`` [1]: how many
-            tokens the prompt has, before it was cut to the encoder's length.
+            For each prompt ``hidden`` [L or T, width], for CLIP also ``pooled`` [width], and ``tokens`` [1], the
+            number of tokens in the prompt before truncation.
         """
         tokenizer = _tokenizer(encoder, self._tokenizer_folder(encoder))
         length = self.t5_length if encoder.is_t5 else tokenizer.model_max_length
@@ -94,9 +94,9 @@ class Prompts:
             yield {**parts, "tokens": torch.tensor([count])}
 
     def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """One prompt's embeddings from its encoders' outputs.
+        """Combine the encoders' outputs into one prompt's embeddings.
 
-        CLIP-L and CLIP-G are joined on the width and padded with zeros to e; T5 follows on the sequence axis
+        Concatenates CLIP-L and CLIP-G along the width, pads them with zeros to e, and appends T5 along the sequence
         (arXiv:2403.03206, section 4).
 
         Args:
@@ -111,7 +111,7 @@ class Prompts:
         return torch.cat([clip, t5], dim=0), self.pool(parts)
 
     def pool(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
-        """One prompt's pooled embedding [768 + 1280], from CLIP-L's and CLIP-G's outputs."""
+        """Concatenate CLIP-L's and CLIP-G's pooled embeddings of one prompt: [768 + 1280]."""
         return torch.cat([parts["clip_l"]["pooled"], parts["clip_g"]["pooled"]], dim=-1)
 
 
@@ -121,17 +121,19 @@ def _tokenizer(encoder: Encoder, folder: Path) -> PreTrainedTokenizerBase:
     for file in folder.iterdir():
         if file.is_file() and file.stat().st_size > MAX_TOKENIZER_BYTES:
             raise UserError(
-                f"{file} has {file.stat().st_size:,} bytes. At most {MAX_TOKENIZER_BYTES:,} of a tokenizer are read"
+                f"{file} has {file.stat().st_size:,} bytes; the limit for a tokenizer's file is "
+                f"{MAX_TOKENIZER_BYTES:,}. Download it again"
             )
     kind = T5TokenizerFast if encoder.is_t5 else CLIPTokenizer
     try:
         tokenizer = kind.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers library raises nothing narrower
         said = str(error).strip().partition("\n")[0][:300]
-        raise UserError(f"{folder} holds no tokenizer that can be read ({said}). Fetch it again") from error
+        raise UserError(f"{folder} contains no readable tokenizer ({said}). Download it again") from error
     if not encoder.is_t5 and not 1 <= tokenizer.model_max_length <= MAX_TOKENS:
         raise UserError(
-            f"{folder}: model_max_length {tokenizer.model_max_length} does not fit. It must be from 1 to {MAX_TOKENS}"
+            f"{folder}: model_max_length is {tokenizer.model_max_length}; it must be from 1 to {MAX_TOKENS}. "
+            "Download the tokenizer again"
         )
     return tokenizer
 
@@ -139,22 +141,22 @@ def _tokenizer(encoder: Encoder, folder: Path) -> PreTrainedTokenizerBase:
 def _run_clip(
     part: Part, ids: Tensor, dtype: torch.dtype, device: torch.device, batch_size: int
 ) -> Iterator[dict[str, Tensor]]:
-    """A CLIP encoder, whole, over all prompts."""
+    """Run a whole CLIP encoder over all prompts."""
     return clip_outputs(load_text_model(part, dtype).eval().to(device), ids, device, batch_size)
 
 
 @torch.no_grad()
 def clip_outputs(model: nn.Module, ids: Tensor, device: torch.device, batch_size: int) -> Iterator[dict[str, Tensor]]:
-    """What SD3 takes of a CLIP encoder.
+    """Compute the outputs of a CLIP encoder that SD3 uses.
 
     Args:
-        model: loaded, on the device.
-        ids: token numbers [n, L].
-        device: where it is.
-        batch_size: prompts that go through it together.
+        model: the encoder, on the device.
+        ids: token ids [n, L].
+        device: the encoder's device.
+        batch_size: prompts encoded together.
 
     Yields:
-        For each prompt ``hidden`` [L, width], the last hidden state but one, and ``pooled`` [width], projected.
+        For each prompt ``hidden`` [L, width], the penultimate hidden state, and ``pooled`` [width], projected.
     """
     for batch in ids.split(batch_size):
         output = model(batch.to(device), output_hidden_states=True)
@@ -165,14 +167,14 @@ def clip_outputs(model: nn.Module, ids: Tensor, device: torch.device, batch_size
 def _run_t5(
     part: Part, ids: Tensor, dtype: torch.dtype, device: torch.device, batch_size: int
 ) -> Iterator[dict[str, Tensor]]:
-    """The T5 encoder, layer by layer, over all prompts."""
+    """Run the T5 encoder over all prompts, layer by layer."""
     from simpletune.models.t5_layers import LayeredT5
 
     return ({"hidden": hidden} for hidden in LayeredT5(part, dtype, device).encode(ids, batch_size))
 
 
 def _folder_hash(folder: Path) -> str:
-    """A short name for a tokenizer's files."""
+    """A short hash of a tokenizer's files."""
     import hashlib
 
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Building SD3's transformer layer by layer: from files or from random numbers, quantised as each layer arrives."""
+"""Build SD3's transformer layer by layer, from files or random weights, quantising each layer as it loads."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ from simpletune.tensors import move_own_tensors, own_tensors, set_tensor, to_dev
 
 
 class TensorSource(Protocol):
-    """Where a model's tensors come from."""
+    """A source of a model's tensors."""
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """The names of all tensors."""
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
+        """Read one tensor on the CPU."""
 
 
 class RandomTensors:
-    """Random weights by name: each tensor is a function of the seed and its name.
+    """Random weights: each tensor is a function of the seed and its name.
 
-    Weights are normal with standard deviation 1/sqrt(inputs), biases zero, norms one; modulations and the output, which
-    start at zero in training from scratch (arXiv:2212.09748, section 3.2), are a hundredth of that, so that gradients
-    flow at once. The position table is a constant, not a weight: where there are weights, it is theirs.
+    Weights are normal with standard deviation 1/sqrt(inputs), biases are zero, norms are one. Modulations and the
+    output layer, which DiT initialises to zero (arXiv:2212.09748, section 3.2), get a hundredth of that deviation, so
+    that gradients flow from the first step. The position table is a constant: it is read from the weights if there are
+    any.
 
     Args:
         config: the transformer's ``config.json``.
-        seed: of the weights.
-        beside: the folder of that config; without weights in it, the table is the one that the config implies.
+        seed: the seed of the weights.
+        beside: the folder of that config. If it contains no weights, the table is computed from the config.
     """
 
     def __init__(self, config: ModelConfig, seed: int, beside: Path | None = None):
@@ -57,15 +58,15 @@ class RandomTensors:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """The names of all tensors."""
         return set(self._shapes)
 
     def get(self, name: str) -> Tensor:
-        """One tensor in fp32, on the CPU."""
+        """Draw one fp32 tensor on the CPU."""
         if name == TABLE:
             if self._beside is not None and any(self._beside.glob("*.safetensors")):
                 return WeightReader(weight_files(self._beside)).get(TABLE).float()
-            with init_empty_weights(include_buffers=False):  # diffusers computes the table as it builds a model
+            with init_empty_weights(include_buffers=False):  # diffusers computes the table when it builds a model
                 return SD3Transformer2DModel.from_config({**self._config, "num_layers": 0}).pos_embed.pos_embed
         shape = self._shapes[name]
         if len(shape) == 1:
@@ -77,7 +78,7 @@ class RandomTensors:
 
 
 class EmptyTensors:
-    """Tensors that have shapes and no values, for fake tensors: nothing is read, nothing is drawn."""
+    """Uninitialised tensors of the right shapes, for simulation with fake tensors."""
 
     def __init__(self, config: ModelConfig):
         self._shapes = parameter_shapes(config)
@@ -86,11 +87,11 @@ class EmptyTensors:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """The names of all tensors."""
         return set(self._shapes)
 
     def get(self, name: str) -> Tensor:
-        """One tensor in fp32, on the CPU."""
+        """Allocate one fp32 tensor on the CPU."""
         return torch.empty(self._shapes[name])
 
 
@@ -107,24 +108,24 @@ def load(
     Args:
         config: the transformer's ``config.json``.
         tensors: its weights.
-        precision: how weights are held; a quantised layer replaces its linear as soon as that is loaded.
-        device: where to.
-        on_host: whether the module of that name stays in host memory. It is quantised on the device all the same.
-        place: where the weights are, for messages.
+        precision: the weight precision; a quantised layer replaces each linear layer as soon as it is loaded.
+        device: the target device.
+        on_host: whether the module of a given name stays in host memory; it is still quantised on the device.
+        place: the location of the weights, for messages.
 
     Raises:
-        UserError: tensors are missing, unexpected, or of another shape.
+        UserError: tensors are missing, unexpected, or have the wrong shape.
     """
     model = empty_transformer(config)
     _compare(model, tensors, place)
-    for name in [name for name, _ in model.named_modules()]:  # names only: a replaced layer must not be kept alive
+    for name in [name for name, _ in model.named_modules()]:  # names only, so that replaced layers are freed
         module = model.get_submodule(name)
         linear = module if isinstance(module, nn.Linear) and precision.quantises(name) else None
         for own, expected in own_tensors(module):
             tensor = tensors.get(f"{name}.{own}")
             if tensor.shape != expected.shape:
-                shapes = f"{list(tensor.shape)}, not {list(expected.shape)} as its config.json says"
-                raise UserError(f"{place}: {name}.{own} has shape {shapes}")
+                shapes = f"{list(tensor.shape)}; its config.json requires {list(expected.shape)}"
+                raise UserError(f"{place}: {name}.{own} has shape {shapes}. Download the model again")
             set_tensor(module, own, to_device(tensor, device, precision.base_dtype() if linear is None else None))
         if linear is not None:
             module = precision.convert(name, linear)
@@ -136,7 +137,7 @@ def load(
 
 
 def empty_transformer(config: ModelConfig) -> Transformer:
-    """The transformer with all its tensors on the meta device.
+    """Build the transformer with all its tensors on the meta device.
 
     Args:
         config: its ``config.json``.
@@ -146,34 +147,36 @@ def empty_transformer(config: ModelConfig) -> Transformer:
 
 
 def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the one of that name."""
+    """Replace the submodule of that name."""
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
 
 
 def open_tensors(source: Path) -> TensorSource:
-    """The tensors of a folder in diffusers' layout, or of a single file in the original one."""
+    """Open the tensors of a folder in diffusers' layout, or of a single file in the original layout."""
     return OriginalReader(source) if source.is_file() else WeightReader(weight_files(source))
 
 
 def crop_to(model: nn.Module, sizes: Collection[Size], whole: Callable[[], TensorSource], dtype: torch.dtype) -> None:
-    """Cut a model's table of positions to the pictures that it will see, in place.
+    """Crop a model's position table in place to the pictures that it will see.
 
     Args:
-        model: loaded.
-        sizes: (width, height) in pixels.
-        whole: opens the tensors again, for an export of the whole table.
-        dtype: of the table.
+        model: the loaded model.
+        sizes: (width, height) of the pictures in pixels.
+        whole: opens the tensors again, to export the whole table.
+        dtype: the type of the table.
     """
     crop_positions(model.pos_embed, sizes, lambda: whole().get(TABLE).to(dtype))  # type: ignore[arg-type]
 
 
 def _compare(model: nn.Module, tensors: TensorSource, place: str) -> None:
-    """Names in the file against names in the model."""
+    """Compare the names of the tensors with those in the model."""
     expected = set(model.state_dict())
     complaints = []
     for title, names in (("missing", expected - tensors.names), ("unexpected", tensors.names - expected)):
         if names:
             complaints.append(f"{title}: {shortened(sorted(names))}")
     if complaints:
-        raise UserError(f"{place}: the weights do not fit their config.json. " + "; ".join(complaints))
+        raise UserError(
+            f"{place}: the weights do not match their config.json ({'; '.join(complaints)}). Download the model again"
+        )

@@ -1,6 +1,6 @@
-"""Single ``.safetensors`` files in the original layout (Stability, ComfyUI): what one holds, by its header alone.
+"""Single ``.safetensors`` files in the original layout (Stability, ComfyUI): identify their content by the header.
 
-Nothing here imports torch until a tensor is read.
+Imports torch only to read tensors.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PREFIXES = {
 }
 TRANSFORMER_PREFIXES = ("model.diffusion_model.", "")
 FIRST_BLOCK = "joint_blocks.0.x_block.attn.qkv.weight"
-HEAD_WIDTH = 64  # of every SD3; where there is a qk norm, its length tells
+HEAD_WIDTH = 64  # of SD3 models without a qk norm; the length of the norm gives it otherwise
 
-# What a file is by the names in it, the most telling first.
+# Kinds of files by the names of their tensors, most specific first.
 FOREIGN = (
-    (r"\.lora_(A|B|up|down)\b|^lora_unet_|^lora_te", "a LoRA: give it to inference/lora_inference.py as --lora"),
+    (r"\.lora_(A|B|up|down)\b|^lora_unet_|^lora_te", "a LoRA: pass it to inference/lora_inference.py as --lora"),
     (r"^(model\.diffusion_model\.)?double_blocks\.\d+\.img_attn", "Flux"),
     (r"^conditioner\.embedders\.|diffusion_model\.label_emb\.", "Stable Diffusion XL"),
     (r"^cond_stage_model\.model\.", "Stable Diffusion 2"),
@@ -42,7 +42,7 @@ FOREIGN = (
     (r"^double_layers\.\d+\.attn", "AuraFlow"),
     (
         r"^transformer_blocks\.\d+\.attn\.add_q_proj",
-        "SD3's transformer in diffusers' names: give the folder it lies in",
+        "SD3's transformer in diffusers' layout: give the folder that contains it",
     ),
     (r"^(encoder|decoder)\.(conv_in|down|up|mid)", "an autoencoder alone"),
     (r"^text_model\.|^encoder\.block\.\d+\.layer", "a text encoder alone"),
@@ -50,24 +50,26 @@ FOREIGN = (
 
 
 class SingleFile:
-    """One file in the original layout; only its header is read. Use ``open_file``.
+    """A file in the original layout, of which only the header is read. Create it with ``open_file``.
 
     Args:
-        path: of the file.
+        path: the file.
 
     Raises:
-        UserError: it is damaged, or holds no SD3.
+        UserError: it is damaged, or contains no SD3 model.
     """
 
     def __init__(self, path: Path):
         if path.suffix != ".safetensors":
-            raise UserError(f"{path} is not a .safetensors file. Pickled checkpoints (.ckpt, .pt) are not read")
+            raise UserError(
+                f"{path} is not a .safetensors file. Pickled checkpoints (.ckpt, .pt) are not supported: convert it"
+            )
         self.path = path
         self.header = {name: entry for name, entry in read_header(path).items() if name != "__metadata__"}
         self.prefix = next((prefix for prefix in TRANSFORMER_PREFIXES if prefix + FIRST_BLOCK in self.header), "")
         if not self.has("transformer") and not any(self.has(part) for part in PREFIXES if part != "vae"):
-            seems = f"It seems to be {kind}" if (kind := self._kind()) else f"It begins with {self._first_names()}"
-            raise UserError(f"{path} holds no SD3 in the original layout (joint_blocks...). {seems}")
+            seems = f"It seems to be {kind}" if (kind := self._kind()) else f"Its first tensors: {self._first_names()}"
+            raise UserError(f"{path} contains no SD3 model in the original layout (joint_blocks...). {seems}")
 
     def _kind(self) -> str | None:
         found = (kind for pattern, kind in FOREIGN if any(re.search(pattern, name) for name in self.header))
@@ -77,7 +79,7 @@ class SingleFile:
         return ", ".join(list(self.header)[:3]) or "nothing"
 
     def has(self, part: str) -> bool:
-        """Whether the file holds the weights of a part (``transformer``, ``vae``, ``text_encoder``, ...)."""
+        """Whether the file contains the weights of a part (``transformer``, ``vae``, ``text_encoder``, ...)."""
         if part == "transformer":
             return self.prefix + FIRST_BLOCK in self.header
         return part in PREFIXES and any(name.startswith(PREFIXES[part]) for name in self.header)
@@ -86,7 +88,7 @@ class SingleFile:
         """Header entries of a part, by the name without its prefix.
 
         Raises:
-            UserError: they are in a type that is not read.
+            UserError: they have an unsupported type.
         """
         prefix = self.prefix if part == "transformer" else PREFIXES[part]
         others = () if prefix else tuple(PREFIXES.values())
@@ -97,41 +99,44 @@ class SingleFile:
         )
         scaled = [name for name in found if name.endswith(("scaled_fp8", ".scale_weight", ".weight_scale"))]
         if scaled or types:
-            what = f"fp8 with scales ({scaled[0]})" if scaled else f"the type {', '.join(types)}"
+            what = f"scaled fp8 ({scaled[0]})" if scaled else f"the type {', '.join(types)}"
             raise UserError(
-                f"{self.path}: its {part} is in {what}, which is not read. Use the fp16 or bf16 file instead"
+                f"{self.path}: its {part} is in {what}, which is not supported. Use the fp16 or bf16 file instead"
             )
         return found
 
     @cached_property
     def transformer_config(self) -> ModelConfig:
-        """The transformer's configuration, from its tensors' shapes.
+        """The transformer's configuration, inferred from its tensors' shapes.
 
         Raises:
-            UserError: tensors that tell it are missing, or others that it calls for.
+            UserError: tensors are missing or have impossible shapes.
         """
         found = self.tensors_of("transformer")
         try:
             config = _infer({name: entry["shape"] for name, entry in found.items()})
         except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
-            raise UserError(f"{self.path} is not a whole SD3 transformer: {error} is missing or odd") from None
+            raise UserError(f"{self._incomplete()}: {error} is missing or invalid. Download it again") from None
         require_sizes(config, "transformer", str(self.path))
         layers = config["num_layers"]
         wanted = {origin_of(name, layers).name for name in (*parameter_shapes(config), "pos_embed.pos_embed")}
         if missing := sorted(wanted - set(found)):
-            raise UserError(f"{self.path} is not a whole SD3 transformer; missing: {shortened(missing)}")
+            raise UserError(f"{self._incomplete()}; missing: {shortened(missing)}. Download it again")
         return config
 
+    def _incomplete(self) -> str:
+        return f"{self.path} is not a complete SD3 transformer"
+
     def check(self, part: str) -> None:
-        """Whether a part can be read.
+        """Check that a part can be read.
 
         Raises:
-            UserError: tensors are missing, or in a type that is not read.
+            UserError: tensors are missing, or have an unsupported type.
         """
         _ = self.transformer_config if part == "transformer" else self.tensors_of(part)
 
     def fingerprint(self, part: str) -> str:
-        """A short name for the content of a part: its names, types and shapes, and samples from all over its bytes."""
+        """A short hash of a part's names, types and shapes, and of samples spread over its bytes."""
         entries = self.tensors_of(part)
         about = repr(sorted((name, entry["dtype"], entry["shape"]) for name, entry in entries.items()))
         with open(self.path, "rb") as handle:
@@ -141,7 +146,7 @@ class SingleFile:
         return fingerprint_of_range(self.path, about, start + first, start + last)
 
     def read(self, part: str) -> dict[str, Tensor]:
-        """A part's tensors by the name without its prefix: views of the memory-mapped file."""
+        """Read a part's tensors, by the name without its prefix, as views of the memory-mapped file."""
         from safetensors import safe_open
 
         prefix = PREFIXES[part]
@@ -150,10 +155,10 @@ class SingleFile:
 
 
 def open_file(path: Path) -> SingleFile:
-    """The file's header; read again only when the file changed.
+    """Open a file by its header, cached until the file changes.
 
     Raises:
-        UserError: it is damaged, or holds no SD3.
+        UserError: it is damaged, or contains no SD3 model.
     """
     return _open(path, path.stat().st_mtime_ns)
 
@@ -164,7 +169,7 @@ def _open(path: Path, _changed: int) -> SingleFile:
 
 
 def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
-    """The transformer's configuration from its tensors' shapes, by original names."""
+    """Infer the transformer's configuration from its tensors' shapes, by original names."""
     hidden, channels, patch, _ = shapes["x_embedder.proj.weight"]
     numbers = [int(name.split(".")[1]) for name in shapes if name.startswith("joint_blocks.")]
     qk_norm = shapes.get("joint_blocks.0.x_block.attn.ln_q.weight")
@@ -190,10 +195,10 @@ def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
 
 
 class OriginalReader:
-    """The transformer of a single file under diffusers' names; the file is memory-mapped, each tensor read when asked.
+    """Reads the transformer of a memory-mapped single file on demand, under diffusers' names.
 
     Args:
-        path: of the file.
+        path: the file.
     """
 
     def __init__(self, path: Path):
@@ -209,11 +214,11 @@ class OriginalReader:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors: diffusers', and the original ones of tensors that are unknown."""
+        """The names of all tensors: diffusers' names, or the original names of unknown tensors."""
         return set(self._origins) | self._unknown
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in the type it has on disk; fp8 comes as bf16, which holds its numbers exactly."""
+        """Read one tensor on the CPU in its type on disk, except that fp8 is converted to bf16, which is exact."""
         import torch
 
         origin = self._origins[name]

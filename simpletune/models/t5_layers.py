@@ -1,8 +1,8 @@
-"""T5 layer by layer: each is loaded, run over all prompts, and freed, so the encoder stands whole neither on the
-device nor in host memory.
+"""Run T5 layer by layer: load each layer, run it over all prompts, and free it, so that neither the device nor host
+memory ever holds the whole encoder.
 
-Results are those of the whole model: the layers are transformers' own, called as its encoder calls them, in the same
-batches. SD3 gives T5 no attention mask. Shapes: n prompts, T tokens, e width (4096 for SD3 Medium).
+Results equal those of the whole model: the layers are transformers' own, called as its encoder calls them, in the same
+batches. SD3 uses T5 without an attention mask. Shapes: n prompts, T tokens, e width (4096 for SD3 Medium).
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import read_header
 from simpletune.tensors import to_device
 
-CHUNK_BYTES = 2**30  # of hidden states in host memory; more prompts than that make the layers be loaded again
-EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # two names of one tensor; a file holds either or both
+CHUNK_BYTES = (
+    2**30
+)  # of hidden states in host memory; beyond this, the layers are loaded once for each chunk of prompts
+EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # one tensor under two names; a file has either or both
 NOT_ENCODER = ("decoder.", "lm_head.")
 
 
 class Tensors(Protocol):
-    """Where a part's tensors come from."""
+    """A source of a part's tensors."""
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of all tensors."""
+        """The shapes of all tensors."""
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the host."""
+        """Read one tensor on the host."""
 
 
 class PartTensors:
-    """The tensors of one part by name. Files are opened for each read, so that nothing stays mapped in between.
+    """Reads the tensors of one part by name. Opens the file for each read, so that nothing stays mapped in between.
 
     Args:
-        part: with safetensors files, or inside a single file.
+        part: a part in a folder of safetensors files, or in a single file.
     """
 
     def __init__(self, part: Part):
@@ -64,11 +66,11 @@ class PartTensors:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of all tensors."""
+        """The shapes of all tensors."""
         return {name: shape for name, (_, _, shape) in self._places.items()}
 
     def get(self, name: str) -> Tensor:
-        """One tensor: a view of the memory-mapped file."""
+        """Read one tensor, as a view of the memory-mapped file."""
         from safetensors import safe_open
 
         file, original, _ = self._places[name]
@@ -77,11 +79,11 @@ class PartTensors:
 
 
 class EmptyT5:
-    """A T5 encoder's tensors in host memory, without values.
+    """Uninitialised tensors of a T5 encoder in host memory.
 
     Args:
-        part: with its configuration.
-        dtype: of the tensors.
+        part: provides the configuration.
+        dtype: the type of the tensors.
     """
 
     def __init__(self, part: Part, dtype: torch.dtype):
@@ -90,7 +92,7 @@ class EmptyT5:
         self.shapes, self.dtype = {name: tensor.shape for name, tensor in model.state_dict().items()}, dtype
 
     def get(self, name: str) -> Tensor:
-        """One tensor."""
+        """Allocate one tensor."""
         with accounting.allocating(HOST):
             return torch.empty(self.shapes[name], dtype=self.dtype)
 
@@ -99,13 +101,13 @@ class LayeredT5:
     """A T5 encoder whose weights stay in their files.
 
     Args:
-        part: where they are.
+        part: the location of the encoder.
         dtype: the type in which it runs.
-        device: where layers run; embeddings and hidden states stay on the host.
-        tensors: its weights; None: those in the part's files.
+        device: where the layers run; embeddings and hidden states stay on the host.
+        tensors: its weights; None reads the part's files.
 
     Raises:
-        UserError: weights and configuration do not fit.
+        UserError: the weights do not match the configuration.
     """
 
     def __init__(self, part: Part, dtype: torch.dtype, device: torch.device, tensors: Tensors | None = None):
@@ -121,11 +123,11 @@ class LayeredT5:
 
     @torch.no_grad()
     def encode(self, ids: Tensor, batch_size: int) -> Iterator[Tensor]:
-        """The last hidden states.
+        """Compute the last hidden states.
 
         Args:
-            ids: token numbers [n, T].
-            batch_size: prompts that go through a layer together.
+            ids: token ids [n, T].
+            batch_size: prompts that pass through a layer together.
 
         Yields:
             For each prompt a tensor [T, e] on the host.
@@ -136,17 +138,17 @@ class LayeredT5:
             yield from self._encode(chunk, batch_size)
 
     def _encode(self, ids: Tensor, batch_size: int) -> Tensor:  # [n, T] -> [n, T, e]
-        """All layers over the prompts of one chunk."""
+        """Run all layers over the prompts of one chunk."""
         encoder, bias = self.model.encoder, None
         with accounting.allocating(HOST):
-            hidden = self.tensors.get(self.embedding)[ids].to(self.dtype)  # of the table, only these rows are read
+            hidden = self.tensors.get(self.embedding)[ids].to(self.dtype)  # reads only these rows of the table
         with progress("text  t5", len(encoder.block), "layers") as advance:
             for number, block in enumerate(encoder.block):
                 with self._loaded(block, f"encoder.block.{number}."):
                     for batch in hidden.split(batch_size):
                         x = to_device(batch, self.device)
                         mask = create_bidirectional_mask(config=encoder.config, inputs_embeds=x, attention_mask=None)
-                        x, bias, _ = block(x, mask, bias)  # the first makes the position bias, all others get it
+                        x, bias, _ = block(x, mask, bias)  # the first layer computes the position bias for all
                         batch.copy_(x)
                 advance()
         with self._loaded(encoder.final_layer_norm, "encoder.final_layer_norm."):
@@ -156,7 +158,7 @@ class LayeredT5:
 
     @contextmanager
     def _loaded(self, module: nn.Module, prefix: str) -> Iterator[None]:
-        """Within this context the module's weights are on the device."""
+        """Load the module's weights onto the device for the duration of this context."""
         names = list(module.state_dict())
         weights = {name: to_device(self.tensors.get(prefix + name), self.device, self.dtype) for name in names}
         module.load_state_dict(weights, assign=True)

@@ -1,6 +1,7 @@
-"""Optimizers: the union of ``optimizer.name``. A new one is one file here and one line in ``Optimizer``.
+"""Optimizers: the union ``Optimizer``, discriminated by ``optimizer.name``.
 
-May import options and system. Config and the rooms above may import it.
+A new one takes one file here and one line in the union. May import options and system. Config and the packages above
+may import this one.
 """
 
 from __future__ import annotations

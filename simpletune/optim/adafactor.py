@@ -1,4 +1,4 @@
-"""Adafactor (arXiv:1804.04235), transformers' own: torch's reads the device from the host in every step."""
+"""Adafactor (arXiv:1804.04235) by transformers; torch's reads from the device in every step."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 class Adafactor(OptimizerOption):
-    """Adafactor with the configured learning rate: the squares' mean as a row and a column, no momentum."""
+    """Adafactor with the configured learning rate: factored second moments, no momentum."""
 
     name: Literal["adafactor"] = "adafactor"
     """Adafactor: almost no state (a row and a column for each matrix), no momentum."""
     clip_threshold: Annotated[float, Field(gt=0)] = 1.0
-    """Updates are scaled down to this root mean square."""
+    """Clip the root mean square of an update to this value."""
     decay_rate: Annotated[float, Field(lt=0)] = -0.8
-    """Exponent of the decay of the running mean of squares."""
+    """Exponent for the decay rate of the running mean of squares."""
 
     bytes_per_parameter: ClassVar[float] = 0.01
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """transformers' Adafactor, without relative steps and parameter scaling, which read from the device."""
+        """Build transformers' Adafactor without relative steps and parameter scaling, which read from the device."""
         from transformers.optimization import Adafactor
 
         return Adafactor(

@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101), PyTorch's own."""
+"""AdamW (arXiv:1711.05101) by PyTorch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class AdamW(OptimizerOption):
     name: Literal["adamw"] = "adamw"
     """AdamW; 8 bytes of state per fp32 parameter."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the running means of the gradient and of its square."""
+    """Decay rates of the running means of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator."""
+    """Added to the denominator for numerical stability."""
 
     bytes_per_parameter: ClassVar[float] = 8
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """torch.optim.AdamW, fused: one pass over all parameters, without temporaries."""
+        """Build the fused torch.optim.AdamW, which makes one pass over all parameters without temporaries."""
         import torch
 
         return torch.optim.AdamW(
@@ -37,5 +37,5 @@ class AdamW(OptimizerOption):
         )
 
     def place(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
-        """The fused update counts its steps on the device."""
+        """Move state to the parameter's device, including the step counter, which the fused update reads there."""
         return value.to(parameter.device)

@@ -13,18 +13,18 @@ from simpletune.optim.rounding import stochastic_round
 
 
 class CompensatedAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv:1711.05101) with bf16 state; one parameter at a time is widened to fp32 for its step.
+    """AdamW (arXiv:1711.05101) with bf16 state; converts one parameter at a time to fp32 for its step.
 
     State of each parameter: ``exp_avg``, ``exp_avg_sq``, and for bf16 weights ``compensation``, all bf16; ``step``.
 
-    Draws come from its group's ``generator``; None: the global one.
+    Draws random numbers from the group's ``generator``, or from the global one if it is None.
 
     Args:
         parameters: bf16 or fp32.
-        lr: learning rate.
-        betas: decay of the running means of the gradient and of its square.
-        eps: added to the denominator.
-        weight_decay: decoupled.
+        lr: the learning rate.
+        betas: decay rates of the running means of the gradient and of its square.
+        eps: added to the denominator for numerical stability.
+        weight_decay: decoupled weight decay.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Optimizers with 8-bit state (arXiv:2110.02861), by bitsandbytes: 2 bytes a parameter for AdamW, 1 for Lion.
+"""Optimizers with 8-bit state (arXiv:2110.02861) by bitsandbytes: 2 bytes per parameter for AdamW, 1 for Lion.
 
-Tensors of under 4096 elements keep fp32 state.
+Tensors with fewer than 4096 elements keep fp32 state.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-PAGED_FROM = 100_000  # elements; bitsandbytes pages no smaller state
+PAGED_FROM = 100_000  # elements; bitsandbytes does not page smaller state
 
 
 class AdamW8bit(OptimizerOption):
     """AdamW with 8-bit state."""
 
     name: Literal["adamw8bit"] = "adamw8bit"
-    """AdamW with 8-bit state: 2 bytes a parameter."""
+    """AdamW with 8-bit state: 2 bytes per parameter."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the running means of the gradient and of its square."""
+    """Decay rates of the running means of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator."""
+    """Added to the denominator for numerical stability."""
 
     bytes_per_parameter: ClassVar[float] = 2.03
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """bitsandbytes.optim.AdamW8bit."""
+        """Build bitsandbytes.optim.AdamW8bit."""
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
 
 class PagedAdamW8bit(OptimizerOption):
-    """AdamW with 8-bit state in memory that the driver moves between host and device. On the CPU: as adamw8bit."""
+    """AdamW with 8-bit state that the driver pages between host and device. Equals adamw8bit on the CPU."""
 
     name: Literal["paged_adamw8bit"] = "paged_adamw8bit"
-    """AdamW with 8-bit state that moves to host memory when the GPU is full."""
+    """AdamW with 8-bit state that is paged to host memory when the GPU is full."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the running means of the gradient and of its square."""
+    """Decay rates of the running means of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator."""
+    """Added to the denominator for numerical stability."""
 
     bytes_per_parameter: ClassVar[float] = 2.03
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """bitsandbytes.optim.PagedAdamW8bit; on the CPU, where nothing is paged, AdamW8bit, which is the same there."""
+        """Build bitsandbytes.optim.PagedAdamW8bit, or the equivalent AdamW8bit on the CPU, which has no paging."""
         from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
         parameters = list(parameters)
@@ -60,7 +60,7 @@ class PagedAdamW8bit(OptimizerOption):
         return kind(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
     def place(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
-        """Large state goes back into paged memory."""
+        """Move loaded state to the parameter's device, large state into paged memory."""
         paged = name in ("state1", "state2") and value.numel() >= PAGED_FROM and parameter.device.type == "cuda"
         if not paged:
             return OptimizerOption.place(self, parameter, name, value)
@@ -71,19 +71,19 @@ class PagedAdamW8bit(OptimizerOption):
 
 
 class Lion8bit(OptimizerOption):
-    """Lion (arXiv:2302.06675) with 8-bit state; its learning rate is 3 to 10 times smaller than AdamW's."""
+    """Lion (arXiv:2302.06675) with 8-bit state; needs a learning rate 3 to 10 times smaller than AdamW's."""
 
     name: Literal["lion8bit"] = "lion8bit"
-    """Lion with 8-bit state: 1 byte a parameter; use 3 to 10 times less learning rate than for AdamW."""
+    """Lion with 8-bit state: 1 byte per parameter; needs a learning rate 3 to 10 times smaller than AdamW's."""
     lr: Annotated[float, Field(gt=0)] = 2e-5
-    """Learning rate after warm-up: 3 to 10 times less than for AdamW."""
+    """Learning rate after warm-up; use 3 to 10 times less than for AdamW."""
     betas: tuple[Beta, Beta] = (0.9, 0.99)
-    """Weight of the old mean in the update, and in the mean that is kept."""
+    """Weight of the running mean in the update, and its decay rate."""
 
     bytes_per_parameter: ClassVar[float] = 1.02
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """bitsandbytes.optim.Lion8bit."""
+        """Build bitsandbytes.optim.Lion8bit."""
         from bitsandbytes.optim import Lion8bit
 
         return Lion8bit(parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)

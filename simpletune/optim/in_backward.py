@@ -1,8 +1,8 @@
-"""The optimizer in the backward pass: a parameter is updated, and its gradient freed, as soon as that is ready.
+"""Run the optimizer in the backward pass: update each parameter, and free its gradient, as soon as that is ready.
 
-Gradients then never stand together in memory: at most those of one layer do. Exact, but for clipping, which needs all
-gradients at once unless each parameter's is clipped by itself. PyTorch calls a parameter's hook once in a backward
-pass, after all its uses have added to the gradient and been done with the weight, so the update may write over it.
+At most one layer's gradients are in memory at a time. Exact, except that clipping must treat each parameter separately,
+because a global norm needs all gradients at once. PyTorch calls a parameter's hook once per backward pass, after all
+its uses have contributed to the gradient and finished with the weight, so the update may overwrite it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from simpletune.optim.rounding import RoundedOptimizer
 
 
 def clip_each(parameters: Iterable[nn.Parameter], norm: float) -> None:
-    """Scale each parameter's gradient down to a norm, by itself; parameters without one are left alone."""
+    """Clip each parameter's gradient to a norm separately; skips parameters without a gradient."""
     for parameter in parameters:
         if parameter.grad is not None:
             torch.nn.utils.clip_grad_norm_([parameter], norm)
 
 
 class Streaming(Protocol):
-    """What brings parameters to the device and takes them home."""
+    """Moves parameters between host and device."""
 
     def updating(self, parameter: nn.Parameter, state: State) -> AbstractContextManager[None]:
-        """Around the update of one parameter, whose optimizer state it brings and takes home."""
+        """Surround the update of one parameter: bring its optimizer state to the device, then send it back."""
 
 
 def step_in_backward(optimizer: RoundedOptimizer, clip_norm: float | None, streamed: Streaming | None = None) -> None:
-    """Let the backward pass update the optimizer's parameters; its ``step`` then finds no gradient and does nothing.
+    """Make the backward pass update the optimizer's parameters; its ``step`` then finds no gradients and does nothing.
 
     Args:
-        optimizer: whose ``update`` is called for each parameter that has got its gradient, and looked up at each call.
-        clip_norm: each parameter's gradient is scaled down to this norm; None: not clipped.
-        streamed: where parameters live in host memory, what brings them in.
+        optimizer: the optimizer, whose ``update`` is called for each parameter (looked up at each call).
+        clip_norm: clip each parameter's gradient to this norm; None disables clipping.
+        streamed: moves parameters that are stored in host memory.
     """
 
     def take(parameter: nn.Parameter) -> None:

@@ -1,4 +1,4 @@
-"""What every optimizer option offers, and how optimizer state goes to disk and back."""
+"""The base class of optimizer options, and saving and loading optimizer state."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ if TYPE_CHECKING:
 STATE_KEY = re.compile(r"^(\d+)\.(.+)$")
 
 State = dict[str, Any]
-"""What torch's optimizers keep of one parameter, and their settings of a group: tensors and plain values by name."""
+"""A parameter's optimizer state or a group's settings, as in torch: tensors and plain values by name."""
 
 
 class OptimizerOption(Option):
-    """Fields that every optimizer has. Members define ``name`` (the tag)."""
+    """Fields shared by all optimizers. Members define ``name`` (the tag)."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    """Learning rate after warm-up. In use: LoRA 1e-4; full fine-tuning 1e-5 to 5e-5 with a batch of 4 or more."""
+    """Learning rate after warm-up. Common values: 1e-4 for LoRA; 1e-5 to 5e-5 for full fine-tuning with batch size 4 or
+    more."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """How bf16 weights are rounded after an update. Nearest loses small updates: full fine-tuning in bf16 stalls."""
+    """Rounding of bf16 weights after an update. nearest loses small updates, so full fine-tuning in bf16 stalls."""
 
     bytes_per_parameter: ClassVar[float]
-    """Bytes of optimizer state per trained parameter, for parameters held in fp32."""
+    """Bytes of optimizer state per trained fp32 parameter."""
 
     draws: ClassVar[bool] = False
     """Whether the optimizer itself draws random numbers."""
@@ -39,11 +40,11 @@ class OptimizerOption(Option):
     """Whether a parameter's update needs no other parameter's gradient."""
 
     def build(self, parameters: Iterable[nn.Parameter], in_backward: bool = False) -> torch.optim.Optimizer:
-        """The optimizer over some parameters; bf16 ones step in fp32, a few at a time, and are rounded as asked.
+        """Build the optimizer. With stochastic rounding, bf16 parameters step in fp32, a few at a time.
 
         Args:
-            parameters: to be trained.
-            in_backward: whether each is updated by itself (``RoundedOptimizer.update``).
+            parameters: the parameters to train.
+            in_backward: whether each is updated separately (``RoundedOptimizer.update``).
         """
         from simpletune.optim.rounding import RoundedOptimizer
 
@@ -54,21 +55,22 @@ class OptimizerOption(Option):
         return self.make(parameters)
 
     def place(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
-        """A loaded state tensor where the optimizer keeps it: on its parameter's device, but for step counters."""
+        """Move a loaded state tensor to its parameter's device, except for step counters."""
         return value if name == "step" else value.to(parameter.device)
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer itself. Its ``step`` must not read a tensor of the device from the host."""
+        """Build the underlying optimizer. Its ``step`` must not read device tensors from the host."""
         raise NotImplementedError
 
 
 def state_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], Json]:
-    """Optimizer state as flat named tensors and plain values.
+    """Flatten optimizer state to named tensors and plain values.
 
-    Tensors that several parameters share are written once.
+    Stores tables that several parameters share once.
 
     Returns:
-        Tensors as ``{parameter}.{name}``, and a JSON object: plain values the same way, ``shared`` names.
+        Tensors by ``{parameter}.{name}``, and a JSON object with ``values``, the plain values by such names, and
+        ``shared``, the names of shared tables.
     """
     import torch
 
@@ -94,28 +96,29 @@ def state_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor
 def _entries(
     optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
 ) -> Iterator[tuple[int, str, Tensor | int | float]]:
-    """(number of the parameter, name, value) of all state."""
+    """Yield (index of the parameter, name, value) of all state."""
     for number, parameter in enumerate(parameters):
         for name, value in optimizer.state.get(parameter, {}).items():
             yield number, name, value
 
 
 def _table_bytes(name: str, value: Tensor) -> bytes | None:
-    """The content of a look-up table that every parameter's state repeats (bitsandbytes' ``qmap1``, ``qmap2``)."""
+    """The content of a look-up table that every parameter's state repeats (bitsandbytes' ``qmap1``, ``qmap2``), or
+    None."""
     return value.cpu().numpy().tobytes() if name.startswith("qmap") else None
 
 
 def load_state(
     option: OptimizerOption, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], scalars: Json
 ) -> None:
-    """Put back what ``state_to_tensors`` gave, bit for bit, each tensor where the optimizer keeps it."""
+    """Restore the result of ``state_to_tensors`` bit for bit, moving each tensor to where the optimizer needs it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     merged: State = {**tensors, **scalars["values"]}
     moved: dict[str, Tensor] = {}
     for key, source in {**{key: key for key in merged}, **scalars["shared"]}.items():
         match = STATE_KEY.match(key)
         if match is None:
-            raise ValueError(f"optimizer state has an unreadable name: {key}")
+            raise ValueError(f"optimizer state has an invalid name: {key}")
         parameter = parameters[int(match[1])]
         value = merged[source]
         if key in scalars["shared"] or source in scalars["shared"].values():

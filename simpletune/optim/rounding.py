@@ -1,10 +1,10 @@
-"""Training bf16 weights so that they learn: fp32 arithmetic for a few parameters at a time, and stochastic rounding.
+"""Train bf16 weights with fp32 arithmetic for a few parameters at a time and stochastic rounding.
 
-bf16 has 8 bits of precision: an update under 1/256 of a weight is lost when rounded to nearest, every time, and
-training stalls. Rounded up or down at random, in proportion to the distance, it is kept in the mean (arXiv:2010.06192).
+bf16 has 8 bits of precision: rounding to nearest always loses an update below 1/256 of a weight, and training stalls.
+Rounding up or down at random, in proportion to the distance, preserves the update on average (arXiv:2010.06192).
 
-Each parameter's draws have a key of their own, (seed, step, number of the parameter): they are the same in whatever
-order parameters are updated, alone or in a group, with the backward pass or after it, and in every process.
+Each parameter's draws have their own key, (seed, step, index of the parameter). They do not depend on the order of
+updates, on grouping, on whether the update runs in the backward pass, or on the process.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from torch import Tensor, nn
 from simpletune.system.rng import key_of
 
 GROUP = 1 << 22
-"""Elements that step together at most: 36 MiB of temporaries, less than one large matrix of SD3 takes by itself."""
+"""Largest number of elements that step together: 36 MiB of temporaries, less than for one large matrix of SD3."""
 SMALL = GROUP // 4
-"""Elements up to which a parameter joins a group: larger ones keep a GPU busy by themselves."""
+"""Largest number of elements of a parameter that joins a group; a larger one keeps a GPU busy by itself."""
 ALIGNED = 128
-"""Elements: in a group each parameter begins where CUDA's allocator would let it, at 512 bytes, as kernels like it."""
+"""Alignment of parameters in a group, in elements: 512 bytes, like CUDA's allocator."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def key_draws(optimizer: torch.optim.Optimizer, seed: int, step: int) -> None:
-    """Tell an optimizer the key of the coming step's draws; without one they come from the global generators."""
+    """Set the key of an optimizer's random draws in the next step; without a key it uses the global generators."""
     for group in optimizer.param_groups:
         group["draws"] = (seed, step)
 
 
 def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """fp32 to bf16, up or down at random so that the mean is x.
+    """Round fp32 to bf16, up or down at random so that the expected value is x.
 
-    A random number below 2^16 is added to the bits that bf16 cuts off. Infinities and NaN stay what they are: the bits
-    of CUDA's NaN, 0x7fffffff, would carry over into the sign and become -0.0.
+    Adds a random number below 2^16 to the bits that bf16 truncates. Preserves infinities and NaN; CUDA's NaN,
+    0x7fffffff, would otherwise carry into the sign and become -0.0.
 
     Args:
-        x: of any shape.
-        generator: on x's device; None: the global one.
+        x: a tensor of any shape.
+        generator: a generator on x's device; None uses the global one.
     """
     bits = x.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=x.device, generator=generator)
@@ -49,11 +49,11 @@ def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Ten
 
 
 def _cut(bits: Tensor, nan: Tensor) -> Tensor:
-    """Clear what bf16 does not hold, in place; NaN where there was NaN.
+    """Clear the bits that bf16 truncates, in place, and restore NaN.
 
     Args:
-        bits: of fp32 numbers, as int32, with noise added.
-        nan: where there was NaN before the noise.
+        bits: fp32 numbers as int32, with noise added.
+        nan: mask of the numbers that were NaN before adding noise.
 
     Returns:
         The same memory as fp32.
@@ -62,15 +62,15 @@ def _cut(bits: Tensor, nan: Tensor) -> Tensor:
 
 
 def padded(tensor: Tensor) -> int:
-    """Elements that a tensor takes in a group's buffer."""
+    """The number of elements that a tensor takes in a group's buffer."""
     return -(-tensor.numel() // ALIGNED) * ALIGNED
 
 
 def buffer_of(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Memory in fp32 for several tensors together, not set to anything.
+    """Allocate one uninitialised fp32 buffer for several tensors.
 
     Args:
-        tensors: contiguous, on one device.
+        tensors: contiguous tensors on one device.
 
     Returns:
         The buffer [elements, with padding], and views into it with the tensors' shapes.
@@ -81,22 +81,22 @@ def buffer_of(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 class RoundedOptimizer(torch.optim.Optimizer):
-    """Any optimizer; bf16 parameters step as an fp32 copy, which is then rounded stochastically.
+    """Wraps any optimizer: bf16 parameters step as an fp32 copy, which is then rounded stochastically.
 
-    Small ones are copied into one buffer and step together, so that their copies, their update where the optimizer has
-    one for many tensors, and their rounding are a few launches a group; but for the draws, one launch each because each
-    has its own key. Every number is that of a parameter that steps alone. Optimizers that draw for themselves
-    (adamw_bf16) step one parameter at a time; those that go through parameters one by one (Adafactor, the 8-bit ones)
-    gain what is around their update.
+    Small parameters are copied into one buffer and step together, so that copies, rounding, and the update of
+    optimizers with a multi-tensor implementation take only a few kernel launches per group. The random draws take one
+    launch per parameter, because each has its own key. Grouping does not change any value. Optimizers that draw random
+    numbers themselves (adamw_bf16) step one parameter at a time; those that loop over parameters (Adafactor, the 8-bit
+    ones) are faster only outside their update.
 
-    A copy lives only while its parameter steps: beside the optimizer's state, the extra memory is at most that of the
-    largest parameter in fp32, three times and a half (weight, gradient, noise, result), or of a group, twice. State is
-    that of an fp32 parameter.
+    A copy exists only while its parameter steps: besides the optimizer's state, the extra memory is at most 3.5 times
+    the largest parameter in fp32 (weight, gradient, noise, result), or twice a group. State is that of an fp32
+    parameter.
 
     Args:
-        parameters: to be trained.
-        make: builds the optimizer of some parameters, which must not depend on each other.
-        rounded: whether bf16 parameters step as said; if not, every parameter steps in its own type.
+        parameters: the parameters to train.
+        make: builds the optimizer for some parameters, which must not depend on each other.
+        rounded: whether to round bf16 parameters stochastically; if not, every parameter steps in its own type.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], make: MakeOptimizer, rounded: bool = True):
@@ -113,10 +113,10 @@ class RoundedOptimizer(torch.optim.Optimizer):
         self._inner = [made[shell.device] for shell in self._shells]
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._generators: dict[torch.device, torch.Generator] = {}
-        self.norms: dict[nn.Parameter, Tensor] = {}  # of gradients that are freed in the backward pass
+        self.norms: dict[nn.Parameter, Tensor] = {}  # norms of gradients freed in the backward pass
         super().__init__(parameters, dict(self._inner[0].defaults) | {"draws": None})
         for parameter, shell, inner in zip(parameters, self._shells, self._inner, strict=True):
-            self.state[parameter] = inner.state[shell]  # one dictionary, so that state is saved and loaded in place
+            self.state[parameter] = inner.state[shell]  # shared dictionary: state saves and loads in place
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
@@ -128,7 +128,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, parameter: nn.Parameter) -> None:
-        """Update one parameter from its gradient, which is left; independent of the order of updates."""
+        """Update one parameter, independently of the order of updates. Does not clear its gradient."""
         assert parameter.grad is not None
         number = self._numbers[parameter]
         shell, wide = self._shells[number], self._wide[number]
@@ -141,7 +141,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         shell.data, shell.grad = shell.data.new_empty(0), None
 
     def _groups(self) -> Iterator[list[nn.Parameter]]:
-        """The parameters that have a gradient, in groups that step together; the rest are alone."""
+        """Group the parameters that have a gradient: small ones step together, others alone."""
         open_groups: dict[tuple[torch.device, torch.device], list[nn.Parameter]] = {}
         room: dict[tuple[torch.device, torch.device], int] = {}
         for parameter in self.param_groups[0]["params"]:
@@ -168,7 +168,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update_together(self, parameters: list[nn.Parameter]) -> None:
-        """Update several bf16 parameters of one device from their gradients, which are left."""
+        """Update several bf16 parameters on one device. Does not clear their gradients."""
         numbers = [self._numbers[parameter] for parameter in parameters]
         shells = [self._shells[number] for number in numbers]
         own: list[Tensor] = list(parameters)
@@ -182,7 +182,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         nothing = flat.new_empty(0)
         for shell in shells:
             shell.data, shell.grad = nothing, None
-        for number, gradient in zip(numbers, gradients, strict=True):  # done with: the memory is the noise's
+        for number, gradient in zip(numbers, gradients, strict=True):  # reuse their memory for the noise
             noise = gradient.view(torch.int32)
             noise.random_(0, 1 << 16, generator=self._generator(number, flat.device))
         nan = flat.isnan()
@@ -190,23 +190,23 @@ class RoundedOptimizer(torch.optim.Optimizer):
         torch._foreach_copy_(own, weights)
 
     def _step_inner(self, numbers: list[int], generator: torch.Generator | None) -> None:
-        """Let the optimizer update some shells, which are on one device."""
+        """Run the wrapped optimizer on some shells, which are on one device."""
         inner, shells = self._inner[numbers[0]], [self._shells[number] for number in numbers]
         settings = {key: value for key, value in self.param_groups[0].items() if key in inner.defaults}
         settings |= {"generator": generator} if "generator" in settings else {}
         inner.param_groups[0].update(settings | {"params": shells})
         for shell in shells if inner.defaults.get("fused") else ():
             counter = inner.state[shell].get("step")
-            if counter is not None:  # of a checkpoint, beside a weight in host memory
+            if counter is not None:  # a checkpoint loads it next to a weight in host memory
                 inner.state[shell]["step"] = counter.to(shell.device)
         inner.step()
 
     def _draws_itself(self, number: int) -> bool:
-        """Whether a parameter's optimizer draws."""
+        """Whether a parameter's optimizer draws random numbers."""
         return "generator" in self._inner[number].defaults
 
     def _generator(self, number: int, device: torch.device) -> torch.Generator | None:
-        """The source of a parameter's draws in this step."""
+        """The generator of a parameter's draws in this step; None for the global one."""
         draws = self.param_groups[0]["draws"]
         if draws is None:
             return None

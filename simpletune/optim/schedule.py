@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the union of ``schedule.name``. Each is a pure function of the step."""
+"""Learning-rate schedules: the union ``Schedule``, discriminated by ``schedule.name``; pure functions of the step."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from simpletune.options import Option
 
 
 class _Schedule(Option):
-    """Warm-up, then a decay that members define over the rest of the run."""
+    """Warm-up, followed by a decay over the rest of the run, which members define."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises from 0 in a line."""
+    """Steps over which the learning rate rises linearly from 0."""
 
     def factor(self, step: int, steps: int) -> float:
-        """What the learning rate is multiplied by.
+        """The factor on the learning rate.
 
         Args:
-            step: counts from 0.
-            steps: steps of the whole run.
+            step: the step, counted from 0.
+            steps: the number of steps in the run.
         """
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
@@ -29,15 +29,15 @@ class _Schedule(Option):
         return self.decay(min(1.0, (step - self.warmup_steps) / rest))
 
     def decay(self, progress: float) -> float:
-        """The factor at a share of the run after warm-up, 0 to 1."""
+        """The factor at a fraction (0 to 1) of the run after warm-up."""
         raise NotImplementedError
 
 
 class Constant(_Schedule):
-    """The same learning rate throughout."""
+    """Constant learning rate."""
 
     name: Literal["constant"] = "constant"
-    """The same learning rate throughout."""
+    """Constant learning rate."""
 
     def decay(self, progress: float) -> float:
         """1."""
@@ -45,10 +45,10 @@ class Constant(_Schedule):
 
 
 class Linear(_Schedule):
-    """Down to zero in a line."""
+    """Linear decay to zero."""
 
     name: Literal["linear"] = "linear"
-    """Down to zero in a line."""
+    """Linear decay to zero."""
 
     def decay(self, progress: float) -> float:
         """1 - progress."""
@@ -56,10 +56,10 @@ class Linear(_Schedule):
 
 
 class Cosine(_Schedule):
-    """Down to zero along half a cosine (arXiv:1608.03983)."""
+    """Cosine decay to zero (arXiv:1608.03983)."""
 
     name: Literal["cosine"] = "cosine"
-    """Down to zero along half a cosine."""
+    """Cosine decay to zero."""
 
     def decay(self, progress: float) -> float:
         """(1 + cos(pi progress)) / 2."""
@@ -67,14 +67,14 @@ class Cosine(_Schedule):
 
 
 class Polynomial(_Schedule):
-    """Down to a share of the learning rate along a power."""
+    """Polynomial decay to a fraction of the learning rate."""
 
     name: Literal["polynomial"] = "polynomial"
-    """Down to a share of the learning rate along a power."""
+    """Polynomial decay to a fraction of the learning rate."""
     power: Annotated[float, Field(gt=0)] = 1.0
-    """Exponent of the remaining share of the run."""
+    """Exponent of the decay, applied to the remaining fraction of the run."""
     end: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the learning rate that is left at the end."""
+    """Final learning rate as a fraction of lr."""
 
     def decay(self, progress: float) -> float:
         """end + (1 - end) (1 - progress)^power."""

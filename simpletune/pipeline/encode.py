@@ -1,4 +1,4 @@
-"""The prepare stages: prompts and pictures through the frozen encoders, each once, into the cache."""
+"""The prepare stages: encode each prompt and picture once with the frozen encoders, into the cache."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from simpletune.system.stage_timer import StageTimer
 
 
 class TextCache:
-    """Prompt embeddings by prompt; one folder per encoder.
+    """Prompt embeddings by prompt, in one folder per encoder.
 
     Args:
-        model: with folders resolved.
-        dtype: the type in which encoders run and embeddings are kept.
-        cache: the cache's root.
+        model: the model, with folders resolved.
+        dtype: the type of the encoders' weights and of the embeddings.
+        cache: the cache's root folder.
     """
 
     def __init__(self, model: Model, dtype: torch.dtype, cache: Path):
@@ -44,10 +44,10 @@ class TextCache:
         self.caches = {e.name: Cache(cache / "text" / self.prompts.fingerprint(e)) for e in self.prompts.encoders}
 
     def fill(self, prompts: Iterable[str], device: torch.device) -> int:
-        """Encode the prompts that are not there yet, one encoder at a time.
+        """Encode the prompts that are not cached yet, one encoder at a time.
 
         Returns:
-            How many prompts were encoded by at least one encoder.
+            How many prompts at least one encoder has encoded.
         """
         encoded: set[str] = set()
         wanted = list(dict.fromkeys(prompts))
@@ -67,15 +67,15 @@ class TextCache:
         """Encode prompts with one encoder.
 
         Raises:
-            UserError: what comes out is not finite.
+            UserError: an embedding is not finite.
         """
         remove_stale(self.caches[encoder.name].folder)
         with progress(f"text  {encoder.name}", len(missing), "prompts") as advance:
             for prompt, parts in zip(missing, self.prompts.encode(encoder, missing, device), strict=True):
                 if not _all_finite(parts.values()):
                     raise UserError(
-                        f"{encoder.name} makes NaN or infinity of the caption {prompt[:80]!r}. Its weights may be "
-                        "damaged, or overflow in this precision: fetch the model again, or use precision.compute=fp32",
+                        f"{encoder.name} encodes the caption {prompt[:80]!r} to NaN or infinity. Its weights may be "
+                        "damaged, or overflow in this precision. Download it again, or use precision.compute=fp32",
                         code=4,
                     )
                 self.caches[encoder.name].save(prompt, parts)
@@ -84,25 +84,25 @@ class TextCache:
                 poll()
 
     def load(self, prompt: str) -> tuple[Tensor, Tensor]:
-        """(prompt_embeds [t, e], pooled [p]) of one prompt."""
+        """Load (prompt_embeds [t, e], pooled [p]) of one prompt."""
         return self.prompts.assemble({name: cache.load(prompt) for name, cache in self.caches.items()})
 
     def pooled(self, prompt: str) -> Tensor:
-        """The pooled embedding [p] of one prompt, without reading T5's part."""
+        """Load the pooled embedding [p] of one prompt without reading T5's part."""
         return self.prompts.pool({name: self.caches[name].load(prompt) for name in ("clip_l", "clip_g")})
 
     def too_long(self, prompts: Iterable[str], limit: int = 77) -> list[str]:
-        """Prompts of which CLIP sees only the first 77 tokens."""
+        """The prompts that CLIP truncates, at 77 tokens by default."""
         return [prompt for prompt in prompts if int(self.caches["clip_l"].load(prompt)["tokens"]) > limit]
 
 
 class LatentCache:
-    """Latents by picture and cut.
+    """Latents by picture and crop.
 
     Args:
-        model: with folders resolved.
+        model: the model, with folders resolved.
         dtype: the type in which the autoencoder runs.
-        cache: the cache's root.
+        cache: the cache's root folder.
         tile: ``memory.vae_tile``.
     """
 
@@ -112,7 +112,7 @@ class LatentCache:
         self.cache = Cache(cache / "latents" / (name if tile is None else f"{name}-tile{tile}"))
 
     def fill(self, views: Sequence[View], device: torch.device) -> tuple[int, list[Rejected]]:
-        """Encode the cuts that are not there yet.
+        """Encode the crops that are not cached yet.
 
         Returns:
             How many were encoded, and the pictures that could not be decoded.
@@ -124,7 +124,7 @@ class LatentCache:
             return self._encode(missing, device) if missing else (0, [])
 
     def _encode(self, missing: Sequence[View], device: torch.device) -> tuple[int, list[Rejected]]:
-        """Encode cuts; what could not be decoded or comes out as NaN is rejected."""
+        """Encode crops. Rejects pictures that cannot be decoded or whose latents are not finite."""
         remove_stale(self.cache.folder)
         encoded, rejected = 0, dict[str, Rejected]()
         vae = self.model.load_vae(device, self.dtype, self.tile)
@@ -142,32 +142,32 @@ class LatentCache:
         return encoded, list(rejected.values())
 
     def _encode_one(self, view: View, vae: nn.Module, device: torch.device) -> int:
-        """Encode a cut unless it is there; how many were made.
+        """Encode a crop unless it is cached, and return the number of new files.
 
         Raises:
-            UnusablePicture: it cannot be decoded, or comes out as NaN.
+            UnusablePicture: it cannot be decoded, or its latents are not finite.
         """
         pixels = _pixels(view)
-        if view_key(view) in self.cache:  # the same picture may lie there under two names
+        if view_key(view) in self.cache:  # an identical file under another name may have been encoded
             return 0
         z_0 = self.model.encode_pictures(vae, pixels[None].to(device))[0]
         if not _all_finite([z_0]):
-            raise UnusablePicture(f"the autoencoder makes NaN of it in {self.dtype}")
+            raise UnusablePicture(f"is encoded to NaN or infinity by the autoencoder in {self.dtype}")
         self.cache.save(view_key(view), {"z_0": z_0})
         return 1
 
     def load(self, view: View) -> Tensor:
-        """z_0 [c, h, w] in fp32."""
+        """Load z_0 [c, h, w] in fp32."""
         return self.cache.load(view_key(view))["z_0"]
 
 
 def _all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no floating-point tensor holds NaN or infinity."""
+    """Whether no floating-point tensor contains NaN or infinity."""
     return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())
 
 
 def _pixels(view: View) -> Tensor:
-    """The cut [3, h, w] in -1..1.
+    """Read and crop a picture to [3, h, w] in -1..1.
 
     Raises:
         UnusablePicture: it cannot be read or decoded.
@@ -180,7 +180,7 @@ def _pixels(view: View) -> Tensor:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what a stage's models held."""
+    """Free the memory of a stage's deleted models."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -188,15 +188,15 @@ def free_memory(device: torch.device) -> None:
 
 @dataclass
 class Prepared:
-    """What the prepare stages leave.
+    """The result of the prepare stages.
 
     Args:
-        plan: of the run.
-        text: prompt embeddings.
-        latents: of the pictures.
+        plan: the run's plan.
+        text: the cached prompt embeddings.
+        latents: the cached latents of the pictures.
         requests: the validation pictures to draw.
-        captions: where captions came from, in words.
-        left_out: what could not be used and was left out.
+        captions: a description of where the captions come from.
+        left_out: the unusable entries that training skips.
     """
 
     plan: Plan
@@ -207,7 +207,7 @@ class Prepared:
     left_out: list[Rejected] = field(default_factory=list)
 
     def data(self) -> dict[str, Any]:
-        """What the run learns from, and what was left out, for the run's folder."""
+        """The training data and the skipped entries, for the run's folder."""
         left_out = [asdict(each) for each in self.left_out]
         rows = self.plan.manifest()
         return {
@@ -223,16 +223,16 @@ class Prepared:
 
 
 def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, stages: StageTimer) -> Prepared:
-    """Fill the caches; the main process first, the others read what it made.
+    """Fill the caches. The main process goes first; the others reuse its files.
 
     Args:
-        config: with folders resolved.
-        data: scanned and planned.
-        accelerator: knows processes and device.
-        stages: time and memory so far.
+        config: the configuration, with folders resolved.
+        data: the scanned data and its plan.
+        accelerator: provides the processes and the device.
+        stages: records the time and memory of each stage.
 
     Raises:
-        UserError: pictures cannot be decoded and ``data.on_error`` is ``stop``, or none is left.
+        UserError: pictures cannot be decoded and ``data.on_error`` is ``stop``, or none are left.
     """
     cache, dtype, plan = Path(config.output.cache), config.precision.encoder_dtype(), data.plan
     text = TextCache(config.model, dtype, cache)
@@ -250,12 +250,12 @@ def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, sta
 
 
 def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> Prepared:
-    """``plan_data``, then ``encode``."""
+    """Run ``plan_data``, then ``encode``."""
     return encode(config, plan_data(config, accelerator.num_processes), accelerator, stages)
 
 
 def prompts_of(plan: Plan, requests: Sequence[Request]) -> list[str]:
-    """Every prompt that a run needs the embeddings of."""
+    """Every prompt whose embeddings a run needs."""
     return [*plan.captions(), *(r.prompt for r in requests), *(r.negative_prompt for r in requests)]
 
 

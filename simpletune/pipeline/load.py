@@ -1,4 +1,4 @@
-"""Loading the base model as the memory options say: for training and for drawing alike."""
+"""Load the base model according to the memory options, for training and for drawing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from simpletune.quant.precision import WeightPrecision
 def load_base(
     config: TrainConfig, device: torch.device, sizes: Collection[Size], cache: Path | None = None
 ) -> Transformer:
-    """The base model, its positions cut to the pictures, and what a modulation plan needs in host memory.
+    """Load the base model, cropping positions and keeping modules in host memory as the memory options say.
 
     Args:
-        config: with folders resolved.
-        device: where to.
+        config: the configuration, with folders resolved.
+        device: the target device.
         sizes: (width, height) in pixels of every picture that it will see.
-        cache: the cache's root, where a quantised base is kept; None: it is not.
+        cache: the root folder of the cache for the quantised base; None disables caching.
     """
     return config.model.load_transformer(
         config.precision,
@@ -41,14 +41,14 @@ def load_base(
 def empty_base(
     model: Model, memory: Memory, precision: WeightPrecision, device: torch.device, sizes: Collection[Size]
 ) -> Transformer:
-    """As ``load_base``, without values: memory does not depend on them."""
+    """Like ``load_base``, with uninitialised weights, whose values do not affect memory."""
     return model.empty_transformer(
         precision, device, on_host=stays_on_host(memory, model), sizes=sizes if memory.crop_positions else None
     )
 
 
 def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
-    """Whether the module of a name stays in host memory when the base is loaded."""
+    """Return a predicate: whether the module of a given name stays in host memory when the base is loaded."""
     streamed = memory.on_host(model.blocks())
     planned = memory.modulation == "plan"
     return lambda name: streamed(name) or (planned and is_conditioning(name))
@@ -57,12 +57,12 @@ def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
 def modulation_of(
     transformer: Transformer, memory: Memory, precision: WeightPrecision, device: torch.device
 ) -> Modulation | None:
-    """With the modulation plan, detach a transformer's modulation and return it; else None."""
+    """Detach and return a transformer's modulation if ``memory.modulation`` is plan; otherwise None."""
     if memory.modulation != "plan":
         return None
     return detach_modulation(transformer, precision, device, memory.modulation_window)
 
 
 def device_of(transformer: Transformer) -> torch.device:
-    """Where a transformer computes: its output layer is never streamed."""
+    """The device on which a transformer computes: that of its output layer, which is never streamed."""
     return transformer.proj_out.weight.device

@@ -1,13 +1,13 @@
-"""The modulation plan: adaLN modulations computed ahead, so that their weights stay in host memory.
+"""The modulation plan: compute adaLN modulations ahead, so that their weights can stay in host memory.
 
-Every block of SD3 scales, shifts and gates its activations by numbers that depend on the timestep and the pooled prompt
-alone (arXiv:2403.03206, section 4), and a third of the weights serve only to compute them. Both inputs are known before
-a step runs: a run is a function of (configuration, step). So, while those weights are frozen, a window of steps is
-computed at once: each layer passes through the device once, and its outputs stay there, 0.9 MB a sample in bf16.
+Every block of SD3 scales, shifts and gates its activations by numbers that depend only on the timestep and the pooled
+prompt (arXiv:2403.03206, section 4), and a third of the weights serve only to compute them. Both inputs are known in
+advance, because a run is a function of (configuration, step). So, if those weights are frozen, a window of steps is
+computed at once: each layer visits the device once, and its outputs stay there, 0.9 MB per sample in bf16.
 
-The transformer then takes its modulations in the place of the pooled prompt: ``time_text_embed`` hands them on as they
-are, and each modulation layer picks its columns. Nothing is selected by state, so recomputation under checkpointing
-sees what the first pass saw.
+The transformer then receives its modulations in place of the pooled prompt: ``time_text_embed`` passes them through,
+and each modulation layer selects its columns. The selection depends on no state, so recomputation under checkpointing
+repeats the first pass.
 
 Shapes: n rows (samples), p pooled width, m modulations of all layers together.
 """
@@ -32,19 +32,19 @@ from simpletune.tensors import own_tensors, set_tensor
 
 
 class PassThrough(nn.Module):
-    """Stands for ``time_text_embed``: what came in the place of the pooled prompt goes to the blocks as it is."""
+    """Replaces ``time_text_embed``: passes the modulations, which replace the pooled prompt, to the blocks."""
 
     def forward(self, timestep: Tensor, modulations: Tensor) -> Tensor:  # [n, m] -> [n, m]
-        """The modulations of all layers."""
+        """Return the modulations of all layers."""
         return modulations
 
 
 class ModulationSlice(nn.Module):
-    """Stands for one modulation layer: its columns of the plan's rows.
+    """Replaces one modulation layer: selects its columns of the plan's rows.
 
     Args:
-        start: first column.
-        stop: the one after the last.
+        start: the first column.
+        stop: the column after the last.
         dtype: the type in which modulations are computed.
     """
 
@@ -53,19 +53,19 @@ class ModulationSlice(nn.Module):
         self.start, self.stop, self.dtype = start, stop, dtype
 
     def forward(self, modulations: Tensor) -> Tensor:  # [n, m] -> [n, stop - start]
-        """This layer's modulations."""
+        """Select this layer's modulations."""
         return modulations[:, self.start : self.stop].to(self.dtype)
 
 
 class Modulation:
-    """The modulation weights of a transformer, taken out of it and kept in host memory. Use ``detach_modulation``.
+    """The modulation weights of a transformer, detached and stored in host memory. Created by ``detach_modulation``.
 
     Args:
         embed: the transformer's ``time_text_embed``.
         layers: its modulation layers, in the order of their columns.
-        precision: how weights are held and products are computed.
+        precision: the precision of weights and products.
         device: where the transformer computes.
-        window: how many steps' modulations are computed at once.
+        window: how many steps' modulations to compute at once.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Modulation:
         sigma: Tensor,  # [n], fp32
         pooled: Tensor,  # [n, p]
     ) -> Tensor:  # [n, m], on the device
-        """The modulations of n samples, as the transformer itself would compute them in a batch of n."""
+        """Compute the modulations of n samples as the transformer would in a batch of n."""
         precision = self.precision
         pooled = pooled.to(self.device, precision.compute_dtype())
         rows = torch.empty(len(sigma), self.width, dtype=precision.product_dtype(), device=self.device)
@@ -102,55 +102,55 @@ class Modulation:
         return rows
 
     def _on_device(self, module: nn.Module, *inputs: Tensor) -> Tensor:
-        """A module's output with copies of its tensors that live on the device only for as long as this takes.
+        """Run a module with temporary copies of its tensors on the device.
 
-        Copies and products share one stream, so a copy's memory is not used again before its product is done.
+        Copies and products share one stream, so a copy's memory is not reused before its product is done.
         """
-        tensors = (*module.named_parameters(), *module.named_buffers())  # no state_dict: quanto's takes tensors apart
+        tensors = (*module.named_parameters(), *module.named_buffers())  # quanto's state_dict would flatten tensors
         copies = {name: self.bring(tensor) for name, tensor in tensors}
         return functional_call(module, copies, inputs)
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """A host tensor on the device: the only way in. Where both are the same memory, it is the tensor itself."""
+        """Copy a host tensor to the device. If host and device are the same, returns the tensor itself."""
         return tensor.to(self.device, non_blocking=True)
 
 
 class ModulationSource(Protocol):
-    """What sampling needs of a ``Modulation``."""
+    """The part of ``Modulation`` that sampling uses."""
 
     window: int
-    """Steps whose modulations are computed at once."""
+    """How many steps' modulations to compute at once."""
 
     def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:  # [n], [n, p] -> [n, m]
-        """The modulations of n samples."""
+        """Compute the modulations of n samples."""
 
 
 class MicroBatches(Protocol):
-    """What a modulation plan needs of a run's ``Plan``."""
+    """The part of a run's ``Plan`` that a modulation plan uses."""
 
     @property
     def batch_size(self) -> int:
-        """Samples of a micro-batch."""
+        """Samples in a micro-batch."""
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches in a step."""
 
     def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
         """The draws of one micro-batch."""
 
 
 class ModulationPlan:
-    """The modulations of a run's steps, a window at a time.
+    """Computes the modulations of a run's steps one window at a time.
 
-    Windows lie on absolute multiples of their length and always hold all of their steps, those after the run's end too:
-    products of other numbers of rows differ in the last bits, and a resumed run must get the same ones.
+    Windows start at absolute multiples of their length and always contain all their steps, even beyond the end of the
+    run: the number of rows affects the last bits of a product, and a resumed run must reproduce them.
 
     Args:
-        modulation: of the transformer.
-        plan: of the run.
-        pooled: the pooled embedding [p] of a prompt.
-        process: which process.
+        modulation: the detached modulation of the transformer.
+        plan: the run's plan.
+        pooled: gives the pooled embedding [p] of a prompt.
+        process: the index of this process.
     """
 
     def __init__(self, modulation: Modulation, plan: MicroBatches, pooled: Callable[[str], Tensor], process: int = 0):
@@ -159,7 +159,7 @@ class ModulationPlan:
         self._rows: Tensor | None = None
 
     def of_step(self, step: int) -> Tensor:  # [micro-batches, b, m]
-        """The modulations of one step; the first step of a window computes all of the window's."""
+        """The modulations of one step; the first step of a window computes those of the whole window."""
         length = self.modulation.window
         window, place = divmod(step, length)
         if window != self._window or self._rows is None:
@@ -173,7 +173,7 @@ class ModulationPlan:
         return self._rows[place]
 
     def of_draws(self, draws: Sequence[Draw]) -> Tensor:  # [n, m]
-        """The modulations of any draws, all computed at once."""
+        """Compute the modulations of any draws at once."""
         sigma = torch.tensor([draw.sigma for draw in draws], dtype=torch.float32)
         return self.modulation(sigma, torch.stack([self.pooled(draw.caption) for draw in draws]))
 
@@ -181,22 +181,22 @@ class ModulationPlan:
 def detach_modulation(
     transformer: Transformer, precision: WeightPrecision, device: torch.device, window: int
 ) -> Modulation:
-    """Take the modulation weights out of a transformer, in place; from then on its pooled input is modulations.
+    """Detach a transformer's modulation weights in place; it then takes modulations as its pooled input.
 
     Args:
-        transformer: SD3's, frozen where it computes modulations.
-        precision: how its weights are held.
+        transformer: SD3's transformer, with frozen modulation weights.
+        precision: its precision.
         device: where it computes.
-        window: how many steps' modulations are computed at once.
+        window: how many steps' modulations to compute at once.
 
     Raises:
-        ValueError: one of these weights trains.
+        ValueError: one of these weights is trained.
     """
     names = [name for name, _ in transformer.named_modules() if is_adaln(name)]
     taken = {name: transformer.get_submodule(name) for name in ["time_text_embed", *names]}
     training = [name for name, module in taken.items() if any(p.requires_grad for p in module.parameters())]
     if training:
-        raise ValueError(f"modulations can be planned only while they are frozen; {training[0]} trains")
+        raise ValueError(f"the modulation plan needs frozen modulation weights; {training[0]} is trained")
     start = 0
     for name in names:
         norm = transformer.get_submodule(name.removesuffix(".linear"))
@@ -208,14 +208,14 @@ def detach_modulation(
 
 
 def _outputs(layer: nn.Module) -> int:
-    """Output features of a linear layer, however its weight is packed."""
+    """The number of output features of a linear layer, whatever the packing of its weight."""
     return int(layer.out_features)  # type: ignore[arg-type]
 
 
 def _keep_on_host(module: nn.Module, pin: bool) -> None:
-    """Move a module's tensors to host memory; pinned, a copy to the device need not wait.
+    """Move a module's tensors to host memory, pinned so that copies to the device are asynchronous.
 
-    Tensor subclasses (quanto's) have no pinned form and stay pageable: their copies are slower, and right all the same.
+    Tensor subclasses (quanto's) cannot be pinned; their copies are slower but correct.
     """
     for part in module.modules():
         for name, tensor in own_tensors(part):

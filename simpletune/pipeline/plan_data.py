@@ -1,4 +1,4 @@
-"""The first stage: scan the data, leave out what cannot be used, plan the run. Nothing is encoded."""
+"""The first stage: scan the data, skip unusable entries, and plan the run, without encoding anything."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from simpletune.system.failpoints import failpoint
 
 @dataclass(frozen=True)
 class PlannedData:
-    """A scanned data set and the plan of the run over it.
+    """A scanned dataset and the plan of the run.
 
     Args:
-        plan: which sample, noise level and noise each step sees.
-        usable: the pictures it is made of.
-        captions: where captions came from, in words.
-        left_out: what cannot be used.
+        plan: selects the samples, noise levels and noise of each step.
+        usable: the usable pictures.
+        captions: a description of where the captions come from.
+        left_out: the unusable entries.
     """
 
     plan: Plan
@@ -37,11 +37,11 @@ def plan_data(config: TrainConfig, processes: int) -> PlannedData:
     """Scan the data and plan the run.
 
     Args:
-        config: with folders resolved.
-        processes: how many train together.
+        config: the configuration, with folders resolved.
+        processes: the number of training processes.
 
     Raises:
-        UserError: pictures cannot be used and ``data.on_error`` is ``stop``, or none is left.
+        UserError: entries are unusable and ``data.on_error`` is ``stop``, or no pictures are left.
     """
     scan = config.data.scan(Path(config.data.path))
     small = too_small(scan.pictures, config.data)
@@ -73,10 +73,10 @@ def require_positions(config: TrainConfig, plan: Plan) -> None:
 
 
 def report_rejected(rejected: Sequence[Rejected], on_error: str) -> None:
-    """Name the pictures that are left out.
+    """List unusable entries.
 
     Raises:
-        UserError: ``data.on_error`` is ``stop`` and there are any.
+        UserError: ``data.on_error`` is ``stop`` and there are unusable entries.
     """
     if not rejected:
         return
@@ -84,8 +84,7 @@ def report_rejected(rejected: Sequence[Rejected], on_error: str) -> None:
     if len(rejected) > len(listed):
         listed.append(f"  and {len(rejected) - len(listed)} more (simpletune data CONFIG lists all)")
     kinds = ", ".join(plural(count, kind) for kind, count in Counter(each.kind for each in rejected).items())
-    head = f"{kinds} cannot be used"
     if on_error == "stop":
-        remedy = "Mend or remove them, or set data.on_error=skip to go on without them"
-        raise UserError("\n".join([f"data.path: {head}:", *listed, remedy]))
-    say("\n".join([f"{head} and left out:", *listed]))
+        remedy = "Fix or remove them, or set data.on_error=skip to skip them"
+        raise UserError("\n".join([f"data.path: {kinds} cannot be used:", *listed, remedy]))
+    say("\n".join([f"skipped {kinds} (data.on_error=skip):", *listed]))

@@ -1,7 +1,8 @@
-"""PNGs that say how they were made, in the words that other tools read. Imports no torch.
+"""PNGs with generation parameters that other tools can read. Does not import torch.
 
-``parameters`` is the text of AUTOMATIC1111's web UI, which Forge, ComfyUI and civitai read too: the prompt with
-``<lora:NAME:STRENGTH>``, the negative prompt, and one line of settings. ``simpletune`` holds every value as JSON.
+The chunk ``parameters`` is the text of AUTOMATIC1111's web UI, which Forge, ComfyUI and civitai also read: the prompt
+with ``<lora:NAME:STRENGTH>``, the negative prompt, and one line of settings. The chunk ``simpletune`` contains every
+value as JSON.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _SEPARATORS = re.compile(r'[,:<>"\n]')
 
 
 def save_png(image: Image.Image, file: Path | IO[bytes], request: Request, **more: object) -> None:
-    """Write a PNG with how it was made in its text chunks.
+    """Write a PNG with its generation parameters in text chunks.
 
     Args:
         image: the picture.
-        file: where to.
-        request: what was drawn.
-        more: further values, such as ``weights`` in words, ``model``, and ``loras``, pairs of name and strength.
+        file: the target.
+        request: the request that was drawn.
+        more: further values, such as ``weights`` (a description), ``model`` and ``loras`` (pairs of name and strength).
     """
     how = {key: str(value) if isinstance(value, Path) else value for key, value in request.__dict__.items()}
     if request.image is None:
@@ -41,7 +42,7 @@ def save_png(image: Image.Image, file: Path | IO[bytes], request: Request, **mor
     chunks |= {"seed": str(request.seed)} | {key: value for key, value in more.items() if isinstance(value, str)}
     info = PngInfo()
     for key, value in chunks.items():
-        # tEXt for what all readers agree on: some take its Latin-1 letters for UTF-8
+        # tEXt only for ASCII, because some readers decode its Latin-1 as UTF-8
         (info.add_text if value.isascii() else info.add_itxt)(key, value)
     if isinstance(file, Path):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,7 @@ def save_png(image: Image.Image, file: Path | IO[bytes], request: Request, **mor
 def web_ui_text(request: Request, model: object = "", loras: object = (), **more: object) -> str:
     """The text of the chunk ``parameters``.
 
-    Prompts are put on one line each, and names lose what separates fields: some readers split at every comma.
+    Puts each prompt on one line and removes field separators from names, because some readers split at every comma.
     """
     pairs = loras if isinstance(loras, list | tuple) else ()
     tags = [f"<lora:{_name(name)}:{strength:g}>" for name, strength in pairs]
@@ -74,12 +75,12 @@ def web_ui_text(request: Request, model: object = "", loras: object = (), **more
 
 
 def _name(text: str) -> str:
-    """A model's name without its folders and without what separates fields."""
+    """A model's name without folders and field separators."""
     return _SEPARATORS.sub("_", Path(text).name)
 
 
 def drawn_as(file: Path) -> Json:
-    """How a picture was made, by the names of ``Request`` and ``more``; empty if it does not say.
+    """Read a picture's generation parameters, by the names of ``Request`` and ``more``; empty if it has none.
 
     Raises:
         OSError, SyntaxError, ValueError: the file is damaged.
@@ -90,12 +91,12 @@ def drawn_as(file: Path) -> Json:
         return dict(_of_version_0_1(text))
     how = json.loads(text[CHUNK])
     if not isinstance(how, dict):
-        raise ValueError(f"{file}: the chunk {CHUNK} holds no JSON object")
+        raise ValueError(f"{file}: the chunk {CHUNK} is not a JSON object")
     return how
 
 
 def _of_version_0_1(text: dict[str, str]) -> Iterator[tuple[str, str | int]]:
-    """Prompt and seed of a picture of version 0.1, each in its own chunk."""
+    """Prompt and seed of a picture by version 0.1, each in its own chunk."""
     if "prompt" in text:
         yield "prompt", text["prompt"]
     if text.get("seed", "").isdecimal():

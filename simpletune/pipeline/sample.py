@@ -1,7 +1,7 @@
-"""Drawing pictures: Euler steps along the velocity, with classifier-free guidance. One path for previews and scripts.
+"""Draw pictures by Euler steps along the velocity, with classifier-free guidance, for previews and scripts alike.
 
 Shapes as in models/sd3.py: b pictures, c channels, h and w an eighth of the picture's, t tokens, e and p text widths;
-r rows of the transformer's batch: b, or with guidance 2b, the negative prompts first.
+r rows of the transformer's batch: b, or with guidance 2b with the negative prompts first.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ Embeddings = tuple[Tensor, Tensor]
 
 
 class NoiseLevels(Protocol):
-    """What sampling needs of diffusers' scheduler."""
+    """The part of diffusers' scheduler that sampling uses."""
 
     sigmas: Tensor  # [steps + 1]
 
     def set_timesteps(self, steps: int, /) -> None:
-        """Make ``sigmas`` for so many steps."""
+        """Compute ``sigmas`` for a number of steps."""
 
 
 class SampledModel(Protocol):
-    """What sampling needs of a model."""
+    """The part of a model that sampling uses."""
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """(c, h, w) of the latents of a picture in pixels."""
+        """(c, h, w) of the latents of a picture whose size is given in pixels."""
 
     def scheduler(self) -> NoiseLevels:
         """The schedule of noise levels."""
@@ -56,14 +56,14 @@ class Request:
 
     Args:
         prompt: what to draw.
-        seed: of the starting noise, drawn on the CPU.
-        negative_prompt: what guidance leads away from.
+        seed: the seed of the starting noise, drawn on the CPU.
+        negative_prompt: what guidance steers away from.
         width: in pixels, a multiple of 16.
         height: in pixels, a multiple of 16.
         steps: sampling steps.
-        guidance: classifier-free guidance; 1: none, and no pass for the negative prompt.
-        image: a picture to start from instead of noise alone; it is cut to the size.
-        strength: share of the steps that are taken from there, in (0, 1]; 1 forgets the picture.
+        guidance: classifier-free guidance; 1 disables it and skips the pass for the negative prompt.
+        image: a picture to start from instead of pure noise; cropped to the size.
+        strength: fraction of the steps to run from that picture, in (0, 1]; 1 ignores the picture.
     """
 
     prompt: str
@@ -78,21 +78,21 @@ class Request:
 
     @property
     def skipped(self) -> int:
-        """Steps that a starting picture saves: the first, noisiest ones (diffusers' rule, rounded as there)."""
+        """How many of the first, noisiest steps a starting picture skips (diffusers' rule and rounding)."""
         return 0 if self.image is None else int(max(self.steps - self.steps * self.strength, 0))
 
     @property
     def batch_key(self) -> tuple[object, ...]:
-        """Requests of which this is equal can be drawn in one batch."""
+        """Requests with equal keys can be drawn in one batch."""
         return self.width, self.height, self.steps, self.guidance, self.skipped, self.image is None
 
 
 def noises(request: Request, model: SampledModel) -> tuple[Tensor, Tensor | None]:  # [1, c, h, w] each
-    """The noise of a request: on the CPU in fp32, so the same on every device and in every batch, and the same as
-    diffusers' with a CPU generator of that seed.
+    """Draw a request's noise in fp32 on the CPU, so that it does not depend on the device or batch, and equals
+    diffusers' noise from a CPU generator with that seed.
 
     Returns:
-        The sampler's noise; and with a starting picture the autoencoder's, which is drawn first.
+        The sampler's noise, and with a starting picture also the autoencoder's, which is drawn first.
     """
     generator = torch.Generator("cpu").manual_seed(request.seed)
     shape = (1, *model.latent_shape(request.width, request.height))
@@ -101,23 +101,23 @@ def noises(request: Request, model: SampledModel) -> tuple[Tensor, Tensor | None
 
 
 def autocast_of(precision: WeightPrecision, device: torch.device) -> AbstractContextManager[object]:
-    """bf16 products over fp32 weights where the precision asks for it."""
+    """Autocast to bf16 products if the precision requires it."""
     return torch.autocast(device.type, torch.bfloat16) if precision.autocast else nullcontext()
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """A transformer, and what drawing with it takes.
+    """A transformer with everything that drawing needs.
 
     Args:
-        transformer: with or without an adapter.
+        transformer: the transformer, with or without an adapter.
         model: its family.
-        precision: how its weights are held.
-        modulation: of the transformer, where it was detached.
-        batch_size: how many pictures go through the transformer together. A picture's noise is its own, whatever the
-            batch; but products of other numbers of rows differ in the last bits.
-        reuse_guidance: the difference v_positive - v_negative is computed anew every so many steps, and kept between;
-            above 1 that saves passes and changes the pictures.
+        precision: its precision.
+        modulation: the transformer's modulation if detached.
+        batch_size: how many pictures to draw together. The noise of a picture does not depend on the batch, but the
+            last bits of products depend on the number of rows.
+        reuse_guidance: recompute the difference v_positive - v_negative only every this many steps. Values above 1 save
+            passes and change the pictures.
     """
 
     transformer: Transformer
@@ -135,16 +135,16 @@ class Sampler:
         negative: Sequence[Embeddings],
         start: Tensor | None = None,  # [b, c, h, w]
     ) -> Tensor:  # [b, c, h, w], fp32
-        """Integrate dz/dsigma = velocity from noise to pictures' latents: Euler's method (arXiv:2206.00364, alg. 1).
+        """Integrate dz/dsigma = velocity from noise to latents by Euler's method (arXiv:2206.00364, alg. 1).
 
-        Noise levels are those of diffusers' scheduler; z stays in fp32. With guidance g the velocity is
-        v_negative + g (v_positive - v_negative) (arXiv:2207.12598), both halves in one batch.
+        Uses the noise levels of diffusers' scheduler and keeps z in fp32. With guidance g the velocity is
+        v_negative + g (v_positive - v_negative) (arXiv:2207.12598), with both halves in one batch.
 
         Args:
-            requests: alike in size, steps, guidance and strength (``Request.batch_key``).
+            requests: requests with equal ``Request.batch_key``.
             positive: embeddings of each prompt.
             negative: embeddings of each negative prompt.
-            start: z_0 of the starting pictures, where there are any.
+            start: z_0 of the starting pictures, if any.
         """
         device, dtype = device_of(self.transformer), self.precision.compute_dtype()
         first = requests[0]
@@ -177,7 +177,7 @@ class Sampler:
         return z
 
     def sigmas(self, request: Request) -> Tensor:  # [s + 1], fp32, on the CPU
-        """The noise levels of a request's steps, and the 0 that they end at."""
+        """The noise levels of a request's steps, followed by 0."""
         scheduler = self.model.scheduler()
         scheduler.set_timesteps(request.steps)
         return scheduler.sigmas.to(torch.float32)[request.skipped :]
@@ -188,15 +188,15 @@ class Sampler:
         embeddings: Callable[[str], Embeddings],
         starts: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor]:  # [1, c, h, w] each, fp32, on the CPU
-        """Latents for requests, in their order.
+        """Draw latents for requests, in their order.
 
         Args:
-            requests: what to draw.
-            embeddings: of a prompt.
-            starts: what ``encode_starts`` gave.
+            requests: the pictures to draw.
+            embeddings: gives the embeddings of a prompt.
+            starts: the result of ``encode_starts``.
         """
         latents: dict[int, Tensor] = {}
-        load = cache(embeddings)  # a prompt with many seeds is read once
+        load = cache(embeddings)  # reads a prompt with many seeds once
         for batch in batches(requests, self.batch_size):
             some = [requests[number] for number in batch]
             z_0 = [start for number in batch if starts is not None and (start := starts[number]) is not None]
@@ -212,8 +212,8 @@ def conditions_of(
     sigmas: Tensor,  # [s], fp32
     modulation: ModulationSource | None,
 ) -> Iterator[Tensor]:  # s times [r, p] or [r, m]
-    """What the transformer takes beside the tokens at each noise level: the pooled prompts, or where its modulation was
-    taken out its modulations, as many levels at once as a window has steps."""
+    """The pooled input of the transformer at each noise level: the pooled prompts, or if its modulation is detached,
+    its modulations, computed one window of levels at a time."""
     if modulation is None:
         yield from (pooled for _ in sigmas)
         return
@@ -225,14 +225,14 @@ def conditions_of(
 def draw(
     sampler: Sampler, vae: nn.Module, model: SD3, requests: Sequence[Request], embeddings: Callable[[str], Embeddings]
 ) -> list[Image.Image]:
-    """Pictures for requests, in their order.
+    """Draw pictures for requests, in their order.
 
     Args:
         sampler: draws the latents.
         vae: encodes starting pictures and decodes the latents.
-        model: knows the scales between them.
-        requests: what to draw.
-        embeddings: of a prompt.
+        model: scales latents to and from the autoencoder.
+        requests: the pictures to draw.
+        embeddings: gives the embeddings of a prompt.
     """
     starts = encode_starts(vae, model, requests)
     return decode(vae, model, sampler.latents(requests, embeddings, starts))
@@ -240,7 +240,7 @@ def draw(
 
 @torch.no_grad()
 def encode_starts(vae: nn.Module, model: SD3, requests: Sequence[Request]) -> list[Tensor | None]:  # [1, c, h, w]
-    """z_0 of each request's starting picture, on the CPU; None where there is none."""
+    """Encode each request's starting picture to z_0 on the CPU; None for requests without one."""
     starts: list[Tensor | None] = []
     for request in requests:
         noise = noises(request, model)[1]
@@ -254,7 +254,7 @@ def encode_starts(vae: nn.Module, model: SD3, requests: Sequence[Request]) -> li
 
 
 def starting_pixels(request: Request) -> Tensor:  # [1, 3, h, w] in -1..1
-    """A request's starting picture, scaled until it covers the size, its middle cut out.
+    """Read a request's starting picture, scale it to cover the size, and crop its centre.
 
     Raises:
         UserError: it cannot be read.
@@ -269,7 +269,7 @@ def starting_pixels(request: Request) -> Tensor:  # [1, 3, h, w] in -1..1
 
 
 def batches(requests: Sequence[Request], batch_size: int) -> list[list[int]]:
-    """Numbers of requests that are drawn together: alike, and at most so many."""
+    """Group the indices of requests that can be drawn together, at most ``batch_size`` each."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, request in enumerate(requests):
         alike.setdefault(request.batch_key, []).append(number)
@@ -278,12 +278,12 @@ def batches(requests: Sequence[Request], batch_size: int) -> list[list[int]]:
 
 @torch.no_grad()
 def decode(vae: nn.Module, model: SD3, latents: Sequence[Tensor]) -> list[Image.Image]:
-    """Pictures of latents [1, c, h, w], one at a time: with the memory of one, and independent of the others."""
+    """Decode latents [1, c, h, w] one at a time, to save memory and to keep each independent of the others."""
     device = next(vae.parameters()).device
     return [to_image(model.decode_latents(vae, z.to(device))[0]) for z in latents]
 
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """A picture [3, h, w] in 0..1 as an RGB image."""
+    """Convert a picture [3, h, w] in 0..1 to an RGB image."""
     array = (pixels * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
     return Image.fromarray(array)

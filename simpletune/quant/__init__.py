@@ -1,6 +1,7 @@
-"""Weight precisions: the union of ``precision.weights``. A new one is one file here and one line in ``Precision``.
+"""Weight precisions: the union ``Precision``, discriminated by ``precision.weights``.
 
-May import options and system. Models and the rooms above may import it.
+A new precision takes one file here and one line in the union. May import options and system. Models and the packages
+above may import this one.
 """
 
 from __future__ import annotations

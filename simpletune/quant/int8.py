@@ -1,8 +1,8 @@
-"""int8 weights with one scale per output channel, for a frozen base: the lean linear.
+"""int8 weights with one scale per output channel, for a frozen base.
 
-A stock int8 linear keeps its input, or a dequantised copy of its weight, for the backward pass. This one keeps
-references to the int8 weight and the scale only: the input needs no gradient of a frozen weight, and the weight is
-dequantised again when the input's gradient is due.
+Stock int8 linear layers save their input, or a dequantised copy of their weight, for the backward pass. This one saves
+only references to the int8 weight and the scale: a frozen weight needs no gradient, and the gradient of the input
+dequantises the weight again.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ if TYPE_CHECKING:
 
 
 class Int8(QuantisedPrecision):
-    """int8 weights in the blocks, one scale per output channel; the base is frozen."""
+    """int8 weights in the blocks with one scale per output channel, for a frozen base."""
 
     weights: Literal["int8"] = "int8"
     """int8 weights, 1 byte each, for a frozen base."""
     products: Literal["dequantised", "int8"] = "dequantised"
-    """How the blocks' linear layers multiply. dequantised: the weight is brought to the type of compute first, for
-    every pass; int8: activations are rounded to int8 too, row by row, and int8 x int8 is multiplied by a Triton kernel.
-    It is meant to be faster, which no GPU has shown yet; a product's error grows from 0.8 to 1.2%, and more where
-    activations have outliers. LoRA's own products stay in the type of compute."""
+    """How the blocks' linear layers multiply. dequantised: every pass converts the weight to the compute type first;
+    int8: activations are quantised to int8 row by row, and a Triton kernel multiplies int8 x int8. int8 is meant to be
+    faster, which has not been measured on a GPU yet; a product's error grows from 0.8 to 1.2%, and more if activations
+    have outliers. LoRA's own products stay in the compute type."""
     input_gradient: Literal["dequantised", "int8"] = "dequantised"
-    """How these layers' input gradients are multiplied, in the backward pass. int8: gradients are rounded as
-    activations are; needs products int8."""
+    """How the backward pass computes these layers' input gradients. int8: gradients are quantised like activations;
+    needs products int8."""
 
     bytes_per_weight: ClassVar[float] = 1
     arithmetic: ClassVar[frozenset[str]] = frozenset({"products", "input_gradient"})
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
-        """The int8 twin of a linear layer.
+        """Quantise a linear layer to int8.
 
-        Modulation layers have a row a sample, whose error every token would share: theirs stays dequantised.
+        Modulation layers always multiply dequantised weights: they have one row per sample, and all of its tokens would
+        share the error.
         """
         from simpletune.quant.int8_linear import Int8Linear
 
@@ -47,24 +48,24 @@ class Int8(QuantisedPrecision):
         return twin
 
     def rules(self) -> Iterator[Problem]:
-        """The gradient alone is not made in int8."""
+        """Refuse int8 gradients without int8 products."""
         if self.input_gradient == "int8" and self.products != "int8":
             yield Problem(
                 "precision.input_gradient",
-                f"int8 needs precision.products int8, and that is {self.products}. Use products int8, or "
-                "input_gradient dequantised",
+                f"int8 needs precision.products int8, which is {self.products}. Use products int8, or input_gradient "
+                "dequantised",
             )
 
     def dequantise_count(self, forward: float) -> float:
-        """Products in int8 take the weights as they are."""
+        """How often a step dequantises every weight; int8 products do not."""
         return (self.products == "dequantised") * forward + (self.input_gradient == "dequantised")
 
     def describe_matmul(self) -> str:
-        """Which products are used, and where."""
+        """Describe which products are used, and where."""
         if self.products != "int8":
             return f"products in {self.compute}, with dequantised weights"
         gradient = "too" if self.input_gradient == "int8" else f"in {self.compute}"
         return (
             f"products in int8 by Triton (dequantised for 16 rows or fewer), input gradients {gradient}, "
-            f"all else in {self.compute}"
+            f"everything else in {self.compute}"
         )

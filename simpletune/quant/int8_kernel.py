@@ -1,9 +1,10 @@
-"""The Triton kernels of the int8 products: rows to int8, and int8 x int8 with scales and bias in the epilogue.
+"""Triton kernels for the int8 products: quantise rows, and multiply int8 x int8 with scales and bias in the epilogue.
 
-Shapes: m rows of activations, n output features, k the length of the sum. Only what ``int8_products.py`` calls on CUDA;
-importing it needs Triton. A sum of k products is exact in int32, and nothing wider than the output reaches memory.
+Called by ``int8_products.py`` on CUDA; importing this module needs Triton. A sum of k products is exact in int32, and
+nothing wider than the output is written to memory. Shapes: m rows of activations, n output features, k the length of
+the sum.
 
-Contraction of products and sums (``enable_fp_fusion``) is off: the arithmetic is then the CPU's, bit for bit.
+``enable_fp_fusion`` is off, so that the arithmetic matches the CPU's bit for bit.
 """
 
 # mypy: allow-incomplete-defs
@@ -17,21 +18,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LONGEST_BLOCK = 4096  # elements of a row that one program holds at once
+LONGEST_BLOCK = 4096  # elements of a row that one program loads at once
 ROUNDS = 12  # timed calls of each tile in tuning
-# Tiles: rows, columns and length of the sum of one step, warps, stages. The largest wants Hopper's shared memory, those
-# with two stages fit Turing's 64 KiB; a tile that does not fit the device is passed over in tuning.
+# Tiles: rows, columns and length of the sum of one step, warps, stages. The largest needs Hopper's shared memory; those
+# with two stages fit into Turing's 64 KiB. Tuning skips tiles that do not fit the device.
 TILES = (
     (128, 256, 128, 8, 3), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 128, 128, 8, 3), (128, 128, 64, 4, 4),
     (128, 64, 128, 4, 3), (64, 128, 128, 4, 3), (64, 64, 128, 4, 4), (32, 128, 128, 4, 4), (128, 128, 64, 8, 2),
 )  # fmt: skip
 SAFE_TILE = (64, 64, 64, 4, 2)
-"""A tile that fits every device: for trying whether the kernel works at all."""
+"""A tile that fits every device, to test whether the kernel works."""
 
 
 @triton.jit
 def _rows(x, columns, q, scale, inner, k, x_outer, x_row, LEAST: tl.constexpr, BLOCK: tl.constexpr):
-    """One row: its largest magnitude, then its numbers over it in 127 steps."""
+    """Quantise one row to multiples of its largest magnitude / 127."""
     row = tl.program_id(0).to(tl.int64)
     x += (row // inner) * x_outer + (row % inner) * x_row
     q += row * k
@@ -43,7 +44,9 @@ def _rows(x, columns, q, scale, inner, k, x_outer, x_row, LEAST: tl.constexpr, B
         if columns is not None:
             value *= tl.load(columns + start + at, mask=inside, other=0.0)
         size = tl.abs(value)
-        top = tl.maximum(top, tl.where(size < float("inf"), size, float("inf")))  # NaN as infinity: max passes it over
+        top = tl.maximum(
+            top, tl.where(size < float("inf"), size, float("inf"))
+        )  # NaN becomes infinity, because max ignores NaN
     largest = tl.max(top, axis=0)
     finite = largest < float("inf")
     counts = finite & (largest >= LEAST)
@@ -57,7 +60,7 @@ def _rows(x, columns, q, scale, inner, k, x_outer, x_row, LEAST: tl.constexpr, B
         if columns is not None:
             value *= tl.load(columns + start + at, mask=inside, other=0.0)
         level = tl.where(finite, value * inverse, 0.0)
-        level = (level + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, ties to even
+        level = (level + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to the nearest integer, ties to even
         tl.store(q + start + at, level.to(tl.int8), mask=inside)
 
 
@@ -67,10 +70,10 @@ def _product(
     x, x_scale, weight, scale, bias, y, m, n, k, weight_n, weight_k, bucket, multiprocessors,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y = (x weight^T) * x_scale * scale + bias; ``bucket``, ``multiprocessors`` only tell tunings apart.
+    """Compute a tile of y = (x weight^T) * x_scale * scale + bias; ``bucket`` and ``multiprocessors`` only key tunings.
 
-    Programs that run at the same time share rows and columns: they go down ``GROUP`` rows of tiles before they go on to
-    the next column. Rows and columns past the edge are those from the start again, and are not written.
+    Programs cover ``GROUP`` rows of tiles before the next column, so that concurrent programs share rows and columns.
+    Rows and columns past the edge wrap around to the start and are not written.
     """
     program = tl.program_id(0)
     in_group = GROUP * tl.cdiv(n, BLOCK_N)
@@ -101,7 +104,7 @@ def _product(
 
 
 def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
-    """Times of a launch. Triton's own timing would take 256 MB of the card to clear its cache."""
+    """Time a launch. Triton's own timing would allocate 256 MB on the card to clear its cache."""
     call()
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(ROUNDS)]
     for begin, end in marks:
@@ -126,12 +129,12 @@ _tuned = triton.autotune(
 
 
 def rows(x: Tensor, columns: Tensor | None, least: float) -> tuple[Tensor, Tensor]:
-    """Rows as int8 and a scale each.
+    """Quantise rows to int8 with one scale each.
 
     Args:
-        x: [..., k], any floating type; strided rows are read as they lie.
-        columns: fp32 [k], multiplied in first; or None.
-        least: a row whose largest magnitude is under it is zeros.
+        x: [..., k], any floating type; reads strided rows without a copy.
+        columns: fp32 [k], multiplied with every row first; or None.
+        least: a row whose largest magnitude is smaller becomes zeros.
 
     Returns:
         int8 [m, k] and fp32 [m].
@@ -151,17 +154,17 @@ def rows(x: Tensor, columns: Tensor | None, least: float) -> tuple[Tensor, Tenso
 
 
 def product(
-    quantised: tuple[Tensor, Tensor],  # of ``rows``: int8 [m, k], contiguous, and fp32 [m]
+    quantised: tuple[Tensor, Tensor],  # from ``rows``: int8 [m, k], contiguous, and fp32 [m]
     weight: Tensor,  # int8 [n, k], of any strides
     scale: Tensor | None,  # fp32 [n]
     bias: Tensor | None,  # [n]
     dtype: torch.dtype,
     tile: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:  # [m, n]
-    """y = (x weight^T) * x_scale * scale + bias, where x and x_scale are the quantised rows.
+    """Compute y = (x weight^T) * x_scale * scale + bias, where x and x_scale are the quantised rows.
 
-    Without ``tile`` the device's fastest tile for m's bucket is found out once.
-    Buckets are powers of two: pictures of many shapes share their tunings. Timings are kept in Triton's cache folder.
+    Without ``tile``, tunes once to find the device's fastest tile for m's bucket. Buckets are powers of two, so that
+    pictures of many sizes share tunings. Triton's cache folder stores the timings.
     """
     x, x_scale = quantised
     (m, k), n = x.shape, len(weight)
@@ -186,5 +189,5 @@ def product(
 
 @lru_cache(maxsize=8)
 def multiprocessors(device: torch.device) -> int:
-    """How many a device has: it tells cards of one architecture apart; 0 in Triton's interpreter."""
+    """The number of multiprocessors, which distinguishes cards of one architecture; 0 in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0

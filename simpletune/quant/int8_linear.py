@@ -1,4 +1,4 @@
-"""The lean frozen int8 linear layer. Its products are made with the dequantised weight, or in int8 (int8_products.py).
+"""The frozen int8 linear layer. It multiplies with the dequantised weight, or in int8 (int8_products.py).
 
 Shapes: n rows (samples x tokens), i input and o output features.
 """
@@ -16,10 +16,10 @@ from simpletune.quant import int8_products
 def quantise_rows(
     weight: Tensor,  # [o, i]
 ) -> tuple[Tensor, Tensor]:  # int8 [o, i], fp32 [o]
-    """Symmetric round-to-nearest int8 with one scale per row: weight ~ q * scale, |error| <= scale / 2.
+    """Quantise to symmetric round-to-nearest int8 with one scale per row: weight ~ q * scale, |error| <= scale / 2.
 
-    The scale is the row's largest magnitude over 127, rounded up to a bf16 number, so that multiplying by it in bf16
-    adds no error of its own. A row of zeros gets scale 1.
+    The scale is the row's largest magnitude / 127, rounded up to a bf16 number, so that multiplying by it in bf16 adds
+    no error. A row of zeros gets scale 1.
     """
     weight = weight.float()
     scale = weight.abs().amax(dim=1) / 127
@@ -33,7 +33,7 @@ def quantise_rows(
 
 
 class _FrozenInt8Product(torch.autograd.Function):
-    """y = (x q^T) * scale + bias; only references to q and scale are kept for the backward pass."""
+    """y = (x q^T) * scale + bias; saves only references to q and scale for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -52,21 +52,21 @@ class _FrozenInt8Product(torch.autograd.Function):
 class Int8Linear(nn.Linear):
     """A frozen ``nn.Linear`` with int8 weight [o, i], fp32 ``scale`` [o] and an optional bias [o].
 
-    PEFT wraps it as any linear layer. Its weight must not be cast: ``to(dtype)`` leaves int8 alone.
+    PEFT wraps it like any linear layer. ``to(dtype)`` does not cast its int8 weight.
     """
 
     scale: Tensor
     int8_products = False
-    """Whether products are made in int8, where there are rows enough and the device can."""
+    """Whether to multiply in int8, if there are enough rows and the device supports it."""
     int8_gradient = False
-    """Whether the input's gradient is such a product, too."""
+    """Whether to compute the input gradient in int8 as well."""
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: torch.dtype) -> Int8Linear:
         """Quantise a linear layer on its device.
 
         Args:
-            linear: weights in any floating type.
+            linear: the layer, with weights in any floating type.
             dtype: the type of the bias.
         """
         twin = cls(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -78,11 +78,11 @@ class Int8Linear(nn.Linear):
         return twin
 
     def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
-        """The product in the input's type."""
+        """Compute the product in the input's type."""
         if self.int8_products and int8_products.serves(x):
             return int8_products.multiply(x, self.weight, self.scale, self.bias, self.int8_gradient)
         return _FrozenInt8Product.apply(x, self.weight, self.scale, self.bias)
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
-        """The weight that the layer stands for."""
+        """The dequantised weight."""
         return self.weight.float() * self.scale[:, None]

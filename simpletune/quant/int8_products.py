@@ -1,9 +1,9 @@
-"""Products of int8 activations with int8 weights: the same arithmetic on the CPU and, by a Triton kernel, on CUDA.
+"""Products of int8 activations with int8 weights, with the same arithmetic on the CPU and, in Triton kernels, on CUDA.
 
-y = (x_q q^T) * x_scale * scale + bias, the sum exact in int32, the rest in fp32. x_q = round(x / x_scale), with one
-scale a row, its largest magnitude over 127. Both steps are operations of their own (``simpletune::int8_rows``,
-``simpletune::int8_product``), so that fake tensors, the accounting of memory and ``torch.compile`` see what CUDA
-allocates: rows, scales and output, and nothing in int32.
+y = (x_q q^T) * x_scale * scale + bias, with an exact sum in int32 and the rest in fp32. x_q = round(x / x_scale), where
+the scale of a row is its largest magnitude / 127. Both steps are custom operators (``simpletune::int8_rows``,
+``simpletune::int8_product``), so that fake tensors, memory accounting and ``torch.compile`` see exactly what CUDA
+allocates: rows, scales and output, but nothing in int32.
 
 Shapes: m rows (samples x tokens), i input and o output features.
 """
@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from simpletune.system.console import say
 
 FEW_ROWS = 16
-"""With so many rows or fewer the weights are dequantised: a tile of the kernel would be mostly empty."""
+"""Up to this many rows the weights are dequantised, because a tile of the kernel would be mostly empty."""
 LEAST = 2.0**-100
-"""A row whose largest magnitude is under it is zeros: its scale, or one over it, would leave fp32's normal numbers."""
+"""A row whose largest magnitude is smaller becomes zeros: its scale or the inverse would be no normal fp32 number."""
 LONGEST_SUM = (2**31 - 1) // 127**2
-OLDEST = (8, 0)  # for sm_75 Triton 3.7 cannot compile products of int8
+OLDEST = (8, 0)  # Triton 3.7 cannot compile int8 products for sm_75
 
 _LIBRARY = torch.library.Library("simpletune", "DEF")
 _LIBRARY.define("int8_rows(Tensor x, Tensor? columns) -> (Tensor, Tensor)")
@@ -35,13 +35,13 @@ _LIBRARY.define(
     "int8_product(Tensor x, Tensor x_scale, Tensor weight, Tensor? scale, Tensor? bias, ScalarType dtype) -> Tensor"
 )
 for _name in ("int8_rows", "int8_product"):
-    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # gradients are those of _Int8Product
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # _Int8Product defines the gradients
 
 
 def int8_rows(x: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Symmetric round-to-nearest int8 with one scale a row: x * columns ~ q * scale, |error| <= scale / 2.
+    """Quantise to symmetric, nearest int8 with one scale per row: x * columns ~ q * scale, |error| <= scale / 2.
 
-    A row of zeros gets scale 1. A row with NaN or infinity gets scale NaN: every product with it is NaN.
+    A row of zeros gets scale 1. A row with NaN or infinity gets scale NaN, so that every product with it is NaN.
 
     Args:
         x: [..., k].
@@ -61,13 +61,13 @@ def int8_product(
     bias: Tensor | None,  # [n]
     dtype: torch.dtype,
 ) -> Tensor:  # [m, n]
-    """(x weight^T) * x_scale * scale + bias in a type; the sum is exact, the rest in fp32.
+    """Compute (x weight^T) * x_scale * scale + bias in a given type, with an exact sum and the rest in fp32.
 
     Raises:
-        ValueError: k is so long that a sum may leave int32.
+        ValueError: k is so large that a sum may overflow int32.
     """
     if x.shape[1] > LONGEST_SUM:
-        raise ValueError(f"a sum of {x.shape[1]} products of int8 numbers may leave int32: at most {LONGEST_SUM}")
+        raise ValueError(f"a sum of {x.shape[1]} int8 products may overflow int32; the limit is {LONGEST_SUM}")
     return torch.ops.simpletune.int8_product(x, x_scale, weight, scale, bias, dtype)
 
 
@@ -90,7 +90,7 @@ def _rows_on_cpu(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     if columns is not None:
         values = values * columns
     largest = values.abs().amax(dim=1)
-    finite = largest < torch.inf  # false for NaN too
+    finite = largest < torch.inf  # also false for NaN
     counts = finite & (largest >= LEAST)
     divisor = torch.where(counts, largest, 1.0)
     scale = torch.where(counts, divisor / 127, 1.0).where(finite, torch.nan)
@@ -103,7 +103,7 @@ def _rows_on_cpu(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
 def _product_on_cpu(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    if x.shape[1] == 1:  # torch 2.13 gives wrong sums of one product
+    if x.shape[1] == 1:  # torch 2.13 returns wrong results for sums of a single product
         x, weight = F.pad(x, (0, 1)), F.pad(weight, (0, 1))
     y = torch._int_mm(x, weight.t()).float().mul_(x_scale[:, None])
     if scale is not None:
@@ -132,7 +132,7 @@ def _product_on_cuda(
 
 
 class _Quantised(NamedTuple):
-    """The rows of a tensor that may still live."""
+    """The quantised rows of a tensor, held by weak reference."""
 
     of: weakref.ref[Tensor]
     version: int
@@ -140,24 +140,24 @@ class _Quantised(NamedTuple):
 
 
 class _Last:
-    """What was quantised last: q, k and v are projections of one tensor, one after the other."""
+    """The last quantised tensor: q, k and v project the same tensor in succession."""
 
     entry: _Quantised | None = None
 
 
 def shared_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``int8_rows`` of a tensor, once for all layers in a row that get this very tensor.
+    """``int8_rows`` of a tensor, computed once for consecutive layers that receive this very tensor.
 
-    Only the last result is held, and no longer than its tensor lives; a tensor that was written to since is quantised
-    anew. Recomputed activations are other tensors. In a compiled block nothing is held: there the compiler sees equal
-    calls with one input, and makes one of them where it partitions a graph for gradients.
+    Caches only the last result, no longer than its tensor exists, and quantises again if the tensor has been modified.
+    Recomputed activations are different tensors. A compiled block caches nothing: the compiler merges equal calls when
+    it partitions a graph for gradients.
     """
-    if torch.compiler.is_compiling() or x.is_inference():  # inference tensors do not tell when they are written to
+    if torch.compiler.is_compiling() or x.is_inference():  # inference tensors do not track modifications
         return int8_rows(x)
     entry = _Last.entry
     if entry is not None and entry.of() is x and entry.version == x._version:
         return entry.rows
-    _Last.entry = None  # freed before the next is made
+    _Last.entry = None  # free it before allocating the next
     with torch.no_grad():
         rows = int8_rows(x)
     _Last.entry = _Quantised(weakref.ref(x, _forget), x._version, rows)
@@ -170,7 +170,7 @@ def _forget(dead: weakref.ref[Tensor]) -> None:
 
 
 class _Int8Product(torch.autograd.Function):
-    """The product with rows that are int8 already; only references to q and scale are kept for the backward pass."""
+    """A product with quantised rows; saves only references to q and scale for the backward pass."""
 
     @staticmethod
     def forward(
@@ -191,12 +191,12 @@ class _Int8Product(torch.autograd.Function):
 
 
 def input_gradient(grad_y: Tensor, q: Tensor, scale: Tensor) -> Tensor:  # [..., o], [o, i], [o] -> [..., i]
-    """The gradient of x with the dequantised weight, in the gradient's type."""
+    """Compute the gradient of x with the dequantised weight, in the gradient's type."""
     return (grad_y * scale.to(grad_y.dtype)) @ q.to(grad_y.dtype)
 
 
 def int8_input_gradient(grad_y: Tensor, q: Tensor, scale: Tensor) -> Tensor:  # [..., o], [o, i], [o] -> [..., i]
-    """The gradient of x as a product of int8: here the weight's scales lie along the sum, and go into the rows."""
+    """Compute the gradient of x in int8. The weight's scales lie along the sum, so they are folded into the rows."""
     rows, row_scale = int8_rows(grad_y, scale)
     return int8_product(rows, row_scale, q.t(), None, None, grad_y.dtype).view(*grad_y.shape[:-1], q.shape[1])
 
@@ -208,21 +208,21 @@ def multiply(
     bias: Tensor | None,  # [o]
     int8_gradient: bool,
 ) -> Tensor:  # [..., o]
-    """The int8 product of activations with a frozen weight, in their type, with a gradient for them.
+    """Multiply activations with a frozen weight in int8; returns their type and supports their gradient.
 
     Args:
-        int8_gradient: whether that gradient is a product of int8, too.
+        int8_gradient: whether to compute that gradient in int8 as well.
     """
     return _Int8Product.apply(x, *shared_rows(x), q, scale, bias, int8_gradient)
 
 
 def serves(x: Tensor) -> bool:
-    """Whether a tensor's product is made in int8: it has rows enough, and its device can."""
+    """Whether to multiply a tensor in int8: it has enough rows, and its device supports it."""
     return x.numel() > FEW_ROWS * x.shape[-1] and why_not(x.device) is None
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why a device makes no int8 products, found out by one on it, and said once; None if it does."""
+    """Why a device cannot multiply in int8, found by trying and logged once; None if it can."""
     return _found_out(device)
 
 
@@ -231,10 +231,10 @@ why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.co
 
 @lru_cache(maxsize=8)
 def _found_out(device: torch.device) -> str | None:
-    with _disable_current_modes(), torch.no_grad():  # tried on real tensors, and by no one's account
+    with _disable_current_modes(), torch.no_grad():  # use real tensors, and hide them from the accounting
         reason = _why_not(device)
     if reason is not None:
-        say(f"products NOT in int8 on {device}, the weights are dequantised for them: {reason}")
+        say(f"products NOT in int8 on {device}, multiplying with dequantised weights: {reason}")
     return reason
 
 
@@ -242,20 +242,20 @@ def _why_not(device: torch.device) -> str | None:
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST:
-            return f"it is sm_{capability[0]}{capability[1]}, and int8 products begin at sm_{OLDEST[0]}{OLDEST[1]}"
+            return f"it is sm_{capability[0]}{capability[1]}, and int8 products need sm_{OLDEST[0]}{OLDEST[1]} or newer"
     elif device.type != "cpu":
         return f"there is no kernel for {device.type}"
     try:
         return _tried(device)
     except ImportError as error:
-        return f"{error}; Triton comes with torch's CUDA builds for Linux (pip install triton)"
-    except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # no compiler, no headers, a kernel that fails
+        return f"{error}. Triton comes with torch's CUDA builds for Linux (pip install triton)"
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # no compiler, no headers, or a failing kernel
         words = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
         return f"{words.strip()[:200]} (Triton needs a C compiler, gcc or CC)"
 
 
 def _tried(device: torch.device) -> str | None:
-    """Ragged rows of the largest numbers in both layouts, against exact sums."""
+    """Compare products of odd sizes and extreme values, in both layouts, with exact sums."""
     numbers = torch.arange(33 * 96).remainder(255).sub(127).to(torch.int8).view(33, 96)
     weight = torch.full((40, 96), -127, dtype=torch.int8)
     weight[::3] = numbers[:14]
@@ -263,12 +263,12 @@ def _tried(device: torch.device) -> str | None:
     for laid in (weight, weight.t().contiguous().t()):
         found = _plain_product(numbers.to(device), ones, laid.to(device))
         if not torch.equal(found.cpu().double(), numbers.double() @ weight.double().t()):
-            return "its sums are not exact"
+            return "the kernel's sums are not exact"
     return None
 
 
 def _plain_product(x: Tensor, x_scale: Tensor, weight: Tensor) -> Tensor:
-    """A product without tuning."""
+    """Multiply without tuning."""
     if x.device.type == "cpu":
         return int8_product(x, x_scale, weight, None, None, torch.float32)
     from simpletune.quant import int8_kernel

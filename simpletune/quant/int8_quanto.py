@@ -1,7 +1,7 @@
-"""int8 weights by optimum-quanto (qint8): the study's precision, kept as a selectable back end.
+"""int8 weights by optimum-quanto (qint8), an alternative back end to ``int8``.
 
-Its linear keeps input and weight for the backward pass, so it needs more memory than ``int8`` without checkpointing.
-Order matters: quantise, freeze, then add the adapter.
+Its linear layer saves input and weight for the backward pass, so it needs more memory than ``int8`` without
+checkpointing. Order matters: quantise, freeze, then add the adapter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Int8Quanto(QuantisedPrecision):
-    """int8 weights in the blocks by optimum-quanto; the base is frozen."""
+    """int8 weights in the blocks by optimum-quanto, for a frozen base."""
 
     weights: Literal["int8-quanto"] = "int8-quanto"
     """int8 weights by optimum-quanto, 1 byte each, for a frozen base."""
@@ -23,7 +23,7 @@ class Int8Quanto(QuantisedPrecision):
     bytes_per_weight: ClassVar[float] = 1
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
-        """quanto's twin of a linear layer, frozen: only the int8 weight and its scales are left."""
+        """Quantise a linear layer with quanto and freeze it, which leaves only the int8 weight and its scales."""
         from optimum.quanto import QLinear, qint8
 
         twin = QLinear.from_module(linear.to(self.compute_dtype()), weights=qint8)

@@ -1,11 +1,11 @@
-"""The lean frozen nf4 linear layer: plain tensors, and bitsandbytes' kernels for the 4-bit arithmetic.
+"""The frozen nf4 linear layer: plain tensors with bitsandbytes' kernels for the 4-bit arithmetic.
 
 Shapes: n rows (samples x tokens), i input and o output features, k = ceil(o i / 64) blocks, g = ceil(k / 256) groups of
-them.
+blocks.
 
-bitsandbytes' own ``Linear4bit`` keeps its weight outside of autograd's sight, where a streamed block's buffer may be
-overwritten before the backward pass has read it (bitsandbytes #2034). Here the tensors are the module's own, so they
-move, stream and save as any others.
+bitsandbytes' own ``Linear4bit`` hides its weight from autograd, so a streamed block's buffer may be overwritten before
+the backward pass has read it (bitsandbytes #2034). Here the tensors belong to the module, so they move, stream and save
+like any others.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ BLOCK, GROUP = 64, 256
 
 
 def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:  # [o, i] -> uint8 [ceil(o i / 2), 1], fp32 [k]
-    """Each weight as the nearest of 16 quantiles times its block's largest magnitude (arXiv:2305.14314, eq. 4)."""
+    """Round each weight to one of 16 quantiles times its block's largest magnitude (arXiv:2305.14314, eq. 4)."""
     return torch.ops.bitsandbytes.quantize_4bit.default(weight.float().contiguous(), BLOCK, "nf4", torch.uint8)
 
 
 def quantise_scales(absmax: Tensor) -> tuple[Tensor, Tensor]:  # fp32 [k] -> uint8 [g, 256], fp32 [g, 2]
-    """Scales in 8 bits: 256 even steps from the smallest to the largest of each group; |error| <= step / 2.
+    """Quantise scales to 8 bits: 256 even steps from the smallest to the largest of each group; |error| <= step / 2.
 
-    bitsandbytes looks 8 bits up in a table of uneven steps around one mean. Scales of blocks lie close together: even
-    steps over each group's own range are as exact, and need no table on every device.
+    bitsandbytes uses a table of uneven steps around one mean. The scales of blocks are close to each other, so even
+    steps over each group's range are as accurate, and need no table on every device.
 
     Returns:
-        The steps, the last group filled up; and each group's smallest scale and step.
+        The quantised scales, with the last group padded, and each group's smallest scale and step.
     """
     filled = torch.cat([absmax, absmax[-1:].expand(-len(absmax) % GROUP)]).view(-1, GROUP)
     low, high = filled.amin(dim=1), filled.amax(dim=1)
@@ -48,7 +48,7 @@ def _dequantise(
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> Tensor:  # [o, i]
-    """The weight that the tensors stand for."""
+    """Dequantise a weight."""
     if steps is not None:
         blocks = -(-shape[0] * shape[1] // BLOCK)
         absmax = (absmax * steps[:, 1:]).add_(steps[:, :1]).view(-1)[:blocks]
@@ -56,7 +56,7 @@ def _dequantise(
 
 
 class _FrozenNf4Product(torch.autograd.Function):
-    """y = x W^T + bias; only references to the quantised tensors are kept for the backward pass."""
+    """y = x W^T + bias; saves only references to the quantised tensors for the backward pass."""
 
     @staticmethod
     def forward(
@@ -85,10 +85,10 @@ class _FrozenNf4Product(torch.autograd.Function):
 
 
 class Nf4Linear(nn.Linear):
-    """A frozen ``nn.Linear`` with packed nf4 weight, one scale a block, and an optional bias [o].
+    """A frozen ``nn.Linear`` with packed nf4 weight, one scale per block, and an optional bias [o].
 
-    PEFT wraps it as any linear layer; the logical shape of the weight is (``out_features``, ``in_features``). Its
-    scales must not be cast: it is moved by ``to(device)``, never ``to(dtype)``.
+    PEFT wraps it like any linear layer; the logical shape of the weight is (``out_features``, ``in_features``). Do not
+    cast its scales: move it with ``to(device)``, never with ``to(dtype)``.
     """
 
     absmax: Tensor
@@ -99,9 +99,9 @@ class Nf4Linear(nn.Linear):
         """Quantise a linear layer on its device.
 
         Args:
-            linear: weights in any floating type.
+            linear: the layer, with weights in any floating type.
             dtype: the type of the bias.
-            double: whether the scales are quantised too.
+            double: whether to quantise the scales too.
         """
         twin = cls(linear.in_features, linear.out_features, bias=False, device="meta")
         packed, absmax = quantise_blocks(linear.weight.detach())
@@ -116,11 +116,11 @@ class Nf4Linear(nn.Linear):
         return twin
 
     def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
-        """The product with the dequantised weight, in the input's type."""
+        """Multiply with the dequantised weight in the input's type."""
         return _FrozenNf4Product.apply(x, self.bias, self.weight, self.absmax, self.steps, self._shape)
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
-        """The weight that the layer stands for."""
+        """The dequantised weight."""
         return _dequantise(self.weight, self.absmax, self.steps, self._shape, torch.float32)
 
     @property

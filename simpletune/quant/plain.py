@@ -1,4 +1,4 @@
-"""Weights as they are: bf16 and fp32."""
+"""Unquantised weights: bf16 and fp32."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ class BF16(WeightPrecision):
     weights: Literal["bf16"] = "bf16"
     """bfloat16 weights, 2 bytes each."""
     compute: Literal["bf16"] = "bf16"
-    """The type of products and activations."""
+    """Type of matrix products and activations."""
 
     bytes_per_weight: ClassVar[float] = 2
 
 
 class FP32(WeightPrecision):
-    """float32 weights: 4 bytes each; products in bf16 by autocast, or in fp32."""
+    """float32 weights: 4 bytes each; products in fp32, or in bf16 by autocast."""
 
     weights: Literal["fp32"] = "fp32"
     """float32 weights, 4 bytes each."""
     compute: Literal["bf16", "fp32"] = "fp32"
-    """The type of products: fp32, or bf16 by autocast."""
+    """Type of matrix products: fp32, or bf16 by autocast."""
 
     bytes_per_weight: ClassVar[float] = 4
 
     def compute_dtype(self) -> torch.dtype:
-        """fp32: activations outside of autocast products."""
+        """fp32, the type of activations outside autocast products."""
         import torch
 
         return torch.float32
 
     @property
     def autocast(self) -> bool:
-        """Products in bf16 over fp32 weights."""
+        """Whether products are in bf16 over fp32 weights."""
         return self.compute == "bf16"

@@ -1,4 +1,4 @@
-"""What every weight precision offers to the loader and to the rules."""
+"""The base classes of weight precisions: what the loader and the rules of configurations can ask of them."""
 
 from __future__ import annotations
 
@@ -13,86 +13,86 @@ if TYPE_CHECKING:
 
 
 class WeightPrecision(Option):
-    """How the base model's weights are held, and in what type products are computed.
+    """The precision of the base model's weights and of matrix products.
 
     Members define ``weights`` (the tag) and ``compute`` ("bf16" or "fp32").
     """
 
     if (
         TYPE_CHECKING
-    ):  # every member has them, with its own values; declared as fields here they would come first in JSON
+    ):  # every member declares them with its own values; as fields of the base class they would come first in JSON
         weights: str
         compute: str
 
     trainable: ClassVar[bool] = True
-    """Whether base weights in this precision can be trained; quantised ones serve only as a frozen base."""
+    """Whether base weights in this precision can be trained; quantised weights can only be a frozen base."""
     cacheable: ClassVar[bool] = False
-    """Whether a base in this precision is worth a file of its own: see ``models/quantised_cache.py``."""
+    """Whether to cache a base in this precision on disk (see ``models/quantised_cache.py``)."""
     streamable: ClassVar[bool] = True
-    """Whether a block's weights can be brought to the device for each pass: all of them are parameters and buffers, and
-    nothing keeps a copy or a pointer of its own."""
+    """Whether a block's weights can be copied to the device for each pass: all of them are parameters and buffers, and
+    nothing holds another copy or pointer."""
     bytes_per_weight: ClassVar[float]
-    """Bytes of one weight of a linear layer inside the blocks, scales left out."""
+    """Bytes of one weight of a linear layer inside the blocks, excluding scales."""
     arithmetic: ClassVar[frozenset[str]] = frozenset()
-    """Fields that say how weights are multiplied, and nothing of how they are held."""
+    """Fields that affect only how weights are multiplied, not how they are stored."""
 
     def compute_dtype(self) -> torch.dtype:
-        """The type of activations and of what is not quantised."""
+        """The type of activations and of unquantised weights in a quantised base."""
         import torch
 
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.compute]
 
     def base_dtype(self) -> torch.dtype:
-        """The type in which weights are held that are not quantised."""
+        """The type of unquantised weights."""
         return self.compute_dtype()
 
     def product_dtype(self) -> torch.dtype:
-        """The type of the transformer's products: autocast's, where it is on."""
+        """The type of the transformer's products, with autocast applied."""
         import torch
 
         return torch.bfloat16 if self.autocast else self.compute_dtype()
 
     def encoder_dtype(self) -> torch.dtype:
-        """The type in which text encoders and the autoencoder run: that of the products."""
+        """The type in which text encoders and the autoencoder run: the type of products."""
         return self.product_dtype()
 
     @property
     def autocast(self) -> bool:
-        """Whether the forward pass needs autocast: weights are wider than the products."""
+        """Whether the forward pass needs autocast, because weights are wider than products."""
         return False
 
     def rules(self) -> Iterator[Problem]:
-        """Combinations of this precision's own fields that cannot work."""
+        """Report incompatible values of this precision's own fields."""
         yield from ()
 
     def dequantise_count(self, forward: float) -> float:
-        """How often a step brings every weight to the type of the products.
+        """How often a step converts every weight to the type of products.
 
         Args:
-            forward: forward passes, recomputation included; there is one backward pass.
+            forward: the number of forward passes, including recomputation; there is one backward pass.
         """
         return forward + 1
 
     def describe_matmul(self) -> str:
-        """How products are made, in words."""
+        """Describe how products are computed."""
         return f"products in {self.compute}"
 
     def cache_key(self) -> dict[str, object]:
-        """What the weights' bytes follow from, as JSON: equal for two precisions that hold them alike."""
+        """The options that determine the bytes of the weights, as JSON."""
         return self.model_dump(mode="json", exclude=set(self.arithmetic))
 
     def quantises(self, name: str) -> bool:
-        """Whether the linear layer of that name is quantised."""
+        """Whether to quantise the linear layer of that name."""
         return False
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
-        """The quantised twin of a linear layer, on the same device.
+        """Quantise a linear layer on its device.
 
-        On the meta device it gives the shapes of the twin's tensors, which a cached base then fills.
+        On the meta device, creates the quantised layer's tensors for a cached base to fill.
 
         Args:
-            name: the layer's, inside the transformer.
-            linear: loaded in the type that it has on disk; only those for which ``quantises`` holds.
+            name: the layer's name inside the transformer; ``quantises`` must be true for it.
+            linear: the layer, in its type on disk.
         """
         raise TypeError(f"{type(self).__name__} does not quantise")
 
@@ -101,16 +101,16 @@ class QuantisedPrecision(WeightPrecision):
     """Quantised weights in the blocks, for a frozen base. Members define ``weights`` and ``convert``."""
 
     compute: Literal["bf16", "fp32"] = "bf16"
-    """The type of products and activations."""
+    """Type of matrix products and activations."""
 
     trainable: ClassVar[bool] = False
     cacheable: ClassVar[bool] = True
 
     def quantises(self, name: str) -> bool:
-        """Every linear layer inside the blocks.
+        """Quantise every linear layer inside the blocks.
 
-        What stands outside (patch and text embedders, norm_out, proj_out; 1% of the weights) is left in the compute
-        type: every one of its errors would reach all tokens.
+        Layers outside (patch and text embedders, norm_out, proj_out; 1% of the weights) stay in the compute type,
+        because each of their errors would reach all tokens.
         """
         return name.startswith("transformer_blocks.")
 

@@ -1,4 +1,4 @@
-"""Which of PyTorch's attention kernels runs: the one the user asks for, or the one PyTorch chooses."""
+"""Select PyTorch's attention kernel: the requested one, or PyTorch's own choice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BACKENDS = {
 
 @contextmanager
 def attention_by(kernel: Kernel) -> Iterator[None]:
-    """Restrict PyTorch's attention to this kernel within the context; auto: leave PyTorch its choice."""
+    """Restrict PyTorch's attention to this kernel within the context; auto leaves the choice to PyTorch."""
     if kernel == "auto":
         yield
         return
@@ -34,24 +34,24 @@ def attention_by(kernel: Kernel) -> Iterator[None]:
 
 
 def usable(kernel: Kernel, heads: int, tokens: int, width: int, device: torch.device, dtype: torch.dtype) -> str:
-    """Find the kernel for SD3's attention of this size: queries, keys and values alike, no mask, no dropout.
+    """Find the kernel for SD3's attention of this size, without mask or dropout.
 
     Args:
-        kernel: the requested one, or auto.
-        heads: of the model.
-        tokens: of picture and text together.
-        width: of a head.
+        kernel: the requested kernel, or auto.
+        heads: the number of heads.
+        tokens: the number of image and text tokens.
+        width: the width of a head.
         device: where it runs.
-        dtype: of the products.
+        dtype: the type of products.
 
     Returns:
-        The requested kernel; with auto the one that PyTorch chooses.
+        The requested kernel; for auto the one that PyTorch chooses.
 
     Raises:
         UserError: the requested kernel cannot run here.
     """
     if kernel == "math":
-        return kernel  # it always can; trying it would take memory by the square of the tokens
+        return kernel  # always available; a trial would take memory quadratic in the tokens
     q = torch.zeros(1, heads, tokens, width, device=device, dtype=dtype, requires_grad=True)
     if kernel != "auto":
         try:
@@ -61,7 +61,7 @@ def usable(kernel: Kernel, heads: int, tokens: int, width: int, device: torch.de
             reason = str(error).splitlines()[0]
             raise UserError(
                 f"speed.attention: {kernel} cannot compute {heads} heads of {tokens} x {width} in {dtype} on "
-                f"{device.type} ({reason}). Use auto, or math"
+                f"{device.type} ({reason}). Use auto or math"
             ) from None
         return kernel
     by_number = {int(backend.value): name for name, backend in BACKENDS.items()}
@@ -69,22 +69,22 @@ def usable(kernel: Kernel, heads: int, tokens: int, width: int, device: torch.de
 
 
 def settle_attention(config: TrainConfig, size: Size, device: torch.device) -> str:
-    """Find out with a run's own shapes which kernel computes attention, and say so.
+    """Determine which kernel computes attention for a run's shapes, and log it.
 
     Args:
-        config: of the run.
-        size: of the largest pictures, in pixels.
+        config: the run's configuration.
+        size: the size of the largest pictures in pixels.
         device: where it runs.
 
     Returns:
         The kernel's name.
 
     Raises:
-        UserError: the kernel that ``speed.attention`` asks for cannot run here.
+        UserError: the kernel that ``speed.attention`` requests cannot run here.
     """
     shape, asked = config.model.known_config(), config.speed.attention
     tokens = config.model.text_tokens + math.prod(side // (8 * shape["patch_size"]) for side in size)
     heads, width = shape["num_attention_heads"], shape["attention_head_dim"]
     found = usable(asked, heads, tokens, width, device, config.precision.product_dtype())
-    say(f"attend  by the {found} kernel (speed.attention {asked})")
+    say(f"attend  with the {found} kernel (speed.attention {asked})")
     return found

@@ -1,4 +1,4 @@
-"""From a plan's draws to tensors on the device."""
+"""Turn a plan's draws into tensors on the device."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from simpletune.system.rng import stream
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch on the device, in fp32 but for the text."""
+    """A micro-batch on the device, in fp32 except for the text."""
 
     z_0: Tensor  # [b, c, h, w]
     noise: Tensor  # [b, c, h, w]
     sigma: Tensor  # [b]
     prompt_embeds: Tensor  # [b, t, e]
-    pooled: Tensor  # [b, p]; with a modulation plan its rows, [b, m]
+    pooled: Tensor  # [b, p]; with a modulation plan, its rows [b, m]
     names: tuple[str, ...]
     """The pictures' names, for messages."""
     fillers: int = 0
-    """The last rows, which keep the shape and count nothing."""
+    """The number of padding rows at the end, which the loss excludes."""
     parts: float = 1.0
-    """What its mean loss is divided by to be its part of the step's loss; infinite where all rows are fillers."""
+    """The divisor that turns its mean loss into its share of the step's loss; infinite if all rows are fillers."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """A batch of other tensors, each made from one of this one's."""
+        """Apply a function to every tensor of the batch."""
         tensors = (self.z_0, self.noise, self.sigma, self.prompt_embeds, self.pooled)
         z_0, noise, sigma, prompt_embeds, pooled = map(change, tensors)
         return replace(self, z_0=z_0, noise=noise, sigma=sigma, prompt_embeds=prompt_embeds, pooled=pooled)
@@ -43,11 +43,11 @@ class Batches:
     """Loads micro-batches.
 
     Args:
-        prepared: plan and caches of the run.
+        prepared: the run's plan and caches.
         seed: ``train.seed``.
-        device: where to.
-        process: which process.
-        modulation: of the transformer, where it was taken out: batches then carry modulations, planned ahead.
+        device: the target device.
+        process: the index of this process.
+        modulation: the detached modulation of the transformer; batches then carry modulations computed ahead.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Batches:
             self.modulations = ModulationPlan(modulation, self.plan, self.text.pooled, process)
 
     def step(self, step: int) -> list[Batch]:
-        """The micro-batches of one step."""
+        """Load the micro-batches of one step."""
         return self.place(step, self.fetch(step))
 
     def fetch(self, step: int) -> list[Batch]:
-        """What can be done of them ahead, and beside the computation: on the host, pinned where that serves.
+        """Load a step's micro-batches into host memory, which may run ahead of and alongside the computation.
 
         A step's loss is the mean over its samples in all processes, and processes average their gradients.
         """
@@ -83,7 +83,7 @@ class Batches:
         return found
 
     def place(self, step: int, fetched: list[Batch]) -> list[Batch]:
-        """Fetched micro-batches on the device, with their modulations; the host does not wait for the copies."""
+        """Copy fetched micro-batches to the device asynchronously, and add their modulations."""
         batches = [self._placed(batch) for batch in fetched]
         if self.modulations is None:
             return batches
@@ -91,7 +91,7 @@ class Batches:
         return [replace(batch, pooled=own) for batch, own in zip(batches, rows[: len(batches)], strict=True)]
 
     def one_by_one(self, draws: Sequence[Draw]) -> Iterator[Batch]:
-        """A batch of one for each draw."""
+        """Yield a batch of one for each draw."""
         if self.modulations is None:
             yield from (self.load([draw]) for draw in draws)
             return
@@ -102,11 +102,11 @@ class Batches:
             yield from (replace(self.load([draw]), pooled=row[None]) for draw, row in zip(portion, rows, strict=True))
 
     def load(self, draws: list[Draw]) -> Batch:
-        """The tensors of one micro-batch; noise is drawn in fp32 on the CPU from its key, the same on every device."""
+        """Load one micro-batch. Draws noise in fp32 on the CPU from its key, so that it is the same on every device."""
         return self._placed(self._fetched(draws))
 
     def _fetched(self, draws: list[Draw]) -> Batch:
-        """A micro-batch in host memory."""
+        """Load a micro-batch into host memory, pinned for CUDA."""
         z_0 = torch.stack([self.latents.load(draw.view) for draw in draws])
         embeddings = [self.text.load(draw.caption) for draw in draws]
         batch = Batch(
@@ -127,15 +127,15 @@ class Batches:
 
 
 class Prefetcher:
-    """Gives the batches of each step in order; a thread fetches the next step's while one is computed.
+    """Provides the batches of each step in order, while a thread fetches the next step's.
 
-    A context: leaving it ends the thread, on every way out. An error while fetching is raised at its step.
-    Batches depend on the step alone, so they are the same as without prefetching, and one at a time is on the device.
+    Leaving the context always ends the thread. An error in fetching is raised at its step. Batches depend only on the
+    step, so prefetching does not change them, and only one step's batches are on the device at a time.
 
     Args:
-        batches: where they come from.
-        steps: how many the run has.
-        on: if not, a step's batches are fetched when it is due.
+        batches: loads the batches.
+        steps: the run's number of steps.
+        on: whether to prefetch; if not, loads batches on demand.
     """
 
     def __init__(self, batches: Batches, steps: int, on: bool = True):
@@ -151,7 +151,7 @@ class Prefetcher:
             self._thread.shutdown(wait=True, cancel_futures=True)
 
     def step(self, step: int) -> list[Batch]:
-        """The micro-batches of one step, on the device; the next one's are fetched from now on."""
+        """Return one step's micro-batches on the device, and start fetching the next step's."""
         if self._thread is None:
             return self._batches.step(step)
         known, self._coming = self._coming, None

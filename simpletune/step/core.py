@@ -1,6 +1,6 @@
-"""The step core: noise, predict, loss, backward, clip, update, without reading from the device; and its assembly.
+"""The step core (noise, predict, loss, backward, clip, update) and its assembly.
 
-Only so does it run under fake tensors, without synchronisation, and under compile.
+It never reads from the device, so that it runs without synchronisation, under fake tensors and under compile.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from simpletune.models.sd3 import predict_velocity
 from simpletune.models.transformer import Transformer
 from simpletune.optim.in_backward import clip_each, step_in_backward
 from simpletune.optim.rounding import RoundedOptimizer
+from simpletune.options import plural
 from simpletune.pipeline.load import device_of, modulation_of
 from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.pipeline.sample import autocast_of
@@ -29,14 +30,14 @@ from simpletune.tensors import trained_parameters
 
 
 class StepCore:
-    """Noise, predict, loss, backward, clip, update: what a step does on the device, without reading from it.
+    """Runs a training step on the device without reading from it: noise, predict, loss, backward, clip, update.
 
     Args:
-        config: of the run.
-        model: the transformer, wrapped for the processes there are.
-        optimizer: over what trains.
-        accelerator: knows the processes.
-        modulation: of the transformer, where it was taken out: batches then carry modulations.
+        config: the run's configuration.
+        model: the transformer, wrapped in DDP if there are several processes.
+        optimizer: updates the trained parameters.
+        accelerator: synchronises processes.
+        modulation: the detached modulation of the transformer; batches then carry modulations.
     """
 
     def __init__(
@@ -50,15 +51,15 @@ class StepCore:
         self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
         self.modulation = modulation
         self.parameters = list(trained_parameters(model).values())
-        # Of the last step, on the device: read when something is wrong.
-        self.losses: list[Tensor] = []  # of its micro-batches
-        self.normed: list[nn.Parameter] = []  # which had a gradient
-        self.norms = torch.empty(0)  # of their gradients
+        # Figures of the last step, on the device; read only to explain a failure.
+        self.losses: list[Tensor] = []  # one per micro-batch
+        self.normed: list[nn.Parameter] = []  # parameters with a gradient
+        self.norms = torch.empty(0)  # norms of their gradients
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of one micro-batch: a scalar in fp32 (arXiv:2403.03206, eq. 13 and section 2).
+        """The loss of one micro-batch: an fp32 scalar (arXiv:2403.03206, eq. 13 and section 2).
 
-        The mean over its samples; over its fillers where it holds nothing else.
+        It is the mean over the samples, or over the fillers if the micro-batch has nothing else.
         """
         precision = self.config.precision
         with phase("noise"):
@@ -76,15 +77,15 @@ class StepCore:
     def step(
         self, batches: list[Batch], allows_update: Callable[[Tensor, Tensor], bool] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One optimizer step.
+        """Run one optimizer step.
 
         Args:
             batches: its micro-batches.
-            allows_update: is asked, with what is returned, whether to update the weights; None: they are updated.
+            allows_update: decides, from the returned loss and norm, whether to update the weights; None always does.
 
         Returns:
-            The loss, whose mean over the processes is the mean over the step's samples, and the norm of all gradients
-            together, before clipping; both still on the device.
+            The loss, whose mean over processes is the mean over the step's samples, and the global norm of the
+            gradients before clipping; both on the device.
         """
         total = torch.zeros((), device=batches[0].z_0.device)
         self.losses = []
@@ -101,15 +102,15 @@ class StepCore:
             updates = allows_update is None or allows_update(total, norm)
             if updates:
                 self.clip(norm)
-        with phase("optimizer"):  # with memory.optimizer_in_backward there is no gradient left: nothing happens here
+        with phase("optimizer"):  # does nothing with memory.optimizer_in_backward, which leaves no gradients
             if updates:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return total, norm
 
     def norm(self) -> Tensor:
-        """The norm of all gradients together; not finite if one of them is not."""
-        if self.config.memory.optimizer_in_backward:  # they are gone: each left its own norm
+        """The global norm of the gradients; not finite if any gradient is not."""
+        if self.config.memory.optimizer_in_backward:  # the gradients are freed, but their norms were recorded
             assert isinstance(self.optimizer, RoundedOptimizer)
             norms, self.optimizer.norms = self.optimizer.norms, {}
         else:
@@ -119,9 +120,9 @@ class StepCore:
         return torch.linalg.vector_norm(self.norms)
 
     def clip(self, norm: Tensor) -> None:
-        """Clip the gradients as ``train.clip`` says.
+        """Clip the gradients by ``train.clip``.
 
-        A norm that is NaN scales nothing, so that only the parameters it came from are spoilt and can be named.
+        A NaN norm does not scale them, so that NaN stays in the parameters that caused it, and these can be named.
         """
         option = self.config.train
         if option.clip_norm is None:
@@ -133,13 +134,13 @@ class StepCore:
 
 
 def assemble(config: TrainConfig, transformer: Transformer, accelerator: Accelerator, sizes: int = 1) -> StepCore:
-    """Everything between a loaded model and its first step: the trainer's and the memory simulation's one way.
+    """Assemble a step core from a loaded model, for the trainer and for the memory simulation.
 
     Args:
-        config: of the run.
-        transformer: loaded, quantised, frozen.
-        accelerator: knows the processes.
-        sizes: how many shapes of picture the run has.
+        config: the run's configuration.
+        transformer: the loaded, quantised, frozen transformer.
+        accelerator: synchronises processes.
+        sizes: how many picture sizes the run has.
     """
     modulation = modulation_of(transformer, config.memory, config.precision, accelerator.device)
     optimizer = attach(config, transformer, sizes)
@@ -151,9 +152,9 @@ def assemble(config: TrainConfig, transformer: Transformer, accelerator: Acceler
 
 
 def ignore_frozen_in_ddp(transformer: nn.Module) -> None:
-    """Let processes exchange only what trains: each has loaded the same base, which may lie in host memory.
+    """Make DDP synchronise only trained parameters: each process has loaded the same base, possibly in host memory.
 
-    PyTorch would send every frozen weight once, and every quantised one, a buffer, again in each forward pass.
+    PyTorch would broadcast every frozen weight once, and quantised ones, being buffers, again in each forward pass.
     """
     tensors = [*transformer.named_parameters(), *transformer.named_buffers()]
     frozen = [name for name, tensor in tensors if not tensor.requires_grad]
@@ -161,13 +162,12 @@ def ignore_frozen_in_ddp(transformer: nn.Module) -> None:
 
 
 def attach(config: TrainConfig, transformer: Transformer, sizes: int = 1) -> torch.optim.Optimizer:
-    """The adapter on the loaded model, the passes of its blocks, and the optimizer over what trains."""
+    """Attach the adapter to the loaded model, wrap its blocks' passes, and build the optimizer."""
     config.adapter.attach(transformer, config.train.seed)
     in_backward = config.memory.optimizer_in_backward
     blocks, device = transformer.transformer_blocks, device_of(transformer)
     if config.speed.compile and compile_training(blocks, device, sizes):
-        shapes = "one shape" if sizes == 1 else f"{sizes} shapes"
-        say(f"compile the blocks, for {shapes} of picture: the first step takes half a minute or more longer")
+        say(f"compile the blocks for {plural(sizes, 'picture size')}; the first step takes at least 30 s longer")
     streamed = config.memory.attach(blocks, device, trained=in_backward and config.adapter.trains_base)
     optimizer = config.optimizer.build(trained_parameters(transformer).values(), in_backward)
     if in_backward:

@@ -1,4 +1,4 @@
-"""Batches without data and an accelerator for one process: simulations and benchmarks take a run's steps with them."""
+"""Batches without data and an accelerator for one process, with which simulations and benchmarks run training steps."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DRAW = Draw(View(Picture("", "", (64, 64), "", bytes), (64, 64), (0.5, 0.5), Fal
 
 
 class SyntheticBatches:
-    """Micro-batches without values, in the shapes and types of the real ones.
+    """Micro-batches of constants, with the shapes and types of real ones.
 
     Args:
-        config: of the run.
-        core: assembled.
-        size: width and height in pixels; None: the square of ``data.resolution``.
-        device: where to.
+        config: the run's configuration.
+        core: the assembled step core.
+        size: (width, height) in pixels; None uses the square of ``data.resolution``.
+        device: the target device.
     """
 
     def __init__(self, config: TrainConfig, core: StepCore, size: Size | None = None, device: torch.device = CPU):
@@ -40,7 +40,7 @@ class SyntheticBatches:
             self.modulations = ModulationPlan(core.modulation, self, lambda caption: self._pooled())
 
     def step(self, step: int) -> list[Batch]:
-        """The micro-batches of one step."""
+        """Make the micro-batches of one step."""
         batches = [replace(self.batch(), parts=self.accumulation) for _ in range(self.accumulation)]
         if self.modulations is None:
             return batches
@@ -48,22 +48,22 @@ class SyntheticBatches:
         return [replace(batch, pooled=own) for batch, own in zip(batches, rows, strict=True)]
 
     def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
-        """As ``Plan.micro_batch``, for the modulation plan: draws whose captions and pictures do not matter."""
+        """Like ``Plan.micro_batch``, for the modulation plan: draws with placeholder captions and pictures."""
         return [DRAW] * self.batch_size
 
     def _pooled(self) -> Tensor:
         return torch.zeros(self.shapes["pooled_projection_dim"], dtype=self.text)
 
     def one_by_one(self) -> Batch:
-        """A batch of one, as an evaluation loads it."""
+        """Make a batch of one, like those of an evaluation."""
         batch = self.batch(1)
         return batch if self.modulations is None else replace(batch, pooled=self.modulations.of_draws([DRAW]))
 
     def batch(self, size: int | None = None) -> Batch:
-        """One micro-batch.
+        """Make one micro-batch.
 
         Args:
-            size: samples; None: the run's.
+            size: the number of samples; None uses the run's batch size.
         """
         b, (width, height) = size or self.batch_size, self.size
         latents = b, self.shapes["in_channels"], height // 8, width // 8
@@ -84,12 +84,12 @@ def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
 
 
 class SingleProcess:
-    """What a step core needs of accelerate's Accelerator, for one process.
+    """The parts of accelerate's Accelerator that a step core uses, for one process.
 
-    accelerate's own fixes the device for the whole process, which is then lost for the training that follows.
+    accelerate's own class fixes the device for the rest of the process, including a training that follows.
 
     Args:
-        device: of the step.
+        device: the device of the step.
     """
 
     num_processes = 1
@@ -98,17 +98,17 @@ class SingleProcess:
         self.device = device
 
     def prepare_model(self, model: nn.Module, device_placement: bool = False) -> nn.Module:
-        """As it is."""
+        """Return the model unchanged."""
         return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Nothing is synchronised."""
+        """An empty context: there is nothing to synchronise."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass."""
+        """Run the backward pass."""
         loss.backward()
 
     def clip_grad_norm_(self, parameters: list[nn.Parameter], norm: float) -> Tensor:
-        """Gradients scaled down to a norm over all."""
+        """Clip the gradients to a global norm."""
         return torch.nn.utils.clip_grad_norm_(parameters, norm)
