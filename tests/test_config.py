@@ -440,14 +440,14 @@ HOSTILE = {  # a file's text, and what is said of it
         "At most 1,048,576 are",
     ),
     "prompts": (lambda: f'{HEAD}"validation": {{"prompts": [{"1," * 400_000}1]}}}}', "more than 10,000 values"),
-    "9,000 prompts": (lambda: f'{HEAD}"validation": {{"prompts": [{"1," * 9_000}1]}}}}', "9001 problems"),
+    "9,000 prompts": (lambda: f'{HEAD}"validation": {{"prompts": [{"1," * 9_000}1]}}}}', "9,001 problems"),
     "unknown names": (
         lambda: json.dumps({"name": "a", **{f"gradient_accumulation{n}_checkpoint" * 2: 0 for n in range(9000)}}),
-        "9001 problems",
+        "9,001 problems",
     ),
     "names of a section": (
         lambda: HEAD + '"train": ' + json.dumps({f"gradient_accumulatiom{n}": 0 for n in range(9000)}) + "}",
-        "9000 problems",
+        "9,000 problems",
     ),
     "values of a tag": (lambda: HEAD + '"adapter": {"method": ' + json.dumps("l" * 900_000) + "}}", "adapter.method"),
     "depth": (lambda: '{"name": ' + "[" * 900 + "]" * 900 + "}", "nested too deeply"),
