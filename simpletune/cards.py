@@ -1,4 +1,4 @@
-"""Graphics cards by name: how much memory a program finds on them, and how fast they are. Imports no torch."""
+"""Look up graphics cards by name: usable memory, throughput, bandwidth. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from simpletune.options import UserError
 
 GIB = 2**30
-FOUND = 0.965  # of what a consumer card is sold with: torch finds 11.75 GiB of 12, 5.80 of 6, 23.68 of 24
-FOUND_WITH_ECC = 0.9175  # of GDDR6 with error correction: torch finds 14.75 GiB of a T4's 16, 22.03 of an L4's 24
-LINK_3, LINK_4, LINK_5 = 12.0, 24.0, 48.0  # GB/s that 16 lanes of PCI Express move in one direction
+FOUND = 0.965  # usable share on a consumer card: torch reports 11.75 GiB of 12, 5.80 of 6, 23.68 of 24
+FOUND_WITH_ECC = 0.9175  # the same for GDDR6 with ECC: 14.75 GiB of a T4's 16, 22.03 of an L4's 24
+LINK_3, LINK_4, LINK_5 = 12.0, 24.0, 48.0  # GB/s in one direction over 16 lanes of PCI Express 3, 4, 5
 
 
 @dataclass(frozen=True)
 class Card:
-    """A card, as its maker describes it.
+    """Describe a card by its data sheet.
 
     Args:
-        name: short.
-        gib: of memory, as sold.
-        capability: CUDA's compute capability.
-        tflops: dense products of bf16, fp16 where there is no bf16, in fp32 sums; None: not known.
-        bandwidth: of its memory, GB/s; None: not known.
-        link: to the host, GB/s.
-        found: share of ``gib`` that torch finds.
+        name: short name.
+        gib: nominal memory.
+        capability: CUDA compute capability.
+        tflops: dense bf16 throughput with fp32 accumulation (fp16 without bf16 support); None if unknown.
+        bandwidth: memory bandwidth in GB/s; None if unknown.
+        link: bandwidth to the host in GB/s.
+        found: share of ``gib`` that torch reports.
     """
 
     name: str
@@ -38,23 +38,23 @@ class Card:
 
     @property
     def driver(self) -> str:
-        """A pattern of the name that CUDA gives it; several sizes of a card share one."""
+        """Return a pattern that matches CUDA's name for the card; cards that differ only in memory share one."""
         words = re.findall(r"[A-Z]+\d*|\d+|[a-z]+", self.name.partition("-")[0])
         model = re.sub(r"(RTX)(\d)", r"\1 ?\2", "".join(words)).replace("Ti", " ?Ti")
         return rf"\b{model}\b(?! ?(?:Ti|SUPER|Super|Laptop|D|Ada|NVL|PCIe)\b)"
 
     @property
     def bytes(self) -> int:
-        """What torch finds: ``torch.cuda.get_device_properties().total_memory``."""
+        """Return the memory that torch reports (``torch.cuda.get_device_properties().total_memory``)."""
         return int(self.gib * self.found * GIB)
 
     @property
     def has_bf16(self) -> bool:
-        """Whether its tensor cores multiply bf16."""
+        """Tell whether the tensor cores support bf16."""
         return self.capability >= (8, 0)
 
 
-# Source: NVIDIA's data sheets and architecture papers; dense figures. What torch finds: error messages of users.
+# Dense figures from NVIDIA's data sheets and architecture papers; usable memory from users' error messages.
 CARDS = (
     Card("T4", 16, (7, 5), 65, 320, LINK_3, FOUND_WITH_ECC),
     Card("V100-16GB", 16, (7, 0), 125, 900, LINK_3, 0.985),
@@ -85,17 +85,17 @@ CARDS = (
 
 
 def card_of(text: str) -> Card:
-    """The card of a name, or one with so many GiB: ``L4``, ``rtx 4090``, ``12 GiB``, ``12GB``.
+    """Find a card by name or by memory: ``L4``, ``rtx 4090``, ``12 GiB``, ``12GB``.
 
-    A plain size is taken as what a consumer card is sold with, of the generation of the L4.
+    A size means the nominal memory of a consumer card of the L4's generation.
 
     Raises:
-        UserError: it is neither.
+        UserError: the text is neither a known card nor a size.
     """
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*Gi?B?", text.strip(), re.IGNORECASE)
     if size:
         if not 0 < float(size[1]) <= 1024:
-            raise UserError(f"--device: {text} is no size of a card. Use 1 to 1024 GiB")
+            raise UserError(f"--device: {text} is out of range. Use 1 to 1024 GiB")
         return Card(f"{size[1]} GiB", float(size[1]), (8, 9))
     by_name = {_plain(card.name): card for card in CARDS}
     begun = [card for name, card in by_name.items() if name.startswith(_plain(text))]
@@ -105,16 +105,16 @@ def card_of(text: str) -> Card:
     near = [by_name[name].name for name in difflib.get_close_matches(_plain(text), by_name, cutoff=0.4)]
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
     names = ", ".join(card.name for card in CARDS)
-    raise UserError(f"--device: {text!r} is not known. {hint}Give its memory, as in --device 16GiB, or one of {names}")
+    raise UserError(f"--device: unknown card {text!r}. {hint}Give its memory, as in --device 16GiB, or one of {names}")
 
 
 def card_named_by_driver(name: str, total: int, capability: tuple[int, int]) -> Card:
-    """The card at hand.
+    """Describe the device in use, with figures from the table if the card is known.
 
     Args:
-        name: as CUDA gives it, such as ``NVIDIA GeForce RTX 4090``.
-        total: bytes that torch finds.
-        capability: of the device.
+        name: CUDA's name, such as ``NVIDIA GeForce RTX 4090``.
+        total: memory in bytes that torch reports.
+        capability: CUDA compute capability.
     """
     like = min(cards_like(name), key=lambda card: abs(card.bytes - total), default=None)
     gib = total / GIB
@@ -124,16 +124,16 @@ def card_named_by_driver(name: str, total: int, capability: tuple[int, int]) -> 
 
 
 def cards_like(name: str) -> list[Card]:
-    """The cards of the table that CUDA's name of a device may mean."""
+    """List the cards of the table that match CUDA's device name."""
     return [card for card in CARDS if re.search(card.driver, name)]
 
 
 def peak_tflops(device: str) -> float | None:
-    """Dense products at the most, by a device's name as CUDA gives it; None: not known."""
+    """Return the peak dense throughput of a device by its CUDA name; None if unknown."""
     return next((card.tflops for card in cards_like(device)), None)
 
 
 def _plain(text: str) -> str:
-    """Letters and digits in lower case, without the maker's words."""
+    """Reduce a name to lower-case letters and digits, without brand words."""
     words = re.sub(r"nvidia|geforce|tesla|quadro", "", text.lower())
     return re.sub(r"[^a-z0-9]", "", words)

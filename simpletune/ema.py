@@ -1,4 +1,4 @@
-"""Exponential moving average of the trained weights: what is drawn, evaluated and exported, where it is asked for."""
+"""Exponential moving average (EMA) of the trained weights; when enabled, it is sampled, evaluated and exported."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 
 class Ema(Option):
-    """The average that stands for the trained weights in pictures, loss at fixed noise and result."""
+    """Exponential moving average used in place of the trained weights for pictures, evaluation and the result."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """Share of the old average that a step keeps; early steps keep (1 + step) / (10 + step), so that the first weights
-    are forgotten. About 1 / (1 - decay) steps count. Costs 4 bytes of memory per trained parameter."""
+    """Decay per step; early steps use (1 + step) / (10 + step) to forget the initial weights. Averages over about
+    1 / (1 - decay) steps. Costs 4 bytes of memory per trained parameter."""
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> Average:
-        """Start an average at the parameters' present values."""
+        """Start an average from the parameters' current values."""
         return Average(parameters, self.decay)
 
 
 def averaged(average: Average | None) -> AbstractContextManager[None]:
-    """Within this context the parameters hold the average, if one is kept."""
+    """Swap the average into the parameters within this context; without an average, do nothing."""
     return nullcontext() if average is None else average.in_place()
 
 
 class Average:
-    """fp32 averages of parameters, by diffusers' ``EMAModel``.
+    """Keep fp32 averages of parameters with diffusers' ``EMAModel``.
 
     Args:
-        parameters: what trains, by name.
-        decay: share of the old average that a step keeps.
+        parameters: trained parameters by name.
+        decay: share of the old average kept at each step.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float):
@@ -48,12 +48,12 @@ class Average:
         self._ema.to(dtype=torch.float32)
 
     def update(self) -> None:
-        """Take one step's new values in."""
+        """Update the averages with the parameters' values after a step."""
         self._ema.step(self.parameters)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within this context the parameters hold the average."""
+        """Swap the average into the parameters within this context."""
         self._ema.store(self.parameters)
         try:
             self._ema.copy_to(self.parameters)
@@ -62,11 +62,11 @@ class Average:
             self._ema.restore(self.parameters)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averages by name, fp32."""
+        """Return the fp32 averages by name."""
         return dict(zip(self.names, self._ema.shadow_params, strict=True))
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Put back what ``tensors`` gave after ``step`` steps, bit for bit.
+        """Restore what ``tensors`` returned after ``step`` steps, bit for bit.
 
         Raises:
             KeyError: a parameter has no average.

@@ -1,6 +1,6 @@
 """Rectified flow, the objective of Stable Diffusion 3 (arXiv:2403.03206).
 
-Shapes: b samples, c = 16 latent channels, h and w the latent's height and width (an eighth of the picture's).
+Shapes: b samples, c = 16 latent channels, h and w are the latent's height and width (an eighth of the picture's).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Objective(Option):
-    """How noise levels are drawn. The loss is always the plain mean squared error of the velocity."""
+    """Sample noise levels. The loss is always the unweighted mean squared error of the velocity."""
 
     sigma: Literal["logit_normal", "uniform"] = "logit_normal"
     """Density of the noise level sigma: logit-normal (the paper's best, arXiv:2403.03206 section 3.1) or uniform."""
@@ -27,15 +27,15 @@ class Objective(Option):
     logit_std: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Standard deviation of the logit-normal density."""
     shift: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """Timestep shift s in sigma' = s sigma / (1 + (s - 1) sigma); auto: 3 at 1024 px, in proportion to the side, at
-    least 1 (arXiv:2403.03206, eq. 23: the square root of the pixel count)."""
+    """Timestep shift s in sigma' = s sigma / (1 + (s - 1) sigma). auto: proportional to the side length, 3 at 1024 px,
+    at least 1 (arXiv:2403.03206, eq. 23: the square root of the pixel count)."""
 
     def shift_at(self, resolution: int) -> float:
-        """The timestep shift for a training resolution in pixels."""
+        """Return the timestep shift for a training resolution in pixels."""
         return max(1.0, 3.0 * resolution / 1024) if self.shift == "auto" else self.shift
 
     def draw_sigma(self, stream: np.random.Generator, shift: float) -> float:
-        """One noise level in (0, 1) from a stream of random numbers, shifted (computed in float64)."""
+        """Draw one shifted noise level in (0, 1), computed in float64."""
         if self.sigma == "uniform":
             sigma = stream.random()
         else:
@@ -43,7 +43,7 @@ class Objective(Option):
         return shift_sigma(sigma, shift)
 
     def sigma_quantile(self, quantile: float, shift: float) -> float:
-        """The noise level at a quantile of the density: the fixed levels of the evaluation loss."""
+        """Return the noise level at a quantile of the density; the evaluation loss uses these fixed levels."""
         if self.sigma == "uniform":
             return shift_sigma(quantile, shift)
         from statistics import NormalDist
@@ -73,5 +73,5 @@ def velocity_target(z_0: Tensor, noise: Tensor) -> Tensor:
 
 
 def flow_loss(velocity: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error over all elements, in fp32; a scalar."""
+    """Compute the mean squared error over all elements in fp32."""
     return (velocity.float() - target.float()).square().mean()

@@ -1,7 +1,7 @@
-"""What every option of a configuration has in common, and how unions of options are read.
+"""Define the base class of options, the errors for users, and the handling of discriminated unions.
 
-An option is a frozen, strict Pydantic model. A union of options is told apart by a tag (``adapter.method``); the member
-owns its fields, its defaults, their documentation, and builds its own component. Nothing here imports torch.
+An option is a frozen, strict Pydantic model. A tag such as ``adapter.method`` selects the member of a union; the member
+owns its fields, defaults and documentation, and builds its component. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Json = dict[str, Any]
 
 
 class Option(BaseModel):
-    """Base of all options: frozen, strict, finite, unknown fields refused; the string under a field documents it."""
+    """Base of all options: frozen and strict, without unknown fields, NaN or infinity. The string below a field
+    documents it."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
@@ -31,10 +32,10 @@ SHOWN = 16  # problems on a screen
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a configuration.
+    """Describe one problem of a configuration.
 
     Args:
-        path: where it stands, dotted, without union tags (``adapter.rank``); empty for the file as a whole.
+        path: dotted path of the field without union tags (``adapter.rank``); empty for the whole file.
         message: value, rule and remedy in one or two sentences.
     """
 
@@ -46,7 +47,7 @@ class Problem:
 
 
 class UserError(Exception):
-    """A mistake the user can mend: printed without a traceback.
+    """Report a mistake that the user can fix; printed without a traceback.
 
     Args:
         message: what is wrong, the rule, and the remedy.
@@ -59,7 +60,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """All problems of a configuration at once."""
+    """Report all problems of a configuration at once."""
 
     def __init__(self, problems: list[Problem], source: str = "configuration"):
         self.problems = problems
@@ -69,30 +70,30 @@ class ConfigError(UserError):
 
 
 def plural(count: int, one: str, many: str = "") -> str:
-    """A count with its word: ``1 picture``, ``2 pictures``.
+    """Format a count with its noun: ``1 picture``, ``2 pictures``.
 
     Args:
-        count: how many.
-        one: the word for one.
-        many: the word for several, where an s is not enough.
+        count: number of items.
+        one: singular noun.
+        many: plural noun, if it is not the singular plus s.
     """
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def shortened(names: Sequence[str], most: int = 8) -> str:
-    """Names in one line, at most so many of them: ``a, b, c and 5 more``."""
+    """Join at most ``most`` names in one line: ``a, b, c and 5 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def first_lines(lines: Sequence[str], most: int) -> list[str]:
-    """At most so many lines, and one that counts the rest: ``and 5 more``."""
+    """Return at most ``most`` lines, followed by a count of the rest: ``and 5 more``."""
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 @dataclass(frozen=True)
 class Union_:
-    """A discriminated union as found in an annotation: its tag's field name and its members by tag value."""
+    """Describe the discriminated union of an annotation: the tag's field name and the members by tag value."""
 
     tag: str
     members: dict[str, type[Option]]
@@ -100,12 +101,12 @@ class Union_:
 
 
 def strip_annotated(annotation: object) -> object:
-    """``Annotated[X, ...]`` to ``X``."""
+    """Reduce ``Annotated[X, ...]`` to ``X``."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def option_classes(annotation: object) -> list[type[Option]]:
-    """The option classes an annotation names (one, or a union's members); empty for plain values."""
+    """List the option classes in an annotation: one class or a union's members; empty for plain values."""
     annotation = strip_annotated(annotation)
     if isinstance(annotation, type) and issubclass(annotation, Option):
         return [annotation]
@@ -116,12 +117,12 @@ def option_classes(annotation: object) -> list[type[Option]]:
 
 
 def tag_values(option: type[Option], field: str) -> tuple[str, ...]:
-    """The values of a ``Literal`` tag field."""
+    """Return the values of a ``Literal`` tag field."""
     return get_args(option.model_fields[field].annotation)
 
 
 def union_of(field: FieldInfo) -> Union_ | None:
-    """The discriminated union behind a field, or None. The first member is the default."""
+    """Return the discriminated union of a field, or None. The first member is the default."""
     if not isinstance(field.discriminator, str):
         return None
     classes = option_classes(field.annotation)
@@ -130,7 +131,7 @@ def union_of(field: FieldInfo) -> Union_ | None:
 
 
 def member_for(field: FieldInfo, value: object) -> type[Option] | None:
-    """The option class that a JSON value selects at a field: the union's member by its tag, or the only class."""
+    """Return the option class that a JSON value selects: the union's member by its tag, or the only class."""
     union = union_of(field)
     if union is None:
         classes = option_classes(field.annotation)

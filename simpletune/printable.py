@@ -1,13 +1,18 @@
-"""Text from files that others made, for a terminal: what would steer it is shown and not sent."""
+"""Make text safe for a terminal: escape control characters, and describe exceptions in one line."""
 
 from __future__ import annotations
 
 import re
 
-# Control characters but line break and tab; marks and overrides of direction; other line breaks; halves of pairs.
+# Control characters except line feed and tab; direction marks and overrides; other line breaks; lone surrogates.
 STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    r"""A text in which ESC stands as ``\x1b``: a terminal would obey it; line breaks and tabs stay."""
+    r"""Escape characters that a terminal would obey (ESC becomes ``\x1b``); line feeds and tabs stay."""
     return STEERING.sub(lambda found: found.group().encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def reason_of(error: BaseException) -> str:
+    """Describe an exception in one line: its type and at most 300 characters of its text."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300] or 'no reason given'}"

@@ -1,4 +1,4 @@
-"""Several pictures on one sheet, with labels."""
+"""Arrange labelled pictures on one sheet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 
 
 def grid(rows: list[tuple[str, list[Image.Image]]], columns: list[str]) -> Image.Image:
-    """Pictures in a labelled grid: column titles above, each row's prompt below it."""
+    """Arrange pictures in a grid with titles above the columns and a caption below each row."""
     cell = max(160, *(image.width for _, images in rows for image in images))
     scale = {id(image): max(1, cell // image.width) for _, images in rows for image in images}
     heights = [max(image.height * scale[id(image)] for image in images) for _, images in rows]
@@ -30,7 +30,7 @@ def grid(rows: list[tuple[str, list[Image.Image]]], columns: list[str]) -> Image
 
 
 def shorten_to_width(text: str, width: int, pen: ImageDraw.ImageDraw, font: Font) -> str:
-    """Cut a text so that it is at most ``width`` pixels wide."""
+    """Shorten a text to at most ``width`` pixels."""
     while pen.textlength(text, font) > width and len(text) > 4:
         text = f"{text[:-4]}..."
     return text

@@ -1,4 +1,4 @@
-"""The options for speed: none of them changes what is computed, but for the last bits."""
+"""Options for speed; they change results only by rounding."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ Kernel = Literal["auto", "flash", "cudnn", "efficient", "math"]
 
 
 class Speed(Option):
-    """What makes a step faster and takes no memory on the device."""
+    """Make steps faster without using device memory."""
 
     attention: Kernel = "auto"
-    """Which of PyTorch's kernels computes attention, in training and drawing. auto: PyTorch's choice; the run says
-    which. Another: that one alone, or an error where it cannot run. math takes memory by the square of the tokens."""
+    """PyTorch kernel for attention in training and inference. auto: PyTorch chooses; the run prints its choice. Any
+    other value forces that kernel and fails if it cannot run. math needs memory quadratic in the number of tokens."""
     compile: bool = False
-    """The blocks' forward and backward passes in training are compiled by torch.compile, which joins their element-wise
-    steps: half a minute or more before the first step, each later one faster; for long runs. Exact but for the last
-    bits. Memory is predicted for the run that is not compiled. Needs a C compiler, on a GPU Triton; goes on without
-    where they lack, and says so."""
+    """Compile the transformer blocks for training with torch.compile, which fuses element-wise operations. Delays the
+    first step by half a minute or more and speeds up the others, so it suits long runs. Results differ only by
+    rounding. Memory predictions assume the uncompiled model. Needs a C compiler, and Triton on a GPU; without them the
+    run prints a note and continues uncompiled."""
     prefetch: bool = True
-    """The next step's pictures, embeddings and noise are read and drawn by a thread while a step is computed. Exact. On
-    the CPU, where that thread would take a core from the step, nothing is fetched ahead."""
+    """Load the next step's latents and embeddings and draw its noise in a background thread. Does not change results.
+    Ignored on the CPU, where the thread would compete with the step for cores."""
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    """CPU threads. auto: what OMP_NUM_THREADS says; without it, on the CPU one for each 50 million parameters of the
-    transformer, at most one a core, and with a GPU one a core. A resumed run keeps its number: with another one the
-    last bits differ."""
+    """Number of CPU threads. auto: OMP_NUM_THREADS if set; otherwise one per core with a GPU, and on the CPU one per 50
+    million parameters of the transformer, at most one per core. A resumed run keeps its number, because another number
+    changes rounding."""

@@ -1,4 +1,4 @@
-"""A model's own tensors: listed, put in place, moved."""
+"""List, replace and move the tensors of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor, *, requires_grad: bool = False) -> None:
-    """Put a tensor in the place of a module's own parameter or buffer."""
+    """Replace a module's own parameter or buffer."""
     from torch import nn
 
     if name in module._parameters:
@@ -21,23 +21,23 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor, *, requires_grad: b
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """A module's own parameters and buffers, without those of its children."""
+    """List a module's own parameters and buffers, without those of its children."""
     own = [*module._parameters.items(), *module._buffers.items()]
     return [(name, tensor) for name, tensor in own if tensor is not None]
 
 
 def all_tensors(model: nn.Module) -> list[Tensor]:
-    """All parameters and buffers of a model."""
+    """List all parameters and buffers of a model."""
     return [*model.parameters(), *model.buffers()]
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, by the model's own names."""
+    """Return the trainable parameters by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor, or the plain ones that a subclass is made of (a quantised weight: its integers and its scales)."""
+    """Yield a tensor, or the plain tensors inside a subclass (integers and scales of a quantised weight)."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(tensor, name))
@@ -46,11 +46,11 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def move_own_tensors(module: nn.Module, device: torch.device) -> None:
-    """Move a module's own frozen tensors, without those of its children (which may not be loaded yet)."""
+    """Move a module's own frozen tensors, but not those of its children, which may not be loaded yet."""
     for name, tensor in own_tensors(module):
         set_tensor(module, name, tensor.detach().to(device))
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of its own on a device: never a view of a memory-mapped file."""
+    """Copy a tensor to a device; the result is never a view of a memory-mapped file."""
     return tensor.to(device=device, dtype=dtype or tensor.dtype, copy=True)

@@ -263,7 +263,7 @@ def test_push_of_a_full_model(hub: Hub, tiny_config: dict) -> None:
 def test_push_asks_first(hub: Hub, run: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert main(["push", str(run), "ann/disc"]) == 2
-    assert "there is no terminal to ask at. If you want this, add --yes" in capsys.readouterr().err
+    assert "Add --yes" in capsys.readouterr().err
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     for answer, code_expected in (("", 2), ("n", 2), ("y", 0)):
         monkeypatch.setattr("builtins.input", lambda text, answer=answer: answer)
@@ -274,7 +274,7 @@ def test_push_asks_first(hub: Hub, run: Path, capsys, monkeypatch: pytest.Monkey
 
 def test_push_private(hub: Hub, run: Path, capsys) -> None:
     assert main(["push", str(run), "ann/disc", "--private", "--yes"]) == 2
-    assert "ann/disc exists and is public: nothing was uploaded" in capsys.readouterr().err and not hub.files
+    assert "ann/disc exists and is public" in capsys.readouterr().err and not hub.files
     hub.private = True
     assert main(["push", str(run), "ann/disc", "--private", "--yes"]) == 0
     assert "private" in json.dumps(hub.asked[0][1]) and hub.files
@@ -283,7 +283,7 @@ def test_push_private(hub: Hub, run: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("status", "message"),
     [
-        (401, "the hub does not know the token"),
+        (401, "token (401). Log in again"),
         (403, "the token may not write to ann/disc"),
         (404, "ann/disc was not found"),
         (500, "the hub answered 500"),
@@ -299,15 +299,18 @@ def test_push_says_why_the_hub_refuses(status: int, message: str, hub: Hub, run:
 def test_push_without_a_connection(hub: Hub, run: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert main(["push", str(run), "ann/disc", "--yes"]) == 2
-    assert "the hub cannot be reached" in capsys.readouterr().err
+    assert "cannot reach the hub" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (huggingface_hub.errors.HFValidationError("odd"), "ann/disc is no name for a repository (odd)"),
-        (huggingface_hub.errors.OfflineModeIsEnabled("x"), "HF_HUB_OFFLINE is set, so nothing is uploaded. Unset it"),
-        (RuntimeError(TOKEN), "the upload failed (RuntimeError). Try again: no commit was made"),
+        (huggingface_hub.errors.HFValidationError("odd"), "ann/disc is not a valid repository name (odd)"),
+        (
+            huggingface_hub.errors.OfflineModeIsEnabled("x"),
+            "nothing was uploaded, because HF_HUB_OFFLINE is set. Unset it",
+        ),
+        (RuntimeError(TOKEN), "the upload failed (RuntimeError)"),
     ],
     ids=["name", "offline", "upload"],
 )
@@ -331,7 +334,7 @@ def test_push_without_a_token(hub: Hub, run: Path, capsys, monkeypatch: pytest.M
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     assert main(["push", str(run), "ann/disc", "--yes"]) == 2
     shown = capsys.readouterr()
-    assert "there is no token for the hub. Log in with `hf auth login`" in shown.err and "README.md" in shown.out
+    assert "no token" in shown.err and "Log in with `hf auth login`" in shown.err and "README.md" in shown.out
     assert hub.asked == []
 
 
@@ -339,7 +342,7 @@ def test_push_of_what_is_no_result(hub: Hub, run: Path, tmp_path: Path, capsys) 
     (tmp_path / "empty").mkdir()
     for folder, name, message in (
         (tmp_path / "nowhere", "ann/disc", "nowhere does not exist"),
-        (tmp_path / "empty", "ann/disc", "it is not a run's folder"),
+        (tmp_path / "empty", "ann/disc", "is not a run's folder"),
         (run, "disc", "Give owner/name"),
     ):
         assert main(["push", str(folder), name, "--yes"]) == 2

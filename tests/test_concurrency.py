@@ -127,7 +127,7 @@ def test_a_file_system_without_locks_is_said_once_and_work_goes_on(
     for _ in range(2):
         with locks.exclusive(tmp_path / "run"), locks.wait_for_lock(tmp_path / "x.lock", "waiting"):
             pass
-    warning = f"warning {tmp_path} is on a file system without locks: let no two runs share it\n"
+    warning = f"warning {tmp_path} is on a file system without locks. Do not let two runs share it\n"
     assert capsys.readouterr().out == warning
 
 

@@ -34,9 +34,7 @@ def card(monkeypatch: pytest.MonkeyPatch):
 def test_no_bf16_on_older_cards(name: str, capability: tuple[int, int], card) -> None:
     card(name, capability, CUDA_12)
     sm = "sm_" + "".join(map(str, capability))
-    message = (
-        f"bf16 needs a card of sm_80 or newer, and {name} is {sm}; in fp16, which it has, SD3 diverges. Use precis"
-    )
+    message = f"bf16 needs a card of sm_80 or newer, but {name} is {sm}. .*Use precision.compute=fp32"
     with pytest.raises(UserError, match=message):
         choose_device("auto", "bf16", False)
     assert choose_device("auto", "fp32", False)[1] == f"{name} ({sm}, 16.0 GiB)"
@@ -47,7 +45,7 @@ def test_no_bf16_on_older_cards(name: str, capability: tuple[int, int], card) ->
     [
         (
             (7, 0),
-            r"this GPU is sm_70, and torch .* is built for sm_75, .*CUDA 13 builds begin at sm_75 \(T4\); for older",
+            r"this GPU is sm_70, but torch .* is built for sm_75, .*Install a CUDA 12.6 build",
         ),
         ((6, 1), "SIMPLETUNE_TORCH_INDEX=https://download.pytorch.org/whl/cu126"),
     ],
@@ -60,7 +58,7 @@ def test_a_build_without_the_card(capability: tuple[int, int], message: str, car
 
 def test_a_card_newer_than_the_build(card) -> None:
     card("new", (12, 0), CUDA_12)
-    with pytest.raises(UserError, match="is sm_120, .* The card is newer than the build: install a newer torch"):
+    with pytest.raises(UserError, match="is sm_120, .*nstall a newer torch"):
         choose_device("cuda", "bf16", False)
 
 
@@ -71,7 +69,7 @@ def test_cards_that_a_build_runs_on(capability: tuple[int, int], card) -> None:
 
 
 def test_check_says_what_happens_on_such_cards(tiny_config) -> None:
-    note = "T4, V100 and RTX 20 are refused at the start: there, use precision.compute=fp32, weights int8 or fp32"
+    note = "use precision.compute=fp32 with int8 or fp32 weights on T4, V100 and RTX 20"
     tiny_config["precision"] = {"weights": "int8"}
     assert note not in explain(validate(tiny_config, "on the CPU"))
     tiny_config["device"] = "auto"

@@ -115,7 +115,7 @@ def test_a_run_that_was_finished_early_can_train_on(tiny_config: dict, capsys) -
     assert summary["steps"] == 9 and "status" not in summary
     result, expected = load_file(run / LORA), load_file(whole / LORA)
     assert all(torch.equal(result[name], tensor) for name, tensor in expected.items())
-    with pytest.raises(UserError, match=f"{run} is done already .9 steps.*Its result: {run / LORA}.*{run}@2"):
+    with pytest.raises(UserError, match=f"{run} is already finished .9 steps.*result is {run / LORA}.*{run}@2"):
         finish_early(f"{run}@4")
 
 
@@ -180,7 +180,7 @@ def test_which_checkpoints_stay_after_a_resume_too(keep: dict, left: list[int], 
         ({"keep_last": None}, r"checkpoint.keep_last: null does not fit. .*\ball\b"),
         ({"keep_last": 0}, "checkpoint.keep_last: 0 does not fit"),
         ({"every": 2, "keep_every": 3}, "checkpoint.keep_every: 3 is not a multiple of checkpoint.every, 2: .*Use 4"),
-        ({"every": None, "keep_every": 3}, "checkpoint.keep_every: 3 needs checkpoints to keep. Set checkpoint.every"),
+        ({"every": None, "keep_every": 3}, "checkpoint.keep_every: 3 needs .*Set checkpoint.every"),
     ],
     ids=str,
 )

@@ -208,7 +208,7 @@ def test_what_needs_all_gradients_is_refused_with_the_alternative(tiny_config: d
     said = str(refused.value)
     assert "train.clip: global clipping needs all gradients" in said
     assert "Use train.clip per_parameter, or train.clip_norm null" in said
-    assert "train.gradient_accumulation: 2 passes would add up gradients" in said
+    assert "train.gradient_accumulation: 2 passes" in said
     assert "2 problems" in said
 
 
@@ -223,7 +223,7 @@ def test_several_processes_are_refused(tiny_config: dict, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     config = validate(run_json(tiny_config, True, "refused"), "test")
-    with pytest.raises(UserError, match="memory.optimizer_in_backward: 2 processes would each update"):
+    with pytest.raises(UserError, match="memory.optimizer_in_backward: 2 processes"):
         make_accelerator(config)
 
 

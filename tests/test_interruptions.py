@@ -63,7 +63,7 @@ def test_sigterm_finishes_the_step_and_one_command_continues_it(
     assert cli_main.main(command) == 143
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before
     said = capsys.readouterr()
-    assert "finish at most one step and save once" in said.out and "step 2 of 4 is saved" in said.out
+    assert "finishes at most one step and saves" in said.out and "step 2 of 4 is saved" in said.out
     assert f"stopped by SIGTERM. To continue: simpletune train {command[1]} 'ema=" in said.err
     assert "Traceback" not in said.err
     assert cli_main.main(command) == 0 and "step 2 of 4" in capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_sigterm_finishes_the_step_and_one_command_continues_it(
     torch.testing.assert_close(saved_weights(run, 4), saved_weights(whole, 4), rtol=0, atol=0)
     assert [row["loss"] for row in read_metrics(run)] == [row["loss"] for row in read_metrics(whole)]
     assert cli_main.main(command) == 0
-    assert "already done, 4 steps" in capsys.readouterr().out
+    assert "already finished (4 steps)" in capsys.readouterr().out
     assert runs_of(tiny_config) == ["tiny", "whole"]
 
 
@@ -264,8 +264,8 @@ def test_every_failpoint_is_in_the_code_once() -> None:
     [
         ("step.begun", "is not NAME"),
         ("step.begun:x=kill", "is not NAME"),
-        ("step.gone=kill", "no failpoint. Use one of"),
-        ("step.begun=explode", "no action of a failpoint. Use one of kill"),
+        ("step.gone=kill", "unknown failpoint step.gone"),
+        ("step.begun=explode", "unknown failpoint action explode. Use one of kill"),
     ],
 )
 def test_a_failpoint_that_cannot_be_is_refused(text: str, message: str) -> None:

@@ -334,8 +334,8 @@ TARGETS_REMEDY = "Use adapter.targets attention, or memory.modulation resident"
 @pytest.mark.parametrize(
     "adapter, message",
     [
-        ({"method": "full"}, f"adapter.method full trains and exports the model itself. {FULL_REMEDY}"),
-        ({"method": "partial"}, f"adapter.method partial trains and exports the model itself. {FULL_REMEDY}"),
+        ({"method": "full"}, f"adapter.method full trains and exports the whole model. {FULL_REMEDY}"),
+        ({"method": "partial"}, f"adapter.method partial trains and exports the whole model. {FULL_REMEDY}"),
         ({"targets": "all_linear"}, rf"trains transformer_blocks.0.norm1.linear and 3 more. {TARGETS_REMEDY}"),
         ({"targets": ["norm_out.linear", "attn.to_q"]}, rf"trains norm_out.linear. {TARGETS_REMEDY}"),
         ({"targets": ["timestep_embedder.linear_1"]}, rf"trains time_text_embed.timestep_.*. {TARGETS_REMEDY}"),
@@ -368,7 +368,7 @@ FROZEN: dict = {"method": "lora", "rank": 2}
 @pytest.mark.parametrize(
     ("adapter", "on_host", "kind", "why"),
     [
-        (FROZEN, False, "plan", "nothing trains it"),
+        (FROZEN, False, "plan", "frozen"),
         (FROZEN, True, "resident", "on the CPU"),
         ({"method": "full"}, False, "resident", "adapter.method full trains it"),
         ({"method": "partial"}, False, "resident", "adapter.method partial trains it"),

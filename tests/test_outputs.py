@@ -154,7 +154,7 @@ def test_generate_repeats_the_runs_validation_pictures(tiny_config, tmp_path: Pa
 
 
 def test_generate_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no finished run. Train one first: ./train.sh"):
+    with pytest.raises(UserError, match="no finished run. Train one first: ./train.sh"):
         generate(arguments("--runs", str(tmp_path)))
 
 
@@ -184,7 +184,7 @@ def test_a_truncated_lora_is_refused(tiny_config, tiny_pipeline, tmp_path: Path)
     run = run_with(tiny_config, train={"steps": 1})
     data = (run / "pytorch_lora_weights.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(data[:-100])
-    with pytest.raises(UserError, match="cut.safetensors is cut short: .* Fetch it again"):
+    with pytest.raises(UserError, match="cut.safetensors is truncated: .* Download it again"):
         load_lora(torch.nn.Module(), tmp_path / "cut.safetensors")
 
 
@@ -196,7 +196,7 @@ def test_the_full_model_of_a_lora_run_draws_what_the_lora_draws(tiny_config, tmp
     )
     pixels = [list(Image.open(file).getdata()) for file in (lora, full)]
     assert max(abs(a - b) for x, y in zip(*pixels, strict=True) for a, b in zip(x, y, strict=True)) <= 1
-    assert "folded in" in Image.open(full).text["weights"]
+    assert "merged" in Image.open(full).text["weights"]
 
 
 def test_the_full_model_of_a_full_run_is_drawn_by_default(tiny_config, tmp_path: Path) -> None:

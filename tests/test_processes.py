@@ -165,10 +165,10 @@ def test_a_signal_stops_both_after_the_same_step_and_only_as_many_continue(
     stopped = launcher.train(data, data, moments=moments)
     assert stopped.codes == [143, 143], stopped.said
     assert [step for step, _ in checkpoint.list_checkpoints(run_of(data))] == [last]
-    assert f"step {last} of 4 is saved" in stopped.said[0] and "finish at most two steps and save" in stopped.said[0]
+    assert f"step {last} of 4 is saved" in stopped.said[0] and "finishes at most two steps and saves" in stopped.said[0]
     assert "is saved" not in stopped.said[1]
     one = launcher.train(data, resume="auto")
-    assert one.codes == [2] and "was made by 2 processes, and now there are 1" in one.said[0]
+    assert one.codes == [2] and "was made by 2 processes, but now there are 1" in one.said[0]
     together(launcher, data, resume="auto")
     require_same(run_of(data), whole[0])
 
@@ -208,7 +208,7 @@ def test_what_is_not_finite_in_the_second_process_is_named_by_the_first(
             Cache(file.parent).save(key, {"z_0": z_0 * math.nan})
     names = [view.picture.name for view in views]
     said = launcher.train(data, data).said[0]
-    assert f"step 1: the loss is nan. Samples: {names[1]}. {names[1]}: its cached latents are not finite" in said
+    assert f"step 1: the loss is nan. Samples: {names[1]}. {names[1]}: its cached latents are non-finite" in said
     assert list(read_rows(run_of(data) / SKIPPED))[0]["samples"] == names
 
 

@@ -120,7 +120,7 @@ def test_an_older_run_of_the_name_is_moved_aside(tiny_config: dict, capsys: pyte
     assert first == second
     assert json.loads((second / "summary.json").read_text())["steps"] == 2
     assert json.loads((second.with_name("tiny.1") / "summary.json").read_text())["steps"] == 1
-    assert "held an older run: moved to" in capsys.readouterr().out
+    assert "moved the older run" in capsys.readouterr().out
     assert newest_run(second.parent) == second
 
 
@@ -150,7 +150,7 @@ def test_resume_is_exact_with_accumulation_dropout_and_schedule(tiny_config: dic
         ({"adapter": {"rank": 3}}, "made with other settings:\n  adapter.rank: 2 -> 3"),
         ({"train": {"seed": 5, "steps": 4}}, "train.seed: 0 -> 5"),
         ({"data": {"prompt": "other"}}, "the data has changed since the checkpoint:\n  000.png: other caption"),
-        ({"train": {"steps": 2}}, "2 steps are done and 2 are asked for. Ask for more: train.steps=N"),
+        ({"train": {"steps": 2}}, "the checkpoint has 2 steps and the configuration asks for 2. Increase train.steps"),
     ],
 )
 def test_resume_refuses_what_may_not_change(
@@ -191,7 +191,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny_config: dict, monkeypatch:
 
     monkeypatch.setattr(StepCore, "loss", poisoned)
     with pytest.raises(
-        UserError, match=r"step 3: the loss is nan. Samples: 00\d.png. .*The last checkpoint is kept: .*step-000002"
+        UserError, match=r"step 3: the loss is nan. Samples: 00\d.png. .*last checkpoint is .*step-000002"
     ) as caught:
         run_with(tiny_config, checkpoint={"every": 2})
     assert caught.value.code == 4
@@ -208,13 +208,13 @@ def test_the_loss_falls(tiny_config: dict) -> None:
 def test_no_silent_cpu(tiny_config: dict) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    with pytest.raises(UserError, match="no NVIDIA GPU was found.*set device=cpu knowingly"):
+    with pytest.raises(UserError, match="no NVIDIA GPU was found.*set device=cpu"):
         run_with(tiny_config, device="auto")
 
 
 def test_going_on_with_a_run_that_is_gone_or_left_things_lying(tiny_config: dict) -> None:
     config = validate(tiny_config, "test")
-    with pytest.raises(UserError, match="--resume: .*tiny does not exist. Start without --resume, or check name"):
+    with pytest.raises(UserError, match="--resume: .*tiny does not exist. Check name"):
         open_again(config, 2)
     run = Path(tiny_config["output"]["runs"]) / "tiny"
     for step in (1, 2):

@@ -263,7 +263,7 @@ def test_damaged_files(whole_file, descriptions, tiny_config, tmp_path: Path) ->
 
     data = whole_file.read_bytes()
     assert "cut.safetensors is cut short: " in said("cut.safetensors", data[:-1])
-    assert "is not a safetensors file, or it is damaged. Fetch it again" in said("web.safetensors", b"<!doctype html>")
+    assert "is damaged or not a safetensors file. Download it again" in said("web.safetensors", b"<!doctype html>")
     assert "is not a .safetensors file. Pickled checkpoints" in said("old.ckpt", data)
     assert "nowhere.safetensors does not exist" in check(tiny_config, pretrained="/nowhere.safetensors")
 

@@ -40,11 +40,11 @@ def test_strict_json_is_read_as_json_reads_it(value: object) -> None:
         (f"[{-(2**63) - 1}]", "-9223372036854775809 does not fit in 64 bits", (0, 0)),
         ('{"lr": 1e400}', "1e400 does not fit in 64 bits. Write a number below 1.8e308", (0, 0)),
         ("[-1e400]", "-1e400 does not fit in 64 bits", (0, 0)),
-        (" " * (MAX_BYTES + 1), f"it has {MAX_BYTES + 1:,} bytes. At most {MAX_BYTES:,} are read", (0, 0)),
+        (" " * (MAX_BYTES + 1), f"it has {MAX_BYTES + 1:,} bytes. Use at most {MAX_BYTES:,}", (0, 0)),
         ("[" + "0," * MAX_VALUES + "0]", f"it holds more than {MAX_VALUES:,} values", (0, 0)),
         (json.dumps([{"a": 0}] * (MAX_VALUES // 2)), f"it holds more than {MAX_VALUES:,} values", (0, 0)),
         (b"\xff", "it is not UTF-8", (0, 0)),
-        ("[" * 100_000, f"it is nested too deeply. At most {MAX_DEPTH} levels are read", (0, 0)),
+        ("[" * 100_000, f"it is nested too deeply. Use at most {MAX_DEPTH} levels", (0, 0)),
     ],
 )
 def test_what_is_not_strict_json(text: str | bytes, message: str, place: tuple[int, int]) -> None:

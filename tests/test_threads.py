@@ -92,7 +92,7 @@ def test_a_resumed_run_keeps_its_number(
         capsys.readouterr()
         train(validate(config | {"train": config["train"] | {"steps": 2}}, "test"), resume="latest")
         assert torch.get_num_threads() == 8
-        assert "threads 8 (auto: as this run began)" in capsys.readouterr().out
+        assert "threads 8 (auto: as at the run's first start)" in capsys.readouterr().out
     finally:
         torch.set_num_threads(1)
 

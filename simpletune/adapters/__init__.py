@@ -1,4 +1,4 @@
-"""Training methods: the union of ``adapter.method``. A new one is one file here and one line in ``Adapter``.
+"""Training methods: the union of ``adapter.method``. Add one with a file here and a line in ``Adapter``.
 
 May import models and what is below it. Config, lora and the rooms above may import it.
 """

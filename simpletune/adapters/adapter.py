@@ -1,4 +1,4 @@
-"""What every training method offers: attach to a model, name what trains, export a result."""
+"""Define the interface of training methods: attach to a model, list trained parameters, export the result."""
 
 from __future__ import annotations
 
@@ -13,61 +13,61 @@ if TYPE_CHECKING:
     from torch import nn
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Parameter names of a model and their shapes."""
+"""Shapes of a model's parameters by name."""
 
 
 class TrainingMethod(Option):
-    """What is trained, and in which form the result leaves the run. Members define ``method`` (the tag)."""
+    """Choose what is trained and how the result is exported. Members define ``method`` (the tag)."""
 
     trains_base: ClassVar[bool] = False
-    """Whether base weights change; they must then be in a trainable precision."""
+    """Whether base weights change, which requires a trainable precision."""
     output_name: ClassVar[str]
-    """File or folder in the run's folder that holds the result."""
+    """File or folder of the result inside the run's folder."""
 
     def describe(self, shapes: Shapes) -> str:
-        """What is trained, in words."""
+        """Describe what is trained."""
         raise NotImplementedError
 
     def trainable(self, shapes: Shapes) -> int:
-        """Number of parameters that will be trained, from the base model's shapes alone."""
+        """Count the trained parameters from the base model's shapes alone."""
         raise NotImplementedError
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
-        """What does not fit the base model's shapes."""
+        """Check the options against the base model's shapes."""
         yield from ()
 
     def is_untouched(self, module: str) -> bool:
-        """Whether the module of that name is the base's own throughout: it neither trains nor gets an update, and no
-        result holds it. It may then be kept apart from the model."""
+        """Tell whether a module keeps its base weights: it neither trains nor gets an update, and no result contains
+        it. Such a module may be removed from the model."""
         return False
 
     def attach(self, model: nn.Module, seed: int) -> None:
-        """Make the model trainable by this method, in place; everything else is frozen.
+        """Prepare the model for training in place, and freeze everything else.
 
         Args:
-            model: the loaded, possibly quantised, transformer.
-            seed: seeds the initialisation.
+            model: loaded, possibly quantised, transformer.
+            seed: seed of the initialisation.
         """
         raise NotImplementedError
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Within this context the model is the base model, exactly. Only for methods that leave the base alone."""
+        """Restore the exact base model within this context. Only for methods that do not change the base."""
         raise NotImplementedError
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
-        """Write the result in the form other tools read.
+        """Write the result in a format that other tools read.
 
         Args:
-            model: the trained transformer.
-            folder: where ``output_name`` is written.
-            metadata: goes into the safetensors header.
+            model: trained transformer.
+            folder: folder for ``output_name``.
+            metadata: strings for the safetensors header.
 
         Returns:
-            The file or folder written.
+            The written file or folder.
         """
         raise NotImplementedError
 
     @property
     def exports_to_checkpoints(self) -> bool:
-        """Whether checkpoints also hold the exported form, a safetensors file: when it is small."""
+        """Whether checkpoints also contain the exported safetensors file, because it is small."""
         return not self.trains_base

@@ -1,4 +1,4 @@
-"""Full fine-tuning: every parameter of the transformer trains."""
+"""Full fine-tuning: train every parameter of the transformer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Full(TrainingMethod):
     """Train the whole transformer."""
 
     method: Literal["full"] = "full"
-    """Full fine-tuning: every parameter of the transformer trains."""
+    """Full fine-tuning: train every parameter of the transformer."""
 
     trains_base: ClassVar[bool] = True
     output_name: ClassVar[str] = "transformer"
 
     def describe(self, shapes: Shapes) -> str:
-        """What is trained, in words."""
+        """Describe what is trained."""
         return "all parameters of the transformer"
 
     def trainable(self, shapes: Shapes) -> int:
-        """All of them."""
+        """Count all parameters."""
         return sum(math.prod(shape) for shape in shapes.values())
 
     def attach(self, model: nn.Module, seed: int) -> None:
@@ -35,7 +35,7 @@ class Full(TrainingMethod):
         model.requires_grad_(True)
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        """There is no way back to the base weights.
+        """Refuse: the base weights are gone.
 
         Raises:
             TypeError: always.

@@ -1,4 +1,4 @@
-"""LoRA: low-rank updates beside frozen linear layers (arXiv:2106.09685), by PEFT."""
+"""LoRA: low-rank updates of frozen linear layers (arXiv:2106.09685), with PEFT."""
 
 from __future__ import annotations
 
@@ -22,35 +22,36 @@ OUTPUT = "pytorch_lora_weights.safetensors"
 
 
 class Lora(TrainingMethod):
-    """Train low-rank updates beside frozen linear layers."""
+    """Train low-rank updates of frozen linear layers."""
 
     method: Literal["lora"] = "lora"
-    """LoRA: low-rank updates beside frozen weights; a small file that other tools load."""
+    """LoRA: train low-rank updates of frozen weights; the result is a small file that other tools load."""
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Rank of each update: more rank, more capacity, a larger file."""
+    """Rank of each update. A higher rank gives more capacity and a larger file."""
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """Updates are scaled by alpha / rank; null: alpha = rank, so the scale is 1."""
+    """Numerator of the scale alpha / rank that multiplies each update; null: alpha = rank, so the scale is 1."""
     targets: Literal["attention", "attention_image", "all_linear"] | Annotated[list[str], Field(min_length=1)] = (
         "attention"
     )
-    """Which linear layers: the eight projections of attention; only the four of the image stream; every linear layer in
-    the blocks; or a list of name endings such as ["attn.to_q", "ff.net.2"]."""
+    """Linear layers to update. attention: the eight projections of each attention; attention_image: the four of the
+    image stream; all_linear: every linear layer of the blocks; or a list of name endings such as
+    ["attn.to_q", "ff.net.2"]."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout before each update."""
+    """Dropout on the input of each update."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """The type of the updates' weights and gradients, and of the file. bf16 halves them; keep optimizer.rounding at
+    """Data type of the updates, their gradients and the file. bf16 halves their size; keep optimizer.rounding
     stochastic, or small changes are lost."""
 
     output_name: ClassVar[str] = OUTPUT
 
     @property
     def scale(self) -> float:
-        """alpha / rank."""
+        """Return alpha / rank."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def modules(self, shapes: Shapes) -> list[str]:
-        """Names of the linear layers that get an update, from the base model's shapes."""
+        """List the linear layers that get an update, from the base model's shapes."""
         linears = [name.removesuffix(".weight") for name, shape in shapes.items() if _is_linear(name, shape)]
         return [name for name in linears if self._is_target(name)]
 
@@ -61,22 +62,22 @@ class Lora(TrainingMethod):
         return any(linear == e or linear.endswith("." + e) for e in endings)
 
     def is_untouched(self, module: str) -> bool:
-        """Every module without an update."""
+        """Tell whether a module gets no update."""
         return not self._is_target(module)
 
     def describe(self, shapes: Shapes) -> str:
-        """What is trained, in words."""
+        """Describe what is trained."""
         targets = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
         return (
             f"LoRA of rank {self.rank}, scale {self.scale:g}, on {len(self.modules(shapes))} linear layers ({targets})"
         )
 
     def trainable(self, shapes: Shapes) -> int:
-        """rank x (inputs + outputs) of every target."""
+        """Sum rank x (inputs + outputs) over all targets."""
         return sum(self.rank * sum(shapes[f"{name}.weight"]) for name in self.modules(shapes))
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
-        """Target endings that match no linear layer."""
+        """Report target endings that match no linear layer."""
         if isinstance(self.targets, str):
             return
         for ending in self.targets:
@@ -86,7 +87,7 @@ class Lora(TrainingMethod):
                 )
 
     def attach(self, model: nn.Module, seed: int) -> None:
-        """Freeze the model and add the updates: weights in ``dtype``, products in the type of the activations."""
+        """Freeze the model and add the updates, with weights in ``dtype`` and matmuls in the activations' type."""
         import torch
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -106,16 +107,16 @@ class Lora(TrainingMethod):
         compute_in_output_type(model, {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype])
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Within this context the updates are off, exactly."""
+        """Disable the updates within this context, which restores the exact base model."""
         from simpletune.adapters.lora_layers import updates_disabled
 
         return updates_disabled(model)
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
-        """Write pytorch_lora_weights.safetensors in diffusers' layout, the scale folded into lora_B.
+        """Write pytorch_lora_weights.safetensors in diffusers' layout, with the scale folded into lora_B.
 
-        A scale that stands only in the header is ignored by other tools without a word; folded in, all apply it alike.
-        The file is in ``dtype``: of bf16, a scale that is no power of two costs lora_B one more rounding.
+        Other tools silently ignore a scale in the header; when folded in, all of them apply it. In bf16, a scale that
+        is not a power of two rounds lora_B once more.
         """
         from simpletune.adapters.lora_layers import lora_state
         from simpletune.system.safetensors_file import write_safetensors

@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers inside a transformer: their numeric type, their state, and switching them off."""
+"""Handle PEFT's LoRA layers inside a transformer: data type, state, and disabling them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from simpletune.adapters.lora_product import InPlaceLoraVariant
 
-ADAPTER = "default"  # PEFT's name for the first adapter; the only one in training
+ADAPTER = "default"  # PEFT's name for the first adapter, the only one in training
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
-    """The layers that carry an update, with their names."""
+    """Yield the layers that have an update, with their names."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
 
 
 def compute_in_output_type(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Keep the updates' weights in one type; make their products in the activations' type, into the layer's output.
+    """Store the updates' weights in ``dtype``, and compute their matmuls in the activations' type in place.
 
-    PEFT would cast the activations up to the weights' type: fp32 products, and fp32 activations kept for backward.
+    PEFT would cast the activations to the weights' type: fp32 matmuls, and fp32 activations saved for backward.
     """
     for _, layer in lora_layers(model):
         layer.cast_input_dtype_enabled = False
@@ -33,7 +33,7 @@ def compute_in_output_type(model: nn.Module, dtype: torch.dtype = torch.float32)
 
 
 def lora_state(model: nn.Module) -> dict[str, Tensor]:
-    """The updates' weights: ``{layer}.lora_A.weight`` [rank, i] and ``{layer}.lora_B.weight`` [o, rank]."""
+    """Return the updates' weights: ``{layer}.lora_A.weight`` [rank, i] and ``{layer}.lora_B.weight`` [o, rank]."""
     state = {}
     for name, layer in lora_layers(model):
         state[f"{name}.lora_A.weight"] = layer.lora_A[ADAPTER].weight.detach()
@@ -43,7 +43,7 @@ def lora_state(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def updates_disabled(model: nn.Module) -> Iterator[None]:
-    """The model without its updates, exactly: PEFT skips them."""
+    """Disable the updates within this context; PEFT skips them."""
     layers = [layer for _, layer in lora_layers(model)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -55,22 +55,22 @@ def updates_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def detach(model: nn.Module) -> None:
-    """Take every update off: each wrapped layer is again the very layer that it was."""
+    """Remove every update and put the original layers back."""
     for name, layer in list(lora_layers(model)):
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer.get_base_layer())
     if hasattr(model, "peft_config"):
-        del model.peft_config  # or PEFT would take the next update for a second one of the same name
+        del model.peft_config  # otherwise PEFT takes the next update for a second adapter of the same name
 
 
 def rescale(model: nn.Module, scale: float) -> None:
-    """Give every update this strength."""
+    """Set the scale of every update."""
     for _, layer in lora_layers(model):
         layer.scaling[ADAPTER] = scale
 
 
 def move_updates(model: nn.Module, device: torch.device) -> None:
-    """Move the updates, and nothing else, to a device: beside streamed weights they are made in host memory."""
+    """Move only the updates to a device: next to streamed weights, PEFT creates them in host memory."""
     for _, layer in lora_layers(model):
         for pair in (layer.lora_A, layer.lora_B):
             pair.to(device)

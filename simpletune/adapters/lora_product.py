@@ -1,8 +1,8 @@
-"""Add a LoRA update into its layer's output in the matrix product itself.
+"""Add a LoRA update to its layer's output within the matmul.
 
-PEFT computes the update, multiplies it by its scale and adds it to the layer's output: three tensors of the output's
-size, written and read. Here the product with the second factor adds to the output in place and rounds once. Counted
-with checkpointing, a layer's step reads or writes 13 tensors of the activations' size for its update instead of 23.
+PEFT computes the update, multiplies it by its scale and adds it to the layer's output, which writes and reads three
+tensors of the output's size. Here the matmul with the second factor adds to the output in place and rounds once. With
+checkpointing, a layer's update reads or writes 13 tensors of the activations' size per step instead of 23.
 
 Shapes: n rows (samples x tokens), i inputs, o outputs, r rank.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class _Added(torch.autograd.Function):
-    """y += scale (x A^T) B^T in the type of y; returns y. What made y must not need it for its backward pass."""
+    """Compute y += scale (x A^T) B^T in the type of y and return y. The op that made y must not need y for backward."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -43,7 +43,7 @@ class _Added(torch.autograd.Function):
 
 
 def _scaled(product: Tensor, scale: float) -> Tensor:
-    """A fresh product times the scale, which is 1 by default, in place."""
+    """Multiply a fresh tensor by the scale in place."""
     return product if scale == 1 else product.mul_(scale)
 
 
@@ -56,18 +56,18 @@ def add_update(
 ) -> Tensor:  # [..., o]
     """Add a LoRA update to a layer's output: y + scale (x A^T) B^T (arXiv:2106.09685, eq. 3), in the type of y.
 
-    Overwrites y, so nothing else may need it any more. Evaluates the expression as it is written, into a new tensor,
-    under ``torch.compile``, which fuses it itself, and where y is not contiguous.
+    Overwrites y, so nothing else may need it. Computes a new tensor instead under ``torch.compile``, which fuses the
+    expression itself, and if y is not contiguous.
 
     Args:
-        y: the layer's output without the update.
-        x: the layer's input, after dropout.
-        a: the first factor.
-        b: the second factor.
+        y: layer output without the update.
+        x: layer input after dropout.
+        a: first factor.
+        b: second factor.
         scale: alpha / r.
 
     Returns:
-        The output with the update; in the memory of y if it was overwritten.
+        The output with the update, in the memory of y if y was overwritten.
     """
     if torch.compiler.is_compiling() or not y.is_contiguous():
         x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
@@ -77,11 +77,11 @@ def add_update(
 
 
 class InPlaceLoraVariant(LoraVariant):
-    """PEFT's hook for another way to apply an update: it calls ``forward`` with the layer's output."""
+    """Apply an update through PEFT's hook, which calls ``forward`` with the layer's output."""
 
     @staticmethod
     def forward(module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **more: Any) -> Tensor:
-        """The output [..., o] with one adapter's update."""
+        """Return the output [..., o] with one adapter's update."""
         a, b = module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight
         dropped = module.lora_dropout[active_adapter](x)
         return add_update(result, dropped, a, b, module.scaling[active_adapter])

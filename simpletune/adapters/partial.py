@@ -1,4 +1,4 @@
-"""Partial fine-tuning: only the parameters that patterns name train; the rest of the transformer stays as it is."""
+"""Partial fine-tuning: train only the parameters that match a pattern, and freeze the rest."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ class Partial(TrainingMethod):
     """Train the parameters whose names match a pattern."""
 
     method: Literal["partial"] = "partial"
-    """Partial fine-tuning: the parameters that a pattern names train, the others are frozen."""
+    """Partial fine-tuning: train the parameters that match a pattern, and freeze the others."""
     layers: Annotated[list[str], Field(min_length=1)] = ["transformer_blocks.*.attn.*"]
-    """Patterns of parameter names, with * for anything: transformer_blocks.*.attn.*, transformer_blocks.1?.ff.*."""
+    """Glob patterns of parameter names, such as transformer_blocks.*.attn.* or transformer_blocks.1?.ff.*."""
 
     trains_base: ClassVar[bool] = True
     output_name: ClassVar[str] = Full.output_name
 
     def names(self, shapes: Shapes) -> list[str]:
-        """The parameters that train."""
+        """List the trained parameters."""
         return [name for name in shapes if any(fnmatchcase(name, pattern) for pattern in self.layers)]
 
     def describe(self, shapes: Shapes) -> str:
-        """What is trained, in words."""
+        """Describe what is trained."""
         return f"{len(self.names(shapes))} of the transformer's {len(shapes)} tensors ({', '.join(self.layers)})"
 
     def trainable(self, shapes: Shapes) -> int:
-        """The size of what the patterns name."""
+        """Count the matching parameters."""
         return sum(math.prod(shapes[name]) for name in self.names(shapes))
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
-        """Patterns that match nothing."""
+        """Report patterns that match nothing."""
         for pattern in self.layers:
             if not any(fnmatchcase(name, pattern) for name in shapes):
-                remedy = "Use patterns such as transformer_blocks.*.attn.*"
+                remedy = "Use a pattern such as transformer_blocks.*.attn.*"
                 yield Problem("adapter.layers", f"{pattern!r} matches no parameter. {remedy}")
 
     def attach(self, model: nn.Module, seed: int) -> None:
-        """Unfreeze what the patterns name."""
+        """Unfreeze the matching parameters and freeze the others."""
         parameters = dict(model.named_parameters())
         trained = set(self.names({name: tuple(parameter.shape) for name, parameter in parameters.items()}))
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in trained)
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        """There is no way back to the base weights.
+        """Refuse: the base weights are gone.
 
         Raises:
             TypeError: always.

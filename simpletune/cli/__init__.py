@@ -1,4 +1,4 @@
-"""The command line: each verb is a function and what fills its parser. Nothing heavy is imported before a verb runs.
+"""The command line. Each verb is a function plus one that fills its parser; heavy imports wait until a verb runs.
 
 May import every room. Only ``__main__`` imports it.
 """

@@ -1,4 +1,4 @@
-"""What verbs share that read a configuration."""
+"""Arguments shared by the verbs that read a configuration."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig
 
-CONFIG_HELP = "a JSON file, or the name of a shipped configuration, such as demo or sd3_medium_lora_8gb"
+CONFIG_HELP = "a JSON file or the name of a shipped configuration, such as demo or sd3_medium_lora_8gb"
+OVERRIDES_HELP = "override fields of the configuration, such as train.steps=30"
+JSON_HELP = "print machine-readable JSON"
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Arguments of verbs that read a configuration."""
+    """Add the arguments of verbs that read a configuration."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help=CONFIG_HELP)
-    about = "changes to it, such as train.steps=30"
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=about)
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add ``key.path=value`` overrides."""
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=OVERRIDES_HELP)
 
 
 def read(args: argparse.Namespace) -> TrainConfig:
-    """The configuration that the arguments name."""
+    """Read the configuration that the arguments name, and print notices."""
     from simpletune.config.load import read_config
     from simpletune.system.console import note
 

@@ -1,15 +1,15 @@
-"""The verb that looks at a data set: data."""
+"""The verb that inspects a data set: data."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from simpletune.cli.config_arguments import add_config
+from simpletune.cli.config_arguments import JSON_HELP, add_config
 
 
 def data(args: argparse.Namespace) -> None:
-    """look at a data set before anything else: what is unusable, small, alike, and how it is cut; no weights needed"""
+    """check a data set before training: unusable, small and duplicate pictures, and crops; needs no weights"""
     from simpletune.config.load import read_config
     from simpletune.data_report.report import report
     from simpletune.system.console import note
@@ -20,18 +20,18 @@ def data(args: argparse.Namespace) -> None:
 
 
 def data_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``data``."""
+    """Add the arguments of ``data``."""
     add_config(parser)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write data.html, sheet.png and data.json there")
-    parser.add_argument("--json", action="store_true", help="print figures for programs")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write data.html, sheet.png and data.json to it")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
     parser.add_argument(
-        "--pictures", type=_count, default=96, metavar="N", help="on sheet and page at most (default: 96)"
+        "--pictures", type=_count, default=96, metavar="N", help="show at most N pictures (default: 96)"
     )
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) > 2000:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 2000")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to 2000")
     return int(text)
 
 

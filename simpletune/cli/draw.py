@@ -8,7 +8,7 @@ from simpletune.system.startup import import_libraries
 
 
 def generate(args: argparse.Namespace) -> None:
-    """draw a picture with a run's result, a LoRA, or the base"""
+    """draw pictures with a run's result, a LoRA or the base model"""
     import_libraries()
     from simpletune.drawing.generate import generate as run
 
@@ -16,14 +16,14 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def generate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``generate``."""
+    """Add the arguments of ``generate``."""
     from simpletune.cli.drawing_arguments import add_arguments
 
     add_arguments(parser)
 
 
 def compare(args: argparse.Namespace) -> None:
-    """draw the same pictures with several models, side by side"""
+    """draw the same pictures with several models and show them side by side"""
     import_libraries()
     from simpletune.drawing.compare import compare as run
 
@@ -31,7 +31,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``compare``."""
+    """Add the arguments of ``compare``."""
     from simpletune.cli.drawing_arguments import add_compare_arguments
 
     add_compare_arguments(parser)

@@ -1,4 +1,4 @@
-"""Verbs that know before: estimate, plan."""
+"""Verbs that predict before anything runs: estimate, plan."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from simpletune.cli.config_arguments import CONFIG_HELP, add_config
+from simpletune.cli.config_arguments import CONFIG_HELP, JSON_HELP, add_config, add_overrides
 from simpletune.options import UserError
 
-ABOUT_DEVICE = "a card by name (L4, T4, RTX4090, ...) or by its memory (12GiB)"
+ABOUT_DEVICE = "a card by name (L4, T4, RTX4090, ...) or by memory (12GiB)"
 
 
 def require_cards(names: Sequence[str]) -> None:
-    """Look cards up before torch is loaded, which takes seconds.
+    """Check card names before importing torch, which takes seconds.
 
     Raises:
-        UserError: a name is not known.
+        UserError: a name is unknown.
     """
     from simpletune.cards import card_of
 
@@ -25,7 +25,7 @@ def require_cards(names: Sequence[str]) -> None:
 
 
 def estimate(args: argparse.Namespace) -> None:
-    """predict what a run takes: memory by stage and kind, host memory, disk; no GPU, no weights, no data"""
+    """predict the device memory, host memory and disk space of a run; needs no GPU, weights or data"""
     require_cards([args.device] if args.device else [])
     from simpletune.estimate.estimate_command import compare_configs, estimate_config
 
@@ -38,25 +38,31 @@ def estimate(args: argparse.Namespace) -> None:
 
 
 def estimate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``estimate``."""
+    """Add the arguments of ``estimate``."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=CONFIG_HELP)
-    what.add_argument("--compare", nargs="+", metavar="CONFIG", help="several configurations side by side")
-    about = "changes to it, such as train.steps=30"
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=about)
-    parser.add_argument("--json", action="store_true", help="print figures for programs")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="with --compare: stacked bars, as .svg or .png")
+    what.add_argument("--compare", nargs="+", metavar="CONFIG", help="compare several configurations side by side")
+    add_overrides(parser)
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="with --compare: write stacked bars to a .svg or .png file"
+    )
     parser.add_argument("--device", metavar="CARD", help=ABOUT_DEVICE)
-    parser.add_argument("--reserve", type=float, default=0.0, metavar="GIB", help="what other programs hold of it")
+    add_reserve(parser)
+
+
+def add_reserve(parser: argparse.ArgumentParser) -> None:
+    """Add the device memory to leave to other programs."""
+    parser.add_argument("--reserve", type=float, default=0.0, metavar="GIB", help="memory that other programs use")
 
 
 def plan(args: argparse.Namespace) -> None:
-    """find the settings that fit on a card and should be fastest; or the largest batch by card"""
+    """find the fastest settings that fit on a card, or the largest batch per card"""
     if not args.batches:
         if not args.device or len(args.device) > 1:
-            raise UserError("--device: say which card the run should fit on, as in --device L4 or --device 8GiB")
+            raise UserError("--device: name one card that the run must fit on, as in --device L4 or --device 8GiB")
         if args.json:
-            raise UserError("--json: goes with --batches. Add --batches, or leave --json out")
+            raise UserError("--json: requires --batches. Add --batches or remove --json")
     require_cards(args.device or [])
     from simpletune.estimate.plan_command import batches, plan_config
 
@@ -67,15 +73,19 @@ def plan(args: argparse.Namespace) -> None:
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``plan``."""
+    """Add the arguments of ``plan``."""
     add_config(parser)
     parser.add_argument("--device", metavar="CARD", action="append", help=ABOUT_DEVICE + "; several with --batches")
-    parser.add_argument("--reserve", type=float, default=0.0, metavar="GIB", help="what other programs hold of it")
+    add_reserve(parser)
     goals = ("fastest", "largest-batch", "highest-resolution")
     parser.add_argument("--goal", choices=goals, default="fastest", help="default: fastest")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write them (default: CONFIG_CARD.json)")
-    parser.add_argument("--batches", action="store_true", help="print the largest batch by card and resolution instead")
-    parser.add_argument("--json", action="store_true", help="with --batches: print figures for programs")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="file to write the settings to (default: CONFIG_CARD.json)"
+    )
+    parser.add_argument(
+        "--batches", action="store_true", help="print the largest batch per card and resolution instead"
+    )
+    parser.add_argument("--json", action="store_true", help="with --batches: " + JSON_HELP)
 
 
 VERBS = {"estimate": (estimate, estimate_arguments), "plan": (plan, plan_arguments)}

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from simpletune.cli.config_arguments import JSON_HELP
+from simpletune.cli.drawing_arguments import OVERWRITE_HELP, positive
+
 FORMATS = ("diffusers", "kohya", "comfy")
 DTYPES = ("fp32", "bf16", "fp16")
 METHODS = ("cat", "linear", "svd", "ties", "ties_svd", "dare_linear", "dare_ties", "dare_linear_svd", "dare_ties_svd",
            "magnitude_prune", "magnitude_prune_svd")  # fmt: skip
-LORA = "a LoRA file in any layout, a run, its checkpoint (RUN@STEP), or a hub name"
+LORA = "a LoRA file in any layout, a run, a checkpoint (RUN@STEP) or a hub name"
 
 
 def inspect(args: argparse.Namespace) -> None:
-    """say what a weight file is, and which tools load it"""
+    """describe a weight file and list the tools that load it"""
     import json
 
     from simpletune.lora.describe import describe, in_words
@@ -25,10 +28,10 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``inspect``."""
-    parser.add_argument("file", metavar="FILE", help="a .safetensors file, a folder with one, a run, or RUN@STEP")
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument("--header-only", action="store_true", help="do not look at a LoRA's values (NaN, zeros)")
+    """Add the arguments of ``inspect``."""
+    parser.add_argument("file", metavar="FILE", help="a .safetensors file, a folder with one, a run or RUN@STEP")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    parser.add_argument("--header-only", action="store_true", help="do not check a LoRA's values (NaN, zeros)")
 
 
 def export(args: argparse.Namespace) -> None:
@@ -39,67 +42,67 @@ def export(args: argparse.Namespace) -> None:
 
 
 def export_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``export``."""
+    """Add the arguments of ``export``."""
     parser.add_argument("lora", metavar="LORA", help=LORA)
-    parser.add_argument("--format", choices=FORMATS, required=True, help="kohya loads in ComfyUI and Forge")
-    parser.add_argument("--out", type=Path, help="the file to write; default: beside the LoRA, the format in its name")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: as it is")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="file layout; ComfyUI and Forge load kohya")
+    parser.add_argument("--out", type=Path, help="file to write (default: beside the LoRA, named by format)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: unchanged")
     add_overwrite(parser)
 
 
 def merge(args: argparse.Namespace) -> None:
-    """add LoRAs to a base model's weights and write a full model"""
+    """merge LoRAs into a base model and write a full model"""
     from simpletune.cli.lora_commands import merge as run
 
     run(args)
 
 
 def merge_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``merge``."""
+    """Add the arguments of ``merge``."""
     parser.add_argument("loras", nargs="+", metavar="LORA[:STRENGTH]", help=LORA)
-    parser.add_argument("--scale", type=float, default=1.0, help="strength of all of them (default: 1)")
-    parser.add_argument("--base", help="a folder, a single file or a hub name; default: what the run trained on")
-    parser.add_argument("--out", type=Path, required=True, help="a folder, or a .safetensors file")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on every strength (default: 1)")
+    parser.add_argument("--base", help="a folder, a single file or a hub name (default: the run's base)")
+    parser.add_argument("--out", type=Path, required=True, help="a folder or a .safetensors file")
     parser.add_argument(
         "--format", choices=("diffusers", "single-file"), help="default: single-file if --out ends in .safetensors"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="default: as the base is")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the base's")
     add_overwrite(parser)
 
 
 def mix(args: argparse.Namespace) -> None:
-    """make one LoRA of several"""
+    """combine several LoRAs into one"""
     from simpletune.cli.lora_commands import mix as run
 
     run(args)
 
 
 def mix_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``mix``."""
+    """Add the arguments of ``mix``."""
     parser.add_argument("loras", nargs="+", metavar="LORA:WEIGHT", help=LORA)
     parser.add_argument("--method", choices=METHODS, default="cat", help="default: cat, the exact sum")
     parser.add_argument(
-        "--rank", type=positive, help="of the result, for methods that end in svd; default: the largest"
+        "--rank", type=positive, help="rank of the result, for methods that end in svd (default: the largest)"
     )
-    parser.add_argument("--density", type=float, default=0.5, help="kept share, for ties, dare and magnitude_prune")
-    parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
+    parser.add_argument("--density", type=float, default=0.5, help="share to keep, for ties, dare and magnitude_prune")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the entries that dare drops")
     add_output(parser)
 
 
 def extract(args: argparse.Namespace) -> None:
-    """make a LoRA from the difference of two models"""
+    """extract a LoRA from the difference of two models"""
     from simpletune.cli.lora_commands import extract as run
 
     run(args)
 
 
 def extract_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``extract``."""
-    what = "a folder in diffusers' layout, a single file, or a hub name"
+    """Add the arguments of ``extract``."""
+    what = "a folder in diffusers' layout, a single file or a hub name"
     parser.add_argument("base", metavar="BASE", help=what)
     parser.add_argument("tuned", metavar="TUNED", help=what)
     add_rank_or_energy(parser)
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="where to compute; default: cuda if there is one")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="device to compute on (default: cuda if available)")
     add_output(parser)
 
 
@@ -111,36 +114,29 @@ def resize(args: argparse.Namespace) -> None:
 
 
 def resize_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``resize``."""
+    """Add the arguments of ``resize``."""
     parser.add_argument("lora", metavar="LORA", help=LORA)
     add_rank_or_energy(parser)
     add_output(parser)
 
 
 def add_rank_or_energy(parser: argparse.ArgumentParser) -> None:
-    """How much to keep."""
-    parser.add_argument("--rank", type=positive, help="of every layer")
+    """Add the arguments that choose the rank."""
+    parser.add_argument("--rank", type=positive, help="rank of every layer")
     parser.add_argument("--energy", type=float, help="share of the squared singular values to keep in each layer: 0.95")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Where to and in which form."""
-    parser.add_argument("--out", type=Path, required=True, help="the .safetensors file to write")
+    """Add the output file and its format."""
+    parser.add_argument("--out", type=Path, required=True, help=".safetensors file to write")
     parser.add_argument("--format", choices=FORMATS, default="diffusers", help="default: diffusers")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: as computed (fp32), or as the files are")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: fp32 if computed, else as in the input")
     add_overwrite(parser)
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """Leave to replace a file."""
-    parser.add_argument("--overwrite", action="store_true", help="replace the file of --out if it exists")
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
+    """Add ``--overwrite``."""
+    parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
 
 
 VERBS = {

@@ -1,4 +1,4 @@
-"""The verbs that make LoRA files, or models of them: export, merge, mix, extract, resize."""
+"""Verbs that write LoRA files or merged models: export, merge, mix, extract, resize."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedLora:
-    """A LoRA that a command names.
+    """Describe a LoRA that a command names.
 
     Args:
-        file: of its weights.
-        run: the folder of the run that made it, if that was named.
-        weight: its strength.
-        step: of the run's checkpoint; None: it is its result.
+        file: weights file.
+        run: folder of the run that made it, if the name was a run.
+        weight: strength.
+        step: step of the run's checkpoint; None for the run's result.
     """
 
     file: Path
@@ -38,38 +38,38 @@ class NamedLora:
     step: int | None = None
 
     def config(self, metadata: Mapping[str, str]) -> TrainConfig | None:
-        """The configuration that made it, if known."""
+        """Return the configuration that made it, if known."""
         return config_of(self.run, metadata)
 
     @property
     def name(self) -> str:
-        """The run's name, or the file's: no path."""
+        """Return the run's or the file's name, without a path."""
         return self.title if self.run else self.file.name
 
     @property
     def title(self) -> str:
-        """A short name: the run's, with the step of a checkpoint, or the file's."""
+        """Return a short name: the run's, with the checkpoint's step, or the file's."""
         at = f"-step-{self.step}" if self.step is not None else ""
         return f"{self.run.resolve().name}{at}" if self.run else self.file.stem
 
     @property
     def steps(self) -> int | None:
-        """How many steps it was trained, if that is known."""
+        """Return the number of training steps, if known."""
         summary = read_json_or_none(self.run / SUMMARY) if self.run else None
         return self.step if self.step is not None else summary["steps"] if summary else None
 
 
 def named_lora(text: str, strength: bool = False) -> NamedLora:
-    """A LoRA by its file, its run or checkpoint, or a hub name.
+    """Find a LoRA by file, run, checkpoint or hub name.
 
     Args:
-        text: the name.
-        strength: whether ``:STRENGTH`` may follow.
+        text: name.
+        strength: accept ``:STRENGTH`` after the name.
 
     Raises:
-        UserError: there is no LoRA of that name.
+        UserError: no LoRA has that name.
     """
-    remedy = "A LoRA of its difference from the base: simpletune extract BASE TUNED"
+    remedy = "Extract a LoRA from its difference to the base: simpletune extract BASE TUNED"
     named = find_lora(text, remedy=remedy, strength=strength)
     assert named.lora is not None
     return NamedLora(named.lora, named.run, 1.0 if named.scale is None else named.scale, named.step)
@@ -107,21 +107,23 @@ def resize(args: argparse.Namespace) -> Path:
     note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
     metadata = header_of(new, args.out.stem, source.config(header.metadata), source.steps)
     written = write(new, args.out, args, metadata | note)
-    say(f"  rank {ranks_of(old)} before, {ranks_of(new)} now; cut off: {lost:.3%} of the update (Frobenius norm)")
+    say(f"  rank {ranks_of(old)} before, {ranks_of(new)} now; lost {lost:.3%} of the update (Frobenius norm)")
     return written
 
 
 def mix(args: argparse.Namespace) -> Path:
-    """Several LoRAs into one."""
+    """Combine several LoRAs into one."""
     from simpletune.lora.mix import PRUNING, Recipe
     from simpletune.lora.mix import mix as mixed
     from simpletune.lora.read import read_lora
 
     sources = [named_lora(text, strength=True) for text in args.loras]
     if len(sources) < 2:
-        raise UserError("mix needs two LoRAs or more, as in: simpletune mix a.safetensors:0.7 b.safetensors:0.5")
+        raise UserError("mix needs at least two LoRAs, as in: simpletune mix a.safetensors:0.7 b.safetensors:0.5")
     if args.rank and not args.method.endswith("svd"):
-        raise UserError(f"--rank goes with the methods that end in svd, not with {args.method}: use simpletune resize")
+        raise UserError(
+            f"--rank applies to methods that end in svd, not to {args.method}. Use simpletune resize instead"
+        )
     for source in sources:
         refuse_same(args.out, source.file)
     require_new(args.out, args.overwrite)
@@ -138,7 +140,7 @@ def mix(args: argparse.Namespace) -> Path:
 
 
 def merge(args: argparse.Namespace) -> Path:
-    """LoRAs into the base."""
+    """Merge LoRAs into the base."""
     from simpletune.lora.bases import Base
     from simpletune.lora.merge import Merger, merge_to_file, merge_to_folder
     from simpletune.lora.read import read_lora
@@ -158,12 +160,12 @@ def merge(args: argparse.Namespace) -> Path:
         done = (merge_to_file if single else merge_to_folder)(merger, args.out, note, advance)
     say(f"{done.path}: {base.name} with {', '.join(f'{weight:g} x {name}' for name, weight in parts)}")
     types = ", ".join(sorted({merger.kind(name) for name in base.shapes}))
-    say(f"  {plural(done.layers, 'layer')} changed, written in {types}; rounding cost {done.lost:.2%} of the update")
+    say(f"  changed {plural(done.layers, 'layer')}, written in {types}; rounding lost {done.lost:.2%} of the update")
     return done.path
 
 
 def extract(args: argparse.Namespace) -> Path:
-    """A LoRA from two checkpoints."""
+    """Extract a LoRA from two models."""
     import torch
 
     from simpletune.lora.bases import Base
@@ -181,17 +183,18 @@ def extract(args: argparse.Namespace) -> Path:
     for row in sorted(found.rows, key=lambda row: -row.residual):
         say(f"  {row.layer}: rank {row.rank}, residual {row.relative:.3%} of {row.norm:.4g}")
     say(
-        f"  {plural(len(found.rows), 'layer')} in all: residual {found.relative:.3%} of the difference (Frobenius norm)"
+        f"  total of {plural(len(found.rows), 'layer')}: residual {found.relative:.3%} of the difference "
+        "(Frobenius norm)"
     )
     if found.left_out:
         names = sorted(found.left_out, key=lambda name: -found.left_out[name])
-        say(f"  {len(names)} tensors differ that no LoRA holds ({found.left_out_share:.3%} of the whole difference): "
-            f"{shortened(names)}")  # fmt: skip
+        say(f"  left out {len(names)} tensors that a LoRA cannot represent ({found.left_out_share:.3%} of the "
+            f"difference): {shortened(names)}")  # fmt: skip
     return written
 
 
 def write(updates: Updates, out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
-    """Write a file and say what it is."""
+    """Write a LoRA file and describe it."""
     from simpletune.lora.write import write_lora
 
     written = write_lora(updates, out, args.format, args.dtype, metadata)
@@ -201,48 +204,50 @@ def write(updates: Updates, out: Path, args: argparse.Namespace, metadata: Mappi
 
 
 def ranks_of(updates: Updates) -> str:
-    """One rank, or the least and the largest."""
+    """Format the rank, or the smallest and the largest."""
     ranks = sorted({update.rank for update in updates.values()})
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
 
 
 def base_of(sources: list[NamedLora]) -> str:
-    """The base that the first LoRA's run trained on.
+    """Return the base that the first LoRA's run trained on.
 
     Raises:
-        UserError: it is not known, or was random.
+        UserError: the base is unknown or had random weights.
     """
     config = sources[0].config(open_lora(sources[0].file).metadata) if sources[0].run else None
     if config is None:
-        raise UserError("--base: name the model to merge into: a folder, a single file, or a hub name")
+        raise UserError("--base: name the model to merge into: a folder, a single file or a hub name")
     if config.model.init == "random":
-        raise UserError(f"--base: {sources[0].run} trained on random weights, which are kept nowhere")
+        raise UserError(f"--base: {sources[0].run} trained on random weights, which were not saved. Name another base")
     return config.model.transformer or config.model.pretrained
 
 
 def refuse_same(out: Path, source: Path) -> None:
-    """Never write over what is read."""
+    """Refuse to overwrite the input."""
     if out.resolve() == source.resolve():
-        raise UserError(f"--out: {out} is the file that is read. Choose another name")
+        raise UserError(f"--out: {out} is the input file. Choose another name")
 
 
 def refuse_unfit_output(out: Path, single: bool) -> None:
-    """A name that says another format, or a folder that holds something."""
+    """Refuse a name that does not suit the format."""
     if single and out.suffix != ".safetensors":
-        raise UserError(f"--out: {out} does not end in .safetensors, as a single file does")
+        raise UserError(
+            f"--out: {out} does not end in .safetensors. Name a .safetensors file, or use --format diffusers"
+        )
     if not single and out.suffix == ".safetensors":
-        raise UserError(f"--out: {out} is a file's name, and --format diffusers writes a folder")
+        raise UserError(f"--out: {out} names a file, but --format diffusers writes a folder. Name a folder")
 
 
 def require_rank_or_energy(args: argparse.Namespace, both: bool = False) -> None:
-    """One of --rank and --energy; their ranges.
+    """Require --rank or --energy, within their ranges.
 
     Args:
-        both: whether both may be given: the rank is then a limit.
+        both: accept both; the rank is then the maximum.
     """
     if args.rank is None and args.energy is None:
         raise UserError("give --rank, such as --rank 16, or --energy, such as --energy 0.95")
     if args.rank is not None and args.energy is not None and not both:
         raise UserError("give --rank or --energy, not both")
     if args.energy is not None and not 0 < args.energy <= 1:
-        raise UserError(f"--energy: {args.energy:g} is no share between 0 and 1. Use 0.95, say")
+        raise UserError(f"--energy: {args.energy:g} is not a share between 0 and 1. Use a value such as 0.95")

@@ -1,4 +1,4 @@
-"""The header of a LoRA file that leaves simpletune: ``modelspec.*`` and ``ss_*``, filled from the run that made it."""
+"""Build the header of an exported LoRA file: ``modelspec.*`` and ``ss_*`` fields, filled from its run."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from simpletune.lora.updates import Updates
 
 EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
-ARCHITECTURE = "stable-diffusion-3-m/lora"  # sd-scripts' word for SD3 Medium
+ARCHITECTURE = "stable-diffusion-3-m/lora"  # sd-scripts' name for SD3 Medium
 
 
 def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
-    """Strings for the header.
+    """Build the header's strings.
 
     Args:
-        updates: of the file, by layer; their ranks and scales count.
-        title: of the file.
-        config: of the run that trained it, if that is known.
-        steps: how many it was trained, if that is known.
+        updates: updates by layer, for their ranks and scales.
+        title: title of the file.
+        config: configuration of the run, if known.
+        steps: number of training steps, if known.
     """
     common = {
         "format": "pt",
@@ -44,7 +44,7 @@ def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: i
     }
     ranks = {update.rank for update in updates.values()}
     alphas = {update.rank * update.scale for update in updates.values()}
-    common["ss_network_dim"] = f"{ranks.pop()}" if len(ranks) == 1 else "Dynamic"  # sd-scripts' word
+    common["ss_network_dim"] = f"{ranks.pop()}" if len(ranks) == 1 else "Dynamic"  # sd-scripts' term
     common["ss_network_alpha"] = f"{alphas.pop():g}" if len(alphas) == 1 else "Dynamic"
     if config is None:
         return common
@@ -52,7 +52,7 @@ def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: i
 
 
 def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | None:
-    """The configuration that made a LoRA: the run's, else the one in the file's header, else None."""
+    """Return the configuration that made a LoRA: the run's, else the one in the file's header, else None."""
     text: str | bytes | None = metadata.get(EMBEDDED)
     if run is not None and (run / CONFIG).is_file():
         text = (run / CONFIG).read_bytes()
@@ -61,12 +61,12 @@ def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | No
     try:
         return TrainConfig.model_validate_json(text)
     except ValueError:
-        say("the configuration that made this LoRA is of another version: what it says of the run is left out")
+        say("this LoRA's configuration is from another version of simpletune: the header omits details of the run")
         return None
 
 
 def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]:
-    """What a run's configuration says, in sd-scripts' words."""
+    """Translate a run's configuration to the fields of sd-scripts."""
     public = shareable(config)
     width, height = config.picture_size()
     terms = licence(config)
@@ -97,5 +97,5 @@ def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]
 
 
 def source_note(what: str, sources: Json) -> dict[str, str]:
-    """How a file was made of others, for its header; files by their last names."""
+    """Record in the header how a file was made from others, which are named without their folders."""
     return {"simpletune_made_by": what, "simpletune_made_from": json.dumps(sources)}

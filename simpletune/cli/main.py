@@ -1,4 +1,4 @@
-"""The command line: parse, run one verb, turn errors into messages and exit codes."""
+"""Run the command line: parse, run one verb, turn errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VERBS: dict[str, Verb] = {name: verb for group in GROUPS for name, verb in group
 
 
 def parser() -> Parser:
-    """The command line's parser."""
+    """Build the parser of the command line."""
     top = Parser(prog="simpletune", description="Fine-tune Stable Diffusion 3 Medium on one graphics card.")
     top.add_argument("--version", action="version", version=__version__)
     verbs = top.add_subparsers(dest="verb", metavar="VERB")
@@ -33,13 +33,13 @@ def parser() -> Parser:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse a command line; overrides may stand before and after flags."""
+    """Parse a command line; overrides may precede or follow flags."""
     words, top = sys.argv[1:] if argv is None else argv, parser()
     verb = next((word for word in words if not word.startswith("-")), None)
     if verb is not None and verb not in VERBS:
         from simpletune.config.error_text import did_you_mean
 
-        top.error(f"{verb} is no verb.{did_you_mean(verb, list(VERBS))}")
+        top.error(f"unknown verb {verb}.{did_you_mean(verb, list(VERBS))}")
     args, rest = top.parse_known_args(words)
     if args.verb is None:
         top.error(f"VERB is missing. Known: {', '.join(VERBS)}")
@@ -53,18 +53,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def in_words(error: OSError) -> str:
-    """What the system refused, where, and what to do."""
+    """Describe an error of the file system and its remedy."""
     return (
-        f"{error.filename}: {error.strerror or type(error).__name__}. Mend or remove what is there, or check that this "
-        "user may read and write it"
+        f"{error.filename}: {error.strerror or type(error).__name__}. Repair or remove it, or check that this user has "
+        "read and write permission"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb; a user's mistake is a message and an exit code, never a traceback.
+    """Run one verb; a user's mistake ends in a message and an exit code, never in a traceback.
 
     Returns:
-        0; 2 for configuration and input, 4 for a loss or gradient that is not finite, 6 for a full disk, 130 after
+        0 on success, 2 for configuration and input, 4 for a non-finite loss or gradient, 6 for a full disk, 130 after
         Ctrl-C, 143 after SIGTERM.
     """
     args = parse(argv)
@@ -74,10 +74,10 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {printable(redact(str(error)))}", file=sys.stderr)
         return error.code
-    except BrokenPipeError:  # the reader of a pipe, `head` say, has seen enough
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        if error.filename is None:  # not a file's: the traceback tells more
+        if error.filename is None:  # not about a file: the traceback is more useful
             raise
         print(f"error: {redact(in_words(error))}", file=sys.stderr)
         return 2
@@ -85,6 +85,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\n{stopped}", file=sys.stderr)
         return stopped.code
     except KeyboardInterrupt:
-        print("\nstopped; what is finished is kept", file=sys.stderr)
+        print("\nstopped; finished work is kept", file=sys.stderr)
         return 130
     return 0

@@ -1,4 +1,4 @@
-"""The command line's parser: a mistake is one line, the value, the rule and where to read on, without the usage."""
+"""Parse arguments; report a mistake in one line with value, rule and a pointer to the help, without the usage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REQUIRED = "the following arguments are required: "
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser with this project's messages. Parsers of verbs are of the same class."""
+    """Extend argparse's parser with this project's messages; the verbs' parsers are of this class too."""
 
     def __init__(self, **options: object):
         super().__init__(**options)  # type: ignore[arg-type]
@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
         self.register("type", int, _whole)
 
     def error(self, message: str, verb: str = "") -> NoReturn:
-        """Print the mistake and where to read on, and exit with code 2."""
+        """Print the mistake and a pointer to the help, and exit with code 2."""
         text = _in_our_words(message)
         stop = "" if text.endswith("?") else "."
         print(f"error: {text}{stop} See {' '.join(filter(None, (self.prog, verb)))} --help", file=sys.stderr)
@@ -37,7 +37,7 @@ def _in_our_words(message: str) -> str:
         from simpletune.config.error_text import did_you_mean
 
         guess = did_you_mean(found[1], found[2].replace("'", "").split(", "))
-        message = f"{message[: found.start()]}{found[1]} is not known.{guess}"
+        message = f"{message[: found.start()]}unknown value {found[1]}.{guess}"
     return message.rstrip(".")
 
 

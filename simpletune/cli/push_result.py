@@ -1,4 +1,4 @@
-"""``simpletune push``: a run's result, its card, its configuration and its pictures to the hub, in one commit."""
+"""``simpletune push``: upload a run's result, card, configuration and pictures to the hub in one commit."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
 
 Upload = dict[str, Path | bytes]
-"""By path in the repository, a file or its content."""
+"""A file or its content, by path in the repository."""
 ENDINGS = (".json", ".safetensors")
 
 
 def push(name: str, repository: str, private: bool, yes: bool) -> str:
-    """Upload a run's result. Says first what, and asks.
+    """List the files of a run's result, ask for confirmation, and upload them.
 
     Args:
-        name: the run's folder, or a checkpoint of it (``RUN@STEP``).
-        repository: owner/name on the hub; made if there is none.
-        private: whether it may only be seen by its owner.
-        yes: do not ask.
+        name: run folder or checkpoint (``RUN@STEP``).
+        repository: owner/name on the hub; created if missing.
+        private: create the repository as private.
+        yes: skip the confirmation.
 
     Returns:
-        The repository's page.
+        The URL of the repository.
 
     Raises:
-        UserError: there is no result, no token, no consent, or the hub refuses.
+        UserError: the result, the token or the consent is missing, or the hub refuses.
     """
     from huggingface_hub import get_token
 
     if not HUB_NAME.match(repository):
-        raise UserError(f"push: {repository!r} is not the name of a repository. Give owner/name, such as me/my-lora")
+        raise UserError(f"push: {repository!r} is not a repository name. Give owner/name, such as me/my-lora")
     files = files_of(find_run(name), repository)
-    say(f"push    {name} to {repository} ({'private' if private else 'public, if it is new'})")
+    say(f"push    {name} to {repository} ({'private' if private else 'public if new'})")
     for name, content in files.items():
         say(f"  {size_of(content):>12,} bytes  {name}")
-    say(f"  {sum(size_of(content) for content in files.values()):>12,} bytes in all")
+    say(f"  {sum(size_of(content) for content in files.values()):>12,} bytes in total")
     token = get_token()
     if not token:
         raise UserError(
-            "push: there is no token for the hub. Log in with `hf auth login`, or set HF_TOKEN (with write access)"
+            "push: no token for the hub was found. Log in with `hf auth login`, or set HF_TOKEN (with write access)"
         )
     if not yes:
         confirm()
@@ -62,16 +62,16 @@ def push(name: str, repository: str, private: bool, yes: bool) -> str:
 
 
 def files_of(named: RunName, repository: str) -> Upload:
-    """What is uploaded: nothing but the card, the result, the configuration without local paths, and the grid.
+    """Collect the files to upload: only the card, the result, the configuration without local paths, and the grid.
 
     Raises:
-        UserError: it is no run's folder, or the run left no result or no card.
+        UserError: the folder is not a run, or the run has no result or card.
     """
     run = named.folder
     config, result = run_config(run, "push: "), find_in_run(named)
     card, own = checkpoint_of(result, config) if result.step is not None else (None, Upload())
     if card is None and not (run / CARD).exists():
-        raise UserError(f"push: {run} has no {CARD}, so nobody would know what it is. Finish the run, or write one")
+        raise UserError(f"push: {run} has no {CARD}, which describes the result. Finish the run, or write one")
     card = card or (run / CARD).read_text(encoding="utf-8")
     files: Upload = {CARD: for_repository(card, repository).encode(), **own}
     if result.lora is not None and not own:
@@ -87,10 +87,10 @@ def files_of(named: RunName, repository: str) -> Upload:
 
 
 def checkpoint_of(named: Named, config: TrainConfig) -> tuple[str, Upload]:
-    """The card of a checkpoint, and its LoRA with the header of a result, which names no local folders.
+    """Build the card of a checkpoint and its LoRA file, with a header that names no local folders.
 
     Raises:
-        UserError: it is not a LoRA's, or damaged.
+        UserError: the checkpoint is damaged or has no LoRA.
     """
     from safetensors.torch import save
 
@@ -101,8 +101,8 @@ def checkpoint_of(named: Named, config: TrainConfig) -> tuple[str, Upload]:
 
     if named.lora is None or named.run is None:
         raise UserError(
-            f"push: {named.name} is a checkpoint of a {config.adapter.method} run: trained weights without the model "
-            f"around them, which no other tool loads. Only a finished one can be pushed"
+            f"push: {named.name} is a checkpoint of a {config.adapter.method} run: it holds only the trained weights, "
+            "which no other tool loads. Finish the run and push its result"
         )
     saved = checkpoint.read(named.lora.parent)
     summary = summary_at(named.run, resolve_model_folder(config), saved)
@@ -112,18 +112,20 @@ def checkpoint_of(named: Named, config: TrainConfig) -> tuple[str, Upload]:
 
 
 def size_of(content: Path | bytes) -> int:
-    """Bytes of a file or of content."""
+    """Return the size in bytes of a file or of content."""
     return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
 def confirm() -> None:
-    """Ask at the terminal.
+    """Ask for confirmation at the terminal.
 
     Raises:
-        UserError: there is no terminal, or the answer is no.
+        UserError: standard input is not a terminal, or the answer is no.
     """
     if not sys.stdin.isatty():
-        raise UserError("push: nothing was uploaded: there is no terminal to ask at. If you want this, add --yes")
+        raise UserError(
+            "push: nothing was uploaded, because no terminal can ask for confirmation. Add --yes to confirm"
+        )
     try:
         answer = input("Upload this? [y/N] ")
     except EOFError:
@@ -133,20 +135,20 @@ def confirm() -> None:
 
 
 def upload(files: Upload, repository: str, private: bool, token: str) -> str:
-    """Make the repository if there is none, and commit the files.
+    """Create the repository if missing, and commit the files.
 
     Returns:
-        The repository's page.
+        The URL of the repository.
 
     Raises:
-        UserError: it was to be private, and there is a public one.
+        UserError: ``private`` is set, but the repository exists and is public.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi(token=token, library_name="simpletune")
     page = api.create_repo(repository, private=private or None, exist_ok=True)
-    if private and not api.model_info(repository).private:  # one that exists stays as visible as it is
-        raise UserError(f"push: {repository} exists and is public: nothing was uploaded. Use another name")
+    if private and not api.model_info(repository).private:  # create_repo does not change an existing one
+        raise UserError(f"push: nothing was uploaded, because {repository} exists and is public. Use another name")
     additions = [
         CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
         for name, content in files.items()
@@ -157,35 +159,35 @@ def upload(files: Upload, repository: str, private: bool, token: str) -> str:
 
 @contextmanager
 def clear_errors(repository: str) -> Iterator[None]:
-    """The hub's refusals as messages.
+    """Turn the hub's errors into messages within this context.
 
     Raises:
-        UserError: for each of them.
+        UserError: instead of the hub's error.
     """
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 
     try:
         yield
     except HFValidationError as error:
-        raise UserError(f"push: {repository} is no name for a repository ({error})") from None
+        raise UserError(f"push: {repository} is not a valid repository name ({error})") from None
     except HfHubHTTPError as error:
         raise UserError(f"push: {_refusal(repository, error)}") from None
     except OfflineModeIsEnabled:
-        raise UserError("push: HF_HUB_OFFLINE is set, so nothing is uploaded. Unset it and try again") from None
+        raise UserError("push: nothing was uploaded, because HF_HUB_OFFLINE is set. Unset it and try again") from None
     except (HTTPError, ConnectionError, TimeoutError) as error:
-        reason = type(error).__name__  # its text may hold a signed address
-        raise UserError(f"push: the hub cannot be reached ({reason}). Check the network and try again") from None
-    except RuntimeError as error:  # hf_xet's, of large files
-        raise UserError(f"push: the upload failed ({type(error).__name__}). Try again: no commit was made") from None
+        reason = type(error).__name__  # its text may contain a signed URL
+        raise UserError(f"push: cannot reach the hub ({reason}). Check the network and try again") from None
+    except RuntimeError as error:  # raised by hf_xet for large files
+        raise UserError(f"push: the upload failed ({type(error).__name__}) before the commit. Try again") from None
 
 
 def _refusal(repository: str, error: HfHubHTTPError) -> str:
-    """What an HTTP status means here, and what to do."""
+    """Describe an HTTP status and its remedy."""
     owner, status = repository.partition("/")[0], error.response.status_code
     known = {
-        401: "the hub does not know the token (401). Log in again with `hf auth login`, or mend HF_TOKEN",
+        401: "the hub rejects the token (401). Log in again with `hf auth login`, or correct HF_TOKEN",
         403: f"the token may not write to {repository} (403). Use one with write access that belongs to {owner}",
-        404: f"{repository} was not found (404). Check the owner's name, and that the token may see it",
+        404: f"{repository} was not found (404). Check the owner's name and the token's access",
     }
-    said = f": {' '.join(error.server_message.split())[:300]}" if error.server_message else ""
-    return known.get(status, f"the hub answered {status}{said}. No commit was made: try again later")
+    detail = f": {' '.join(error.server_message.split())[:300]}" if error.server_message else ""
+    return known.get(status, f"the hub answered {status}{detail}. No commit was made; try again later")

@@ -1,4 +1,4 @@
-"""Verbs that show: report."""
+"""The verb that writes reports: report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def report(args: argparse.Namespace) -> None:
-    """write one HTML page on a run, or on several side by side, and the same in Markdown"""
+    """write an HTML page and a Markdown file about one run, or about several side by side"""
     from simpletune.report import make_report, write_report
 
     made = make_report(args.runs, args.price)
@@ -17,25 +17,27 @@ def report(args: argparse.Namespace) -> None:
 
 
 def report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``report``."""
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder, such as runs/demo")
+    """Add the arguments of ``report``."""
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run folder, such as runs/demo")
     parser.add_argument(
         "--out", type=_page, metavar="FILE",
-        help="the page, ending in .html (default: report.html in the run's folder; of several runs, here)",
+        help=".html file to write (default: report.html in the run's folder, or here for several runs)",
     )  # fmt: skip
-    parser.add_argument("--price", type=_price, metavar="DOLLARS_PER_HOUR", help="of the machine: what the run cost")
+    parser.add_argument("--price", type=_price, metavar="DOLLARS_PER_HOUR", help="machine price, to report the cost")
 
 
 def _page(text: str) -> Path:
     if not text.endswith(".html"):
-        raise argparse.ArgumentTypeError(f"{text!r} does not end in .html; the Markdown twin is written beside it")
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .html. The Markdown file gets the same name")
     return Path(text)
 
 
 def _price(text: str) -> float:
     value = float(text)
     if not 0 < value < 10_000:
-        raise argparse.ArgumentTypeError(f"{text} is no price of an hour in dollars. Use one above 0 and below 10000")
+        raise argparse.ArgumentTypeError(
+            f"{text} dollars per hour is out of range. Use a price above 0 and below 10000"
+        )
     return value
 
 

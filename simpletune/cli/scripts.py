@@ -1,4 +1,4 @@
-"""What the scripts under inference/ are: a verb of the command line, with what each always asks for."""
+"""Run the scripts under inference/: each is a verb of the command line with fixed arguments."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from simpletune.cli.main import main
 
 
 def run_verb(*words: str) -> None:
-    """Run ``simpletune WORDS`` followed by the script's own arguments, and exit as it does."""
+    """Run ``simpletune WORDS`` with the script's own arguments appended, and exit with its code."""
     sys.exit(main([*words, *sys.argv[1:]]))

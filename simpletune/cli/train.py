@@ -13,13 +13,13 @@ from simpletune.system.startup import import_libraries
 
 STARTED = time.perf_counter()
 RESUME = (
-    "continue from the run's last checkpoint (latest) or from one; auto: from the last if there is one, else begin; a "
-    "run that is finished stays as it is"
+    "continue from the run's last checkpoint (latest) or from a checkpoint's folder; auto: continue if a checkpoint "
+    "exists, otherwise start; leave a finished run alone"
 )
 
 
 def train(args: argparse.Namespace) -> None:
-    """prepare, train, validate, export"""
+    """prepare the data, train, validate and export"""
     config = read(args)
     with listening():
         try:
@@ -33,21 +33,21 @@ def train(args: argparse.Namespace) -> None:
 
 
 def continuing(args: argparse.Namespace) -> str:
-    """The command that continues a run that was stopped."""
+    """Build the command that continues a stopped run."""
     flags = [f"--{name}" for name in ("force", "estimate") if getattr(args, name)]
     return shlex.join(["simpletune", "train", str(args.config), *args.overrides, *flags, "--resume", "auto"])
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``train``."""
+    """Add the arguments of ``train``."""
     add_config(parser)
     parser.add_argument("--resume", metavar="auto|latest|PATH", help=RESUME)
-    parser.add_argument("--force", action="store_true", help="start even if it should not fit on the device")
-    parser.add_argument("--estimate", action="store_true", help="predict the memory first, as on CUDA always")
+    parser.add_argument("--force", action="store_true", help="start even if the run is not expected to fit")
+    parser.add_argument("--estimate", action="store_true", help="predict the memory first; always on with CUDA")
 
 
 def finish(args: argparse.Namespace) -> None:
-    """make a stopped run's checkpoint its result, without training"""
+    """export a stopped run's checkpoint as its result, without training"""
     with listening():
         import_libraries()
         from simpletune.training.finish_early import finish_early
@@ -56,27 +56,27 @@ def finish(args: argparse.Namespace) -> None:
 
 
 def finish_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``finish``."""
-    about = "a run's folder: its last checkpoint that is whole; or RUN@STEP, such as runs/demo@100"
+    """Add the arguments of ``finish``."""
+    about = "a run folder, for its last intact checkpoint, or RUN@STEP, such as runs/demo@100"
     parser.add_argument("run", metavar="RUN[@STEP]", help=about)
 
 
 def check(args: argparse.Namespace) -> None:
-    """explain a configuration, or list all its problems"""
+    """explain a configuration, or list all of its problems"""
     from simpletune.config.explain import explain
 
     print(explain(read(args)))
 
 
 def schema(args: argparse.Namespace) -> None:
-    """print the JSON schema of configurations, for editors"""
+    """print the JSON schema of configurations for editors"""
     from simpletune.config.schema import TrainConfig
 
     print(json.dumps(TrainConfig.model_json_schema(by_alias=True), indent=2))
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """fill the cache (prompts and pictures through the encoders) and stop"""
+    """encode prompts and pictures into the cache and stop"""
     config = read(args)
     with listening():
         import_libraries()

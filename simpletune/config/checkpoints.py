@@ -1,4 +1,4 @@
-"""When a run's state is saved, and which checkpoints stay."""
+"""Decide when a run saves checkpoints and which ones it keeps."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ PATH = "checkpoint.keep_every"
 
 
 class Checkpoint(Option):
-    """When the run's state is saved."""
+    """Save the state of the run."""
 
     every: Annotated[int, Field(ge=1)] | None = 250
-    """Steps between checkpoints; null: only at the end. There is always one at the end."""
+    """Steps between checkpoints; null: save only at the end. A run always saves at its end."""
     keep_last: Annotated[int, Field(ge=1)] | Literal["all"] = 2
-    """How many checkpoints stay, the newest ones; all: every one stays."""
+    """Number of newest checkpoints to keep, or all."""
     keep_every: Annotated[int, Field(ge=1)] | None = None
-    """Checkpoints of every so many steps stay for good, beside the last ones; a multiple of every. null: none."""
+    """Also keep every checkpoint whose step is a multiple of this number, which must be a multiple of checkpoint.every.
+    null: keep only the newest."""
 
     def kept(self, steps: Sequence[int]) -> list[int]:
-        """Which checkpoints stay.
+        """Choose the checkpoints to keep.
 
         Args:
-            steps: of all that there are, in order.
+            steps: steps of all checkpoints, in ascending order.
         """
         if self.keep_last == "all":
             return list(steps)
@@ -37,32 +38,32 @@ class Checkpoint(Option):
         return self.keep_every is not None and step % self.keep_every == 0
 
     def most_at_once(self, steps: Sequence[int]) -> int:
-        """How many checkpoints there are at most at a time: a new one is whole before an old one goes.
+        """Return the maximum number of checkpoints on disk: a new one is complete before an old one is removed.
 
         Args:
-            steps: after which the run saves, in order.
+            steps: steps after which the run saves, in ascending order.
         """
         if not steps:
             return 0
         return 1 + len(self.kept(steps[:-1]))
 
     def in_words(self) -> str:
-        """Which checkpoints stay, in words."""
+        """Describe which checkpoints are kept."""
         if self.keep_last == "all":
-            return "all stay"
-        for_good = f", and those of every {self.keep_every} steps" if self.keep_every is not None else ""
-        return f"the last {self.keep_last}{for_good} stay"
+            return "keeps all"
+        for_good = f" and one every {self.keep_every} steps" if self.keep_every is not None else ""
+        return f"keeps the last {self.keep_last}{for_good}"
 
     def rules(self) -> Iterator[Problem]:
-        """What cannot be kept because it is never saved."""
+        """Refuse to keep checkpoints that are never saved."""
         if self.keep_every is None:
             return
         if self.every is None:
-            yield Problem(PATH, f"{self.keep_every} needs checkpoints to keep. Set checkpoint.every to a divisor of it")
+            yield Problem(PATH, f"{self.keep_every} needs saved checkpoints. Set checkpoint.every to a divisor of it")
         elif self.keep_every % self.every:
             near = max(1, round(self.keep_every / self.every)) * self.every
             yield Problem(
                 PATH,
-                f"{self.keep_every} is not a multiple of checkpoint.every, {self.every}: only saved steps can be kept. "
+                f"{self.keep_every} is not a multiple of checkpoint.every, {self.every}, so those steps are not saved. "
                 f"Use {near}",
             )

@@ -1,4 +1,4 @@
-"""Pydantic's validation errors in this project's words: path without union tags, value, rule, remedy."""
+"""Turn Pydantic's validation errors into messages: path without union tags, value, rule, remedy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from simpletune.system import strict_json
 from simpletune.system.strict_json import JsonError
 
 Complaint = Mapping[str, Any]
-"""One of pydantic's ``ErrorDetails``."""
+"""One of Pydantic's ``ErrorDetails``."""
 SHOWN = 60  # characters of a value
-# What other trainers call options of ours.
+# Names that other trainers use for our options.
 ELSEWHERE = {
     "learning_rate": "optimizer.lr", "optimizer_type": "optimizer.name", "use_8bit_adam": "optimizer.name",
     "lora_rank": "adapter.rank", "network_dim": "adapter.rank", "lora_alpha": "adapter.alpha",
@@ -34,8 +34,8 @@ ELSEWHERE = {
     "checkpointing_steps": "checkpoint.every", "checkpoints_total_limit": "checkpoint.keep_last",
     "validation_prompt": "validation.prompts", "guidance_scale": "validation.guidance", "use_ema": "ema",
 }  # fmt: skip
-SUGGESTED = 100  # problems of one validation that are put into words
-RENAMED = {"boundaries": "offload_checkpoint_inputs"}  # options that were called otherwise before the first release
+SUGGESTED = 100  # problems of one validation that get a message of our own
+RENAMED = {"boundaries": "offload_checkpoint_inputs"}  # options renamed before the first release
 NEEDS = {
     "bool_type": "true or false, without quotes",
     "int_type": "a whole number, without quotes",
@@ -56,20 +56,20 @@ NEEDS = {
     "multiple_of": "a multiple of {multiple_of}",
     "string_too_short": "text that is not empty",
     "string_too_long": "text of at most {max_length} characters",
-    "string_unicode": "text without half a surrogate pair, which is no character",
+    "string_unicode": "text without a lone surrogate, which is not a character",
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
 }
 
 
 def problems_of(error: ValidationError, data: Json, root: type[Option], most: int = SUGGESTED) -> list[Problem]:
-    """All problems of one validation; several complaints about one value become one.
+    """List the problems of one validation; several errors about one value become one problem.
 
     Args:
-        error: from validating ``data`` as a ``root``.
-        data: the JSON that was validated.
-        root: the option that was validated.
-        most: problems to put into words, the first ones; the others have pydantic's: a suggestion takes long to find.
+        error: raised by validating ``data`` as a ``root``.
+        data: validated JSON.
+        root: validated option class.
+        most: number of problems that get our own message; the rest keep Pydantic's, because suggestions are slow.
     """
     by_path: dict[str, list[Complaint]] = defaultdict(list)
     fields: dict[str, tuple[type[Option], FieldInfo | None]] = {}
@@ -87,7 +87,7 @@ def problems_of(error: ValidationError, data: Json, root: type[Option], most: in
 
 
 def locate(loc: tuple[int | str, ...], data: object, root: type[Option]) -> tuple[str, type[Option], FieldInfo | None]:
-    """Pydantic's location as a dotted path of JSON keys, with the option that owns its last key."""
+    """Convert Pydantic's location to a dotted path of JSON keys, and find the option that owns the last key."""
     owner: type[Option] = root
     option: type[Option] | None = root
     path: list[str] = []
@@ -113,7 +113,7 @@ def locate(loc: tuple[int | str, ...], data: object, root: type[Option]) -> tupl
 
 
 def _item_option(field: FieldInfo | None) -> type[Option] | None:
-    """The option that each item of a list is; None: the field is no list of options."""
+    """Return the option class of a list's items; None if the field is not a list of options."""
     if field is None or get_origin(field.annotation) is not list:
         return None
     classes = option_classes(get_args(field.annotation)[0])
@@ -123,7 +123,7 @@ def _item_option(field: FieldInfo | None) -> type[Option] | None:
 def _message(
     path: str, items: list[Complaint], owner: type[Option], field: FieldInfo | None, root: type[Option]
 ) -> str:
-    """Value, rule and remedy for one path."""
+    """State value, rule and remedy for one path."""
     kinds = {item["type"] for item in items}
     item, leaf = items[0], path.rsplit(".", 1)[-1]
     if "extra_forbidden" in kinds:
@@ -133,9 +133,9 @@ def _message(
         return f"is required{described}. Add it"
     if "union_tag_invalid" in kinds:
         tags = [tag.strip(" '") for tag in item["ctx"]["expected_tags"].split(",")]
-        return f"{show(item['ctx']['tag'])} is not known.{did_you_mean(str(item['ctx']['tag']), tags)}"
+        return f"unknown value {show(item['ctx']['tag'])}.{did_you_mean(str(item['ctx']['tag']), tags)}"
     if "string_pattern_mismatch" in kinds:
-        rule = "Use letters, digits, '.', '_' and '-', at most 100, no dot or dash first"
+        rule = "Use at most 100 letters, digits, '.', '_' and '-', and start with a letter or digit"
         return f"{show(item['input'])} does not fit. {rule}"
     if kinds == {"value_error"}:
         return str(item["ctx"]["error"])
@@ -146,7 +146,7 @@ def _message(
 
 
 def _need(item: Complaint) -> str:
-    """What one complaint asks for."""
+    """Describe the value that one error asks for."""
     if item["type"] == "literal_error":
         return f"one of {item['ctx']['expected'].replace(' or ', ', ')}".replace("'", "")
     if item["type"] == "value_error":
@@ -157,7 +157,7 @@ def _need(item: Complaint) -> str:
 
 
 def _number_remedy(item: Complaint) -> str:
-    """The nearest multiples, or the length of what is too long."""
+    """Suggest the nearest multiples, or state the actual length."""
     value = item["input"]
     if item["type"] in ("string_too_long", "too_long"):
         return f" It has {len(value)}"
@@ -169,7 +169,7 @@ def _number_remedy(item: Complaint) -> str:
 
 
 def _remedy(value: object, kinds: set[str], needs: list[str]) -> str:
-    """The value as it should be written, where that can be told."""
+    """Suggest how to write the value, if that can be inferred."""
     if not isinstance(value, str):
         return ""
     if "literal_error" in kinds:
@@ -188,7 +188,7 @@ def _remedy(value: object, kinds: set[str], needs: list[str]) -> str:
 
 
 def did_you_mean(word: str, known: list[str]) -> str:
-    """`` Did you mean X?``, or what is known."""
+    """Suggest the nearest known word, or list all of them."""
     if RENAMED.get(word) in known:
         return f" Did you mean {RENAMED[word]}?"
     near = difflib.get_close_matches(word[:SHOWN], known, n=1)
@@ -196,12 +196,12 @@ def did_you_mean(word: str, known: list[str]) -> str:
 
 
 def other_field(word: str, known: list[str], root: type[Option]) -> str:
-    """`` Did you mean X?`` in the same section, by another trainer's name, or in another section; or what is known.
+    """Suggest a field for an unknown one: of the same section, by another trainer's name, or of another section.
 
     Args:
-        word: the unknown field.
+        word: unknown field.
         known: fields of its section.
-        root: the option with all sections.
+        root: option class with all sections.
     """
     near = did_you_mean(word, known)
     if "Did you mean" in near:
@@ -217,7 +217,7 @@ def other_field(word: str, known: list[str], root: type[Option]) -> str:
 
 
 def show(value: object) -> str:
-    """A JSON value as it stands in the file, cut short; half a surrogate pair as its escape."""
+    """Format a JSON value as in the file, shortened; a lone surrogate becomes its escape."""
     text = ""
     for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
         text += piece
@@ -232,7 +232,7 @@ def _plain(name: str) -> str:
 
 
 def first_sentence(field: FieldInfo) -> str:
-    """The first sentence of a field's documentation."""
+    """Return the first sentence of a field's documentation, without its capital and full stop."""
     text = " ".join((field.description or "").split())
     sentence = text.split(". ")[0].rstrip(".")
     return sentence[0].lower() + sentence[1:] if sentence else ""

@@ -1,4 +1,4 @@
-"""``simpletune check``: a configuration in plain words. Imports no torch and asks no network."""
+"""``simpletune check``: explain a configuration. Imports no torch and does not use the network."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from simpletune.models.sd3_sources import is_single_file
 from simpletune.options import plural
 
 HIGH_LR_FULL = 1e-4
-WITHOUT_BF16 = "T4, V100 and RTX 20 are refused at the start: there, use precision.compute=fp32, weights int8 or fp32"
+WITHOUT_BF16 = "use precision.compute=fp32 with int8 or fp32 weights on T4, V100 and RTX 20"
 
 
 def explain(config: TrainConfig) -> str:
-    """What a configuration does: what is trained, on what, for how long, and what is saved where."""
+    """Describe what a configuration trains, on which data, for how long, and what it saves where."""
     lines = [f"{config.name}: {config.about}" if config.about else config.name]
     lines += [f"  {title:<10} {text}" for title, text in _rows(config)]
     notes = list(_notes(config))
@@ -27,20 +27,20 @@ def explain(config: TrainConfig) -> str:
 def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     model, train = config.model, config.train
     local = "single file" if is_single_file(model.pretrained) else "local folder"
-    source = "hub" if is_hub_name(model.pretrained) else "comes with the tool" if config.is_demo else local
+    source = "hub" if is_hub_name(model.pretrained) else "bundled" if config.is_demo else local
     t5 = f"T5 with {plural(model.t5_length, 'token')}" if model.t5 else "no T5"
     yield "model", f"{model.pretrained} ({source}), {t5}"
     shapes = _shapes(config)
     if shapes is not None:
         total, trained = sum(math.prod(s) for s in shapes.values()), config.adapter.trainable(shapes)
         yield "trains", config.adapter.describe(shapes)
-        yield "parameters", f"{trained:,} trained, of {total:,} in the base ({100 * trained / total:.2f}%)"
+        yield "parameters", f"{trained:,} of the base's {total:,} trained ({100 * trained / total:.2f}%)"
     else:
-        yield "trains", f"by {config.adapter.method}; the number of parameters is known once the model is here"
+        yield "trains", f"by {config.adapter.method}; the number of parameters is unknown until the model is downloaded"
     yield "weights", f"{config.precision.weights}, {config.precision.describe_matmul()}"
     yield "memory", ", ".join(_memory(config))
-    ahead = "the next batch fetched ahead on a GPU" if config.speed.prefetch else "no batch fetched ahead"
-    yield "speed", f"attention {config.speed.attention}, {ahead}{', blocks compiled' * config.speed.compile}"
+    ahead = "prefetches batches on a GPU" if config.speed.prefetch else "does not prefetch batches"
+    yield "speed", f"attention {config.speed.attention}, {ahead}{', compiles blocks' * config.speed.compile}"
     steps = plural(train.epochs, "epoch") if train.epochs else plural(config.steps(1), "step")
     batch = train.batch_size * train.gradient_accumulation
     portion = f"up to {plural(batch, 'picture')}" if batch > 1 else "1 picture"
@@ -62,43 +62,43 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _evaluates(config: TrainConfig) -> str:
-    """What the evaluation loss is of."""
+    """Describe what the evaluation loss measures."""
     count, split = config.validation.eval_samples, config.validation.split
     if not count:
         return "nothing (validation.eval_samples is 0)"
     draws = f"a fixed set of {plural(count, 'picture')} with noise"
     if split is None:
         return f"{ON_TRAINING}, {draws} (no validation.split)"
-    held = f"a share of {split:g}" if split < 1 else plural(int(split), "picture")
-    return f"validation loss on {held} held out of training, {draws}"
+    held_out = f"a share of {split:g}" if split < 1 else plural(int(split), "picture")
+    return f"validation loss on {held_out} held out from training, {draws}"
 
 
 def _memory(config: TrainConfig) -> Iterator[str]:
-    """The memory levers that are on."""
+    """Describe the active memory levers."""
     memory = config.memory
     if memory.profile is not None:
         yield f"profile {memory.profile}"
-    kept = {"all": "all blocks checkpointed", "none": "no checkpointing"}
+    fixed = {"all": "checkpoints all blocks", "none": "no checkpointing"}
     room = "the card" if memory.budget_gib is None else f"{memory.budget_gib} GiB"
-    auto = f"as few blocks checkpointed as fit into {room}"
-    yield kept.get(str(memory.checkpointing), auto if memory.checkpointing == "auto" else "") or (
-        f"{memory.checkpointing} {'block' if memory.checkpointing == 1 else 'blocks'} checkpointed"
+    auto = f"checkpoints as few blocks as {room} allows"
+    yield fixed.get(str(memory.checkpointing), auto if memory.checkpointing == "auto" else "") or (
+        f"checkpoints {memory.checkpointing} {'block' if memory.checkpointing == 1 else 'blocks'}"
     )
     if memory.offload_checkpoint_inputs:
-        yield "their inputs on the host"
+        yield "offloads their inputs to the host"
     if memory.modulation == "plan" or _may_plan(config):
         where = "" if memory.modulation == "plan" else " on a GPU"
-        yield f"modulations planned {plural(memory.modulation_window, 'step')} ahead{where}"
+        yield f"plans modulations {plural(memory.modulation_window, 'step')} ahead{where}"
     if memory.resident_blocks is not None:
-        yield f"blocks streamed from the host, {memory.resident_blocks} resident"
+        yield f"streams blocks from the host, {memory.resident_blocks} resident"
     if memory.optimizer_in_backward:
-        yield "updates during the backward pass"
+        yield "updates weights during the backward pass"
     if memory.vae_tile is not None:
-        yield f"autoencoder in tiles of {memory.vae_tile} px"
+        yield f"runs the autoencoder in tiles of {memory.vae_tile} px"
 
 
 def _may_plan(config: TrainConfig) -> bool:
-    """Whether ``memory.modulation: auto`` is the plan on a GPU."""
+    """Tell whether ``memory.modulation: auto`` selects the plan on a GPU."""
     shapes = _shapes(config)
     if config.memory.modulation != "auto" or config.device == "cpu" or config.adapter.trains_base or shapes is None:
         return False
@@ -106,7 +106,7 @@ def _may_plan(config: TrainConfig) -> bool:
 
 
 def _trackers(config: TrainConfig) -> str:
-    """Where a run's figures are shown."""
+    """Describe where a run's metrics are shown."""
     board = f"tensorboard --logdir {profile_folder(config).parent}" if config.tracking.tensorboard else "no TensorBoard"
     wandb = config.tracking.wandb
     return board if wandb == "disabled" else f"{board}; wandb ({wandb}), project {config.tracking.wandb_project}"
@@ -129,14 +129,14 @@ def _shapes(config: TrainConfig) -> dict[str, Shape] | None:
 
 
 def _notes(config: TrainConfig) -> Iterator[str]:
-    """What a user should know before it runs."""
+    """Yield what a user should know before the run."""
     if config.adapter.trains_base and config.optimizer.lr > HIGH_LR_FULL and not config.is_demo:
-        yield f"a learning rate of {config.optimizer.lr:g} is high for full fine-tuning; 1e-5 to 5e-5 are in use"
+        yield f"a learning rate of {config.optimizer.lr:g} is high for full fine-tuning; 1e-5 to 5e-5 is common"
     if config.adapter.trains_base and config.precision.weights == "fp32":
-        yield "full fine-tuning with fp32 weights takes 16 bytes a parameter before activations"
+        yield "full fine-tuning with fp32 weights takes 16 bytes per parameter before activations"
     if config.train.steps is None and config.train.epochs is None:
-        yield f"neither train.steps nor train.epochs is given: {plural(config.steps(1), 'step')}"
+        yield f"train.steps and train.epochs are unset: the run has {plural(config.steps(1), 'step')}"
     if config.precision.compute == "bf16" and config.device != "cpu":
-        yield "products in bf16 need a card from 2020 on (sm_80: A100, RTX 30, L4); " + WITHOUT_BF16
+        yield "precision.compute bf16 needs a card of sm_80 or newer (A100, RTX 30, L4); " + WITHOUT_BF16
     if config.device == "auto" and config.is_demo:
-        yield "device auto: the GPU if there is one, else the CPU (only the demo model may)"
+        yield "device auto: uses the GPU if available, else the CPU, which is allowed for the demo model only"

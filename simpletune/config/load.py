@@ -1,4 +1,4 @@
-"""From a JSON file and ``key.path=value`` overrides to a TrainConfig, or to all problems at once."""
+"""Read a TrainConfig from a JSON file and ``key.path=value`` overrides; report all problems at once."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from simpletune.system.redact import secret_paths
 from simpletune.system.strict_json import JsonError
 
 BESIDE_THE_JOB = ("name", "about", "device", "checkpoint", "validation", "tracking", "profile", "output")
-"""Sections whose overrides leave true what ``about`` says: they change where a run writes and what it shows."""
-REPAIRS = 3  # leaving out one wrong value can make another wrong: an unknown tag's fields, say
+"""Sections whose overrides do not invalidate ``about``: they change only where a run writes and what it shows."""
+REPAIRS = 3  # removing one wrong value can make another wrong, such as the fields of an unknown tag
 
 
 def read_config(
@@ -30,16 +30,16 @@ def read_config(
 
     Args:
         file: a JSON file, or the name of a shipped configuration.
-        overrides: ``key.path=value`` each; values are read as the field's type says.
-        needs_data: whether the data must be there.
-        needs_model: whether the model must be there.
+        overrides: ``key.path=value`` each; values are parsed by the field's type.
+        needs_data: require the data to exist.
+        needs_model: require the model to exist.
 
     Returns:
         The configuration, and notices about what overrides dropped.
 
     Raises:
         ConfigError: with every problem found.
-        UserError: there is no such file, or it is no JSON object.
+        UserError: the file does not exist or is not a JSON object.
     """
     data = read_json(file)
     merged, notices, problems = merge(data, overrides or [])
@@ -47,7 +47,7 @@ def read_config(
 
 
 def read_json(file: Path) -> Json:
-    """A JSON object, as ``strict_json`` reads it.
+    """Read a JSON object with ``strict_json``.
 
     Args:
         file: a JSON file, or the name of a shipped configuration.
@@ -68,24 +68,24 @@ def read_json(file: Path) -> Json:
             raise UserError(f"{file}: {error}") from None
         raise UserError(
             f"{file}:{error.line}:{error.column}: not valid JSON ({error}). "
-            "Often a comma too many or too few, single quotes, or a comment"
+            "Check for missing or extra commas, single quotes and comments"
         ) from None
     if not isinstance(data, dict):
-        raise UserError(f"{file}: holds {describe(data)}; a configuration is a JSON object {{...}}")
+        raise UserError(f"{file}: contains {describe(data)}, but a configuration is a JSON object {{...}}")
     return data
 
 
 def describe(value: object) -> str:
-    """A JSON value's kind in words."""
+    """Name the kind of a JSON value."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return kinds.get(type(value), "null")
 
 
 def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Problem]]:
-    """The file's JSON with overrides applied.
+    """Apply overrides to the file's JSON.
 
     Returns:
-        The merged JSON, notices, and the overrides that cannot be applied.
+        The merged JSON, notices, and problems of overrides that cannot be applied.
     """
     merged, notices, problems = copy.deepcopy(data), [], []
     for override in overrides:
@@ -100,14 +100,14 @@ def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Probl
 
 
 def _speaks_of_another_job(data: Json, merged: Json) -> bool:
-    """Whether overrides have changed what a file's ``about`` describes, and not ``about`` itself."""
+    """Tell whether overrides changed what ``about`` describes, but not ``about`` itself."""
     if "about" not in data or merged["about"] != data["about"]:
         return False
     return any(_described(data, key) != _described(merged, key) for key in merged if key not in BESIDE_THE_JOB)
 
 
 def _described(data: Json, section: str) -> object:
-    """A section without what its file leaves to the user: the pictures, where they are not the tool's own."""
+    """Return a section without the fields left to the user: path and prompt of the user's own data."""
     value = data.get(section)
     if section != "data" or not isinstance(value, dict) or str(value.get("path", "")).startswith(DEMO):
         return value
@@ -115,7 +115,7 @@ def _described(data: Json, section: str) -> object:
 
 
 def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> list[str]:
-    """Set one value in place; changing a union's tag drops the fields that the new member does not have."""
+    """Set one value in place; a change of a union's tag drops the fields that the new member lacks."""
     option: type[Option] | None = TrainConfig
     section, parts = merged, path.split(".")
     for part in parts[:-1]:
@@ -147,7 +147,7 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
 
 
 def _field_at(parts: list[str], merged: Json) -> FieldInfo | None:
-    """The field at a path of sections."""
+    """Return the field at a path of sections."""
     option: type[Option] | None = TrainConfig
     field, section = None, merged
     for part in parts:
@@ -162,7 +162,7 @@ def _known(option: type[Option] | None) -> list[str]:
 
 
 def parse_value(field: FieldInfo | None, text: str) -> object:
-    """An override's text as the field's type reads it: ``name=123`` is text, ``train.steps=123`` a number."""
+    """Parse an override by the field's type: ``name=123`` is text, ``train.steps=123`` is a number."""
     try:
         as_json = strict_json.parse(text)
     except JsonError:
@@ -180,7 +180,7 @@ def parse_value(field: FieldInfo | None, text: str) -> object:
 
 
 def with_default_tags(option: type[Option], data: Json) -> Json:
-    """The JSON with each union's default tag written out where it is left out."""
+    """Add the default tag to each union that lacks one."""
     result = dict(data)
     for name, field in option.model_fields.items():
         if not isinstance(result.get(name), dict):
@@ -201,9 +201,9 @@ def validate(
     needs_data: bool = True,
     needs_model: bool = True,
 ) -> TrainConfig:
-    """Validate once, strictly, in JSON mode; then the rules between fields.
+    """Validate once, strictly, in JSON mode, and then check the rules between fields.
 
-    Fields with a problem of their own are left out before the rules are asked, so that all problems come at once.
+    The rules run without the invalid fields, so that all problems are reported at once.
 
     Raises:
         ConfigError: with every problem found.
@@ -226,19 +226,19 @@ def validate(
 
 
 _SECRET = (
-    "holds a token or a password. The configuration is copied into checkpoints, results and reports: leave it out, and "
-    "set HF_TOKEN or WANDB_API_KEY in the environment"
+    "contains a token or a password, but the configuration is copied into checkpoints, results and reports. Remove it, "
+    "and set HF_TOKEN or WANDB_API_KEY in the environment"
 )
 
 
 def _trains_base(data: Json) -> bool:
-    """Whether the adapter that a JSON names trains base weights."""
+    """Tell whether the JSON's adapter trains base weights."""
     member = member_for(TrainConfig.model_fields["adapter"], data.get("adapter", {}))
     return bool(getattr(member, "trains_base", False))
 
 
 def _checks_of_files(config: TrainConfig, bad: set[str]) -> list[Problem]:
-    """What can be said of folders and shapes without torch and without the network."""
+    """Check folders and shapes without torch and without the network."""
     from simpletune.config.resolve import file_problems
 
     found = [problem for problem in file_problems(config) if problem.path not in bad]
@@ -254,7 +254,7 @@ def _attempt(data: Json, found: list[Problem]) -> TrainConfig | None:
 
 
 def _repaired(data: Json, found: list[Problem]) -> Json:
-    """The JSON without what was complained of; required values get a stand-in, whose own problems nobody hears."""
+    """Remove invalid values and fill in required ones; problems of these placeholders are not reported."""
     result = copy.deepcopy(data)
     for problem in found:
         section: object = result
@@ -262,7 +262,7 @@ def _repaired(data: Json, found: list[Problem]) -> Json:
             if not isinstance(section, dict):
                 break
             owner, leaf, section = section, part, section.get(part)
-        owner.pop(leaf, None)  # of an item of a list, the list
+        owner.pop(leaf, None)  # for an item of a list, remove the list
     if not isinstance(result.setdefault("data", {}), dict):
         result["data"] = {}
     result["data"].setdefault("path", "demo:pictures")

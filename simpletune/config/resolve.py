@@ -1,4 +1,4 @@
-"""Names in a configuration and the folders behind them: what can be checked without torch, and the demo's parts."""
+"""Resolve names in a configuration to folders, and check what needs no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DATA_DEMOS = ["demo:pictures", "demo:subject"]
 
 
 def file_problems(config: TrainConfig) -> list[Problem]:
-    """Folders that are missing, and what does not fit the model's shapes; nothing is built or fetched."""
+    """List missing folders and conflicts with the model's shapes; build and download nothing."""
     found: list[Problem] = []
     if config.data.path.startswith(DEMO):
         found += _demo_problems("data.path", config.data.path, DATA_DEMOS)
@@ -36,19 +36,19 @@ def file_problems(config: TrainConfig) -> list[Problem]:
     except (KeyError, TypeError) as error:
         return [
             *found,
-            Problem("model.pretrained", f"the transformer's config.json lacks {error}. It is not an SD3 model"),
+            Problem("model.pretrained", f"the transformer's config.json lacks {error}. Name an SD3 model"),
         ]
     return found + (list(config.shape_rules(dict(shapes))) if shapes else [])
 
 
 def require_model_rules(config: TrainConfig) -> None:
-    """The rules that need the model's shapes, once it is here: ``check`` does not know those of every hub model.
+    """Check the rules that need the model's shapes, which ``check`` may not know before the download.
 
     Args:
-        config: with folders resolved.
+        config: configuration with folders resolved.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: with every problem found.
     """
     problems = list(config.shape_rules(parameter_shapes(config.model.known_config())))
     if problems:
@@ -58,16 +58,16 @@ def require_model_rules(config: TrainConfig) -> None:
 def _demo_problems(path: str, name: str, known: list[str]) -> list[Problem]:
     if name in known:
         return []
-    return [Problem(path, f"{name} is not part of the tool. Known: {', '.join(known)}")]
+    return [Problem(path, f"unknown demo {name}. Use {' or '.join(known)}")]
 
 
 def resolve_folders(config: TrainConfig) -> TrainConfig:
-    """The same configuration with ``demo:`` names replaced by folders, which are made on first use.
+    """Replace ``demo:`` names by folders, which are created on first use, and download the model from the hub.
 
-    What comes from the hub is fetched here, all of it at once, before anything else is begun.
+    Everything is downloaded here, before any other work.
 
     Raises:
-        UserError: it cannot be fetched, or does not fit on the disk.
+        UserError: the download fails or does not fit on the disk.
     """
     config = resolve_data_folder(resolve_model_folder(config))
     config.model.fetch()
@@ -75,7 +75,7 @@ def resolve_folders(config: TrainConfig) -> TrainConfig:
 
 
 def resolve_data_folder(config: TrainConfig) -> TrainConfig:
-    """The same configuration with the data's ``demo:`` name replaced by its folder."""
+    """Replace the data's ``demo:`` name by its folder."""
     data = config.data
     if not data.path.startswith(DEMO):
         return config
@@ -84,13 +84,13 @@ def resolve_data_folder(config: TrainConfig) -> TrainConfig:
 
 
 def resolve_model_folder(config: TrainConfig) -> TrainConfig:
-    """The same configuration with the model's ``demo:`` name replaced by its folder; nothing is fetched."""
+    """Replace the model's ``demo:`` names by folders; download nothing."""
     folders = {part: str(resolve(name, Path(config.output.cache))) for part, name in _demo_parts(config)}
     return config.model_copy(update={"model": config.model.model_copy(update=folders)}) if folders else config
 
 
 def _demo_parts(config: TrainConfig) -> list[tuple[str, str]]:
-    """The fields of ``model`` that hold a ``demo:`` name."""
+    """List the fields of ``model`` that contain a ``demo:`` name."""
     model = config.model
     found = {"pretrained": model.pretrained, "transformer": model.transformer, "vae": model.vae}
     found["text_encoders"] = model.text_encoders

@@ -1,7 +1,7 @@
-"""A run's attempts: its first start and each resume. When each began, from which step, its time and memory, its end.
+"""Record a run's attempts, which are its first start and each resume: start, steps, time, memory and end of each.
 
-``attempts.json`` in the run's folder has a row for each. It is rewritten at every checkpoint and evaluation; of a
-process that was killed after that, the metrics tell the later steps. Time, cost and memory of a run are of all rows.
+``attempts.json`` in the run's folder has a row for each and is rewritten at every checkpoint and evaluation. The
+metrics show later steps of a killed process. Time, cost and memory of a run cover all attempts.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ from simpletune.system.redact import redact
 from simpletune.system.signals import Stopped
 from simpletune.system.stage_timer import Stage, StageTimer
 
-WARM_UP = 2  # steps of each process that are left out of medians: allocators and caches fill
+WARM_UP = 2  # first steps of each process, excluded from medians because allocators and caches fill
 Ended = Literal["finished", "stopped", "failed", "killed"]
 
 
 class Attempt(BaseModel):
-    """One start of a run, the first or a resume: what its process did."""
+    """Record what the process of one start or resume did."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     started: AwareDatetime
-    """When the process started."""
+    """Start time of the process."""
     device: str
-    """Where it ran, in words."""
+    """Description of the device."""
     from_step: int
-    """Steps that were done before it."""
+    """Number of steps before this attempt."""
     last_step: int
-    """The last step that it is known to have done."""
+    """Last step known to be finished."""
     seconds: float
-    """From its start to the last moment that is known of it."""
+    """Seconds from the start to the last known moment."""
     seconds_setup: float = 0.0
-    """Of these, before its first step."""
+    """Part of ``seconds`` before the first step."""
     stages: dict[str, Stage] = {}
     """Time and peak memory by stage."""
     ended: Ended | None = None
-    """How it ended; None: it runs, or was killed."""
+    """How the attempt ended; None while it runs, or if it was killed."""
     reason: str = ""
-    """The signal that stopped it, or the error as the terminal showed it."""
+    """Signal that stopped the attempt, or the error message."""
 
     def in_words(self) -> str:
-        """How it ended, in a few words."""
+        """Describe how the attempt ended."""
         if self.ended == "stopped":
             return f"stopped by {self.reason}"
-        return self.ended or "no end is recorded"
+        return self.ended or "no end recorded"
 
 
 _ROWS = TypeAdapter(list[Attempt])
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """The attempts of a run, the first one first; none of a run by an older version.
+    """Read the attempts of a run, oldest first; empty if there is no record.
 
     Raises:
         ValueError: the file is damaged.
@@ -75,11 +75,11 @@ def read_attempts(folder: Path) -> list[Attempt]:
 
 
 def known(attempts: Sequence[Attempt], metrics: Iterable[Json]) -> list[Attempt]:
-    """The attempts with the steps that a process did after it wrote its row for the last time.
+    """Add the steps that the last process finished after its last record.
 
     Args:
-        attempts: as recorded.
-        metrics: the rows of metrics.jsonl, before those of steps to be done again are dropped.
+        attempts: recorded attempts.
+        metrics: rows of metrics.jsonl, including those of steps to repeat.
     """
     if not attempts or attempts[-1].ended is not None:
         return list(attempts)
@@ -96,20 +96,20 @@ def known(attempts: Sequence[Attempt], metrics: Iterable[Json]) -> list[Attempt]
 
 
 def close_killed(folder: Path) -> None:
-    """Record that the last process of a run was killed, if it left no end; the caller holds the run's lock.
+    """Record that the last process was killed if it recorded no end; the caller must hold the run's lock.
 
-    A damaged record is set aside: then the time of the earlier processes is not counted.
+    Sets a damaged record aside; then the time of earlier processes is not counted.
     """
     try:
         attempts = read_attempts(folder)
-    except (ValueError, OSError):  # a folder in its place, too
+    except (ValueError, OSError):  # OSError: a folder instead of the file
         place = quarantine(folder / ATTEMPTS)
-        say(f"warning {folder / ATTEMPTS} is damaged: set aside as {place}. The attempts so far are not counted")
+        say(f"warning {folder / ATTEMPTS} is damaged: set aside as {place}. Earlier attempts are not counted")
         return
     if attempts and attempts[-1].ended is None:
         try:
             *before, last = known(attempts, read_rows(folder / METRICS))
-        except (UserError, KeyError, TypeError):  # damaged metrics: who opens them next says so
+        except (UserError, KeyError, TypeError):  # damaged metrics are reported when they are opened next
             *before, last = attempts
         _write(folder, [*before, last.model_copy(update={"ended": "killed"})])
 
@@ -119,17 +119,17 @@ def _write(folder: Path, attempts: Sequence[Attempt]) -> None:
 
 
 def total_seconds(attempts: Iterable[Attempt]) -> float:
-    """The time of all processes together."""
+    """Sum the seconds of all attempts."""
     return round(sum(attempt.seconds for attempt in attempts), 2)
 
 
 def setup_seconds(attempts: Iterable[Attempt]) -> float:
-    """Of that, before the first step of each."""
+    """Sum the seconds before the first step of each attempt."""
     return round(sum(attempt.seconds_setup for attempt in attempts), 2)
 
 
 def merged_stages(attempts: Iterable[Attempt]) -> dict[str, Stage]:
-    """Stages of all processes: times add up, the largest peak stays."""
+    """Merge the stages of all attempts: add times and take the largest peaks."""
     found: dict[str, Stage] = {}
     for attempt in attempts:
         for name, stage in attempt.stages.items():
@@ -138,7 +138,7 @@ def merged_stages(attempts: Iterable[Attempt]) -> dict[str, Stage]:
 
 
 def median_seconds(rows: Sequence[Json], attempts: Sequence[Attempt]) -> float | None:
-    """Median seconds of a step, without the first steps of each process; None: no step is timed."""
+    """Return the median seconds per step without the warm-up of each process; None if no step was timed."""
     starts = [attempt.from_step for attempt in attempts] or [0]
     timed = [row for row in rows if "seconds" in row]
     warm = [row for row in timed if not any(start < row["step"] <= start + WARM_UP for start in starts)]
@@ -146,7 +146,7 @@ def median_seconds(rows: Sequence[Json], attempts: Sequence[Attempt]) -> float |
 
 
 def ending_of(error: BaseException) -> tuple[Ended, str]:
-    """How a process ends that an exception ends, and the reason: an error's words are those of the terminal."""
+    """Classify the exception that ends a process, and give the reason as printed to the terminal."""
     if isinstance(error, Stopped):
         return "stopped", signal.Signals(error.code - 128).name
     if isinstance(error, KeyboardInterrupt):
@@ -157,11 +157,11 @@ def ending_of(error: BaseException) -> tuple[Ended, str]:
 
 
 class AttemptRecorder:
-    """Keeps the row of this process; as a context it records how the process ended.
+    """Maintain the row of this process; as a context manager, record how the process ended.
 
     Args:
-        folder: of the run.
-        began: when the process started, by ``time.perf_counter``.
+        folder: run folder.
+        began: start time of the process by ``time.perf_counter``.
     """
 
     def __init__(self, folder: Path, began: float):
@@ -174,9 +174,9 @@ class AttemptRecorder:
         """Add this process to the run's record.
 
         Args:
-            device: where it runs, in words.
-            from_step: steps done before.
-            stages: its time and memory, as they grow.
+            device: description of the device.
+            from_step: first step of this process.
+            stages: live timer of the process's stages.
         """
         started = datetime.now(UTC) - timedelta(seconds=self._seconds())
         row = Attempt(
@@ -187,20 +187,20 @@ class AttemptRecorder:
 
     @property
     def all(self) -> list[Attempt]:
-        """The attempts of the run, this one last."""
+        """Return the attempts of the run, this one last."""
         return self._rows
 
     def set_up(self) -> float:
-        """Record that the first step comes now; returns the seconds before it."""
+        """Record that the first step begins, and return the seconds before it."""
         seconds = self._seconds()
         self.update(seconds_setup=seconds)
         return seconds
 
     def update(self, **changes: object) -> None:
-        """Record how far this process has come; nothing in a process that does not write.
+        """Record the progress of this process; do nothing in a process that does not write.
 
         Args:
-            changes: of other fields of its row.
+            changes: new values of other fields.
         """
         if self._stages is None:
             return
@@ -210,7 +210,7 @@ class AttemptRecorder:
         _write(self.folder, self._rows)
 
     def close(self) -> None:
-        """Leave the record as it is: the run is finished, whatever comes."""
+        """Stop recording, because the run is finished."""
         self._stages = None
 
     def _seconds(self) -> float:
@@ -227,5 +227,5 @@ class AttemptRecorder:
         ended, reason = ending_of(error)
         try:
             self.update(ended=ended, reason=reason)
-        except (OSError, DiskFull) as full:  # what ended the run is the error to tell
-            say(f"warning {self.folder / ATTEMPTS} could not be written ({full}): how this ended is not kept")
+        except (OSError, DiskFull) as full:  # the error that ended the run matters more
+            say(f"warning {self.folder / ATTEMPTS} could not be written ({full}): this attempt's end is not recorded")

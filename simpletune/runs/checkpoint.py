@@ -1,7 +1,7 @@
-"""Checkpoints: what trains, the optimizer, the step and the configuration; safetensors and JSON only.
+"""Save and restore checkpoints: trained weights, optimizer, step and configuration, in safetensors and JSON only.
 
-A checkpoint is written aside and renamed, so it is whole or it is not there. Its state.json holds the SHA-256 of its
-files and of itself, and is written last.
+A checkpoint is written under a temporary name and renamed, so it is never partial. Its state.json is written last and
+contains the SHA-256 of all files and of itself.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from simpletune.tensors import trained_parameters
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a checkpoint is made of.
+    """Hold the content of a checkpoint to save.
 
     Args:
-        step: how many steps are done.
-        config: as the user gave it.
-        model: the transformer with its adapter, not wrapped.
-        optimizer: not wrapped.
-        manifest: what the order of samples depends on (``Plan.manifest``).
-        average: of the weights, if one is kept; it is what is exported.
-        processes: how many train together.
+        step: number of finished steps.
+        config: configuration as the user gave it.
+        model: transformer with its adapter, not wrapped.
+        optimizer: optimizer, not wrapped.
+        manifest: everything that determines the order of samples (``Plan.manifest``).
+        average: average of the weights to export, if enabled.
+        processes: number of processes that train together.
     """
 
     step: int
@@ -64,7 +64,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A checkpoint as found on disk."""
+    """Hold the state of a checkpoint read from disk."""
 
     folder: Path
     step: int
@@ -72,23 +72,23 @@ class SavedState:
     manifest: list[Json]
     optimizer: Json
     processes: int
-    """How many trained together."""
+    """Number of processes that trained together."""
 
 
 def metadata_of(config: TrainConfig, step: int) -> dict[str, str]:
-    """What goes into the header of every result: the configuration and the step."""
+    """Build the header of every result: configuration and step."""
     return {"simpletune_config": config.model_dump_json(by_alias=True), "simpletune_step": str(step)}
 
 
 def save(run: Path, state: TrainingState) -> Path:
-    """Write a checkpoint and remove those that do not stay.
+    """Write a checkpoint and remove those that the configuration does not keep.
 
     Args:
-        run: the run's folder.
-        state: what is saved.
+        run: run folder.
+        state: state to save.
 
     Returns:
-        The checkpoint's folder.
+        The folder of the checkpoint.
     """
     folder = checkpoint_folder(run, state.step)
     tensors, scalars = state_to_tensors(state.optimizer)
@@ -104,7 +104,7 @@ def save(run: Path, state: TrainingState) -> Path:
 def size_of_state(
     parameters: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor], average: Average | None
 ) -> int:
-    """Bytes of a checkpoint's tensors, without the exported form."""
+    """Return the size in bytes of a checkpoint's tensors, without the exported file."""
     tensors = [*parameters.values(), *optimizer.values(), *(average.tensors().values() if average else ())]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -113,10 +113,10 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
     """Write the files of a checkpoint, state.json last.
 
     Args:
-        part: the folder that is renamed when it is whole.
-        state: what is saved.
-        tensors: of the optimizer's state.
-        scalars: the plain values of the optimizer's state.
+        part: temporary folder.
+        state: state to save.
+        tensors: tensors of the optimizer state.
+        scalars: other values of the optimizer state.
     """
     failpoint("checkpoint.begun")
     metadata = metadata_of(state.config, state.step)
@@ -144,17 +144,17 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
 
 
 def find(resume: str, run: Path) -> SavedState | None:
-    """The checkpoint that ``--resume`` names.
+    """Find the checkpoint that ``--resume`` names.
 
     Args:
-        resume: ``latest``; ``auto``: the same, where there is one; or a checkpoint's folder.
-        run: the run's folder.
+        resume: ``latest``, a checkpoint's folder, or ``auto``: the latest if one exists.
+        run: run folder.
 
     Returns:
-        It; None if there is none and ``auto`` was asked for.
+        The checkpoint, or None if ``auto`` finds none.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: the checkpoint does not exist or is damaged.
     """
     if resume == "auto":
         return find("latest", run) if list_checkpoints(run) else None
@@ -166,22 +166,22 @@ def find(resume: str, run: Path) -> SavedState | None:
             try:
                 return read(folder)
             except DamagedCheckpoint as error:
-                if not is_first_process():  # which renames
+                if not is_first_process():  # only the first process renames
                     continue
                 place = quarantine(folder)
                 say(f"resume  {str(error).removeprefix('--resume: ').partition('. ')[0]}: set aside as {place}")
         raise UserError(
-            f"--resume latest: all {len(found)} checkpoints of {run} are damaged, and set aside. Start without --resume"
+            f"--resume latest: all {len(found)} checkpoints of {run} are damaged and set aside. Start without --resume"
         )
     return read(Path(resume))
 
 
 def read(folder: Path) -> SavedState:
-    """Read a checkpoint's state and compare its files with their checksums.
+    """Read a checkpoint's state and verify the checksums of its files.
 
     Raises:
-        DamagedCheckpoint: a file is missing or damaged, or the folder has the name of another step.
-        UserError: it is no checkpoint, of an older version, or may not be read.
+        DamagedCheckpoint: a file is missing or damaged, or the folder's name does not match the step.
+        UserError: the folder is not a checkpoint, is from an older version, or is not readable.
     """
     older = "Use an older checkpoint: --resume PATH"
     named = NAME.match(folder.name)
@@ -192,17 +192,17 @@ def read(folder: Path) -> SavedState:
         checksums = state["sha256"]
         _require_kinds(saved, checksums)
         if named and int(named[1]) != saved.step:
-            raise ValueError(f"it is of step {saved.step}")
+            raise ValueError(f"its step is {saved.step}")
         faults = {file: fault for file, checksum in checksums.items() if (fault := _fault(folder / file, checksum))}
     except FileNotFoundError:
         if named:
             raise DamagedCheckpoint(f"--resume: {folder / STATE} is missing. {older}") from None
         raise UserError(
-            f"--resume: {folder} is not a checkpoint: it has no {STATE}. Name a step-NNNNNN folder"
+            f"--resume: {folder} is not a checkpoint, because it has no {STATE}. Name a step-NNNNNN folder"
         ) from None
     except PermissionError as error:
         raise UserError(
-            f"--resume: {error.filename} may not be read by this user. Allow it, or name another checkpoint"
+            f"--resume: this user may not read {error.filename}. Grant permission, or name another checkpoint"
         ) from None
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         reason = redact(str(error) if isinstance(error, ValueError) else repr(error))[:200]
@@ -213,9 +213,9 @@ def read(folder: Path) -> SavedState:
 
 
 def _fault(file: Path, checksum: str) -> str | None:
-    """What is wrong with a file of a checkpoint; None: nothing."""
+    """Describe what is wrong with a file of a checkpoint; None if nothing is."""
     if not file.is_file():
-        return "no file" if os.path.lexists(file) else "missing"
+        return "not a file" if os.path.lexists(file) else "missing"
     try:
         return None if sha256_of(file) == checksum else "damaged"
     except PermissionError:
@@ -225,11 +225,11 @@ def _fault(file: Path, checksum: str) -> str | None:
 
 
 def _require_kinds(saved: SavedState, checksums: object) -> None:
-    """The fields of a state.json are of the kinds that were written.
+    """Check the types of the fields of a state.json.
 
     Raises:
-        TypeError: they are not.
-        ValueError: a checksum is missing, or of a file elsewhere.
+        TypeError: a field has the wrong type.
+        ValueError: a checksum is missing, or names a file outside the checkpoint.
     """
     if type(saved.step) is not int or not isinstance(saved.config, dict) or not isinstance(saved.manifest, list):
         raise TypeError("step, config or manifest")
@@ -242,7 +242,7 @@ def _require_kinds(saved: SavedState, checksums: object) -> None:
     if not isinstance(checksums, dict) or not {TRAINABLE, OPTIMIZER} <= set(checksums):
         raise ValueError("sha256")
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in checksums):
-        raise ValueError("a file outside of the checkpoint")
+        raise ValueError("a file outside the checkpoint")
 
 
 def restore(
@@ -252,7 +252,7 @@ def restore(
     option: OptimizerOption,
     average: Average | None = None,
 ) -> None:
-    """Put a checkpoint's weights, their average and optimizer state in place, bit for bit."""
+    """Restore a checkpoint's weights, average and optimizer state, bit for bit."""
     reader = WeightReader([saved.folder / TRAINABLE])
     parameters = trained_parameters(model)
     if reader.names != set(parameters):

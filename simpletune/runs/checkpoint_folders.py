@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: which there are, and which stay. ``checkpoint`` reads and writes what is in them.
+"""Find, list and remove the checkpoint folders of a run; ``checkpoint`` reads and writes their content.
 
 Imports no torch.
 """
@@ -19,44 +19,50 @@ NAME = re.compile(r"^step-(\d{6,})$")
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
-    """Where the checkpoint after ``step`` steps lies."""
+    """Return the folder of the checkpoint after ``step`` steps."""
     return run / "checkpoints" / f"step-{step:06d}"
 
 
 def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
-    """What has a checkpoint's name in a run, oldest first; ``checkpoint.read`` tells whether it is whole."""
+    """List the steps and folders of a run's checkpoints, oldest first; ``checkpoint.read`` verifies them."""
     folder = run / "checkpoints"
     named = [(NAME.match(entry.name), entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
     return sorted((int(match[1]), entry) for match, entry in named if match)
 
 
+def last_saved(run: Path) -> str:
+    """State which checkpoint of a run is the last, for messages."""
+    found = list_checkpoints(run)
+    return f"The last checkpoint is {found[-1][1]}" if found else "There is no checkpoint yet"
+
+
 def remove_oldest(run: Path, option: Checkpoint) -> None:
-    """Remove the checkpoints of a run that do not stay.
+    """Remove the checkpoints that the configuration does not keep.
 
     Args:
-        run: the run's folder.
-        option: says which stay.
+        run: run folder.
+        option: decides which checkpoints to keep.
     """
     found = list_checkpoints(run)
     stay = set(option.kept([step for step, _ in found]))
     for old in [folder for step, folder in found if step not in stay]:
-        gone = temporary_path(old)  # a kill while files are removed must not leave half a checkpoint
+        gone = temporary_path(old)  # a kill during removal must not leave half a checkpoint
         os.replace(old, gone)
         failpoint("checkpoint.removing")
         remove(gone)
 
 
 def rewind(run: Path, step: int, option: Checkpoint) -> list[Path]:
-    """Make a run's checkpoints those of a run that is at ``step``: what a kill left half written is removed, what it
-    left too many too, and later checkpoints, which the run will write again, get another name.
+    """Roll the checkpoint folder back to ``step``: delete partial and surplus checkpoints, and rename later ones to
+    ``*.superseded``, because the run will write them again.
 
     Args:
-        run: the run's folder.
-        step: steps done.
-        option: says which checkpoints stay.
+        run: run folder.
+        step: step to roll back to.
+        option: decides which checkpoints to keep.
 
     Returns:
-        The later ones, as they are called now.
+        The new paths of later checkpoints.
     """
     for entry in (run / "checkpoints").glob(".*.part"):
         remove(entry)

@@ -1,4 +1,4 @@
-"""A run's folder: opened fresh (an older run of the name is moved aside) or again (resume), its metrics and summary."""
+"""Open a run's folder, new or to resume, and read and write its metrics and summary."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.
 EVALUATIONS, ENVIRONMENT, DATA, SKIPPED = "evaluations.jsonl", "environment.json", "data.json", "skipped.jsonl"
 SAMPLES, CHECKPOINTS = "samples", "checkpoints"
 CHOSEN, ATTEMPTS = "chosen.json", "attempts.json"
-# What a run writes before it has saved anything; wandb keeps its own copy.
+# Files that a run writes before its first checkpoint; wandb keeps its own copy.
 WRITTEN_FIRST = {
     METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, CHOSEN, ATTEMPTS, "wandb",
 }  # fmt: skip
-# What a run writes over: these must not have become folders.
+# Files that a run overwrites; a folder in their place is set aside.
 WRITTEN_FILES = (
     METRICS, SUMMARY, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, CHOSEN, ATTEMPTS, "README.md",
     "report.html", "report.md", "pytorch_lora_weights.safetensors",
@@ -35,7 +35,7 @@ LEFT_OVER = re.compile(r"^\..*\.part$")
 
 
 def open_fresh(config: TrainConfig) -> Path:
-    """Make the run's folder. An older one is moved to NAME.1, NAME.2, ...: nothing is lost."""
+    """Create the run's folder; move an older one to NAME.1, NAME.2, ..."""
     folder, traces = run_folder(config), profile_folder(config)
     if folder.exists() and any(entry.name != ATTEMPTS for entry in folder.iterdir()):
         number = next(n for n in range(1, 10**6) if _is_free(folder, traces, n))
@@ -44,34 +44,34 @@ def open_fresh(config: TrainConfig) -> Path:
             os.replace(traces, traces.with_name(f"{traces.name}.{number}"))
             failpoint("run.moved-traces")
         os.replace(folder, aside)
-        say(f"{folder} held an older run: moved to {aside}")
+        say(f"moved the older run in {folder} to {aside}")
         checkpoints = list_checkpoints(aside)
         if checkpoints and not (aside / SUMMARY).exists():
             say(
-                f"  it was not finished (last checkpoint: step {checkpoints[-1][0]}). To continue it instead: stop "
-                f"this, move it back to {folder}, and use --resume latest"
+                f"  it was unfinished (last checkpoint: step {checkpoints[-1][0]}). To continue it instead, stop this "
+                f"run, move it back to {folder}, and use --resume latest"
             )
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _is_free(folder: Path, traces: Path, number: int) -> bool:
-    """Whether neither a run nor its traces lie under a number; traces alone do where a kill came between the moves."""
+    """Tell whether a number is free for a run and its traces; a kill between the two moves leaves only traces."""
     taken = traces.exists() and traces.with_name(f"{traces.name}.{number}").exists()
     return not folder.with_name(f"{folder.name}.{number}").exists() and not taken
 
 
 def clear_unsaved(config: TrainConfig) -> None:
-    """Remove what a run left that was stopped before its first checkpoint: beginning it anew then moves nothing aside.
+    """Remove the files of a run that was stopped before its first checkpoint, so that a new start replaces it.
 
-    A folder that holds a checkpoint, under whatever name, a result or anything that no run writes is left alone. The
-    record of its attempts stays: their time was spent on this run.
+    Leaves a folder alone if it contains a checkpoint under any name, a result, or anything that no run writes. Keeps
+    the record of attempts, because their time counts for this run.
     """
     folder, traces = run_folder(config), profile_folder(config)
     if not folder.is_dir() or any(_is_worth_keeping(entry) for entry in folder.iterdir()):
         return
-    kept = [entry for entry in folder.iterdir() if entry.name == ATTEMPTS or entry.name.endswith("lock")]
-    for entry in [traces, *(entry for entry in folder.iterdir() if entry not in kept)]:
+    stay = [entry for entry in folder.iterdir() if entry.name == ATTEMPTS or entry.name.endswith("lock")]
+    for entry in [traces, *(entry for entry in folder.iterdir() if entry not in stay)]:
         remove(entry)
         failpoint("run.cleared")
 
@@ -87,31 +87,31 @@ def _is_worth_keeping(entry: Path) -> bool:
 
 
 def read_summary(folder: Path) -> Json | None:
-    """The summary of a run, if it has one that is whole."""
+    """Read the summary of a run; None if it is missing or damaged."""
     return read_own(folder / SUMMARY, {"steps": (int,), "steps_per_epoch": (int,), "output": (str,)})
 
 
 def read_evaluation(folder: Path) -> float | None:
-    """The evaluation loss before the first step, if it is known."""
-    kept = read_own(folder / EVALUATION, {"eval_loss": (*NUMBER, type(None))})
-    return kept["eval_loss"] if kept else None
+    """Read the evaluation loss before the first step, if known."""
+    evaluation = read_own(folder / EVALUATION, {"eval_loss": (*NUMBER, type(None))})
+    return evaluation["eval_loss"] if evaluation else None
 
 
 def finished_steps(folder: Path) -> int | None:
-    """How many steps the run had that was last finished in a folder, card and report included; None if none was."""
+    """Return the steps of a completely finished run, card and report included; None if it is unfinished."""
     summary = read_summary(folder)
     return summary["steps"] if summary and summary.get("complete") else None
 
 
 def open_again(config: TrainConfig, step: int) -> Path:
-    """The folder of a run to resume; metrics of steps that will be done again are dropped, damaged files set aside.
+    """Open the folder of a run to resume: drop metrics of steps to repeat, and set damaged files aside.
 
     Raises:
-        UserError: there is no such run.
+        UserError: the run does not exist.
     """
     folder = run_folder(config)
     if not folder.is_dir():
-        raise UserError(f"--resume: {folder} does not exist. Start without --resume, or check name")
+        raise UserError(f"--resume: {folder} does not exist. Check name, or start without --resume")
     rows = {name: read_own_rows(folder / name, needed) for name, needed in NEEDED.items()}
     say_missing(folder / METRICS, rows[METRICS], rows[SKIPPED], step)
     require_kinds(folder, WRITTEN_FILES, (SAMPLES, CHECKPOINTS))
@@ -124,9 +124,9 @@ def open_again(config: TrainConfig, step: int) -> Path:
         failpoint("run.opened-again")
     if early := (read_json_or_none(folder / SUMMARY) or {}).get("status"):
         remove(folder / SUMMARY)
-        say(f"resume  the run was {early}: that result stays until the run ends")
+        say(f"resume  the run was {early}; that result stays until the run ends")
     for later in rewind(folder, step, config.checkpoint):
-        say(f"  {later} is later than step {step}: it is kept under this name. Remove it if it is not wanted")
+        say(f"  renamed a checkpoint later than step {step} to {later}; delete it if you do not need it")
     for entry in folder.glob(".*.part"):
         remove(entry)
     for entry in (folder / SAMPLES).glob("step-*"):
@@ -137,12 +137,12 @@ def open_again(config: TrainConfig, step: int) -> Path:
 
 
 def read_metrics(folder: Path) -> list[Json]:
-    """The rows of metrics.jsonl; a last line that a killed run left half written is left out."""
+    """Read the rows of metrics.jsonl; skip a partial last line."""
     return list(read_rows(folder / METRICS))
 
 
 def read_rows(file: Path) -> Iterator[Json]:
-    """The rows of a file with a JSON object a line; a last line that is half written is left out.
+    """Yield the rows of a JSON Lines file; skip a partial last line.
 
     Raises:
         UserError: another line is damaged.
@@ -157,10 +157,10 @@ def read_rows(file: Path) -> Iterator[Json]:
 
 
 def append_metrics(folder: Path, row: Json, name: str = METRICS) -> None:
-    """Add one line to metrics.jsonl or another such file; it is closed, so a reader sees the line at once.
+    """Append one line to metrics.jsonl or a similar file, visible to readers at once.
 
     Raises:
-        UserError: the disk is full; the file is as it was before.
+        UserError: the disk is full; the file is unchanged.
     """
     file = folder / name
     size = file.stat().st_size if file.exists() else 0
@@ -171,29 +171,29 @@ def append_metrics(folder: Path, row: Json, name: str = METRICS) -> None:
 
 
 def _cut(file: Path, size: int) -> None:
-    """Take back what was added to a file."""
+    """Undo an append to a file."""
     if file.exists():
         os.truncate(file, size)
 
 
 def put_evaluation(folder: Path, row: Json) -> None:
-    """Keep an evaluation, in the place of one of the same step: a run that was killed after it does it again."""
-    kept = [json.dumps(old) for old in read_rows(folder / EVALUATIONS) if old["step"] != row["step"]]
-    write_text(folder / EVALUATIONS, "\n".join([*kept, json.dumps(row)]) + "\n")
+    """Record an evaluation, replacing one of the same step: a resumed run may evaluate a step again."""
+    others = [json.dumps(old) for old in read_rows(folder / EVALUATIONS) if old["step"] != row["step"]]
+    write_text(folder / EVALUATIONS, "\n".join([*others, json.dumps(row)]) + "\n")
 
 
 def was_evaluated(folder: Path, step: int) -> bool:
-    """Whether the evaluation loss after so many steps is known."""
+    """Tell whether the evaluation loss after ``step`` steps is recorded."""
     return any(row["step"] == step for row in read_rows(folder / EVALUATIONS))
 
 
 def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:
-    """Keep what ``auto`` has come to, for the run's next start.
+    """Record the values chosen for ``auto``, for the run's next start.
 
     Args:
-        config: with folders resolved.
-        chosen: the same with what ``memory`` has come to.
-        threads: of the CPU.
+        config: configuration with folders resolved.
+        chosen: configuration with ``memory`` resolved too.
+        threads: number of CPU threads.
     """
     found: Json = {"threads": threads}
     if config.memory.checkpointing == "auto":
@@ -205,39 +205,39 @@ def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:
 
 
 def chosen_before(config: TrainConfig) -> Json:
-    """What was chosen at the run's last start: threads, checkpointed, modulation; empty if nothing was."""
-    kept = read_own(run_folder(config) / CHOSEN, {}) or {}
+    """Read the choices of the run's last start: threads, checkpointed and modulation, if valid."""
+    saved = read_own(run_folder(config) / CHOSEN, {}) or {}
     types = {"threads": int, "checkpointed": int, "modulation": str}
-    sound = {key: kept[key] for key, kind in types.items() if type(kept.get(key)) is kind}
+    sound = {key: saved[key] for key, kind in types.items() if type(saved.get(key)) is kind}
     largest = {"threads": 1024, "checkpointed": config.model.blocks()}
     return sound | {key: min(max(sound[key], 0), most) for key, most in largest.items() if key in sound}
 
 
 def newest_run(runs: Path) -> Path:
-    """The run that was finished last.
+    """Return the run that was finished last.
 
     Raises:
-        UserError: there is none.
+        UserError: no run is finished.
     """
     found = sorted(runs.glob(f"*/{SUMMARY}"), key=lambda file: file.stat().st_mtime)
     if not found:
         saved = [(run, list_checkpoints(run)) for run in sorted(runs.glob("*/"))]
         names = [f"{run}@{checkpoints[-1][0]}" for run, checkpoints in saved if checkpoints]
-        way = f"Name a stopped one: --run {shortened(names, 4)}" if names else "Train one first: ./train.sh"
-        raise UserError(f"{runs}/ holds no finished run. {way}")
+        remedy = f"Name a stopped run: --run {shortened(names, 4)}" if names else "Train one first: ./train.sh"
+        raise UserError(f"{runs}/ contains no finished run. {remedy}")
     return found[-1].parent
 
 
 def read_json_or_none(file: Path) -> Json | None:
-    """A JSON file's object, or None if there is no such file.
+    """Read a JSON object from a file; None if the file does not exist.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the file is damaged.
     """
     if not file.exists():
         return None
     try:
         value: Json = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is damaged ({error}). Remove it: it is made again") from None
+        raise UserError(f"{file} is damaged ({error}). Remove it; the run writes it again") from None
     return value

@@ -1,6 +1,6 @@
-"""What is damaged among a run's own files: set aside as ``NAME.damaged`` and said, and the run goes on without it.
+"""Read a run's own files; rename damaged ones to ``NAME.damaged`` with a warning, and continue without them.
 
-Of several processes the first sets aside; the others leave out the same.
+Only the first of several processes renames; the others ignore the same files.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ NUMBER = (int, float)
 
 
 def require_place(folder: Path) -> None:
-    """A run can be written where its folder is or will be.
+    """Check that the run's folder can be written or created.
 
     Raises:
-        UserError: it cannot.
+        UserError: the folder cannot be written.
     """
     if os.path.lexists(folder) and not folder.is_dir():
         raise UserError(f"{folder} is not a folder. Remove it, or give this run another name: name=...")
     place = existing(folder)
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise UserError(
-            f"{folder} cannot be written: {place} is on a read-only file system, or not this user's to write. Make it "
-            "writable, or use another folder: output.runs=..."
+            f"{folder} cannot be written: {place} is read-only for this user. Make it writable, or use another folder: "
+            "output.runs=..."
         )
 
 
 def set_aside(file: Path, fault: str) -> None:
-    """Give something of a run the name ``NAME.damaged``, and say so."""
+    """Rename a damaged file or folder to ``NAME.damaged``, with a warning."""
     if is_first_process():
         say(f"warning {file} {fault}: set aside as {quarantine(file).name}")
 
 
 def require_kinds(folder: Path, files: tuple[str, ...], folders: tuple[str, ...]) -> None:
-    """What a run will write has the kind that it writes: a folder in a file's place is set aside, and the reverse."""
+    """Set aside folders in the place of a run's files, and files in the place of its folders."""
     for name in (*files, *folders):
         place, should = folder / name, "a file" if name in files else "a folder"
         if os.path.lexists(place) and not (place.is_file() if name in files else place.is_dir()):
@@ -51,11 +51,11 @@ def require_kinds(folder: Path, files: tuple[str, ...], folders: tuple[str, ...]
 
 
 def read_own(file: Path, needed: Mapping[str, tuple[type, ...]]) -> Json | None:
-    """A JSON object that a run wrote; None where there is none, or a damaged one, which is set aside.
+    """Read a JSON object that a run wrote; None if it is missing, or damaged and set aside.
 
     Args:
-        file: of a run.
-        needed: the types of values that must be there.
+        file: file of a run.
+        needed: types of the required values.
     """
     if not os.path.lexists(file):
         return None
@@ -75,14 +75,14 @@ def read_own(file: Path, needed: Mapping[str, tuple[type, ...]]) -> Json | None:
 
 
 def read_own_rows(file: Path, needed: tuple[str, ...]) -> list[Json]:
-    """The rows of a file with a JSON object a line.
+    """Read the rows of a JSON Lines file.
 
-    A half-written last line is left out, as a kill leaves it. Of a file with other damage the whole rows are used, one
-    a step, and the file is set aside.
+    Skips a partial last line, which a kill may leave. With other damage, sets the file aside and returns the intact
+    rows, one per step.
 
     Args:
-        file: of a run; it need not exist.
-        needed: the keys of numbers that each row has, ``step`` among them.
+        file: file of a run, which need not exist.
+        needed: keys of the required numbers, including ``step``.
     """
     if not os.path.lexists(file):
         return []
@@ -90,7 +90,7 @@ def read_own_rows(file: Path, needed: tuple[str, ...]) -> list[Json]:
         set_aside(file, "is not a file")
         return []
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    half = lines.pop()  # empty, if the last line is whole
+    partial = lines.pop()  # empty if the last line is complete
     rows: dict[int, Json] = {}
     damaged = []
     for number, line in enumerate(lines, 1):
@@ -99,17 +99,17 @@ def read_own_rows(file: Path, needed: tuple[str, ...]) -> list[Json]:
             damaged.append(number)
         else:
             rows[row["step"]] = row
-    whole = parse_row(half, needed)
+    whole = parse_row(partial, needed)
     if whole is not None:
         rows.setdefault(whole["step"], whole)
     if damaged:
         counted = f"line{'s' * (len(damaged) > 1)} {shortened([str(number) for number in damaged], 6)}"
-        set_aside(file, f"is damaged in {counted}, left out")
+        set_aside(file, f"is damaged in {counted}, skipped")
     return list(rows.values())
 
 
 def parse_row(line: str, needed: tuple[str, ...]) -> Json | None:
-    """A row, if a line is one."""
+    """Parse a row; None if the line is not one."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -121,11 +121,11 @@ def parse_row(line: str, needed: tuple[str, ...]) -> Json | None:
 
 
 def say_missing(file: Path, rows: list[Json], skipped: list[Json], step: int) -> None:
-    """Say which steps lack a row: a loss curve with a gap, and nothing else."""
+    """Warn about steps without a row; only the loss curve has a gap."""
     there = {row["step"] for row in (*rows, *skipped)}
     missing = [str(number) for number in range(1, step + 1) if number not in there]
     if missing:
         say(
             f"warning {file} lacks {len(missing)} of the steps 1-{step}: {shortened(missing, 6)}. The loss curve has a "
-            "gap there; the weights do not depend on it"
+            "gap; the weights are not affected"
         )

@@ -1,6 +1,6 @@
-"""The model card: README.md beside a result. What it is, of which base, how it was trained, and how it is used.
+"""Write the model card, README.md next to a result: what it is, its base, how it was trained and how to use it.
 
-Cards, and whatever else leaves the machine, name local files by their last name only.
+Cards, and everything else meant to be shared, name local files without their folders.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RESULT_LINE = re.compile(r'^RESULT = ".*$', re.MULTILINE)
 
 
 class Licence(TypedDict, total=False):
-    """The licence fields of a card's front matter, as the hub names them."""
+    """Licence fields of a card's front matter, with the hub's names."""
 
     license: str
     license_name: str
@@ -42,13 +42,13 @@ def write_card(folder: Path, config: TrainConfig, summary: Json, manifest: Seque
     """Write a run's model card.
 
     Args:
-        folder: the run's folder, with the result and the grid of pictures in it.
-        config: of the run, as the user gave it.
-        summary: of the run.
-        manifest: the samples that it learned from (``Plan.manifest``).
+        folder: run folder with the result and the grid of pictures.
+        config: configuration as the user gave it.
+        summary: summary of the run.
+        manifest: training samples (``Plan.manifest``).
 
     Returns:
-        The README.md.
+        The path of the README.md.
     """
     file = folder / CARD
     write_text(file, card_of(folder, config, summary, manifest))
@@ -56,7 +56,7 @@ def write_card(folder: Path, config: TrainConfig, summary: Json, manifest: Seque
 
 
 def card_of(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence[Json]) -> str:
-    """The text of a model card; arguments as for ``write_card``."""
+    """Build the text of a model card; arguments as for ``write_card``."""
     example = example_of(config, manifest[0]["caption"])
     pictures = len({row["file"] for row in manifest if not row.get("held_out")})
     sections = [
@@ -65,8 +65,8 @@ def card_of(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence
         _introduction(folder, config, example.prompt),
         "## How it was trained",
         "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in _rows(config, summary, pictures))]),
-        "`config.json` holds every setting.",
-        "## How it is used",
+        "`config.json` contains every setting.",
+        "## How to use it",
         *_use(config, example),
         "## Licence",
         _licence_text(config),
@@ -75,11 +75,11 @@ def card_of(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence
 
 
 def example_of(config: TrainConfig, caption: str) -> Request:
-    """The picture that the card's instructions draw: the run's first validation picture, if it drew any.
+    """Choose the picture that the card's instructions draw: the run's first validation picture, if any.
 
     Args:
-        config: of the run.
-        caption: of the first sample.
+        config: configuration of the run.
+        caption: caption of the first sample.
     """
     from simpletune.pipeline.sample import Request
 
@@ -89,7 +89,7 @@ def example_of(config: TrainConfig, caption: str) -> Request:
 
 
 def front_matter(config: TrainConfig) -> str:
-    """The YAML that the hub reads; a base that is not on the hub has no ``base_model``, which must be a hub name."""
+    """Build the YAML for the hub; ``base_model`` must be a hub name and is omitted for other bases."""
     from huggingface_hub import ModelCardData
 
     base = _hub_base(config)
@@ -107,7 +107,7 @@ def front_matter(config: TrainConfig) -> str:
 
 
 def licence(config: TrainConfig) -> Licence:
-    """The licence fields of the front matter: the base's licence also binds what derives from it."""
+    """Build the licence fields; the base's licence also binds derived models."""
     base = _hub_base(config)
     if base is None:
         return {"license": "other"}
@@ -119,7 +119,7 @@ def licence(config: TrainConfig) -> Licence:
 
 
 def shareable(config: TrainConfig) -> TrainConfig:
-    """The configuration without paths of this machine: folders by their last names, outputs at their defaults."""
+    """Remove local paths from a configuration: keep the last names of folders, and reset outputs to defaults."""
     model = {name: public_name(value) for name in MODEL_PATHS if (value := getattr(config.model, name)) is not None}
     return config.model_copy(
         update={
@@ -131,22 +131,22 @@ def shareable(config: TrainConfig) -> TrainConfig:
 
 
 def for_repository(card: str, repository: str) -> str:
-    """The card as it stands in a repository on the hub: its instructions name it."""
+    """Adapt the card's instructions to a repository on the hub."""
     return RESULT_LINE.sub(lambda line: f"RESULT = {json.dumps(repository)}", card)
 
 
 def last_name(path: str) -> str:
-    """A path's last name."""
+    """Return the last component of a path."""
     return os.path.basename(os.path.abspath(path))
 
 
 def public_name(name: str) -> str:
-    """A model's name: a hub name or a demo's as it is, a path by its last name."""
+    """Return a model's name without local folders; hub and demo names are unchanged."""
     return name if is_hub_name(name) else last_name(name)
 
 
 def _hub_base(config: TrainConfig) -> str | None:
-    """The base's hub name, or None."""
+    """Return the base's hub name, or None."""
     name = config.model.transformer or config.model.pretrained
     return name if is_hub_name(name) and config.model.init == "pretrained" else None
 
@@ -154,9 +154,9 @@ def _hub_base(config: TrainConfig) -> str | None:
 def _base_text(config: TrainConfig) -> str:
     name = config.model.transformer or config.model.pretrained
     if config.model.init == "random":
-        return f"random weights in the shape of {code(public_name(name))}"
+        return f"random weights with the architecture of {code(public_name(name))}"
     if config.is_demo:
-        return f"{code(name)}, the tiny model that comes with simpletune and draws coloured shapes"
+        return f"{code(name)}, simpletune's tiny demo model that draws coloured shapes"
     if is_hub_name(name):
         return f"[{name}](https://huggingface.co/{name})"
     return f"{code(public_name(name))}, a local copy (name it as `base_model` above if it is on the hub)"
@@ -164,18 +164,18 @@ def _base_text(config: TrainConfig) -> str:
 
 def _introduction(folder: Path, config: TrainConfig, prompt: str) -> str:
     kind = "Fine-tuned transformer of" if config.adapter.trains_base else "LoRA for"
-    lines = [f"{kind} {_base_text(config)}, made with simpletune."]
+    lines = [f"{kind} {_base_text(config)}, trained with simpletune."]
     if config.data.prompt:
         lines.append(f"Trigger prompt: {code(config.data.prompt)}")
     else:
-        lines.append(f"A prompt to begin with: {code(prompt)}")
+        lines.append(f"Example prompt: {code(prompt)}")
     if (folder / GRID).exists():
-        lines.append(f"![The base and the result, drawn from the same noise]({GRID})")
+        lines.append(f"![Pictures of the base and the result from the same noise]({GRID})")
     return "\n\n".join(lines)
 
 
 def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[str, str]]:
-    """The settings that matter, and the figures."""
+    """Yield the main settings and results."""
     train, settings = config.train, config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method"})
     listed = [f"{key} {', '.join(value) if isinstance(value, list) else value}" for key, value in settings.items()]
     yield "method", cell(", ".join([config.adapter.method, *listed]))
@@ -189,7 +189,7 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     yield "resolution", f"{config.data.resolution} px"
     held_out = f", and {summary['held_out_pictures']} held out" if summary.get("held_out_pictures") else ""
     yield "pictures", f"{pictures} from {cell(code(last_name(config.data.path)))}{held_out}"
-    yield "precision", f"{config.precision.weights} weights, {config.precision.compute} products"
+    yield "precision", f"{config.precision.weights} weights, {config.precision.compute} compute"
     yield "seed", str(train.seed)
     yield from _cost(summary)
     before, after = summary["eval_loss_before"], summary["eval_loss_after"]
@@ -198,7 +198,7 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
 
 
 def _cost(summary: Json) -> Iterator[tuple[str, str]]:
-    """Time and memory, as far as they are known."""
+    """Yield time and memory, if known."""
     if "seconds_total" in summary:
         several = f", in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
         yield "time", f"{duration(summary['seconds_total'])}{several}"
@@ -210,17 +210,17 @@ def _cost(summary: Json) -> Iterator[tuple[str, str]]:
 
 
 def _use(config: TrainConfig, example: Request) -> Iterator[str]:
-    """The sections on diffusers and on the inference scripts."""
+    """Yield the instructions for diffusers and for the inference scripts."""
     yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
     others = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}
     replaced = [f"{name} {code(public_name(value))}" for name, value in others.items() if value]
     if replaced:
-        yield f"The run took from elsewhere than the base: {', '.join(replaced)}. The lines above use the base's."
+        yield f"The run replaced parts of the base: {', '.join(replaced)}. The code above uses the base's own."
     yield f"With simpletune:\n\n```sh\n{command(config, example)}\n```"
 
 
 def snippet(config: TrainConfig, example: Request) -> str:
-    """Python that draws the example with diffusers."""
+    """Write Python code that draws the example with diffusers."""
     model, dtype = config.model, f"dtype={config.precision.compute_dtype()}"
     own = None if config.adapter.trains_base else model.transformer
     extra = ["transformer=transformer"] if own or config.adapter.trains_base else []
@@ -255,7 +255,7 @@ def snippet(config: TrainConfig, example: Request) -> str:
 
 
 def command(config: TrainConfig, example: Request) -> str:
-    """The shell command that draws the example with this project's script; made to run in the project's folder."""
+    """Write the shell command that draws the example with the inference script, from the project's folder."""
     import shlex
 
     base = config.model.pretrained
@@ -266,7 +266,7 @@ def command(config: TrainConfig, example: Request) -> str:
 
 
 def _source(name: str) -> str:
-    """A base as a line of Python, with what to put there if only its owner has it."""
+    """Write a base as a Python string, with a comment on what to insert for a local one."""
     if is_hub_name(name):
         return json.dumps(name)
     return f"{json.dumps(f'path/to/{public_name(name)}')}  # the base's folder in diffusers' layout"
@@ -276,14 +276,14 @@ def _licence_text(config: TrainConfig) -> str:
     fields = licence(config)
     if "license_name" in fields:
         return (
-            f"The base's licence ([{fields['license_name']}]({fields['license_link']})) binds what derives from it. "
-            "Read it before you use or share this."
+            f"The base's licence ([{fields['license_name']}]({fields['license_link']})) also binds derived models. "
+            "Read it before you use or share this one."
         )
-    return "The base's licence binds what derives from it. Name it in the front matter before you share this."
+    return "The base's licence also binds derived models. Name it in the front matter before you share this one."
 
 
 def code(text: str) -> str:
-    """Text as inline code in Markdown, whatever is in it."""
+    """Format text as inline code in Markdown; the text may contain backticks."""
     flat = " ".join(text.split())
     ticks = "`" * (1 + max((len(run) for run in re.findall("`+", flat)), default=0))
     pad = " " if flat.startswith("`") or flat.endswith("`") else ""
@@ -291,5 +291,5 @@ def code(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Text in a table's cell."""
+    """Escape text for a table cell."""
     return text.replace("|", "\\|")

@@ -1,6 +1,6 @@
-"""Names on a command line: a run, one of its checkpoints (``RUN@STEP``), a LoRA, a model; a strength after a colon.
+"""Resolve names on the command line: a run, a checkpoint (``RUN@STEP``), a LoRA or a model, with an optional strength.
 
-Whatever takes such a name asks here what it stands for. Imports no torch.
+Every verb resolves such names here. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
 
 TRANSFORMER = "transformer"
 LATEST = "latest"
-FORMS = "a LoRA file, a run's folder, its checkpoint (runs/demo@100), or a hub name (owner/name)"
+FORMS = "a LoRA file, a run's folder, a checkpoint (runs/demo@100) or a hub name (owner/name)"
 LISTED = 16  # steps in a message
 
 
 class RunName(NamedTuple):
-    """A run, or one of its checkpoints.
+    """Name a run or one of its checkpoints.
 
     Args:
-        folder: of the run.
-        step: of the checkpoint; None: the run's result.
+        folder: run folder.
+        step: step of the checkpoint; None for the run's result.
     """
 
     folder: Path
@@ -49,16 +49,16 @@ class RunName(NamedTuple):
 
 @dataclass(frozen=True)
 class Named:
-    """What a name stands for: exactly one of ``lora``, ``transformer`` and ``trained``.
+    """Hold what a name refers to: exactly one of ``lora``, ``transformer`` and ``trained``.
 
     Args:
-        name: without the strength.
-        scale: the strength, if the name has one.
-        lora: a LoRA file.
-        transformer: the folder of a whole transformer.
-        trained: a checkpoint's file of trained weights that replace the base's; the average, where one is kept.
-        run: the folder of the run that made it, if that is known.
-        step: of the checkpoint; None: it is no checkpoint.
+        name: name without the strength.
+        scale: strength, if given.
+        lora: LoRA file.
+        transformer: folder of a whole transformer.
+        trained: checkpoint file of trained weights that replace the base's; the average, if the run keeps one.
+        run: folder of the run that made it, if known.
+        step: step of the checkpoint; None if it is not a checkpoint.
     """
 
     name: str
@@ -71,14 +71,14 @@ class Named:
 
 
 def find_named(text: str, option: str = "") -> Named:
-    """What a name stands for.
+    """Resolve a name.
 
     Args:
-        text: the name, with ``@STEP`` or ``@latest`` and ``:STRENGTH`` where it has them.
-        option: that it was given by, such as ``--lora: ``; messages begin with it.
+        text: name, with optional ``@STEP`` or ``@latest`` and ``:STRENGTH``.
+        option: prefix of messages, such as ``--lora: ``.
 
     Raises:
-        UserError: there is none of that name, or a run that has no result.
+        UserError: nothing has that name, or the run has no result.
     """
     try:
         name, scale = split_scale(text)
@@ -88,20 +88,20 @@ def find_named(text: str, option: str = "") -> Named:
 
 
 def find_lora(text: str, option: str = "", remedy: str = "Give a LoRA", strength: bool = True) -> Named:
-    """As ``find_named``, but it must be a LoRA.
+    """Resolve a name that must be a LoRA.
 
     Args:
-        text: the name.
-        option: that it was given by.
-        remedy: what to do with a full model.
-        strength: whether the name may have one.
+        text: name.
+        option: prefix of messages.
+        remedy: advice if the name is a full model.
+        strength: accept a strength.
 
     Raises:
-        UserError: there is none of that name, it is a full model, or it has a strength and may not.
+        UserError: nothing has that name, it is a full model, or it has a strength that is not accepted.
     """
     named = find_named(text, option)
     if named.scale is not None and not strength:
-        raise UserError(f"{option}{text}: a strength has no meaning here. Leave :{named.scale:g} out")
+        raise UserError(f"{option}{text}: this command takes no strength. Remove :{named.scale:g}")
     if named.lora is not None:
         return named
     kind = f"is a {run_config(named.run).adapter.method} run" if named.run is not None else "is a full model"
@@ -109,10 +109,10 @@ def find_lora(text: str, option: str = "", remedy: str = "Give a LoRA", strength
 
 
 def weight_file(name: str) -> Path:
-    """The file with the weights of a run, a checkpoint, or of any folder or file.
+    """Find the weights file of a run, a checkpoint, a folder or a file.
 
     Raises:
-        UserError: there are none.
+        UserError: no weights were found.
     """
     path, run = Path(name), split_step(name)
     if run is None and not is_run(path) and not (path / STATE).exists():
@@ -122,10 +122,10 @@ def weight_file(name: str) -> Path:
 
 
 def find_in_run(run: RunName) -> Named:
-    """The result of a run, or what one of its checkpoints holds.
+    """Resolve the result of a run or one of its checkpoints.
 
     Raises:
-        UserError: it has no result.
+        UserError: the run has no result.
     """
     folder, step = run
     if step is not None:
@@ -139,14 +139,14 @@ def find_in_run(run: RunName) -> Named:
 
 
 def find_run(text: str, option: str = "") -> RunName:
-    """A run, ``RUN``, or one of its checkpoints, ``RUN@STEP`` or ``RUN@latest``.
+    """Find a run, ``RUN``, or a checkpoint, ``RUN@STEP`` or ``RUN@latest``.
 
     Args:
-        text: the name.
-        option: that it was given by.
+        text: name.
+        option: prefix of messages.
 
     Raises:
-        UserError: there is no such run or checkpoint.
+        UserError: the run or checkpoint does not exist.
     """
     try:
         return split_step(text) or RunName(Path(text))
@@ -155,48 +155,48 @@ def find_run(text: str, option: str = "") -> RunName:
 
 
 def run_config(run: Path, option: str = "") -> TrainConfig:
-    """The configuration of a run.
+    """Read the configuration of a run.
 
     Args:
-        run: its folder.
-        option: that it was given by.
+        run: run folder.
+        option: prefix of messages.
 
     Raises:
-        UserError: it is no run's folder.
+        UserError: the folder is not a run.
     """
     file = run / CONFIG
     if not file.is_file():
-        what = f"has no {CONFIG}: it is not a run's folder" if run.is_dir() else "does not exist"
+        what = f"is not a run's folder: it has no {CONFIG}" if run.is_dir() else "does not exist"
         raise UserError(f"{option}{run} {what}. Name a run, such as runs/demo")
     try:
         return TrainConfig.model_validate_json(file.read_bytes())
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UserError(
-            f"{option}{file} is damaged, or of another version of simpletune ({first['msg']}). Name another run; "
-            "train CONFIG --resume auto writes it again"
+            f"{option}{file} is damaged or from another version of simpletune ({first['msg']}). Name another run, or "
+            "write it again with train CONFIG --resume auto"
         ) from None
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's, finished or not."""
+    """Tell whether a folder is a run's, finished or not."""
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in (CHECKPOINTS, METRICS, ENVIRONMENT))
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether a folder is that of a run without a result."""
+    """Tell whether a folder is a run's that has no result."""
     return is_run(folder) and not (folder / TRANSFORMER).is_dir() and not (folder / LORA_FILE).is_file()
 
 
 def split_scale(text: str, default: float | None = None) -> tuple[str, float | None]:
-    """A name and the strength after its last colon: ``my.safetensors:0.8``.
+    """Split a name from the strength after its last colon: ``my.safetensors:0.8``.
 
     Args:
-        text: what was given.
-        default: where there is no strength.
+        text: name with an optional strength.
+        default: strength if none is given.
 
     Raises:
-        UserError: what follows the name of something that exists is no number.
+        UserError: the name exists, but what follows the colon is not a number.
     """
     name, colon, scale = text.rpartition(":")
     if not colon or Path(text).exists():
@@ -208,15 +208,15 @@ def split_scale(text: str, default: float | None = None) -> tuple[str, float | N
     if math.isfinite(value):
         return name, value
     if Path(name).exists() or split_step(name) is not None:
-        raise UserError(f"{text}: {scale!r} is no strength. Give a number, as in {name}:0.8")
+        raise UserError(f"{text}: the strength {scale!r} is not a number. Give one, as in {name}:0.8")
     return text, default
 
 
 def split_step(name: str) -> RunName | None:
-    """The run and the checkpoint's step of ``RUN@STEP`` or ``RUN@latest``; None: the name does not end so.
+    """Split ``RUN@STEP`` or ``RUN@latest`` into run and step; None if the name has no such suffix.
 
     Raises:
-        UserError: there is no such run, or it has no checkpoint of that step.
+        UserError: the run does not exist, or has no checkpoint of that step.
     """
     before, at, step = name.rpartition("@")
     if not at or not before or Path(name).exists():
@@ -228,18 +228,18 @@ def split_step(name: str) -> RunName | None:
         return None
     steps = [number for number, _ in list_checkpoints(run)]
     if not steps:
-        raise UserError(f"{name}: {run} has no checkpoint")
+        raise UserError(f"{name}: {run} has no checkpoint. Name another run")
     if step == LATEST:
         return RunName(run, steps[-1])
     if not meant:
-        raise UserError(f"{name}: {step!r} is no step. {run} has checkpoints of steps {_listed(steps)}")
+        raise UserError(f"{name}: {step!r} is not a step. Use one of {_listed(steps)}")
     if int(step) not in steps:
-        raise UserError(f"{name}: there is no checkpoint of step {int(step)}. {run} has steps {_listed(steps)}")
+        raise UserError(f"{name}: {run} has no checkpoint of step {int(step)}. Use one of {_listed(steps)}")
     return RunName(run, int(step))
 
 
 def _find(name: str) -> Named:
-    """What a name without a strength stands for."""
+    """Resolve a name without a strength."""
     run, path = split_step(name), Path(name)
     if run is not None:
         return find_in_run(run)
@@ -255,7 +255,7 @@ def _find(name: str) -> Named:
 
 
 def _of_folder(folder: Path) -> Named:
-    """What a folder holds: a checkpoint, a result, or a transformer."""
+    """Resolve a folder with a checkpoint, a result or a transformer."""
     if (folder / STATE).exists() or (folder / TRAINABLE).exists():
         match = NAME.match(folder.name)
         if match and folder.parent.name == CHECKPOINTS:
@@ -265,11 +265,11 @@ def _of_folder(folder: Path) -> Named:
         return find_in_run(RunName(folder))
     if (folder / CONFIG).exists() and any(folder.glob("*.safetensors*")):
         return Named(str(folder), transformer=folder)
-    raise UserError(f"{folder} holds no {LORA_FILE} and no {TRANSFORMER}/. Give {FORMS}")
+    raise UserError(f"{folder} contains neither {LORA_FILE} nor {TRANSFORMER}/. Give {FORMS}")
 
 
 def _of_checkpoint(folder: Path, run: Path | None = None, step: int | None = None) -> Named:
-    """What a checkpoint holds: what its run would export, of the average where one is kept."""
+    """Resolve a checkpoint to what its run would export: the average, if the run keeps one."""
     name = str(folder) if run is None else f"{run}@{step}"
     if (folder / LORA_FILE).is_file():
         return Named(name, lora=folder / LORA_FILE, run=run, step=step)
@@ -278,17 +278,17 @@ def _of_checkpoint(folder: Path, run: Path | None = None, step: int | None = Non
 
 
 def _no_result(run: Path) -> UserError:
-    """A run that is asked for its result before it has one."""
+    """Build the error for a run without a result."""
     steps = [step for step, _ in list_checkpoints(run)]
     if not steps:
-        return UserError(f"{run} has no result and no checkpoint. Let it train on, or name another run")
+        return UserError(f"{run} has no result and no checkpoint. Continue training it, or name another run")
     return UserError(
-        f"{run} has no result: it is not finished. Make one of its last checkpoint with "
+        f"{run} has no result, because it is unfinished. Export its last checkpoint with "
         f"`{shlex.join(['simpletune', 'finish', str(run)])}`, or name a checkpoint: "
         f"{shortened([f'{run}@{step}' for step in reversed(steps)], 4)}"
     )
 
 
 def _listed(steps: Sequence[int]) -> str:
-    """Steps in words, the newest first where there are too many."""
+    """List steps; if there are too many, the newest first."""
     return shortened([str(step) for step in (steps if len(steps) <= LISTED else steps[::-1])], LISTED)

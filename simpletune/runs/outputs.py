@@ -1,4 +1,4 @@
-"""Where results go: nothing that is there is replaced, unless a file's replacement is asked for. Imports no torch."""
+"""Choose where to write results, and never overwrite anything without ``--overwrite``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERED = re.compile(r"(\d{4,})(-|$)")
 
 
 def require_new(out: Path, overwrite: bool, folder: bool = False) -> None:
-    """The rule of every ``--out``: a file must be new unless ``--overwrite`` is given, a folder new or empty.
+    """Check an ``--out``: a file must be new unless ``--overwrite`` is given; a folder must be new or empty.
 
     Raises:
         UserError: the name is taken.
@@ -25,7 +25,7 @@ def require_new(out: Path, overwrite: bool, folder: bool = False) -> None:
     if not os.path.lexists(out):
         return
     if folder and (not out.is_dir() or any(out.iterdir())):
-        taken = "holds something already" if out.is_dir() else "is a file"
+        taken = "is not empty" if out.is_dir() else "is a file"
         raise UserError(f"--out: {out} {taken}. Choose another name, or remove it")
     if not folder and out.is_dir():
         raise UserError(f"--out: {out} is a folder. Name a file, such as {out / 'result'}")
@@ -34,14 +34,14 @@ def require_new(out: Path, overwrite: bool, folder: bool = False) -> None:
 
 
 def write_numbered(folder: Path, name: str, write: Callable[[Path], object]) -> Path:
-    """Write ``NNNN-name`` under the next free number of a folder, whole or not at all; several processes may at once.
+    """Write ``NNNN-name`` atomically under the next free number of a folder; safe for concurrent processes.
 
-    A number is taken by creating its temporary file, which only one process can, and which becomes the result.
+    A process claims a number by creating its temporary file exclusively, which then becomes the result.
 
     Args:
-        folder: where to; it is made.
-        name: what follows the number.
-        write: writes the file that it is given.
+        folder: target folder; created if missing.
+        name: file name after the number.
+        write: writes to the given path.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_stale(folder)
@@ -63,7 +63,7 @@ def write_numbered(folder: Path, name: str, write: Callable[[Path], object]) -> 
 
 
 def numbered_folder(parent: Path) -> Path:
-    """Make an empty folder named by the next free number; several processes may at once."""
+    """Create an empty folder named by the next free number; safe for concurrent processes."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in count(_next_number(parent)):
         try:

@@ -1,4 +1,4 @@
-"""Whether a run may continue from a checkpoint: what changed since, and what of it may."""
+"""Decide whether a run may continue from a checkpoint, and list what has changed since."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.options import Json, UserError
 from simpletune.runs.checkpoint import SavedState
 
-# What a resumed run must share with the one that was saved: its weights, and which samples each step sees.
+# Settings that may not change on resume: they determine the weights, or which samples each step sees.
 PINNED = (
     "model", "adapter", "precision", "objective", "ema", "optimizer.name", "train.seed", "train.batch_size",
     "train.gradient_accumulation",
@@ -23,16 +23,16 @@ def check_resumable(
     """Compare a configuration and a data set with those of a checkpoint.
 
     Args:
-        saved: the checkpoint.
-        config: as the user gave it.
-        manifest: of the data, now.
-        processes: how many train together now; None: not compared.
+        saved: checkpoint.
+        config: configuration as the user gave it.
+        manifest: current manifest of the data.
+        processes: current number of processes; None skips the comparison.
 
     Returns:
-        What has changed and may change, as ``path: old -> new``.
+        Allowed changes, as ``path: old -> new``.
 
     Raises:
-        UserError: something changed that fixes the weights' meaning or the order of samples.
+        UserError: a change affects the meaning of the weights or the order of samples.
     """
     changes = _differences(_with_defaults(saved.config), config.model_dump(mode="json", by_alias=True))
     pinned = [c for c in changes if any(c.startswith((f"{p}:", f"{p}.")) for p in PINNED)]
@@ -43,8 +43,8 @@ def check_resumable(
         )
     if processes is not None and processes != saved.processes:
         raise UserError(
-            f"--resume: {saved.folder} was made by {saved.processes} processes, and now there are {processes}: a step "
-            "would see another number of pictures, in another order. Start as many, or a new run under another name"
+            f"--resume: {saved.folder} was made by {saved.processes} processes, but now there are {processes}, which "
+            f"changes the samples of each step. Start {saved.processes}, or a new run under another name"
         )
     if manifest != saved.manifest:
         remedy = "Restore the data, or start a new run"
@@ -54,15 +54,15 @@ def check_resumable(
 
 
 def _with_defaults(config: Json) -> Json:
-    """A saved configuration with the defaults of fields that are newer than it: they leave a run as it was."""
+    """Add the defaults of newer fields to a saved configuration; they do not change the run."""
     try:
         return TrainConfig.model_validate_json(json.dumps(config)).model_dump(mode="json", by_alias=True)
-    except ValidationError:  # a field that is gone since: it is named among the differences
+    except ValidationError:  # a field was removed since; the differences name it
         return config
 
 
 def _differences(old: object, new: object, path: str = "") -> list[str]:
-    """Leaves that differ between two JSON values."""
+    """List the leaves that differ between two JSON values."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [*old, *(key for key in new if key not in old)]
         return [d for key in keys for d in _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)]
@@ -76,9 +76,9 @@ def _manifest_changes(old: list[Json], new: list[Json]) -> list[str]:
     for key in [key for key in before if key in after and before[key] != after[key] and not key[1]]:
         was, now = before[key], after[key]
         parts = [name for name in was if name in now and was[name] != now[name]]
-        changes += [f"{key[0]}: other {', '.join(parts)}"] if parts else []
+        changes += [f"{key[0]}: changed {', '.join(parts)}"] if parts else []
         if was.get("held_out") != now.get("held_out"):
-            changes.append(f"{key[0]}: {'held out' if now.get('held_out') else 'trained on'} now (validation.split)")
+            changes.append(f"{key[0]}: now {'held out' if now.get('held_out') else 'trained on'} (validation.split)")
     return changes[:12] or ["the order or the number of repetitions"]
 
 

@@ -1,4 +1,4 @@
-"""What a run was: the figures of summary.json, and what is said before and after."""
+"""Summarise a run in summary.json, and print its data, its stop and its results."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from simpletune.system.stage_timer import largest_peak, rounded, stages_as_json
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a run.
+    """Hold the measurements of a run.
 
     Args:
-        device: in words.
-        attempts: time and memory by stage, of each attempt.
-        samples: of a step, in all processes; the mean over an epoch.
+        device: description of the device.
+        attempts: attempts with time and memory by stage.
+        samples: samples per step in all processes, averaged over an epoch.
     """
 
     device: str
@@ -46,13 +46,13 @@ class Measured:
 
 
 def summarise(config: TrainConfig, folder: Path, steps: int, measured: Measured) -> Json:
-    """The measured figures of a run.
+    """Summarise the measurements of a run.
 
     Args:
-        config: of the run.
-        folder: of the run; its metrics hold every step's loss and time, also those before a resume.
-        steps: of the whole run.
-        measured: over all of its attempts.
+        config: configuration of the run.
+        folder: run folder, whose metrics cover all attempts.
+        steps: number of steps of the whole run.
+        measured: measurements over all attempts.
     """
     rows = read_metrics(folder)
     return {
@@ -66,12 +66,12 @@ def summarise(config: TrainConfig, folder: Path, steps: int, measured: Measured)
 
 
 def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
-    """What is known of a stopped run up to a checkpoint; time and memory are of all its attempts.
+    """Summarise a stopped run up to a checkpoint; time and memory cover all attempts.
 
     Args:
-        run: its folder.
-        config: of the run; the model's folder is resolved.
-        saved: the checkpoint.
+        run: run folder.
+        config: configuration with the model's folder resolved.
+        saved: checkpoint.
     """
     step, attempts = saved.step, read_attempts(run)
     samples = [row for row in saved.manifest if not row.get("held_out")]
@@ -103,14 +103,14 @@ def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
 
 
 def _paced(rows: Sequence[Json], attempts: Sequence[Attempt], samples: float) -> Json:
-    """The pace of a run, from the seconds of its steps; None where its rows were lost."""
+    """Compute the pace of a run from the seconds of its steps; None if the rows were lost."""
     per_step = median_seconds(rows, attempts)
     pace = samples / per_step if per_step else None
     return {"seconds_per_step": rounded(per_step), "samples_per_second": rounded(pace)}
 
 
 def _peaks(attempts: Sequence[Attempt]) -> Json:
-    """Time and memory by stage, and the largest peaks."""
+    """Collect time and memory by stage, and the largest peaks."""
     stages = merged_stages(attempts)
     return {
         "peak_allocated_gib": rounded(largest_peak(stages, "peak_allocated_gib")),
@@ -121,22 +121,22 @@ def _peaks(attempts: Sequence[Attempt]) -> Json:
 
 
 def _first_and_final(losses: list[float]) -> Json:
-    """Means over the first and the last tenth of the steps; None where the rows were lost."""
+    """Average the loss over the first and the last tenth of the steps; None if the rows were lost."""
     tenth = max(1, len(losses) // 10)
     first, final = (statistics.fmean(part) if part else None for part in (losses[:tenth], losses[-tenth:]))
     return {"first_loss": first, "final_loss": final}
 
 
 def print_stopped(run: Path, steps: int) -> None:
-    """Say what a run that was asked to stop has kept, and what can be done with it.
+    """Print what a stopped run has saved, and what to do with it.
 
     Args:
-        run: its folder.
-        steps: of the whole run.
+        run: run folder.
+        steps: number of steps of the whole run.
     """
     found = list_checkpoints(run)
     if not found:
-        say("stopped: before the first step")
+        say("stopped: no checkpoint was saved")
         return
     step, folder = found[-1]
     name = f"{run}@{step}"
@@ -146,20 +146,20 @@ def print_stopped(run: Path, steps: int) -> None:
 
 
 def print_data(prepared: Prepared) -> None:
-    """Say what the run learns from."""
+    """Print the training data."""
     plan = prepared.plan
     pictures = {sample.picture.name for sample in plan.samples}
     shapes = sorted(plan.buckets, key=lambda size: -len(plan.buckets[size]))
     listed = shortened([f"{w}x{h} ({len(plan.buckets[w, h])})" for w, h in shapes], 6)
-    an_epoch = f"{plural(len(plan.samples), 'sample')} an epoch, {plural(plan.steps_per_epoch, 'step')} an epoch"
+    an_epoch = f"{plural(len(plan.samples), 'sample')} and {plural(plan.steps_per_epoch, 'step')} per epoch"
     say(f"data    {plural(len(pictures), 'picture')}, {an_epoch}")
     if plan.held_out:
-        say(f"        {plural(len(plan.held_out), 'picture')} held out of training, for the validation loss")
+        say(f"        {plural(len(plan.held_out), 'picture')} held out from training for the validation loss")
     say(f"        captions from {prepared.captions}")
     say(f"        {plural(len(shapes), 'bucket')}: {listed}")
     if plan.fillers:
-        many = plural(plan.fillers, "row an epoch is a filler", "rows an epoch are fillers")
-        say(f"        {many}, without weight: they complete micro-batches")
+        many = plural(plan.fillers, "filler row", "filler rows")
+        say(f"        {many} per epoch without weight in the loss, to complete micro-batches")
     small = sum(_scaled_up(sample) and sample.repeat == 0 for sample in plan.samples)
     if small:
         one, many = "picture is smaller than its bucket and is", "pictures are smaller than their bucket and are"
@@ -167,7 +167,7 @@ def print_data(prepared: Prepared) -> None:
     too_long = prepared.text.too_long(plan.captions())
     if too_long:
         many = plural(len(too_long), "caption is", "captions are")
-        say(f"        {many} longer than 77 tokens: the CLIP encoders see only the beginning")
+        say(f"        {many} longer than 77 tokens: the CLIP encoders see only the first 77")
 
 
 def _scaled_up(sample: Sample) -> bool:
@@ -175,17 +175,17 @@ def _scaled_up(sample: Sample) -> bool:
 
 
 def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list[Path], places: dict[str, str]) -> None:
-    """Say how the run went and where everything is; ``places`` are the trackers'."""
+    """Print the results of a run and their locations; ``places`` are the trackers'."""
     memory = f"peak memory of the process {summary['peak_rss_gib']:.2f} GiB"
     if summary["peak_allocated_gib"] is not None:
         memory = f"peak on the GPU {summary['peak_allocated_gib']:.2f} GiB of the whole job, {memory}"
     first = summary["seconds_to_first_step"]
     last = " of the last" if summary["attempts"] > 1 else ""
-    begun = "" if first is None else f", the first step{last} after {first:.1f} s"
+    begun = "" if first is None else f", first step{last} after {first:.1f} s"
     took = duration(summary["seconds_total"])
     took += f" in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
     pace = summary["seconds_per_step"]
-    paced = "" if pace is None else f"{pace:.3g} s a step, "
+    paced = "" if pace is None else f"{pace:.3g} s per step, "
     say(f"\ndone in {took}{begun}: {paced}{memory}")
     if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
         before, after = summary["eval_loss_before"], summary["eval_loss_after"]

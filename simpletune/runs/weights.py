@@ -1,4 +1,4 @@
-"""What runs, checkpoints and LoRAs hold as weights to draw with, and loading them."""
+"""Load the weights of runs, checkpoints and LoRAs for inference."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights to draw with.
+    """Describe weights to draw with.
 
     Args:
-        label: what they are, in words.
-        lora: a LoRA file beside the base, if any.
+        label: description of the weights.
+        lora: LoRA file to apply to the base, if any.
         scale: strength of the LoRA.
-        transformer: the folder of a fine-tuned transformer, if any.
-        merged: fold the LoRA into the weights, as a full model.
-        trained: a checkpoint's file of trained weights that replace the base's, if any.
-        short: the label in few letters, for the head of a column.
-        more: further LoRAs on the same base at once, with their strengths.
+        transformer: folder of a fine-tuned transformer, if any.
+        merged: merge the LoRA into the weights.
+        trained: checkpoint file of trained weights that replace the base's, if any.
+        short: short label for a column title.
+        more: further LoRAs to apply at once, with their strengths.
     """
 
     label: str
@@ -49,12 +49,12 @@ class Weights:
 
     @property
     def loras(self) -> list[tuple[Path, float]]:
-        """All LoRAs with their strengths."""
+        """List all LoRAs with their strengths."""
         return [] if self.lora is None else [(self.lora, self.scale), *self.more]
 
     @property
     def title(self) -> str:
-        """The head of a column."""
+        """Return the column title."""
         return self.short or self.label
 
 
@@ -62,11 +62,11 @@ BASE = Weights("base")
 
 
 def weights_of(named: Named, scale: float = 1.0) -> Weights:
-    """What a name stands for, as weights to draw with.
+    """Describe the weights of a resolved name.
 
     Args:
-        named: the name.
-        scale: strength of a LoRA whose name has none.
+        named: resolved name.
+        scale: strength of a LoRA if the name has none.
     """
     scale = scale if named.scale is None else named.scale
     run, step = named.run, named.step
@@ -86,62 +86,62 @@ def weights_of(named: Named, scale: float = 1.0) -> Weights:
 
 
 def lora_weights(text: str, scale: float = 1.0, option: str = "") -> Weights:
-    """A LoRA by its file, its run or checkpoint, or its hub repository.
+    """Find a LoRA by file, run, checkpoint or hub name.
 
     Args:
-        text: the name.
-        scale: the strength, where the name has none.
-        option: that the name was given by.
+        text: name.
+        scale: strength if the name has none.
+        option: prefix of messages.
 
     Raises:
-        UserError: there is none of that name, or it is a full model.
+        UserError: nothing has that name, or it is a full model.
     """
-    return weights_of(find_lora(text, option, f"Draw with it by --run {split_scale(text)[0]}"), scale)
+    return weights_of(find_lora(text, option, f"Use --run {split_scale(text)[0]} instead"), scale)
 
 
 def checkpoints_of(run: Path, scale: float = 1.0) -> list[Weights]:
-    """What a run's checkpoints hold, oldest first.
+    """List the weights of a run's checkpoints, oldest first.
 
     Raises:
-        UserError: it has none.
+        UserError: the run has no checkpoint.
     """
     found = list_checkpoints(run)
     if not found:
-        raise UserError(f"--checkpoints: {run} has no checkpoint. Leave the option out, or name another run")
+        raise UserError(f"--checkpoints: {run} has no checkpoint. Remove the option, or name another run")
     return [weights_of(find_in_run(RunName(run, step)), scale) for step, _ in found]
 
 
 def combine(all_of_them: list[Weights]) -> Weights:
-    """LoRAs that are drawn with at once: their updates add up."""
+    """Combine LoRAs to apply at once; their updates add up."""
     first, *rest = all_of_them
     label = " + ".join(weights.label for weights in all_of_them)
     return replace(first, label=label, more=tuple(pair for weights in rest for pair in weights.loras))
 
 
 def result_of(run: Path, scale: float = 1.0, step: int | None = None) -> Weights:
-    """What a run has trained.
+    """Describe the result of a run.
 
     Args:
-        run: its folder.
+        run: run folder.
         scale: strength of a LoRA.
-        step: of the checkpoint that is meant; None: the result.
+        step: step of a checkpoint; None for the result.
 
     Raises:
-        UserError: it has no result.
+        UserError: the run has no result.
     """
     return weights_of(find_in_run(RunName(run, step)), scale)
 
 
 def full_model_of(run: Path, step: int | None = None) -> Weights:
-    """What a run has trained, as a full model: its transformer, or its LoRA folded into the base."""
+    """Describe the result of a run as a full model: its transformer, or its LoRA merged into the base."""
     weights = result_of(run, step=step)
     if weights.lora is None:
         return weights
-    return Weights(f"base with {weights.lora} folded in", lora=weights.lora, merged=True)
+    return Weights(f"base with {weights.lora} merged", lora=weights.lora, merged=True)
 
 
 def precision_of(config: TrainConfig, weights: Weights) -> WeightPrecision:
-    """How the weights are held: as the configuration says, but what is written over the base's is not quantised."""
+    """Choose the precision: the configuration's, but unquantised for merged or replaced weights."""
     precision = config.precision
     if (weights.merged or weights.trained) and not precision.trainable:
         return BF16() if precision.compute == "bf16" else FP32()
@@ -151,19 +151,18 @@ def precision_of(config: TrainConfig, weights: Weights) -> WeightPrecision:
 def load_weights(
     config: TrainConfig, weights: Weights, device: torch.device, sizes: Collection[Size]
 ) -> tuple[Transformer, Modulation | None]:
-    """The transformer with these weights.
+    """Load the transformer with these weights.
 
-    Nothing trains here, so with the modulation plan the modulation is taken out whatever the weights are, with the
-    updates that a LoRA may have made to it.
+    Nothing trains here, so the modulation plan always removes the modulation, including a LoRA's updates to it.
 
     Args:
-        config: with folders resolved; its precision holds, but for a merged model, which is not quantised.
-        weights: which.
-        device: where to.
+        config: configuration with folders resolved.
+        weights: weights to load.
+        device: target device.
         sizes: (width, height) in pixels of the pictures to draw.
 
     Returns:
-        The transformer, and its modulation if it was taken out.
+        The transformer, and its modulation if it was removed.
     """
     from simpletune.lora.attach import fold_lora, load_loras
     from simpletune.pipeline.load import device_of, load_base, modulation_of
@@ -171,7 +170,7 @@ def load_weights(
     model, cache, precision = config.model, cache_of_bases(config), precision_of(config, weights)
     if weights.transformer is not None:
         model = model.model_copy(update={"transformer": str(weights.transformer), "init": "pretrained"})
-        cache = None  # a result is drawn with a few times; a base, by every run
+        cache = None  # unlike a base, a result is loaded only a few times
     transformer = load_base(config.model_copy(update={"model": model, "precision": precision}), device, sizes, cache)
     if weights.trained is not None:
         overwrite(transformer, weights.trained)
@@ -185,20 +184,22 @@ def load_weights(
 
 
 def overwrite(transformer: nn.Module, file: Path) -> None:
-    """Put a checkpoint's trained weights in the place of the base's.
+    """Replace base weights by a checkpoint's trained weights.
 
     Raises:
-        UserError: they are of another model.
+        UserError: the checkpoint belongs to another model.
     """
     from simpletune.system.safetensors_file import WeightReader
 
     reader, parameters = WeightReader([file]), dict(transformer.named_parameters())
     lost = sorted(reader.names - set(parameters))
     if lost:
-        raise UserError(f"{file}: {len(lost)} of its tensors are not in this model: {', '.join(lost[:5])}")
+        raise UserError(
+            f"{file}: {len(lost)} of its tensors are not in this model ({', '.join(lost[:5])}). Use its own base model"
+        )
     for name in sorted(reader.names):
         tensor = reader.get(name)
         if tensor.shape != parameters[name].shape:
-            shapes = f"{list(tensor.shape)}, and the model {list(parameters[name].shape)}"
-            raise UserError(f"{file}: {name} has shape {shapes}: it is of another model")
+            shapes = f"{list(tensor.shape)}, but the model has {list(parameters[name].shape)}"
+            raise UserError(f"{file}: {name} has shape {shapes}. Use its own base model")
         parameters[name].data.copy_(tensor)

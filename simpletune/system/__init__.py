@@ -1,4 +1,4 @@
-"""The machine: files and disks, locks, signals, devices, the console, random streams.
+"""The machine: files, disks, locks, signals, devices, the console and random streams.
 
 Imports nothing else of the package but ``options``. Any room may import it.
 """

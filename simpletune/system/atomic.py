@@ -1,6 +1,6 @@
-"""Files and folders that are whole or not there: written under a temporary name, then renamed; files are flushed.
+"""Write files and folders atomically: under a temporary name, flushed, then renamed.
 
-The temporary name is ``.NAME.part``; where several processes may write the same target, it also names its writer.
+The temporary name is ``.NAME.part``; if several processes may write the same target, it also names the writer.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 
 from simpletune.system.disk import room_for
 
-STALE = 3600  # seconds after which another machine's unfinished work is abandoned
+STALE = 3600  # seconds after which another machine's unfinished work counts as abandoned
 _SHARED = re.compile(r"^\..*\.([0-9a-f]{6})-(\d+)\.part$")
 
 
 def _machine() -> str:
-    """A short name for this machine or container: process numbers mean something on one only."""
+    """Return a short name of this machine or container, because process IDs are unique only within one."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
 
 
 def temporary_path(target: Path, shared: bool = False) -> Path:
-    """Where to write what will be renamed to ``target``.
+    """Return the temporary path of a target.
 
     Args:
         target: file or folder.
-        shared: whether other processes may write the same target at the same time.
+        shared: other processes may write the same target at the same time.
     """
     writer = f".{_machine()}-{os.getpid()}" if shared else ""
     return target.with_name(f".{target.name}{writer}.part")
@@ -41,15 +41,15 @@ def temporary_path(target: Path, shared: bool = False) -> Path:
 
 @contextmanager
 def atomic_file(file: Path, needed: int | None = None, shared: bool = False) -> Iterator[Path]:
-    """Write a file under the temporary path that this yields; it is flushed and renamed when the block ends well.
+    """Yield a temporary path to write a file to; flush and rename it when the block succeeds.
 
     Args:
-        file: the target; an older one is replaced.
-        needed: bytes, for the message when the disk is full.
-        shared: whether other processes may write the same target at the same time.
+        file: target; an older file is replaced.
+        needed: bytes needed, for the message if the disk is full.
+        shared: other processes may write the same target at the same time.
 
     Raises:
-        DiskFull: there was no room; the target is as it was.
+        DiskFull: the disk is full; the target is unchanged.
     """
     part = temporary_path(file, shared)
     with room_for(f"writing {file.name}", file.parent, needed, lambda: part.unlink(missing_ok=True)):
@@ -60,15 +60,15 @@ def atomic_file(file: Path, needed: int | None = None, shared: bool = False) -> 
 
 @contextmanager
 def atomic_folder(folder: Path, what: str | None = None, needed: int | None = None) -> Iterator[Path]:
-    """Fill a folder under the temporary path that this yields; it replaces ``folder`` when the block ends well.
+    """Yield a temporary folder to fill; it replaces ``folder`` when the block succeeds.
 
     Args:
-        folder: the target; an older one is removed once the new one has its name.
-        what: is being written, for the message when the disk is full.
-        needed: bytes, for the same message.
+        folder: target; an older folder is removed after the rename.
+        what: activity, for the message if the disk is full.
+        needed: bytes needed, for the same message.
 
     Raises:
-        DiskFull: there was no room; the target is as it was.
+        DiskFull: the disk is full; the target is unchanged.
     """
     part = temporary_path(folder)
     remove(part)
@@ -80,13 +80,13 @@ def atomic_folder(folder: Path, what: str | None = None, needed: int | None = No
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """As ``atomic_folder``, but never replace what is there; several processes may try at once.
+    """Create a folder like ``atomic_folder``, but never replace content; safe for concurrent processes.
 
     Args:
-        folder: must not exist, or be an empty folder.
+        folder: target, which must not exist or must be an empty folder.
 
     Raises:
-        FileExistsError: the folder holds something already, now or by the time the content is ready.
+        FileExistsError: the folder is not empty, now or when the content is ready.
     """
     _refuse_if_filled(folder)
     part = temporary_path(folder, shared=True)
@@ -102,22 +102,22 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 def _refuse_if_filled(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and is not empty: nothing is overwritten. Remove it or name another.")
+        raise FileExistsError(f"{folder} is not empty and was not overwritten. Remove it or name another.")
 
 
 def write_text(file: Path, text: str, shared: bool = False) -> None:
-    """Write a text file, whole or not at all; ``shared`` as for ``atomic_file``."""
+    """Write a text file atomically; ``shared`` as for ``atomic_file``."""
     with atomic_file(file, len(text), shared) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def write_json(file: Path, value: Any, shared: bool = False) -> None:
-    """Write a JSON file, indented, whole or not at all; ``shared`` as for ``atomic_file``."""
+    """Write an indented JSON file atomically; ``shared`` as for ``atomic_file``."""
     write_text(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", shared)
 
 
 def replace_folder(part: Path, folder: Path) -> None:
-    """Rename a finished folder over an older one, which is removed last and put back if the renaming fails."""
+    """Replace a folder by a finished one; the older one is removed last, and restored if the rename fails."""
     old = folder.with_name(f".{folder.name}.old.part")
     remove(old)
     if folder.exists():
@@ -132,11 +132,10 @@ def replace_folder(part: Path, folder: Path) -> None:
 
 
 def quarantine(place: Path) -> Path:
-    """Rename a damaged file or folder to ``NAME.damaged``, replacing an older one: it can be looked at, and is not
-    read again.
+    """Rename a damaged file or folder to ``NAME.damaged`` for inspection, replacing an older one.
 
     Returns:
-        Its new name.
+        The new path.
     """
     damaged = place.with_name(f"{place.name}.damaged")
     remove(damaged)
@@ -145,7 +144,7 @@ def quarantine(place: Path) -> Path:
 
 
 def flush_to_disk(path: Path) -> None:
-    """fsync a file, or a folder's entries."""
+    """Call fsync on a file, or on a folder's entries."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -154,14 +153,14 @@ def flush_to_disk(path: Path) -> None:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what killed processes left unfinished in a folder; what a living one writes stays."""
+    """Remove unfinished files of killed processes from a folder, but not those of running ones."""
     for entry in folder.glob(".*.part") if folder.is_dir() else ():
         if _is_abandoned(entry):
             remove(entry)
 
 
 def remove(entry: Path) -> None:
-    """Remove a file or a folder; one that is gone already is no error."""
+    """Remove a file or folder, if it exists."""
     if entry.is_dir() and not entry.is_symlink():
         shutil.rmtree(entry, ignore_errors=True)
     else:

@@ -1,4 +1,4 @@
-"""Checksums of whole files, and short names for large ones from samples of their bytes."""
+"""Compute checksums of whole files, and fingerprints of large files from samples of their bytes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ SAMPLED_CHUNKS, CHUNK = 64, 65536
 
 
 def sha256_of(file: Path) -> str:
-    """The checksum of a whole file, in hexadecimal."""
+    """Compute the SHA-256 of a whole file, in hexadecimal."""
     with open(file, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def fingerprint_of_range(file: Path, about: str, start: int, end: int) -> str:
-    """A short name for the bytes from ``start`` to ``end`` of a file, from samples of them: 64 chunks of 64 KiB,
-    so that 10 GB take no longer than 10 MB.
+    """Compute a fingerprint of the bytes from ``start`` to ``end`` of a file from 64 chunks of 64 KiB, so that 10 GB
+    take no longer than 10 MB.
 
     Args:
-        about: what else counts: names, types, shapes.
+        about: other content of the fingerprint, such as names, types and shapes.
     """
     digest = hashlib.sha256(f"{about}:{end - start}".encode())
     hash_samples(digest, file, start, end)
@@ -27,7 +27,7 @@ def fingerprint_of_range(file: Path, about: str, start: int, end: int) -> str:
 
 
 def hash_samples(digest: hashlib._Hash, file: Path, start: int, end: int) -> None:
-    """Add chunks from all over a part of a file to a digest."""
+    """Add evenly spaced chunks from a range of a file to a digest."""
     size = end - start
     with open(file, "rb") as handle:
         for number in range(SAMPLED_CHUNKS):

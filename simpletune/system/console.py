@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: plain lines, and progress bars where the output is a terminal."""
+"""Print lines and progress; show progress bars if the output is a terminal."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from simpletune.system.redact import redact
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-PLAIN_EVERY = 10.0  # seconds between progress lines when the output is no terminal
-LIVE_EVERY = 0.1  # seconds between two drawings of a bar
+PLAIN_EVERY = 10.0  # seconds between progress lines without a terminal
+LIVE_EVERY = 0.1  # seconds between updates of a bar
 BAR_WIDTH = 12  # characters
-WINDOW = 20  # steps that the seconds a step are a mean of
-WARM_UP = 2  # steps that are left out of it
+WINDOW = 20  # steps in the mean of seconds per step
+WARM_UP = 2  # first steps, excluded from that mean
 _SILENT: list[bool] = []
 
 
 def say(text: str) -> None:
-    """A line on standard output, at once, above any bar; of several processes only the first speaks."""
+    """Print a line to standard output above any bar, without buffering; only the first of several processes prints."""
     if _SILENT or not is_first_process():
         return
     text = printable(redact(text))
@@ -39,14 +39,14 @@ def say(text: str) -> None:
 
 
 def note(lines: Iterable[str]) -> None:
-    """Remarks on standard error: standard output may be figures for programs."""
+    """Print notes to standard error, because programs may read standard output."""
     for line in lines:
         print(redact(line), file=sys.stderr, flush=True)
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Within this context nothing is said, and no progress shown: what runs only stands in for the real thing."""
+    """Suppress output and progress within this context, for simulated runs."""
     _SILENT.append(True)
     try:
         yield
@@ -55,14 +55,14 @@ def silent() -> Iterator[None]:
 
 
 class _Stage:
-    """Shows how far a stage is: a bar where the output is a terminal, elsewhere a plain line now and then.
+    """Show the progress of a stage: a bar in a terminal, else a plain line from time to time.
 
     Args:
-        total: how many there are to do; None: that is not known.
-        shown: when the last line came, by ``time.perf_counter``.
+        total: number of items; None if unknown.
+        shown: time of the last line by ``time.perf_counter``.
     """
 
-    bars: ClassVar[Progress | None] = None  # of all stages under way, at the bottom of the terminal
+    bars: ClassVar[Progress | None] = None  # bars of all active stages, at the bottom of the terminal
 
     def __init__(self, total: int | None, shown: float = float("-inf")):
         self.live = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
@@ -71,11 +71,11 @@ class _Stage:
         self._bar: TaskID | None = None
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time for another line."""
+        """Tell whether another line is due."""
         return now - self._shown >= (LIVE_EVERY if self.live else PLAIN_EVERY)
 
     def show(self, now: float, done: int, line: str) -> None:
-        """Draw the bar and the line beside it, or say the line."""
+        """Update the bar and its line, or print the line."""
         self._shown, self._line = now, line
         if not self.live:
             say(line)
@@ -86,10 +86,10 @@ class _Stage:
             _Stage.bars.update(self._bar, completed=done, description=line, refresh=True)
 
     def end(self, keep: bool = False) -> None:
-        """Take the bar away, if there is one.
+        """Remove the bar, if any.
 
         Args:
-            keep: leave its last line.
+            keep: leave the last line.
         """
         if self._bar is None or _Stage.bars is None:
             return
@@ -104,7 +104,7 @@ class _Stage:
 
 
 def _start_bars() -> Progress:
-    """The bottom of the terminal, without a bar yet. What others print meanwhile is shown above it."""
+    """Start an empty area for bars at the bottom of the terminal; other output appears above it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column
@@ -114,21 +114,21 @@ def _start_bars() -> Progress:
     bars = Progress(
         BarColumn(BAR_WIDTH), line,
         console=console, auto_refresh=False, transient=True, expand=True,
-        redirect_stderr=sys.stderr.isatty(),  # what goes to a file shall go on doing so
+        redirect_stderr=sys.stderr.isatty(),  # standard error may be redirected to a file
     )  # fmt: skip
     bars.start()
-    console.show_cursor()  # a second Ctrl-C kills the process, which could not show it again
+    console.show_cursor()  # a second Ctrl-C kills the process, which could not restore the cursor
     return bars
 
 
 @contextmanager
 def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """Progress with rate and time left; the context gives the function that counts one, in any thread.
+    """Show progress with rate and time left; yield a thread-safe function that counts one item.
 
     Args:
-        what: the stage.
-        total: how many there are.
-        unit: of what, as several are called.
+        what: name of the stage.
+        total: number of items.
+        unit: plural noun of the items.
     """
     start = time.perf_counter()
     one = unit.removesuffix("s")
@@ -153,11 +153,11 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def counting(what: str, unit: str) -> Iterator[Callable[[str], None]]:
-    """Signs of life of work of which nobody knows how much there is; the context gives the function that counts one.
+    """Show progress of work whose total is unknown; yield a function that counts one item.
 
     Args:
-        what: the work.
-        unit: of what.
+        what: name of the work.
+        unit: plural noun of the items.
     """
     start = time.perf_counter()
     done, stage = 0, _Stage(None, start)
@@ -176,7 +176,7 @@ def counting(what: str, unit: str) -> Iterator[Callable[[str], None]]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 42 s, 3 min 20 s or 2 h 5 min."""
+    """Format seconds as 42 s, 3 min 20 s or 2 h 5 min."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -186,15 +186,15 @@ def duration(seconds: float) -> str:
 
 
 class TrainingProgress:
-    """Shows how training goes; as a context it leaves the last line on every way out.
+    """Show the progress of training; as a context manager, leave the last line on every exit.
 
     Args:
-        steps: steps of the whole run.
-        start: the step the run starts from.
-        samples: pictures a step, of all processes; the mean over an epoch.
-        memory: tells the memory in use, in words.
-        every: steps between what interrupts training (``validate``, ``save``); None: it comes at the end only.
-        took: seconds that one such interruption is known to take.
+        steps: number of steps of the whole run.
+        start: first step of this process.
+        samples: samples per step in all processes, averaged over an epoch.
+        memory: describes the memory in use.
+        every: steps between interruptions by name (``validate``, ``save``); None for the end only.
+        took: known seconds per interruption.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class TrainingProgress:
         self.took: dict[str, list[float]] = {name: [seconds] for name, seconds in (took or {}).items()}
         self.loss: float | None = None
         self.look = "pictures"
-        """What ``validate`` shows; empty: nothing."""
+        """What ``validate`` produces; empty if nothing."""
         self._stage = _Stage(steps)
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._warm = start + WARM_UP
@@ -225,18 +225,18 @@ class TrainingProgress:
 
     @contextmanager
     def interrupted(self, name: str) -> Iterator[None]:
-        """Something that interrupts training: its time counts for the time left, never for the seconds a step."""
+        """Time an interruption, which counts for the time left but not for the seconds per step."""
         began = time.perf_counter()
         yield
         self.took.setdefault(name, []).append(time.perf_counter() - began)
 
     def update(self, step: int, loss: float, seconds: float) -> None:
-        """Tell of a finished step.
+        """Show a finished step.
 
         Args:
-            step: how many steps are done.
-            loss: of this step.
-            seconds: of this step alone.
+            step: number of finished steps.
+            loss: loss of the step.
+            seconds: seconds of the step.
         """
         self.loss = loss if self.loss is None else 0.9 * self.loss + 0.1 * loss
         if step == self._warm + 1:
@@ -249,7 +249,7 @@ class TrainingProgress:
             self._stage.end(keep=True)
 
     def _text(self, step: int, loss: float) -> str:
-        """The line of a step, the dispensable last: a narrow terminal cuts it off."""
+        """Format the line of a step, the least important last, because a narrow terminal cuts it off."""
         pace = sum(self._recent) / len(self._recent)
         parts = [f"train   step {step:>{self._width},}/{self.steps:,}", f"loss {loss:.4f}", f"{pace:.3g} s/step"]
         if step < self.steps:
@@ -261,7 +261,7 @@ class TrainingProgress:
         return "  ".join(part for part in parts if part)
 
     def left(self, step: int, pace: float) -> float:
-        """Seconds left: the steps, and what interrupts them or follows the last, taking what it took so far."""
+        """Estimate the seconds left for steps and interruptions, from their mean durations so far."""
         seconds = pace * (self.steps - step)
         for name, every in self.every.items():
             times = self.took.get(name, [])

@@ -1,4 +1,4 @@
-"""Which device a run uses, and why; never the CPU in silence."""
+"""Choose the device of a run, and never fall back to the CPU silently."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF"
 
 
 def prepare_environment() -> None:
-    """Settings that must stand before torch and CUDA start: threads, and memory segments that grow.
+    """Set environment variables that torch and CUDA read at start: threads and expandable memory segments.
 
-    Segments of a fixed size fragment when pictures of many shapes take turns. What the user has set stays.
+    Segments of fixed size fragment when picture shapes alternate. The user's own settings are respected.
     """
     prepare_threads()
     if ALLOCATOR not in os.environ and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ[ALLOCATOR] = "expandable_segments:True"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the terminal
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # suppresses the profiler's messages
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it looks for hub kernels when it is imported
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its import warns about hub kernels
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version as nvidia-smi tells it, or None."""
+    """Return the NVIDIA driver's version from nvidia-smi, or None."""
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
@@ -43,15 +43,15 @@ def driver_version() -> str | None:
 
 
 def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device, str]:
-    """The device and the reason for it, in words.
+    """Choose the device and describe the reason.
 
     Args:
         asked: auto, cuda or cpu.
-        compute: the type of products, bf16 or fp32.
-        is_demo: whether the model is the one that comes with the tool.
+        compute: data type of matmuls, bf16 or fp32.
+        is_demo: the model is the bundled demo model.
 
     Raises:
-        UserError: there is no usable GPU and the CPU was not asked for.
+        UserError: no GPU is usable, and the CPU was not requested.
     """
     import torch
 
@@ -70,34 +70,33 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
     driver = driver_version()
     if driver is not None:
         raise UserError(
-            f"device: nvidia-smi answers (driver {driver}), but torch {torch.__version__} (CUDA {torch.version.cuda}) "
+            f"device: nvidia-smi works (driver {driver}), but torch {torch.__version__} (CUDA {torch.version.cuda}) "
             "finds no GPU: the driver is too old for this build, or the build is for the CPU. CUDA 13 builds need "
-            "driver 580 or newer: update the driver, or install a build for it (SIMPLETUNE_TORCH_INDEX, see README)"
+            "driver 580 or newer. Update the driver, or install a matching build (SIMPLETUNE_TORCH_INDEX, see README)"
         )
     if is_demo and asked == "auto":
         return torch.device("cpu"), "cpu (no GPU; the demo model is small)"
     raise UserError(
         "device: no NVIDIA GPU was found, and this is not the demo model. "
-        "Run on a machine with a GPU, or set device=cpu knowingly: it takes seconds to minutes a step"
+        "Use a machine with a GPU, or set device=cpu and accept seconds to minutes per step"
     )
 
 
 def _require_compute_type(compute: str, capability: tuple[int, int], name: str) -> None:
-    """No bf16 where the card has none: torch would emulate it, many times slower."""
+    """Refuse bf16 on cards that lack it, because torch would emulate it many times slower."""
     if compute == "bf16" and capability < (8, 0):
         raise UserError(
-            f"precision.compute: bf16 needs a card of sm_80 or newer, and {name} is sm_{capability[0]}{capability[1]}; "
-            "in fp16, which it has, SD3 diverges. Use precision.compute=fp32 with precision.weights=int8 "
-            "(the least memory) or fp32"
+            f"precision.compute: bf16 needs a card of sm_80 or newer, but {name} is sm_{capability[0]}{capability[1]}. "
+            "SD3 diverges in fp16. Use precision.compute=fp32 with precision.weights=int8 (the least memory) or fp32"
         )
 
 
 def _require_known_card(capability: tuple[int, int], built_for: list[str], build: str) -> None:
-    """The torch build must hold code for the card: of its major version and no newer, or PTX that is no newer.
+    """Check that torch was built for the card: for its major version, but not a newer one, or with usable PTX.
 
     Args:
-        capability: of the card.
-        built_for: ``torch.cuda.get_arch_list()``: ``sm_80``, ``sm_90a``, ``compute_90``, ...; empty: not known.
+        capability: CUDA compute capability of the card.
+        built_for: ``torch.cuda.get_arch_list()``: ``sm_80``, ``sm_90a``, ``compute_90``, ...; empty if unknown.
         build: torch's version, for the message.
     """
     known = []
@@ -111,12 +110,12 @@ def _require_known_card(capability: tuple[int, int], built_for: list[str], build
         return
     older = capability < min(of for _, of in known)
     remedy = (
-        "CUDA 13 builds begin at sm_75 (T4); for older cards install a CUDA 12.6 build: "
+        "CUDA 13 builds support sm_75 (T4) and newer. Install a CUDA 12.6 build for older cards: "
         "SIMPLETUNE_TORCH_INDEX=https://download.pytorch.org/whl/cu126 (see README)"
         if older
-        else "The card is newer than the build: install a newer torch (SIMPLETUNE_TORCH_INDEX, see README)"
+        else "Install a newer torch for this card (SIMPLETUNE_TORCH_INDEX, see README)"
     )
     raise UserError(
-        f"device: this GPU is sm_{capability[0]}{capability[1]}, and torch {build} is built for "
+        f"device: this GPU is sm_{capability[0]}{capability[1]}, but torch {build} is built for "
         f"{', '.join(built_for)}. {remedy}"
     )

@@ -1,4 +1,4 @@
-"""The disk: how much is free where, and what to say when it is full."""
+"""Measure disk space, and explain a full disk."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from simpletune.options import UserError
 
 FULL_CODE = 6  # exit code: a disk is full, or too small for what a run needs
 FULL = {errno.ENOSPC: "is full", errno.EDQUOT: "quota is used up", errno.EFBIG: "allows no larger file"}
-_FROM_RUST = re.compile(r"\(os error (\d+)\)")  # how safetensors says an errno
+_FROM_RUST = re.compile(r"\(os error (\d+)\)")  # an errno in an error of safetensors
 
 
 class DiskFull(UserError):
-    """Something could not be written for want of space."""
+    """Report that a file could not be written for lack of space."""
 
     def __init__(self, message: str):
         super().__init__(message, FULL_CODE)
 
 
 def in_words(size: float) -> str:
-    """Bytes in the unit that fits, decimal places where they tell something."""
+    """Format bytes in a suitable unit, with decimals if useful."""
     for unit in ("bytes", "KiB", "MiB"):
         if abs(size) < 1024:
             return f"{size:,.0f} {unit}" if unit == "bytes" or size >= 10 else f"{size:.1f} {unit}"
@@ -34,7 +34,7 @@ def in_words(size: float) -> str:
 
 
 def existing(path: Path) -> Path:
-    """The path, or its nearest parent that exists: where it would be made."""
+    """Return the path or its nearest existing parent."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -42,12 +42,12 @@ def existing(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Free space where a path is, or will be made."""
+    """Return the free bytes on the disk of a path, which need not exist."""
     return shutil.disk_usage(existing(path)).free
 
 
 def reason_full(error: BaseException) -> str | None:
-    """What kind of full disk an error means, in words; None: it means something else."""
+    """Describe the kind of full disk that an error means; None for other errors."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (found := _FROM_RUST.search(str(error))):
         number = int(found[1])
@@ -58,21 +58,21 @@ def reason_full(error: BaseException) -> str | None:
 def room_for(
     what: str, place: Path, needed: int | None = None, undo: Callable[[], object] | None = None
 ) -> Iterator[None]:
-    """Within this context a full disk is an error for the user, said with what was needed and what is free.
+    """Turn a full disk into an error for the user within this context, with the bytes needed and free.
 
     Args:
-        what: is being written, after "while".
+        what: activity, follows "while" in the message.
         place: file or folder.
-        needed: bytes.
-        undo: removes what was begun, after any error.
+        needed: bytes needed.
+        undo: removes partial output after any error.
 
     Raises:
-        DiskFull: there was no room.
+        DiskFull: the disk is full.
     """
     try:
         yield
     except BaseException as error:
-        free = free_bytes(place)  # before what was begun is removed
+        free = free_bytes(place)  # measured before undo frees space
         if undo is not None:
             undo()
         kind = reason_full(error) if isinstance(error, Exception) else None
@@ -82,16 +82,16 @@ def room_for(
 
 
 def full(what: str, place: Path, kind: str, needed: int | None, free: int) -> DiskFull:
-    """The error that ends a run whose disk is full."""
+    """Build the error for a full disk."""
     wanted = "" if needed is None else f"{in_words(needed)} were needed, "
     return DiskFull(
-        f"the disk of {existing(place)} {kind} while {what}: {wanted}{in_words(free)} were free. What was finished "
-        "before is whole. Make room, then continue with --resume latest, or start again if there is no checkpoint yet"
+        f"the disk of {existing(place)} {kind} while {what}: {wanted}{in_words(free)} were free. Finished files "
+        "are intact. Free some space, then continue with --resume latest, or start again if there is no checkpoint yet"
     )
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in a folder, links not followed; 0 where there is none."""
+    """Sum the bytes of all files in a folder without following links; 0 if it does not exist."""
     total = 0
     for parent, _, names in os.walk(folder):
         total += sum(os.lstat(os.path.join(parent, name)).st_size for name in names)

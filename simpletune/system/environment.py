@@ -1,4 +1,4 @@
-"""The machine and the versions that made a figure."""
+"""Describe the machine and library versions, to accompany measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "opti
 
 
 def describe_machine() -> dict[str, str]:
-    """Hardware and versions, in words."""
+    """Describe hardware and versions."""
     import torch
 
     if torch.cuda.is_available():

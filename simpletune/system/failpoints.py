@@ -1,8 +1,8 @@
-"""Named moments at which a test can kill or fail a run; where none is asked for, passing one costs a comparison.
+"""Define named points at which a test can kill or fail a run; an unused failpoint costs one comparison.
 
-In a process: ``arm("checkpoint.before-rename", action)``. From outside: the environment variable
-``SIMPLETUNE_FAILPOINT`` as ``NAME[:COUNT]=ACTION``, several with commas between; COUNT 3 acts at the third passing, and
-ACTION is one of ACTIONS.
+In a process, call ``arm("checkpoint.before-rename", action)``. From outside, set the environment variable
+``SIMPLETUNE_FAILPOINT`` to a comma-separated list of ``NAME[:COUNT]=ACTION``. COUNT 3 acts at the third pass; ACTION is
+one of ACTIONS.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from collections.abc import Callable
 
 VARIABLE = "SIMPLETUNE_FAILPOINT"
 NAMES = {
-    "run.moved-traces": "an older run's traces are moved aside, its folder is not yet",
-    "run.cleared": "what a run without a checkpoint left is removed",
-    "run.opened-again": "metrics beyond the checkpoint are dropped, evaluations are not yet",
-    "data.scanned": "pictures and captions are read, nothing is encoded",
+    "run.moved-traces": "an older run's traces are moved, but not its folder",
+    "run.cleared": "an entry of a run without a checkpoint is removed",
+    "run.opened-again": "metrics beyond the checkpoint are dropped, but not evaluations",
+    "data.scanned": "pictures and captions are read, but not encoded",
     "text.encoded": "a prompt is in the cache",
     "latents.encoded": "a picture is in the cache",
-    "file.before-rename": "a weight file is written aside and flushed, not yet renamed",
-    "file.after-rename": "a weight file has its name",
-    "quantised.before-rename": "a quantised base is written aside",
+    "file.before-rename": "a weight file is written and flushed, but not renamed",
+    "file.after-rename": "a weight file is renamed",
+    "quantised.before-rename": "a quantised base is written, but not renamed",
     "model.loaded": "the base model is loaded",
-    "run.restored": "the checkpoint is in the model",
+    "run.restored": "the checkpoint is restored into the model",
     "step.begun": "a step begins",
-    "step.updated": "weights are updated, the step is not written down",
-    "metrics.appended": "the step is written down",
-    "checkpoint.begun": "a checkpoint's folder is made aside, empty",
-    "checkpoint.weights": "a checkpoint's weights are written, its optimizer is not",
-    "checkpoint.optimizer": "its optimizer is written, its state.json is not",
-    "checkpoint.before-rename": "a checkpoint is written aside, whole",
-    "checkpoint.after-rename": "a checkpoint has its name, older ones are not removed",
-    "checkpoint.removing": "an older checkpoint is out of the way, its files are not removed",
-    "validation.evaluated": "the evaluation loss is written, no picture is drawn",
-    "validation.picture": "a validation picture is written, aside",
-    "validation.drawn": "the pictures of a step are there, the grid is not",
-    "finish.saved": "the last checkpoint is there, the result is not",
-    "finish.exported": "the result is there",
-    "finish.summary": "the summary is written for the first time, the card and the report are not",
-    "finish.reported": "the report is written, the summary not for the last time",
+    "step.updated": "the weights are updated, but the step is not logged",
+    "metrics.appended": "the step is logged",
+    "checkpoint.begun": "a checkpoint's temporary folder is created, but empty",
+    "checkpoint.weights": "a checkpoint's weights are written, but not its optimizer",
+    "checkpoint.optimizer": "a checkpoint's optimizer is written, but not its state.json",
+    "checkpoint.before-rename": "a checkpoint is complete, but not renamed",
+    "checkpoint.after-rename": "a checkpoint is renamed, but older ones are not removed",
+    "checkpoint.removing": "an older checkpoint is renamed, but its files are not removed",
+    "validation.evaluated": "the evaluation loss is recorded, but no picture is drawn",
+    "validation.picture": "a validation picture is written to the temporary folder",
+    "validation.drawn": "the pictures of a step are written, but not the grid",
+    "finish.saved": "the last checkpoint is written, but not the result",
+    "finish.exported": "the result is written",
+    "finish.summary": "the summary is written for the first time, but not the card and the report",
+    "finish.reported": "the report is written, but not the final summary",
 }
 
 
 class InjectedError(RuntimeError):
-    """What a failpoint raises when told to."""
+    """Report a failure injected by a failpoint."""
 
 
 def _kill() -> None:
@@ -69,11 +69,11 @@ ACTIONS: dict[str, Callable[[], object]] = {
 }
 _armed: dict[str, tuple[int, Callable[[], object]]] = {}
 _watcher: Callable[[str], None] | None = None
-_active = False  # anything armed or watched
+_active = False  # whether anything is armed or watched
 
 
 def failpoint(name: str) -> None:
-    """A run passes a named moment."""
+    """Pass a named point: notify the watcher and run an armed action."""
     if not _active:
         return
     if _watcher is not None:
@@ -88,43 +88,43 @@ def failpoint(name: str) -> None:
 
 
 def arm(name: str, action: str | Callable[[], object] = "kill", count: int = 1) -> None:
-    """Act at a named moment, once.
+    """Run an action at a named point, once.
 
     Args:
         name: one of NAMES.
         action: one of ACTIONS, or a function.
-        count: at which passing.
+        count: number of the pass at which to act.
 
     Raises:
-        ValueError: there is no such moment or action.
+        ValueError: the name or the action is unknown.
     """
     global _active
     if name not in NAMES:
-        raise ValueError(f"{name} is no failpoint. Use one of {', '.join(NAMES)}")
+        raise ValueError(f"unknown failpoint {name}. Use one of {', '.join(NAMES)}")
     if isinstance(action, str) and action not in ACTIONS:
-        raise ValueError(f"{action} is no action of a failpoint. Use one of {', '.join(ACTIONS)}")
+        raise ValueError(f"unknown failpoint action {action}. Use one of {', '.join(ACTIONS)}")
     _armed[name] = (count, ACTIONS[action] if isinstance(action, str) else action)
     _active = True
 
 
 def watch(watcher: Callable[[str], None]) -> None:
-    """Be told of every moment that is passed, before anything armed there acts."""
+    """Call a function at every point, before any armed action."""
     global _active, _watcher
     _watcher, _active = watcher, True
 
 
 def disarm() -> None:
-    """Forget everything armed and watched."""
+    """Remove all armed actions and the watcher."""
     global _active, _watcher
     _armed.clear()
     _watcher, _active = None, False
 
 
 def arm_all(text: str) -> None:
-    """Arm what ``SIMPLETUNE_FAILPOINT`` says.
+    """Arm the failpoints of ``SIMPLETUNE_FAILPOINT``.
 
     Raises:
-        ValueError: it does not say ``NAME[:COUNT]=ACTION``.
+        ValueError: an entry is not ``NAME[:COUNT]=ACTION``.
     """
     for part in text.split(","):
         moment, equals, action = part.strip().partition("=")

@@ -1,4 +1,4 @@
-"""Locks between processes, by ``flock``: the system releases them when their process ends, however it ends."""
+"""Lock between processes with ``flock``; the system releases a lock whenever its process ends."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from filelock import FileLock, Timeout
 from simpletune.options import UserError
 from simpletune.system.console import say
 
-UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system without locks
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # on file systems without locks
 
 
 @contextmanager
 def exclusive(folder: Path, remedy: str = "or give this run another name: name=...") -> Iterator[None]:
-    """Within this context no other process may hold the same folder so. The lock lies beside it: ``.NAME.lock``.
+    """Lock a folder exclusively within this context, with the file ``.NAME.lock`` next to it.
 
     Args:
-        folder: which need not exist, and may be renamed meanwhile.
-        remedy: follows "Wait for its end or stop it".
+        folder: folder, which need not exist and may be renamed meanwhile.
+        remedy: follows "Wait for its end or stop it" in the message.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds the lock.
     """
     file = _lock_beside(folder)
     try:
@@ -47,7 +47,7 @@ def exclusive(folder: Path, remedy: str = "or give this run another name: name=.
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process, this one included, holds a folder by ``exclusive``."""
+    """Tell whether any process, including this one, has locked a folder with ``exclusive``."""
     try:
         handle = os.open(_lock_beside(folder.resolve()), os.O_RDONLY)
     except FileNotFoundError:
@@ -67,11 +67,11 @@ def _lock_beside(folder: Path) -> Path:
 
 @contextmanager
 def wait_for_lock(file: Path, waiting: str) -> Iterator[None]:
-    """Within this context no other process is in the same one; it is waited for.
+    """Lock a file exclusively within this context; wait for other processes.
 
     Args:
-        file: to lock; made if need be.
-        waiting: what to say when it has to be waited for.
+        file: lock file; created if missing.
+        waiting: line to print before waiting.
     """
     lock = _acquire(file, waiting)
     try:
@@ -81,26 +81,26 @@ def wait_for_lock(file: Path, waiting: str) -> Iterator[None]:
 
 
 def lock_of(folder: Path) -> Path:
-    """Where the lock of a folder of the cache, ``CACHE/KIND/KEY``, lies."""
+    """Return the lock file of a cache folder ``CACHE/KIND/KEY``."""
     return folder.parent.parent / ".locks" / f"{folder.parent.name}-{folder.name}.lock"
 
 
 def _acquire(file: Path, waiting: str | None = None) -> FileLock:
-    """Take a lock; where nothing can be locked this is said once, and the lock comes back without being held.
+    """Acquire a lock; if the file system does not support locks, warn once and return the lock unacquired.
 
     Args:
-        file: to lock; made if need be.
-        waiting: what to say before waiting for another process; None: do not wait.
+        file: lock file; created if missing.
+        waiting: line to print before waiting for another process; None: do not wait.
 
     Raises:
-        Timeout: another process holds the lock, and it is not to be waited for.
+        Timeout: another process holds the lock, and ``waiting`` is None.
     """
-    # A soft lock, filelock's own answer to ENOSYS, would outlive a process that is killed.
+    # filelock's fallback on ENOSYS, a soft lock, would outlive a killed process.
     lock = FileLock(file, thread_local=False, fallback_to_soft=False)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-    except OSError as error:  # read-only, or full: what is to be written there will say more
+    except OSError as error:  # read-only or full: later writes report the cause
         _warn_unlocked(file.parent, f"cannot be locked ({error.strerror})")
         return lock
     try:
@@ -119,4 +119,4 @@ def _acquire(file: Path, waiting: str | None = None) -> FileLock:
 
 @lru_cache(maxsize=32)
 def _warn_unlocked(folder: Path, why: str) -> None:
-    say(f"warning {folder} {why}: let no two runs share it")
+    say(f"warning {folder} {why}. Do not let two runs share it")

@@ -1,17 +1,17 @@
-"""The named ranges of a step: the profiler records them, and the memory accounting counts by them."""
+"""Name the phases of a step for the profiler and for memory accounting."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_BEFORE, _AFTER = "## ", " ##"  # around a phase's name: they tell it from other ranges of the profiler
+_BEFORE, _AFTER = "## ", " ##"  # distinguish phases from other profiler ranges
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """A named range in the trace: data, noise, forward, loss, backward, clip, optimizer. One inside another counts as
-    itself, not as the one around it."""
+    """Record a named range: data, noise, forward, loss, backward, clip or optimizer. A nested phase counts as itself,
+    not as the outer one."""
     from torch.profiler import record_function
 
     with record_function(range_name(name)):
@@ -19,12 +19,12 @@ def phase(name: str) -> Iterator[None]:
 
 
 def range_name(name: str) -> str:
-    """What the profiler calls the range of a phase."""
+    """Return the profiler's range name of a phase."""
     return f"{_BEFORE}{name}{_AFTER}"
 
 
 def phase_name(range_name: str) -> str | None:
-    """The phase that a range of the profiler marks; None: another range, such as torch's ``Optimizer.step``."""
+    """Return the phase of a profiler range; None for other ranges, such as torch's ``Optimizer.step``."""
     if range_name.startswith(_BEFORE) and range_name.endswith(_AFTER):
         return range_name[len(_BEFORE) : -len(_AFTER)]
     return None

@@ -1,4 +1,4 @@
-"""Which of the processes that train together this one is."""
+"""Identify this process among those that train together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 
 
 def is_first_process() -> bool:
-    """Whether this process speaks and writes for all; a process that was started alone does.
+    """Tell whether this process prints and writes for all; a single process does.
 
-    For code without an ``Accelerator``, whose ``is_main_process`` says the same: launchers set ``RANK``.
+    For code without an ``Accelerator``; agrees with its ``is_main_process``, because launchers set ``RANK``.
     """
     return os.environ.get("RANK", "0") == "0"

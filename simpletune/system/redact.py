@@ -1,4 +1,4 @@
-"""Tokens and passwords: never in a configuration, and never in what is said or written."""
+"""Remove tokens and passwords from output, and find them in configurations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 HIDDEN = "***"
-SHORTEST = 8  # characters: a shorter value of an environment variable is a word that may stand anywhere
+SHORTEST = 8  # characters: a shorter value of an environment variable may occur in ordinary text
 NAMED = re.compile(r"(TOKEN|API_?KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?$", re.IGNORECASE)
 SHAPES = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}"  # Hugging Face
@@ -19,19 +19,19 @@ SHAPES = re.compile(
 
 
 def secrets_in_environment() -> list[str]:
-    """Values of environment variables whose names say that they are secret; the longest first."""
+    """List the values of environment variables with secret-sounding names, longest first."""
     found = {value for name, value in os.environ.items() if NAMED.search(name) and len(value) >= SHORTEST}
     return sorted((value for value in found if not os.path.exists(value)), key=len, reverse=True)
 
 
 def redact(text: str) -> str:
-    """A text without tokens and passwords."""
+    """Remove tokens and passwords from a text."""
     return _redact(text, secrets_in_environment())
 
 
 def secret_paths(value: Any) -> Iterator[str]:
-    """Where in a JSON value strings hold a token or a password."""
-    return _secret_paths(value, "", secrets_in_environment())  # asked once: it reads the whole environment
+    """Yield the paths of strings in a JSON value that contain a token or a password."""
+    return _secret_paths(value, "", secrets_in_environment())  # called once, because it reads the whole environment
 
 
 def _redact(text: str, secrets: Sequence[str]) -> str:

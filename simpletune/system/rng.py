@@ -1,7 +1,7 @@
-"""Counter-based random numbers: every draw is a function of its key, never of what was drawn before.
+"""Counter-based random numbers: every draw depends only on its key, never on earlier draws.
 
-So a run is a function of (configuration, step): resuming needs no saved random state, and the noise levels of coming
-steps are known ahead. The keys in use are listed in docs/reproducibility.md.
+So a run is a function of (configuration, step): resuming needs no saved random state, and the noise levels of future
+steps are known in advance. docs/reproducibility.md lists the keys.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def key_of(seed: int, *parts: int | str) -> int:
-    """A 128-bit key from a seed and the name and numbers of a draw."""
+    """Derive a 128-bit key from a seed and the name and numbers of a draw."""
     text = json.dumps([seed, *parts], separators=(",", ":"))
     return int.from_bytes(blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
 def stream(seed: int, *parts: int | str) -> Generator:
-    """A fresh stream of random numbers (Philox, Salmon et al. 2011) for one key.
+    """Create a stream of random numbers for one key (Philox, Salmon et al. 2011).
 
     Args:
         seed: the run's seed (``train.seed``).
-        parts: what the draw is for and which one it is, as in ``stream(seed, "noise", step, micro, index)``.
+        parts: purpose and index of the draw, as in ``stream(seed, "noise", step, micro, index)``.
     """
     from numpy.random import Generator, Philox
 
@@ -33,7 +33,7 @@ def stream(seed: int, *parts: int | str) -> Generator:
 
 
 def reseed_global(seed: int, *parts: int | str) -> None:
-    """Seed the global generators for what still draws from them (LoRA dropout, adapter initialisation)."""
+    """Seed the global generators for code that still uses them (LoRA dropout, adapter initialisation)."""
     import torch
 
     torch.manual_seed(key_of(seed, *parts) % 2**63)

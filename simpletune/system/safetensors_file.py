@@ -1,4 +1,4 @@
-"""safetensors files: the header without the weights, reading tensor by tensor, writing whole or tensor by tensor."""
+"""Read headers and single tensors of safetensors files, and write files at once or tensor by tensor."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SafetensorsType:
-    """A type of the format's.
+    """Describe a data type of the format.
 
     Args:
-        bytes: of one number.
-        torch: the type's name in torch.
-        struct: its code in ``struct``; BF16: that of F32, whose upper half it is. None: ``struct`` has none.
-        exponent: of a floating-point type, the bits of the exponent; a number is not finite when all are set.
-        magnitude: of a floating-point type, the bits without the sign.
+        bytes: bytes per number.
+        torch: name of the type in torch.
+        struct: code in ``struct``, or None; BF16 has the code of F32, whose upper half it is.
+        exponent: exponent bits of a floating-point type; a number is non-finite if all are set.
+        magnitude: bits of a floating-point type without the sign.
     """
 
     bytes: int
@@ -44,7 +44,7 @@ TYPES = {
     "F16": SafetensorsType(2, "float16", "<e", 0x7C00, 0x7FFF),
     "BF16": SafetensorsType(2, "bfloat16", "<f", 0x7F80, 0x7FFF),
     "F8_E5M2": SafetensorsType(1, "float8_e5m2", None, 0x7C, 0x7F),
-    "F8_E4M3": SafetensorsType(1, "float8_e4m3fn", None, 0x7F, 0x7F),  # NaN alone; it has no infinity
+    "F8_E4M3": SafetensorsType(1, "float8_e4m3fn", None, 0x7F, 0x7F),  # NaN only; the type has no infinity
     "I64": SafetensorsType(8, "int64", "<q"),
     "I32": SafetensorsType(4, "int32", "<i"),
     "I16": SafetensorsType(2, "int16", "<h"),
@@ -55,15 +55,15 @@ TYPES = {
 
 
 def bytes_of(kind: str) -> int:
-    """Bytes of one number; 1 for a type that is not known, as all the newer ones have."""
+    """Return the bytes per number; 1 for unknown types, as in all newer ones."""
     return TYPES[kind].bytes if kind in TYPES else 1
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """A safetensors file's header: names to types, shapes and offsets, and ``__metadata__``.
+    """Read a safetensors header: types, shapes and offsets by name, and ``__metadata__``.
 
     Raises:
-        UserError: it is no safetensors file, or it is cut short.
+        UserError: the file is not a safetensors file, is damaged or is truncated.
     """
     try:
         with open(file, "rb") as handle:
@@ -77,17 +77,17 @@ def read_header(file: Path) -> dict[str, Any]:
         if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        raise UserError(f"{file} is not a safetensors file, or it is damaged. Fetch it again") from None
+        raise UserError(f"{file} is damaged or not a safetensors file. Download it again") from None
     if file.stat().st_size < size:
-        raise UserError(f"{file} is cut short: {file.stat().st_size:,} of {size:,} bytes. Fetch it again")
+        raise UserError(f"{file} is truncated: {file.stat().st_size:,} of {size:,} bytes. Download it again")
     return header
 
 
 def _end(entry: Any) -> int:
-    """Where the bytes of a header's entry end.
+    """Return the end offset of a header entry.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the entry is invalid.
     """
     begin, end = entry["data_offsets"]
     numbers = [begin, end, *entry["shape"]]
@@ -100,7 +100,7 @@ def _end(entry: Any) -> int:
 
 
 class WeightReader:
-    """Random access to the tensors of a model folder; files are memory-mapped, so only what is asked for is read.
+    """Read single tensors from memory-mapped files, which loads only the requested ones.
 
     Args:
         files: safetensors files.
@@ -116,24 +116,24 @@ class WeightReader:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return set(self._owner)
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in the type it has on disk."""
+        """Load one tensor to the CPU, in its type on disk."""
         return self._owner[name].get_tensor(name)
 
     def get_all(self) -> dict[str, Tensor]:
-        """Every tensor, on the CPU."""
+        """Load all tensors to the CPU."""
         return {name: self.get(name) for name in sorted(self._owner)}
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str]) -> Path:
-    """Write tensors aside, flush them to disk, and rename: the file is whole or it is not there.
+    """Write tensors to a safetensors file atomically.
 
     Args:
-        tensors: by name; any device, any layout.
-        file: where to.
+        tensors: tensors by name, on any device and in any layout.
+        file: target file.
         metadata: strings for the header.
     """
     from safetensors.torch import save_file
@@ -148,11 +148,11 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[
 
 
 class SafetensorsWriter:
-    """A file that appears when the last tensor is written and the context is left without an error.
+    """Write a file tensor by tensor; it appears when all are written and the context exits without an error.
 
     Args:
-        file: where to.
-        entries: names, each with its safetensors type (``BF16``) and shape.
+        file: target file.
+        entries: safetensors type (such as ``BF16``) and shape by name.
         metadata: strings for the header.
     """
 
@@ -172,10 +172,10 @@ class SafetensorsWriter:
         self._head = len(text).to_bytes(8, "little") + text
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor, cast to its entry's type; in any order, each once.
+        """Write one tensor, cast to its entry's type; in any order, each one once.
 
         Raises:
-            ValueError: the shape is not that of the entry, or it was written before.
+            ValueError: the shape differs from the entry's, or the tensor was already written.
         """
         import torch
 
@@ -186,10 +186,10 @@ class SafetensorsWriter:
         self.write_bytes(name, plain.flatten().view(torch.uint8).numpy().data)
 
     def write_bytes(self, name: str, data: Any) -> None:
-        """Write one tensor's bytes as they are."""
+        """Write the raw bytes of one tensor."""
         begin, end = self._entries[name]["data_offsets"]
         if len(data) != end - begin:
-            raise ValueError(f"{name}: {len(data)} bytes where {end - begin} belong")
+            raise ValueError(f"{name}: {len(data)} bytes instead of {end - begin}")
         self._handle.seek(self._start + begin)
         self._handle.write(data)
         self._open.remove(name)

@@ -1,7 +1,7 @@
-"""SIGTERM and Ctrl-C: before training a run stops at once; while training it finishes the step, saves, and stops.
+"""Handle SIGTERM and Ctrl-C: stop at once before training; during training, finish the step, save and stop.
 
-A second signal always stops at once: the first one gives both back to the system, which kills the process even in the
-middle of a long computation. Nothing breaks by that: everything is written aside and renamed.
+A second signal always stops at once: the first restores the system's default for both, which kills the process even
+during a long computation. That is safe, because all files are written under temporary names and renamed.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(KeyboardInterrupt):
-    """A run that was asked to stop has stopped, with all that can be kept on disk."""
+    """Report that a signal stopped the run and that everything worth keeping was saved."""
 
     def __init__(self, number: int):
         super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.code = 128 + number  # as a shell tells of a process that a signal ended
+        self.code = 128 + number  # a shell's exit code for a signal
 
 
 class _Signals:
-    """What has come and what to do about it; signals belong to the process, and so does this."""
+    """Hold the received signal and how to react to it, for the whole process."""
 
     listening = False  # whether the handler is installed
-    received: int | None = None  # the first signal that came
-    deferred = False  # a signal does not raise where it comes; stop_if_asked raises later
-    may_stop_in_poll = False  # while deferred, poll raises too
+    received: int | None = None  # the first signal
+    deferred = False  # the handler does not raise; stop_if_asked raises later
+    may_stop_in_poll = False  # while deferred, poll may raise
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
@@ -40,13 +40,13 @@ def _handle(number: int, frame: FrameType | None) -> None:
     if not _Signals.deferred:
         raise Stopped(number)
     text = f"\n{signal.Signals(number).name}: finishing this step and saving; a second one stops at once\n"
-    with suppress(OSError):  # print may be at work in this thread: it does not bear being interrupted by itself
+    with suppress(OSError):  # not print, which is not reentrant and may be running in this thread
         os.write(2, text.encode())
 
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Within this context SIGTERM and Ctrl-C raise ``Stopped``. Only in the main thread: elsewhere nothing changes."""
+    """Make SIGTERM and Ctrl-C raise ``Stopped`` within this context; has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -62,10 +62,11 @@ def listening() -> Iterator[None]:
 
 @contextmanager
 def deferred_signals(processes: int) -> Iterator[None]:
-    """Within this context signals wait until the loop asks for them.
+    """Defer signals within this context until the loop checks for them.
 
     Args:
-        processes: how many train together. One alone may also stop where it polls; several must stop at the same step.
+        processes: number of processes that train together; a single one may also stop in ``poll``, several must stop
+            at the same step.
     """
     _Signals.deferred, _Signals.may_stop_in_poll = True, processes == 1
     try:
@@ -75,32 +76,32 @@ def deferred_signals(processes: int) -> Iterator[None]:
 
 
 def poll() -> None:
-    """Where work can be left at once, because it changes nothing or is kept piece by piece: stop if it was asked.
+    """Stop if a signal was received, during work that can be interrupted anywhere.
 
-    Before training the signal itself has raised already; what it raised is lost where Python cleans up an object.
+    Before training, the handler raises by itself, but Python loses an exception raised while it finalises an object.
 
     Raises:
-        Stopped: it was.
+        Stopped: a signal was received.
     """
     if _Signals.received is not None and (_Signals.may_stop_in_poll or not _Signals.deferred):
         raise Stopped(_Signals.received)
 
 
 def stop_if_asked() -> None:
-    """Where a run may end: between its stages, and once signals are no longer deferred.
+    """Stop if a signal was received, between stages of a run and after deferring signals.
 
     Raises:
-        Stopped: a signal came meanwhile.
+        Stopped: a signal was received.
     """
     if _Signals.received is not None:
         raise Stopped(_Signals.received)
 
 
 def is_listening() -> bool:
-    """Whether signals are heard at all."""
+    """Tell whether the signal handler is installed."""
     return _Signals.listening
 
 
 def received_signal() -> int | None:
-    """The signal that this process has received."""
+    """Return the signal that this process has received, if any."""
     return _Signals.received

@@ -1,4 +1,4 @@
-"""Time and peak memory by stage: each stage reports its own, and the job's peak is the largest of them."""
+"""Measure time and peak memory by stage; the job's peak is the largest of the stages' peaks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 2**30
 
 @dataclass
 class Stage:
-    """What one stage took; peaks in GiB, None without CUDA."""
+    """Hold the time and peak memory of one stage; GPU peaks are None without CUDA."""
 
     seconds: float = 0.0
     peak_allocated_gib: float | None = None
@@ -22,7 +22,7 @@ class Stage:
     peak_rss_gib: float = 0.0
 
     def merge(self, other: Stage) -> None:
-        """Add another visit of the same stage: times add up, the larger peak stays."""
+        """Merge another visit of the stage: add times and take the larger peaks."""
         self.seconds += other.seconds
         self.peak_rss_gib = max(self.peak_rss_gib, other.peak_rss_gib)
         for name in ("peak_allocated_gib", "peak_reserved_gib"):
@@ -32,7 +32,7 @@ class Stage:
 
 @dataclass
 class StageTimer:
-    """The stages of a run, by name."""
+    """Time the stages of a run."""
 
     cuda: bool
     by_name: dict[str, Stage] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure one visit of a stage. A stage inside another suspends it: peaks and seconds are counted once."""
+        """Measure one visit of a stage. A nested stage suspends the outer one, so nothing counts twice."""
         if self._open:
             self._close(self._open[-1])
         self._open.append(name)
@@ -70,11 +70,11 @@ class StageTimer:
         self.by_name.setdefault(name, Stage()).merge(measured)
 
     def peak(self, name: str) -> float | None:
-        """The largest of the stages' peaks."""
+        """Return the largest of the stages' peaks."""
         return largest_peak(self.by_name, name)
 
     def memory_now(self) -> str:
-        """The peak of the stage so far in words: allocated on the GPU, or without one of the process."""
+        """Describe the stage's peak so far: allocated on the GPU, or the process's without a GPU."""
         if not self.cuda:
             return f"{peak_rss_gib():.2f} GiB RAM"
         import torch
@@ -82,35 +82,35 @@ class StageTimer:
         return f"{torch.cuda.max_memory_allocated() / GIB:.2f} GiB GPU"
 
     def as_json(self) -> dict[str, Any]:
-        """Every stage's figures, rounded to what is measured."""
+        """Return the stages' measurements, rounded to four decimals."""
         return stages_as_json(self.by_name)
 
 
 def largest_peak(stages: Mapping[str, Stage], name: str) -> float | None:
-    """The largest of the stages' peaks of one kind: that of the whole job."""
+    """Return the largest of the stages' peaks of one kind, which is the peak of the whole job."""
     return max((value for stage in stages.values() if (value := getattr(stage, name)) is not None), default=None)
 
 
 def stages_as_json(stages: Mapping[str, Stage]) -> dict[str, Any]:
-    """Every stage's figures, rounded to what is measured."""
+    """Return the stages' measurements, rounded to four decimals."""
     return {name: {key: rounded(value) for key, value in asdict(s).items()} for name, s in stages.items()}
 
 
 def rounded(value: float | None) -> float | None:
-    """Four decimals."""
+    """Round to four decimals."""
     return None if value is None else round(value, 4)
 
 
 def _reset_peak_rss() -> None:
-    """Let the kernel forget this process's peak resident set (Linux; elsewhere the peak is the process's)."""
+    """Reset the kernel's record of the peak resident set; only Linux supports it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # a sandbox without it: the peak is then the whole process's so far, which is never too low
+    except OSError:  # not supported: the peak then covers the whole process so far, which is never too low
         return
 
 
 def peak_rss_gib() -> float:
-    """Peak resident set since the last reset, in GiB."""
+    """Return the peak resident set since the last reset, in GiB."""
     try:
         status = Path("/proc/self/status").read_text()
         line = next(line for line in status.splitlines() if line.startswith("VmHWM"))

@@ -1,8 +1,8 @@
-"""The heavy imports (torch, transformers, peft, diffusers), without what a run does not use and without collecting.
+"""Import the heavy libraries (torch, transformers, peft, diffusers) faster: without bitsandbytes or collections.
 
-Three things take seconds and give nothing. peft and diffusers import bitsandbytes where it is installed, and with it
-torch's compiler. Python collects garbage again and again while modules are made, where there is hardly any. And every
-later collection looks through all that was imported.
+Three things cost seconds for nothing. peft and diffusers import bitsandbytes if it is installed, and with it torch's
+compiler. Python collects garbage repeatedly during imports, which create hardly any. And every later collection
+traverses all imported objects.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ HIDDEN = "bitsandbytes"
 
 
 def import_libraries() -> None:
-    """Import the heavy libraries; what they have made is left out of later collections.
+    """Import the heavy libraries and exclude their objects from later garbage collections.
 
-    To peft and diffusers bitsandbytes looks as if it were not installed, unless it was imported before: their own
-    quantisers by it are not there in this process. Ours, and its optimizers, import it when they are asked for.
+    Hides bitsandbytes from peft and diffusers unless it was imported before, so their quantisers that use it are not
+    available in this process. Our own quantisers and its optimizers import it on demand.
     """
     with without_collection(), _hidden(HIDDEN):
         import accelerate  # noqa: F401
         import peft  # noqa: F401
-        from diffusers import SD3Transformer2DModel  # noqa: F401  # autoencoders: where pictures go through one
+        from diffusers import SD3Transformer2DModel  # noqa: F401  # autoencoders are imported on demand
         from peft.import_utils import is_bnb_available
 
-        is_bnb_available()  # peft remembers the answer; it would import bitsandbytes when a LoRA is attached
-        freeze()  # before collecting is on again: it would begin with all of it
+        is_bnb_available()  # peft caches the answer; otherwise it would import bitsandbytes when attaching a LoRA
+        freeze()  # before collection resumes and traverses everything
 
 
 def freeze() -> None:
-    """Leave all that is alive out of later collections.
+    """Exclude all live objects from later garbage collections.
 
-    Taking apart what was imported when the process ends costs as much as importing peft. Libraries for GPUs look for
-    what they leak then: with a torch that is built for one, nothing is left out at the end.
+    Freeing imported objects at exit takes as long as importing peft. GPU libraries check for leaks at exit, so GPU
+    builds of torch unfreeze first.
     """
     import torch
 
@@ -48,11 +48,11 @@ def freeze() -> None:
 
 @contextmanager
 def _hidden(module: str) -> Iterator[None]:
-    """Importing a module fails, and it is not found, as long as the context lasts."""
+    """Hide a module within this context: importing or finding it fails."""
     if module in sys.modules:
         yield
         return
-    sys.modules[module] = None  # type: ignore[assignment]  # what import and find_spec take for not there
+    sys.modules[module] = None  # type: ignore[assignment]  # import and find_spec treat None as missing
     try:
         yield
     finally:
@@ -61,7 +61,7 @@ def _hidden(module: str) -> Iterator[None]:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: when it happens is chance, and what waits for it takes memory until then."""
+    """Disable garbage collection within this context, because its timing is random and affects peak memory."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

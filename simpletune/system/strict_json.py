@@ -1,4 +1,4 @@
-"""Strict JSON (RFC 8259) for text that others wrote: each key once, numbers of 64 bits, bounded length, depth, size."""
+"""Parse untrusted JSON strictly (RFC 8259): unique keys, 64-bit numbers, bounded length, depth and size."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import stat
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-MAX_DEPTH = 64  # levels of lists and objects; more would reach Python's recursion limit in what walks the values
-MAX_BYTES = 2**20  # of a text: what a person writes has a hundredth of it
-MAX_VALUES = 10_000  # of a text, in all of its lists and objects: each may be complained of
-LONGEST_INTEGER = 20  # characters of -2^63; more are refused before they are converted, which takes quadratic time
+MAX_DEPTH = 64  # levels of lists and objects; more could exceed Python's recursion limit in later code
+MAX_BYTES = 2**20  # of a text, about a hundred times what a person writes
+MAX_VALUES = 10_000  # in all lists and objects of a text, because each may cause a problem to report
+LONGEST_INTEGER = 20  # characters of -2^63; longer ones are refused before conversion, which takes quadratic time
 SHOWN = 40  # characters of a number in a message
 JsonValue: TypeAlias = "None | bool | int | float | str | list[JsonValue] | dict[str, JsonValue]"
 
 
 class JsonError(ValueError):
-    """Text that is not strict JSON.
+    """Report text that is not strict JSON.
 
     Args:
-        message: what is wrong, and the remedy.
-        line: where a syntax error stands, from 1; 0: not known.
-        column: in that line, from 1; 0: not known.
+        message: problem and remedy.
+        line: line of a syntax error, from 1; 0 if unknown.
+        column: column of a syntax error, from 1; 0 if unknown.
     """
 
     def __init__(self, message: str, line: int = 0, column: int = 0):
@@ -35,20 +35,20 @@ def parse(text: str | bytes, max_bytes: int = MAX_BYTES, max_values: int = MAX_V
     """Parse strict JSON.
 
     Args:
-        text: as text, or as UTF-8.
-        max_bytes: the text's length, at most.
-        max_values: values in it, at most.
+        text: text, or UTF-8 bytes.
+        max_bytes: maximum length.
+        max_values: maximum number of values.
 
     Returns:
         The value.
 
     Raises:
         JsonError: a syntax error, bytes that are not UTF-8, a duplicate key, NaN, Infinity or a number beyond 64 bits,
-            more than ``MAX_DEPTH`` levels, or more bytes or values than may be.
+            more than ``MAX_DEPTH`` levels, or too many bytes or values.
     """
-    too_deep = f"it is nested too deeply. At most {MAX_DEPTH} levels are read"
+    too_deep = f"it is nested too deeply. Use at most {MAX_DEPTH} levels"
     if len(text) > max_bytes:
-        raise JsonError(f"it has {len(text):,} bytes. At most {max_bytes:,} are read")
+        raise JsonError(_too_long(len(text), max_bytes))
     try:
         decoded = text if isinstance(text, str) else text.decode()
         value: JsonValue = json.loads(
@@ -67,24 +67,28 @@ def parse(text: str | bytes, max_bytes: int = MAX_BYTES, max_values: int = MAX_V
 
 
 def read(file: Path, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES) -> JsonValue:
-    """Parse a file of strict JSON; a byte order mark is left out. A pipe or a device would never end: it is refused.
+    """Parse a file of strict JSON, ignoring a byte order mark; refuse pipes and devices, which may never end.
 
     Args:
-        file: to read.
-        max_bytes: its length, at most.
-        max_values: values in it, at most.
+        file: file to read.
+        max_bytes: maximum length.
+        max_values: maximum number of values.
 
     Raises:
-        OSError: it cannot be read.
-        JsonError: as for ``parse``, or it is no regular file.
+        OSError: the file cannot be read.
+        JsonError: as for ``parse``, or the file is not a regular file.
     """
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise JsonError("it is not a regular file")
         if status.st_size > max_bytes:
-            raise JsonError(f"it has {status.st_size:,} bytes. At most {max_bytes:,} are read")
+            raise JsonError(_too_long(status.st_size, max_bytes))
         return parse(stream.read(max_bytes + 1).removeprefix(b"\xef\xbb\xbf"), max_bytes, max_values)
+
+
+def _too_long(size: int, max_bytes: int) -> str:
+    return f"it has {size:,} bytes. Use at most {max_bytes:,}"
 
 
 def _object(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
@@ -119,7 +123,7 @@ def _cut(digits: str) -> str:
 
 
 def _require_few(value: JsonValue, max_values: int, too_deep: str) -> None:
-    """Whether lists and objects are nested in few enough levels, and hold few enough values."""
+    """Check the depth and the number of values."""
     level: list[list[JsonValue] | dict[str, JsonValue]] = [value] if isinstance(value, list | dict) else []
     count = 1
     for _ in range(MAX_DEPTH):

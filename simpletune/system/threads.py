@@ -1,4 +1,4 @@
-"""How many CPU threads a run computes with, and how they wait for each other."""
+"""Choose the number of CPU threads, and let waiting threads sleep."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import os
 from pathlib import Path
 
 PARAMETERS_PER_THREAD = 50_000_000
-"""Of the transformer. With fewer, two threads are slower than one even on an idle machine: a step is made of many short
-operations, and threads meet at the end of each. Measured on two cores with 7 to 445 million parameters and 256 image
-tokens: two threads take 1.20 to 1.11 of one thread's time up to 55 million, 0.74 at 112 and 0.64 at 445 million."""
+"""Parameters of the transformer per thread. With fewer, two threads are slower than one even on an idle machine,
+because a step consists of many short operations and threads synchronise after each. Measured on two cores with 7 to
+445 million parameters and 256 image tokens: two threads take 1.20 to 1.11 of one thread's time up to 55 million, 0.74
+at 112 and 0.64 at 445 million."""
 ASKED, WAITING = "OMP_NUM_THREADS", "OMP_WAIT_POLICY"
-AUTO = "SIMPLETUNE_AUTO_THREADS"  # marks an OMP_NUM_THREADS that is ours; processes started from here see it, too
+AUTO = "SIMPLETUNE_AUTO_THREADS"  # marks an OMP_NUM_THREADS that we set; child processes inherit both
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: a container's quota counts, which torch does not see."""
+    """Count the cores that this process may use, within a container's quota, which torch ignores."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -24,10 +25,10 @@ def usable_cores() -> int:
 
 
 def prepare_threads() -> None:
-    """Set OpenMP's environment, which it reads once: call this before torch is imported. What the user has set stays.
+    """Set OpenMP's environment before torch is imported, because OpenMP reads it once. Keeps the user's settings.
 
-    Waiting threads sleep. By default they spin, and on a core that has other work each barrier then lasts until the
-    scheduler's next turn: training a small model on a busy machine takes 25 to 50 times as long.
+    Makes waiting threads sleep. By default they spin, so on a busy core each barrier lasts until the scheduler switches
+    threads, and training a small model on a busy machine takes 25 to 50 times as long.
     """
     os.environ.setdefault(WAITING, "PASSIVE")
     if ASKED not in os.environ:
@@ -35,30 +36,31 @@ def prepare_threads() -> None:
 
 
 def choose_threads(option: int | str, parameters: int, on_cpu: bool, kept: int | None = None) -> tuple[int, str]:
-    """The number of threads and the reason for it, in words.
+    """Choose the number of threads and describe the reason.
 
     Args:
         option: ``speed.threads``.
-        parameters: of the transformer.
-        on_cpu: whether the CPU computes the steps; on a GPU all cores may help.
-        kept: the number that a resumed run began with: another one sums in another order, so the last bits differ.
+        parameters: number of parameters of the transformer.
+        on_cpu: the CPU is the device; with a GPU, all cores may help.
+        kept: number of threads at the run's first start; a resumed run keeps it, because another number changes
+            rounding.
     """
     if isinstance(option, int):
         return option, "speed.threads"
     if AUTO not in os.environ and ASKED in os.environ:
         return int(os.environ[ASKED]), ASKED
     if kept is not None:
-        return kept, "auto: as this run began"
+        return kept, "auto: as at the run's first start"
     cores = usable_cores()
     if not on_cpu:
         return cores, "auto: all cores"
     return max(1, min(cores, parameters // PARAMETERS_PER_THREAD)), (
-        f"auto: one for each {PARAMETERS_PER_THREAD // 10**6} million parameters, of {cores} cores"
+        f"auto: one per {PARAMETERS_PER_THREAD // 10**6} million parameters, up to {cores} cores"
     )
 
 
 def use_threads(count: int) -> None:
-    """Compute with so many threads from now on."""
+    """Set the number of CPU threads of torch."""
     import torch
 
     torch.set_num_threads(count)

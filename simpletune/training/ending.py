@@ -1,4 +1,4 @@
-"""How a run ends before its last step: what is said then, and how to go on."""
+"""Explain why a run ended early and how to continue it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def explained(run: Run) -> Iterator[None]:
-    """Within this context a full device and a compiler's failure are errors in words, and a stop says what is kept.
+    """Explain a full device, a failure of the compiler and a stop within this context.
 
     Raises:
-        UserError: instead of the device's or the compiler's own error.
+        UserError: instead of the device's or the compiler's error.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""After the last step: the result, the last look at it, the summary, the model card and the report."""
+"""Finish a run after its last step: result, validation, summary, model card and report."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from simpletune.runs.model_card import shareable, write_card
 from simpletune.runs.summary import Measured, print_results, summarise
 from simpletune.system.atomic import write_json
 from simpletune.system.failpoints import failpoint
+from simpletune.system.printable import reason_of
 from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import add_memory
 
 
 def finish(run: Run, traces: EpochTraces) -> None:
-    """Export, then look: what is trained is saved, and safe, before the last pictures are drawn."""
+    """Export the result before the last validation, so that a failure there cannot lose it."""
     failpoint("finish.saved")
     with run.stages.stage("save"), averaged(run.average):
         metadata = checkpoint.metadata_of(shareable(run.config), run.steps)
@@ -57,12 +58,12 @@ def finish(run: Run, traces: EpochTraces) -> None:
     failpoint("finish.summary")
     run.optional("the model card", write_card, run.folder, run.config, summary, run.prepared.plan.manifest())
     add_memory(run, traces)
-    page, said = write_page(run), len(warnings)
+    page, reported = write_page(run), len(warnings)
     failpoint("finish.reported")
     places = {**page, **run.trackers.finish(summary)}
     write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": True})
     run.attempt.close()
-    if page and len(warnings) > said:
+    if page and len(warnings) > reported:
         write_page(run)
     print_results(run.config, summary, run.folder, traces.written, places)
     if run.predicted is not None:
@@ -72,7 +73,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
 
 
 def write_page(run: Run) -> dict[str, str]:
-    """The report of the run, into its folder: a failure is a warning and never the run's."""
+    """Write the report into the run's folder; a failure is only a warning."""
     page = report_or_warning(run.folder, run.trackers.warn) if run.config.output.report else None
     if page is None:
         return {}
@@ -81,11 +82,11 @@ def write_page(run: Run) -> dict[str, str]:
 
 
 def report_or_warning(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """The report of a run that has ended; None and a warning if it cannot be made."""
+    """Write the report of a finished run; on failure, warn and return None."""
     try:
         from simpletune.report import report_at_end
 
         return report_at_end(folder)
-    except Exception as error:  # whatever it is: a page is not worth a run
-        warn(f"the report failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
+    except Exception as error:  # no report may fail a run
+        warn(f"the report failed ({reason_of(error)})")
         return None

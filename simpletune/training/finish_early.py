@@ -1,4 +1,4 @@
-"""``simpletune finish``: a result of what a stopped run has saved, without training and without its pictures."""
+"""``simpletune finish``: export a result from a stopped run's checkpoint, without training or data."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ CPU = torch.device("cpu")
 
 
 def finish_early(name: str) -> Path:
-    """Leave what a finished run leaves, as far as it is known, from one of a run's checkpoints.
+    """Write the files of a finished run from one of its checkpoints.
 
     Args:
-        name: ``RUN``: of its newest checkpoint that is whole; or ``RUN@STEP``.
+        name: ``RUN`` for its newest intact checkpoint, or ``RUN@STEP``.
 
     Returns:
-        The result.
+        The file or folder of the result.
 
     Raises:
-        UserError: there is no such run or checkpoint, it is finished already, or another process trains it.
+        UserError: the run or checkpoint does not exist, the run is finished, or another process is training it.
     """
     named = find_run(name)
     run, config = named.folder, run_config(named.folder)
@@ -58,10 +58,10 @@ def finish_early(name: str) -> Path:
 
 
 def refuse_finished(named: RunName) -> None:
-    """A finished run has its result; one that was finished early may get another checkpoint's.
+    """Refuse a finished run; one that was finished early may be finished again from another checkpoint.
 
     Raises:
-        UserError: it is finished, and nothing was saved since.
+        UserError: the run is finished and has no later checkpoint.
     """
     run, step = named
     steps, found = finished_steps(run), list_checkpoints(run)
@@ -72,16 +72,16 @@ def refuse_finished(named: RunName) -> None:
         return
     result = find_in_run(RunName(run))
     others = ", ".join(f"{run}@{number}" for number, _ in found if number != steps)
-    hint = f" Other checkpoints have names of their own: {others}" if others else ""
+    hint = f" Name other checkpoints directly: {others}" if others else ""
     how = early or f"{steps} steps"
-    raise UserError(f"{run} is done already ({how}). Its result: {result.lora or result.transformer}.{hint}")
+    raise UserError(f"{run} is already finished ({how}). Its result is {result.lora or result.transformer}.{hint}")
 
 
 def read_intact(named: RunName) -> checkpoint.SavedState:
-    """The checkpoint that was named, or the newest that is whole.
+    """Read the named checkpoint, or the newest intact one.
 
     Raises:
-        UserError: it is damaged, or there is none.
+        UserError: no intact checkpoint was found.
     """
     run, step = named
     if step is not None:
@@ -91,29 +91,29 @@ def read_intact(named: RunName) -> checkpoint.SavedState:
         try:
             return _read(folder)
         except UserError as error:
-            say(f"{error}: left out")
-    reason = f"all {len(found)} checkpoints of it are damaged" if found else "it has no checkpoint"
-    raise UserError(f"{run} cannot be finished: {reason}. Train it on until it saves")
+            say(f"skipped: {error}")
+    reason = f"all of its {len(found)} checkpoints are damaged" if found else "it has no checkpoint"
+    raise UserError(f"{run} cannot be finished: {reason}. Continue training until the run saves")
 
 
 def _read(folder: Path) -> checkpoint.SavedState:
-    """A checkpoint, its checksums compared."""
+    """Read a checkpoint and verify its checksums."""
     try:
         return checkpoint.read(folder)
-    except UserError as error:  # its remedies are those of --resume
+    except UserError as error:  # its remedy applies to --resume
         raise UserError(str(error).removeprefix("--resume: ").partition(". ")[0]) from None
 
 
 def export(run: Path, config: TrainConfig, saved: checkpoint.SavedState) -> Path:
-    """Write the result as the run's end would have: of the average, where one is kept.
+    """Write the result as at the end of the run, from the average if the run keeps one.
 
     Args:
-        run: its folder.
-        config: as the user gave it.
-        saved: the checkpoint.
+        run: run folder.
+        config: configuration as the user gave it.
+        saved: checkpoint.
     """
     adapter, metadata = config.adapter, checkpoint.metadata_of(shareable(config), saved.step)
-    if adapter.exports_to_checkpoints:  # the same tensors; the header of a result names no local folders
+    if adapter.exports_to_checkpoints:  # the checkpoint's header names local folders, a result's must not
         tensors = WeightReader([saved.folder / adapter.output_name]).get_all()
         return write_safetensors(tensors, run / adapter.output_name, metadata)
     trained = find_in_run(RunName(run, saved.step)).trained
@@ -125,7 +125,7 @@ def export(run: Path, config: TrainConfig, saved: checkpoint.SavedState) -> Path
 
 
 def print_finished(named: RunName, summary: dict[str, object], places: dict[str, Path | None]) -> None:
-    """Say what was made."""
+    """Print the written files."""
     run = named.folder
     say(f"{run}: {summary.get('status', 'finished')}, without training")
     for what, place in places.items():
@@ -134,4 +134,4 @@ def print_finished(named: RunName, summary: dict[str, object], places: dict[str,
     say(f"  {'figures':<12} {run / SUMMARY}")
     if "status" in summary:
         say(f"  {'draw with it':<12} {shlex.join(['simpletune', 'generate', '--run', str(run)])}")
-        say("To train on, from the run's last checkpoint: the command that started it, with --resume latest")
+        say("To continue training, run the command that started it with --resume latest")

@@ -1,4 +1,4 @@
-"""A training run: the loop, and what comes before and after it."""
+"""Run the training loop, with set-up before it and the export after it."""
 
 from __future__ import annotations
 
@@ -48,27 +48,27 @@ def train(
     force: bool = False,
     estimate_first: bool = False,
 ) -> Path:
-    """Run the whole job: prepare, train, validate, export.
+    """Run the whole job: prepare, train, validate and export.
 
     Args:
-        config: as the user gave it.
-        resume: ``latest``, a checkpoint's folder, or ``auto``: the last checkpoint if there is one, and nothing to do
-            if the run is finished.
-        started: when the process started, by ``time.perf_counter``.
-        force: begin even what does not fit on the device, by prediction.
+        config: configuration as the user gave it.
+        resume: ``latest``, a checkpoint's folder, or ``auto``: continue from the last checkpoint if one exists, and do
+            nothing if the run is finished.
+        started: start time of the process by ``time.perf_counter``.
+        force: start even if the run is predicted not to fit.
         estimate_first: predict the memory on the CPU too.
 
     Returns:
         The run's folder.
 
     Raises:
-        UserError: for anything that the user can mend.
-        Stopped: SIGTERM or Ctrl-C came, where ``system.signals.listening`` is on.
+        UserError: for anything that the user can fix.
+        Stopped: SIGTERM or Ctrl-C arrived within ``system.signals.listening``.
     """
     folder = run_folder(config)
     attempt = AttemptRecorder(folder, time.perf_counter() if started is None else started)
     lock = exclusive(folder) if is_first_process() else nullcontext()
-    with lock, attempt, room_for("writing what this run leaves", folder):
+    with lock, attempt, room_for("writing the run's files", folder):
         if resume == "auto" and is_finished(config):
             return folder
         require_place(folder)
@@ -80,13 +80,13 @@ def train(
 
 
 def validate_train_finish(run: Run) -> None:
-    """The first pictures, the loop, and what comes after it."""
+    """Validate the base, train, and finish the run."""
     if run.main and run.start == 0:
         before = run.optional(EVALUATING, run.evaluate, 0)
         write_json(run.folder / EVALUATION, {"eval_loss": before, **run.evaluated_on})
         run.optional(DRAWING, run.validate, 0)
     elif run.main and run.start < run.steps and due(run.config.validation.every, run.start):
-        if not run.is_validated(run.start):  # the run was stopped while it did
+        if not run.is_validated(run.start):  # the run was stopped during this validation
             run.evaluate_and_draw(run.start)
     run.attempt.set_up()
     announce_stops(run)
@@ -102,10 +102,10 @@ def validate_train_finish(run: Run) -> None:
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether a run of this configuration and length is finished; then it is said.
+    """Tell whether a run of this configuration and length is finished, and print so.
 
     Raises:
-        UserError: the finished run was made with settings that may not change.
+        UserError: the finished run has other settings that may not change.
     """
     folder = run_folder(config)
     if finished_steps(folder) is None:
@@ -114,22 +114,22 @@ def is_finished(config: TrainConfig) -> bool:
     if not saved or not summary or not summary["steps"] == saved.step == config.steps(summary["steps_per_epoch"]):
         return False
     check_resumable(saved, config, saved.manifest)
-    say(f"{folder}: already done, {plural(saved.step, 'step')}. Its result: {summary['output']}")
+    say(f"{folder} is already finished ({plural(saved.step, 'step')}). Its result is {summary['output']}")
     return True
 
 
 def announce_stops(run: Run) -> None:
-    """Say what a signal will do."""
+    """Print what a signal will do."""
     if run.main and run.start < run.steps and is_listening():
-        steps = "one step" if run.accelerator.num_processes == 1 else "two steps"  # the others learn it a step later
-        say(f"stops   SIGTERM and Ctrl-C finish at most {steps} and save once; a second one stops at once")
+        steps = "one step" if run.accelerator.num_processes == 1 else "two steps"  # the others learn of it a step later
+        say(f"stops   SIGTERM or Ctrl-C finishes at most {steps} and saves; a second one stops at once")
 
 
 def stop_together(run: Run) -> None:
-    """After the last step: stop in all processes if one was asked. A launcher ends them all when one has ended.
+    """Stop all processes after the last step if one received a signal; a launcher ends all when one ends.
 
     Raises:
-        Stopped: one was.
+        Stopped: a process received a signal.
     """
     if run.accelerator.num_processes == 1:
         return
@@ -141,9 +141,9 @@ def stop_together(run: Run) -> None:
 def leave(accelerator: Accelerator) -> None:
     """Wait for the other processes and close the process group.
 
-    A reference to the group stays until the process ends. Without it the last one is dropped with the DDP model, in a
-    thread that holds the GIL and joins gloo's; that one may still free the barrier's tensors, for which it needs the
-    GIL. Both then wait forever (seen with torch 2.13.0 on the CPU).
+    Keeps a reference to the group until the process ends. Otherwise the last reference is dropped with the DDP model,
+    in a thread that holds the GIL and joins gloo's thread; that thread may need the GIL to free the barrier's tensors,
+    which is a deadlock (seen with torch 2.13.0 on the CPU).
     """
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:
@@ -155,10 +155,10 @@ _closed_groups: list[torch.distributed.ProcessGroup | None] = []
 
 
 def loop(run: Run) -> EpochTraces:
-    """The training loop: plan, noise, predict, loss, backward, step, log.
+    """Run the training loop: plan, noise, predict, loss, backward, step, log.
 
     Returns:
-        The profiler's windows.
+        The profiler's traces.
     """
     config, process, device = run.config, run.accelerator.process_index, run.accelerator.device
     progress, pending = run.progress(), MetricsQueue(ahead=0 if run.guard.skips else 1)
@@ -182,34 +182,34 @@ def loop(run: Run) -> EpochTraces:
             figures = global_figures(loss, norm, run.accelerator, received_signal() is not None)
             pending.push(PendingStep.launched(step, lr, began, run.core, figures))
             failpoint("step.updated")
-            traces.after_step()  # writes a trace now and then: not part of the step's time
+            traces.after_step()  # may write a trace, which does not count as the step's time
 
             last = step + 1 == run.steps
             signal = log_steps(run, pending, progress, everything=last or is_interrupted(config, step))
             if last:
-                break  # what follows the last step is not the loop's
+                break  # finish() handles the last step
             if run.main:
                 save_and_validate(run, step + 1, progress, stops=signal is not None)
             if signal is not None:
-                run.accelerator.wait_for_everyone()  # a launcher ends all when one has ended: not while one saves
+                run.accelerator.wait_for_everyone()  # a launcher ends all when one ends, even one that is saving
                 raise Stopped(signal)
     return traces
 
 
 def log_steps(run: Run, pending: MetricsQueue, progress: TrainingProgress, everything: bool) -> int | None:
-    """Log the steps that the device is done with.
+    """Log the steps that the device has finished.
 
     Args:
-        run: of the loop.
-        pending: the launched steps.
-        progress: what a person sees.
-        everything: also the step that was launched last.
+        run: current run.
+        pending: launched steps.
+        progress: progress display.
+        everything: also wait for the last launched step.
 
     Returns:
-        The signal that ends the run after the last launched step, the same for all processes; every step is logged.
+        The signal that ends the run after the last launched step, equal in all processes; then every step is logged.
 
     Raises:
-        UserError: a step was not finite, or the disk is full.
+        UserError: a step was non-finite, or the disk is full.
     """
     asked = [log_step(run, done, progress) for done in pending.pop(everything)]
     signal = stop_signal(run, any(asked))
@@ -220,10 +220,10 @@ def log_steps(run: Run, pending: MetricsQueue, progress: TrainingProgress, every
 
 
 def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> bool:
-    """Log one step in metrics, trackers and the progress line.
+    """Log one step to the metrics, the trackers and the progress line.
 
     Returns:
-        Whether a process was asked to stop when it was launched.
+        Whether a process had received a signal when the step was launched.
     """
     loss, norm, asked = done.read()
     run.to_first_step = run.to_first_step or done.finished - run.attempt.began
@@ -238,23 +238,23 @@ def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> bool:
 
 
 def stop_signal(run: Run, asked: bool) -> int | None:
-    """The signal that ends the run. Several processes all stop when the first that was asked is read."""
+    """Return the signal that ends the run; several processes stop together at the first step that reports one."""
     if run.accelerator.num_processes == 1:
         return received_signal()
     return (received_signal() or SIGNALS[0]) if asked else None
 
 
 def save_and_validate(run: Run, done: int, progress: TrainingProgress, stops: bool) -> None:
-    """What comes between two steps, where it is due: save, evaluate, draw.
+    """Save, evaluate and draw between two steps if due.
 
     Args:
-        run: of the loop.
-        done: how many steps are done.
-        progress: what a person sees.
-        stops: whether the run stops here: then it saves, and does not draw.
+        run: current run.
+        done: number of finished steps.
+        progress: progress display.
+        stops: the run stops here, so it saves but does not draw.
 
     Raises:
-        Stopped: a signal came while evaluating or drawing; this step is saved too.
+        Stopped: a signal arrived while evaluating or drawing; this step is saved too.
     """
     config = run.config
     saves = stops or due(config.checkpoint.every, done)
@@ -273,17 +273,17 @@ def save_and_validate(run: Run, done: int, progress: TrainingProgress, stops: bo
 
 
 def is_interrupted(config: TrainConfig, step: int) -> bool:
-    """Whether validation or saving stands between a step and the next."""
+    """Tell whether validation or saving follows a step."""
     return due(config.checkpoint.every, step + 1) or due(config.validation.every, step + 1)
 
 
 def due(every: int | None, step: int) -> bool:
-    """Whether something that happens every so many steps happens after this one."""
+    """Tell whether something with period ``every`` is due after ``step`` steps."""
     return every is not None and step % every == 0
 
 
 def prepare_only(config: TrainConfig) -> None:
-    """Fill the cache and stop: the later run starts at its first step, on a smaller machine perhaps."""
+    """Fill the cache and stop, so that a later run, perhaps on a smaller machine, can start training at once."""
     accelerator, reason = make_accelerator(config)
     say(f"simpletune {config.name}: prepare on {reason}")
     stages = StageTimer(cuda=accelerator.device.type == "cuda")

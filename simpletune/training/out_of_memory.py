@@ -1,4 +1,4 @@
-"""What to say when a run cannot go on because its device's memory is full."""
+"""Explain an out-of-memory error: memory by kind, and options that would save most."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.levers import savings
 from simpletune.options import UserError
-from simpletune.runs.checkpoint import list_checkpoints
+from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
 from simpletune.tensors import plain_tensors, trained_parameters
 
 MIB = 2**20
@@ -19,12 +19,12 @@ SHOWN = 3
 
 
 def memory_by_kind(transformer: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
-    """Bytes on the device by kind: weights, trained weights, gradients, optimizer; on CUDA also all the rest.
+    """Count bytes on the device by kind: frozen and trained weights, gradients, optimizer; on CUDA also the rest.
 
     Args:
-        transformer: with its adapter.
-        optimizer: over what trains.
-        device: whose memory is full.
+        transformer: model with its adapter.
+        optimizer: optimizer of the trained parameters.
+        device: device whose memory is full.
     """
     parameters = list(transformer.parameters())
     trained = list(trained_parameters(transformer).values())
@@ -42,7 +42,7 @@ def memory_by_kind(transformer: nn.Module, optimizer: torch.optim.Optimizer, dev
 
 
 def _bytes(tensors: Sequence[object], device: torch.device) -> int:
-    """Of storages on a device, each counted once."""
+    """Sum the bytes of storages on a device, each counted once."""
     seen = {}
     for tensor in tensors:
         for plain in plain_tensors(tensor) if isinstance(tensor, torch.Tensor) else ():
@@ -53,28 +53,28 @@ def _bytes(tensors: Sequence[object], device: torch.device) -> int:
 
 
 def out_of_memory(config: TrainConfig, kinds: dict[str, int], error: Exception, folder: Path) -> UserError:
-    """The error that ends a run whose device is full.
+    """Build the error that ends a run whose device is full.
 
     Args:
-        config: of the run, with demo names resolved.
+        config: configuration of the run with demo names resolved.
         kinds: bytes by kind.
-        error: what the device said.
-        folder: of the run.
+        error: error of the device.
+        folder: run folder.
     """
     lines = ["the device's memory is full: " + str(error).partition("\n")[0]]
     lines += [f"  {kind:<26} {size / MIB:>8,.0f} MiB" for kind, size in kinds.items()]
     found = savings(config)[:SHOWN]
     if found:
-        lines.append("What would save most (predicted for the training step; costs in brackets):")
+        lines.append("These options would save most (predicted for the training step; costs in brackets):")
         lines += [
             f"  {' '.join(saving.lever.overrides):<60} -{saving.saved_bytes / MIB:,.0f} MiB ({saving.lever.costs})"
             for saving in found
         ]
-    if saved := list_checkpoints(folder):
-        lines.append(
-            f"The last checkpoint is kept: {saved[-1][1]}. After a change of memory.* continue with --resume latest; "
-            "after one of adapter, precision or train.batch_size start again"
+    remedy = "Change an option and start again"
+    if list_checkpoints(folder):
+        remedy = (
+            "After a change of memory.*, continue with --resume latest; after a change of adapter, precision or "
+            "train.batch_size, start again"
         )
-    else:
-        lines.append("There is no checkpoint yet: after the change start again")
+    lines.append(f"{last_saved(folder)}. {remedy}")
     return UserError("\n".join(lines), code=5)

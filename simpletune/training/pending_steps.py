@@ -1,7 +1,7 @@
-"""Steps that the device has been given and the host has not read yet.
+"""Queue the steps that were launched on the device but not yet read by the host.
 
-Reading a value makes the host wait until the device has computed it, and meanwhile the device is given nothing more to
-do. So a step's figures are copied to host memory as the last work of that step, and read after the next launch.
+Reading a value makes the host wait until the device has computed it, and meanwhile the device gets no new work. So a
+step's metrics are copied to host memory at the end of the step, and read after the next step is launched.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class DeviceEvent:
-    """A point in the device's queue of work: it is reached when all that was queued before is done.
+    """Mark a point in the device's work queue, which is reached when all earlier work is done.
 
-    On CUDA an event on the current stream; on the CPU, where work is done when it is given, the clock.
+    Uses an event on the current stream on CUDA, and the clock on the CPU, where work is synchronous.
 
     Args:
-        device: of the work.
+        device: device of the work.
     """
 
     def __init__(self, device: torch.device):
@@ -42,29 +42,29 @@ class DeviceEvent:
             self._event.synchronize()
 
     def since(self, earlier: DeviceEvent) -> float:
-        """Seconds on the device from an earlier event to this one; both have been reached."""
+        """Return the device seconds from an earlier event to this one; both must have been reached."""
         if self._event is None or earlier._event is None:
             return self.clock - earlier.clock
         return earlier._event.elapsed_time(self._event) / 1000
 
 
 def copy_to_host_async(values: Tensor) -> Tensor:
-    """Start copying a tensor to host memory without waiting; it is whole once a later event is reached."""
+    """Start copying a tensor to host memory; the copy is complete once a later event is reached."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
     return host.copy_(values, non_blocking=True)
 
 
 def global_figures(loss: Tensor, norm: Tensor, accelerator: Accelerator, stop: bool) -> Tensor:  # fp32 [3]
-    """A step's figures over all processes, on the device.
+    """Combine a step's metrics over all processes, on the device.
 
     Args:
-        loss: as ``StepCore.step`` returns it.
-        norm: of all its gradients, the same in all processes.
-        accelerator: knows the processes.
-        stop: whether this process was asked to stop.
+        loss: loss returned by ``StepCore.step``.
+        norm: norm of all gradients, equal in all processes.
+        accelerator: accelerate's view of the processes.
+        stop: this process has received a signal.
 
     Returns:
-        Mean loss, gradient norm, and the share of the processes that were asked to stop.
+        Mean loss, gradient norm, and the share of processes that have received a signal.
     """
     if accelerator.num_processes == 1:
         return torch.stack([loss.float(), norm.float(), torch.zeros_like(loss)])
@@ -74,17 +74,17 @@ def global_figures(loss: Tensor, norm: Tensor, accelerator: Accelerator, stop: b
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A launched step.
+    """Hold a launched step.
 
     Args:
-        step: how many were done before it.
-        lr: its learning rate.
-        began: before its data.
-        ended: after its figures were sent.
-        figures: ``global_figures`` in host memory, whole once ``ended`` is reached.
-        losses: of its micro-batches, on the device.
-        normed: the parameters that had a gradient.
-        norms: [len(normed)] on the device, of their gradients.
+        step: number of steps before it.
+        lr: learning rate of the step.
+        began: event before the step's data.
+        ended: event after the copy of the metrics.
+        figures: ``global_figures`` in host memory, complete once ``ended`` is reached.
+        losses: losses of the micro-batches, on the device.
+        normed: parameters that had a gradient.
+        norms: [len(normed)] norms of their gradients, on the device.
     """
 
     step: int
@@ -98,40 +98,40 @@ class PendingStep:
 
     @classmethod
     def launched(cls, step: int, lr: float, began: DeviceEvent, core: StepCore, figures: Tensor) -> PendingStep:
-        """The step that the device was given last; its figures are on their way to the host, and nothing waits.
+        """Wrap the last launched step and start copying its metrics to the host, without waiting.
 
         Args:
-            step: how many were done before it.
-            lr: its learning rate.
-            began: before its data.
-            core: the step core that launched it.
-            figures: ``global_figures``, on the device.
+            step: number of steps before it.
+            lr: learning rate of the step.
+            began: event before the step's data.
+            core: step core that launched the step.
+            figures: ``global_figures`` on the device.
         """
         sent = copy_to_host_async(figures)
         return cls(step, lr, began, DeviceEvent(figures.device), sent, core.losses, core.normed, core.norms)
 
     def read(self) -> tuple[float, float, bool]:
-        """Mean loss, gradient norm, and whether a process was asked to stop; waits until the step is done."""
+        """Wait for the step; return its mean loss, gradient norm and whether a process has received a signal."""
         self.ended.wait()
         loss, norm, stop = self.figures.tolist()
         return loss, norm, stop > 0
 
     @property
     def seconds(self) -> float:
-        """Device seconds for this step, measured from the end of the previous one. Call ``read`` first."""
+        """Return the device seconds of this step, from the end of the previous one. Call ``read`` first."""
         return self.ended.since(self.began)
 
     @property
     def finished(self) -> float:
-        """When the device finished it, by ``time.perf_counter``, if it was idle before. Call ``read`` first."""
+        """Return the ``time.perf_counter`` at the step's end if the device was idle before it. Call ``read`` first."""
         return self.began.clock + self.seconds
 
 
 class MetricsQueue:
-    """Launched steps in their order, to be read when the next ones are launched.
+    """Queue launched steps, to be read after the next ones are launched.
 
     Args:
-        ahead: how many may stay unread: 1 lets the host launch a step while the device computes the one before.
+        ahead: number of steps that may stay unread; 1 lets the host launch a step while the device runs the previous.
     """
 
     def __init__(self, ahead: int):
@@ -143,10 +143,10 @@ class MetricsQueue:
         self._pending.append(step)
 
     def pop(self, everything: bool) -> Iterator[PendingStep]:
-        """The steps to read now, oldest first.
+        """Yield the steps to read now, oldest first.
 
         Args:
-            everything: also those that may stay unread.
+            everything: include those that may stay unread.
         """
         while len(self._pending) > (0 if everything else self._ahead):
             yield self._pending.popleft()

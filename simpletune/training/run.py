@@ -1,4 +1,4 @@
-"""A run that is set up, and what it does beside its steps: save, evaluate, draw."""
+"""Hold the state of a run, and save, evaluate and draw between its steps."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from simpletune.step.batches import Batches
 from simpletune.step.core import StepCore
 from simpletune.system.console import TrainingProgress
 from simpletune.system.failpoints import failpoint
+from simpletune.system.printable import reason_of
 from simpletune.system.stage_timer import StageTimer
 from simpletune.tensors import trained_parameters
 from simpletune.training.nonfinite import NonFiniteGuard, require_finite
@@ -42,27 +43,27 @@ EVALUATING, DRAWING = "the evaluation loss", "drawing validation pictures"
 
 @dataclass
 class Run:
-    """A run that is set up: everything the loop needs.
+    """Hold everything that the training loop needs.
 
     Args:
-        config: as the user gave it.
-        folder: the run's folder.
-        accelerator: knows processes and device.
-        device: which device and why, in words.
+        config: configuration as the user gave it.
+        folder: run folder.
+        accelerator: accelerate's view of processes and device.
+        device: description of the device and why it was chosen.
         stages: time and memory so far.
         prepared: plan and caches.
-        transformer: the model with its adapter, not wrapped.
-        core: the step core.
-        average: of the trained weights, if one is kept: what is drawn, evaluated and exported.
-        start: steps done before.
-        steps: steps of the whole run.
-        total: parameters of the base model.
-        attention: the kernel that computes it.
-        attempt: the record of this process.
-        guard: against NaN and infinity.
-        predicted: its memory, if it was predicted.
-        to_first_step: seconds from the start to the end of the first step done by this process.
-        failed: (what, kind of error) of what the run can do without.
+        transformer: model with its adapter, not wrapped.
+        core: step core.
+        average: average of the trained weights to draw, evaluate and export, if enabled.
+        start: first step of this process.
+        steps: number of steps of the whole run.
+        total: number of parameters of the base model.
+        attention: attention kernel.
+        attempt: record of this process.
+        guard: check for NaN and infinity.
+        predicted: predicted memory, if any.
+        to_first_step: seconds from the start to the end of this process's first step.
+        failed: optional tasks that failed, with the type of error.
     """
 
     config: TrainConfig
@@ -89,7 +90,7 @@ class Run:
 
     @property
     def main(self) -> bool:
-        """Whether this process writes."""
+        """Whether this is the process that writes files."""
         return self.accelerator.is_main_process
 
     def save(self, step: int) -> None:
@@ -109,21 +110,20 @@ class Run:
         self.attempt.update()
 
     def optional(self, what: str, call: Callable[..., T], *arguments: object) -> T | None:
-        """Do what a run can do without: a failure is a warning, once of each kind, and None; the next time it is tried
-        again. What it held on the device is given back."""
+        """Run an optional task: on failure, warn once per kind of error, free its device memory and return None. The
+        task is tried again the next time."""
         try:
             return call(*arguments)
-        except Exception as error:  # whatever it is: a look at the run is not worth the run
-            reason = " ".join(str(error).split())[:300] or "no reason given"
-            failed, kind = f"{what} failed ({type(error).__name__}: {reason})", (what, type(error))
+        except Exception as error:  # no optional task may fail a run
+            failed, kind = f"{what} failed ({reason_of(error)})", (what, type(error))
         free_memory(self.accelerator.device)
         if kind not in self.failed:
             self.failed.add(kind)
-            self.trackers.warn(f"{failed}: the training goes on")
+            self.trackers.warn(f"{failed}; training continues")
         return None
 
     def validate(self, step: int) -> None:
-        """Draw the validation pictures; at step 0 those of the base."""
+        """Draw the validation pictures; at step 0, with the base model."""
         with self.stages.stage("validate"), averaged(self.average):
             if step == 0:
                 self.previews.draw_base(self.transformer)
@@ -134,7 +134,7 @@ class Run:
             self.trackers.picture(step, "samples", Image.open(sheet))
 
     def evaluate(self, step: int) -> float | None:
-        """The evaluation loss; kept by step, so that a resumed run knows the first one."""
+        """Compute the evaluation loss, and record it by step for resumed runs."""
         with self.stages.stage("validate"), averaged(self.average):
             loss = evaluation_loss(self.transformer, self.core.loss, self.batches, self.config.validation.eval_samples)
         if loss is not None:
@@ -145,17 +145,17 @@ class Run:
 
     @property
     def evaluated_on(self) -> Json:
-        """What the evaluation loss is of."""
+        """Describe what the evaluation loss measures."""
         return evaluated_on(self.prepared.plan, self.config.validation.eval_samples)
 
     def evaluate_and_draw(self, step: int) -> None:
-        """Evaluate and draw in the course of training."""
+        """Evaluate and draw during training."""
         self.optional(EVALUATING, self.evaluate, step)
         self.optional(DRAWING, self.validate, step)
         self.attempt.update()
 
     def progress(self) -> TrainingProgress:
-        """What a person sees of the loop."""
+        """Create the progress display of the loop."""
         samples, first = self.prepared.plan.samples_per_step, self.stages.by_name.get("validate")
         every = {"save": self.config.checkpoint.every, "validate": self.config.validation.every}
         took = {"validate": first.seconds} if first else {}
@@ -165,6 +165,6 @@ class Run:
         return progress
 
     def is_validated(self, step: int) -> bool:
-        """Whether evaluation and pictures after ``step`` steps are there, as far as they are asked for."""
+        """Tell whether the evaluation and pictures after ``step`` steps exist, if enabled."""
         evaluated = not self.config.validation.eval_samples or was_evaluated(self.folder, step)
         return evaluated and self.previews.has_drawn(step)

@@ -1,4 +1,4 @@
-"""A run's profiler windows: what they have to know of the run, and the predicted memory in their summaries."""
+"""Set up a run's profiler traces, and add the predicted memory to their summaries."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def traces_of(run: Run, interrupted: Callable[[int], bool]) -> EpochTraces:
-    """The windows of a run; only the first process has any.
+    """Create the traces of a run; only the first process records any.
 
     Args:
-        run: set up.
-        interrupted: whether validation or saving stands between a step and the next.
+        run: current run.
+        interrupted: tells whether validation or saving follows a step.
     """
     option = run.config.profile if run.main else Profile(max_traces=0)
     blocks = run.transformer.transformer_blocks
@@ -35,14 +35,14 @@ def traces_of(run: Run, interrupted: Callable[[int], bool]) -> EpochTraces:
 
 
 def device_name() -> str:
-    """What CUDA calls the device."""
+    """Return CUDA's name of the device."""
     import torch
 
     return torch.cuda.get_device_name()
 
 
 def flops_of_steps(run: Run) -> Callable[[int], float]:
-    """The operations of a step by its number: they depend on the shapes of its pictures."""
+    """Return a function that counts the FLOPs of a step, which depend on its pictures' shapes."""
     known: dict[Size, int] = {}
 
     def of_size(size: Size) -> int:
@@ -62,7 +62,7 @@ def flops_of_steps(run: Run) -> Callable[[int], float]:
 
 
 def add_memory(run: Run, traces: EpochTraces) -> None:
-    """Put the predicted memory of a step into the summaries, if there are any. It takes a second or a few."""
+    """Add a step's predicted memory to the trace summaries, if any; takes a few seconds."""
 
     def predicted() -> list[MemorySnapshot]:
         return snapshots_of_step(run.core.config, run.prepared.plan.largest())

@@ -1,4 +1,4 @@
-"""Set up a training run: device, data, caches, folder, model."""
+"""Set up a training run: device, data, caches, folder and model."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ if TYPE_CHECKING:
     from simpletune.estimate.predict import Estimate
     from simpletune.models.transformer import Transformer
 
-PATIENCE = timedelta(days=2)  # of the others while one process fills the cache or draws; NCCL's own: 10 minutes
+PATIENCE = timedelta(days=2)  # for which processes wait while one fills the cache or draws; NCCL's default: 10 minutes
 
 
 @dataclass(frozen=True)
 class StartOptions:
-    """How a run is started, beside its configuration.
+    """Options of a start that are not part of the configuration.
 
     Args:
-        attempt: the record of this process.
-        resume: ``latest``, ``auto`` or a checkpoint's folder; None: begin anew.
-        force: begin even what does not fit on the device or the disk, by prediction.
+        attempt: record of this process.
+        resume: ``latest``, ``auto`` or a checkpoint's folder; None starts a new run.
+        force: start even if the run is predicted not to fit on the device or the disk.
         estimate_first: predict the memory on the CPU too.
     """
 
@@ -78,13 +78,13 @@ class StartOptions:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The model of a run, ready for its first step.
+    """Hold the model of a run, ready for its first step.
 
     Args:
-        transformer: with its adapter, not wrapped.
-        core: the step core.
-        average: of the trained weights, if one is kept.
-        total: parameters of the base model.
+        transformer: model with its adapter, not wrapped.
+        core: step core.
+        average: average of the trained weights, if enabled.
+        total: number of parameters of the base model.
     """
 
     transformer: Transformer
@@ -94,19 +94,19 @@ class LoadedModel:
 
 
 def set_up(config: TrainConfig, options: StartOptions) -> Run:
-    """Everything before the first step: device, data, caches, folder, model.
+    """Do everything before the first step: device, data, caches, folder and model.
 
     Args:
-        config: as the user gave it.
-        options: how the run is started.
+        config: configuration as the user gave it.
+        options: options of this start.
 
     Raises:
-        UserError: for anything that the user can mend.
+        UserError: for anything that the user can fix.
     """
     accelerator, reason = make_accelerator(config)
     device, main = accelerator.device, accelerator.is_main_process
     stages = StageTimer(cuda=device.type == "cuda")
-    with accelerator.main_process_first():  # it sets aside what is damaged
+    with accelerator.main_process_first():  # the first process sets damaged checkpoints aside
         saved = checkpoint.find(options.resume, run_folder(config)) if options.resume else None
     start = saved.step if saved else 0
     announce(config, reason)
@@ -162,10 +162,10 @@ def announce(config: TrainConfig, device: str) -> None:
 
 
 def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> int:
-    """Set the number of CPU threads and say which, where the CPU computes; a resumed run keeps its own."""
-    kept = chosen_before(config).get("threads") if resumed else None
+    """Set the number of CPU threads, and print it if the CPU is the device; a resumed run keeps its number."""
+    earlier = chosen_before(config).get("threads") if resumed else None
     on_cpu = device.type == "cpu"
-    threads, why = choose_threads(config.speed.threads, config.model.parameter_count(), on_cpu, kept)
+    threads, why = choose_threads(config.speed.threads, config.model.parameter_count(), on_cpu, earlier)
     if on_cpu:
         say(f"threads {threads} ({why})")
     use_threads(threads)
@@ -175,7 +175,7 @@ def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> 
 def fit_memory(
     config: TrainConfig, device: torch.device, plan: Plan, saved: checkpoint.SavedState | None
 ) -> TrainConfig:
-    """The configuration with what ``memory`` says ``auto`` for chosen; a resumed run keeps what it has."""
+    """Resolve the ``auto`` values of ``memory``; a resumed run keeps its earlier choices."""
     before = {**saved.config.get("memory", {}), **chosen_before(config)} if saved else {}
     config = settle_modulation(config, device.type == "cpu", before.get("modulation"))
     if config.memory.checkpointing != "auto":
@@ -186,10 +186,10 @@ def fit_memory(
 
 
 def predict(config: TrainConfig, device: torch.device, plan: Plan, options: StartOptions) -> Estimate | None:
-    """The memory of the run, on CUDA or where it is asked for; None: not predicted.
+    """Predict the memory of the run on CUDA or on request, else return None.
 
     Raises:
-        UserError: the device cannot hold it.
+        UserError: the run does not fit on the device.
     """
     if device.type != "cuda" and not options.estimate_first:
         return None
@@ -201,13 +201,13 @@ def predict(config: TrainConfig, device: torch.device, plan: Plan, options: Star
 def load_model(
     config: TrainConfig, prepared: Prepared, accelerator: Accelerator, saved: checkpoint.SavedState | None
 ) -> LoadedModel:
-    """Load, quantise, attach the adapter, place, make the optimizer; restore what a checkpoint holds.
+    """Load and quantise the model, attach the adapter, place it, create the optimizer, and restore a checkpoint.
 
     Args:
-        config: with folders and ``memory`` resolved.
+        config: configuration with folders and ``memory`` resolved.
         prepared: plan and caches.
-        accelerator: knows processes and device.
-        saved: the checkpoint to continue from, if any.
+        accelerator: accelerate's view of processes and device.
+        saved: checkpoint to continue from, if any.
     """
     transformer = load_base(config, accelerator.device, prepared.sizes(), cache_of_bases(config))
     failpoint("model.loaded")
@@ -223,13 +223,13 @@ def load_model(
 
 
 def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.SavedState | None, anew: bool) -> None:
-    """Make the run's folder, or open it again, and write what the run is made of.
+    """Create or reopen the run's folder, and record configuration, environment and data.
 
     Args:
-        config: as the user gave it.
+        config: configuration as the user gave it.
         prepared: plan and caches.
-        saved: the checkpoint that it continues from, if any.
-        anew: an unfinished run without a checkpoint makes room.
+        saved: checkpoint to continue from, if any.
+        anew: replace an unfinished run without a checkpoint.
     """
     if anew or saved:
         close_killed(run_folder(config))
@@ -242,15 +242,15 @@ def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.Saved
 
 
 def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
-    """Accelerate's view of the processes and the device, and which device and why."""
+    """Create accelerate's ``Accelerator``, and describe the device and why it was chosen."""
     device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # the last block's add_q_proj gets no gradient
     patient = InitProcessGroupKwargs(timeout=PATIENCE)
     accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[unused, patient])
     if config.memory.optimizer_in_backward and accelerator.num_processes > 1:
         raise UserError(
-            f"memory.optimizer_in_backward: {accelerator.num_processes} processes would each update with their own "
-            "gradients, before these are averaged. Set it to false, or use one process"
+            f"memory.optimizer_in_backward: {accelerator.num_processes} processes would update with their own "
+            "gradients before averaging them. Set it to false, or use one process"
         )
     return accelerator, reason
 
@@ -258,16 +258,16 @@ def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
 def announce_resume(
     saved: checkpoint.SavedState, config: TrainConfig, prepared: Prepared, steps: int, processes: int
 ) -> None:
-    """Say what a resumed run continues from and what has changed.
+    """Print the checkpoint that a run continues from, and the changed settings.
 
     Raises:
-        UserError: it cannot be continued.
+        UserError: the run cannot continue from this checkpoint.
     """
     for change in check_resumable(saved, config, prepared.plan.manifest(), processes):
         say(f"resume  changed {change}")
     if saved.step > steps or saved.step == steps == finished_steps(run_folder(config)):
         raise UserError(
-            f"--resume: {plural(saved.step, 'step is', 'steps are')} done and {steps} are asked for. "
-            "Ask for more: train.steps=N"
+            f"--resume: the checkpoint has {plural(saved.step, 'step')} and the configuration asks for {steps}. "
+            "Increase train.steps or train.epochs"
         )
     say(f"resume  from {saved.folder}: step {saved.step} of {steps}")

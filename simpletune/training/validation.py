@@ -1,4 +1,4 @@
-"""What a run has changed: pictures of the base and the tuned model from the same noise, and the evaluation loss."""
+"""Show what a run has changed: pictures of base and tuned model from the same noise, and the evaluation loss."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ GRID = "grid.png"
 
 
 class Previews:
-    """Draws and keeps validation pictures under ``samples/``: ``base/`` and one folder a step.
+    """Draw validation pictures into ``samples/``: ``base/`` and one folder per step.
 
     Args:
-        config: with folders resolved.
-        requests: what to draw.
+        config: configuration with folders resolved.
+        requests: pictures to draw.
         text: prompt embeddings.
         folder: the run's ``samples`` folder.
-        modulation: of the transformer, where it was taken out.
+        modulation: modulation that was removed from the transformer, if any.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class Previews:
         self.modulation = modulation
 
     def draw_base(self, transformer: Transformer) -> None:
-        """Pictures of the base model. Full fine-tuning changes the base, so this comes before training."""
+        """Draw with the base model; before training, because full fine-tuning changes the base."""
         adapter = self.config.adapter
         with nullcontext() if adapter.trains_base else adapter.disabled(transformer):
             self._draw(transformer, BASE, self.folder / BASE)
 
     def draw_tuned(self, transformer: Transformer, step: int) -> None:
-        """Pictures of the model as it is after ``step`` steps."""
+        """Draw with the model after ``step`` steps."""
         self._draw(transformer, f"step {step}", self._place(step))
 
     def has_drawn(self, step: int) -> bool:
-        """Whether the pictures after ``step`` steps are there, if any are asked for."""
+        """Tell whether the pictures after ``step`` steps exist, or none are enabled."""
         return not self.requests or self._place(step).is_dir()
 
     def _place(self, step: int) -> Path:
@@ -81,18 +81,18 @@ class Previews:
             del vae
             free_memory(device)
             transformer.train(was_training)
-        with atomic_folder(folder) as part:  # the grid needs all pictures of a step or none
+        with atomic_folder(folder) as part:  # the grid needs all pictures of a step
             for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
                 save_png(picture, part / f"prompt-{number:02d}.png", request, run=self.config.name, weights=state)
                 failpoint("validation.picture")
         failpoint("validation.drawn")
 
     def states(self) -> list[Path]:
-        """The folders drawn so far: the base first, then by step."""
+        """List the folders drawn so far: the base first, then by step."""
         return [self.folder / BASE, *sorted(self.folder.glob("step-*"))]
 
     def write_grid(self) -> Path | None:
-        """One picture of all: a row per prompt, a column per state."""
+        """Write one picture with a row per prompt and a column per state."""
         if not self.requests:
             return None
         drawn = [f"prompt-{number:02d}.png" for number in range(len(self.requests))]
@@ -111,7 +111,7 @@ class Previews:
 def evaluation_loss(
     transformer: Transformer, loss: Callable[[nn.Module, Batch], torch.Tensor], batches: Batches, count: int
 ) -> float | None:
-    """The mean loss over a fixed set of (picture, noise level, noise); None if the set is empty."""
+    """Compute the mean loss over a fixed set of (picture, noise level, noise); None if the set is empty."""
     if count == 0:
         return None
     was_training = transformer.training

@@ -1,7 +1,7 @@
-"""Where a run's figures and pictures go beside its folder: TensorBoard, wandb. A tracker that fails is switched off.
+"""Log a run's metrics and pictures to TensorBoard and wandb. A tracker that fails is disabled.
 
-A new one is one file here, a field in ``Tracking`` (config/schema.py) and a line in ``open_trackers``. May import
-config and what is below it. Only training imports it.
+Add one with a file here, a field in ``Tracking`` (config/schema.py) and a line in ``open_trackers``. May import config
+and what is below it. Only training imports it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig, profile_folder
 from simpletune.system.console import say
+from simpletune.system.printable import reason_of
 from simpletune.system.redact import redact
 from simpletune.training.trackers.tensor_board import TensorBoard
 from simpletune.training.trackers.tracker import Json, Tracker
@@ -26,11 +27,11 @@ Warn = Callable[[str], None]
 
 
 class Trackers:
-    """All of a run's trackers as one. None of them can fail the run: what fails is said once and switched off.
+    """Combine a run's trackers. A failing tracker is disabled with a warning and never fails the run.
 
     Args:
-        makers: by name, what makes each tracker; it is given the function to say a warning with.
-        config: of the run, as JSON.
+        makers: factories by name; each gets a function that prints a warning.
+        config: the run's configuration as JSON.
     """
 
     def __init__(self, makers: dict[str, Callable[[Warn], Tracker]], config: Json):
@@ -56,14 +57,14 @@ class Trackers:
         self._each(lambda tracker: tracker.picture(step, name, image))
 
     def report(self, file: Path) -> None:
-        """Log the run's report, an HTML page of its own."""
+        """Log the run's HTML report."""
         self._each(lambda tracker: tracker.report(file))
 
     def finish(self, summary: Json) -> dict[str, str]:
-        """Log what the run was, and close.
+        """Log the summary, and close.
 
         Returns:
-            By name, where to look.
+            Where to view each tracker, by name.
         """
         self._each(lambda tracker: tracker.summary(summary))
         places: dict[str, str] = {}
@@ -73,10 +74,10 @@ class Trackers:
         return places
 
     def close(self, failed: bool = False) -> None:
-        """Flush and close them all; a second call does nothing.
+        """Flush and close all trackers; a second call does nothing.
 
         Args:
-            failed: whether the run was stopped or went wrong.
+            failed: the run was stopped or failed.
         """
         self._each(lambda tracker: tracker.close(failed))
         self._open.clear()
@@ -90,29 +91,28 @@ class Trackers:
             self._guarded(name, partial(call, tracker))
 
     def _guarded(self, name: str, call: Callable[[], object]) -> None:
-        """Call; after an error the tracker is off for the rest of the run."""
+        """Call a function; after an error, disable the tracker for the rest of the run."""
         try:
             call()
-        except Exception as error:  # whatever it is: figures on a screen are not worth a run
-            reason = " ".join(str(error).split())[:300] or "no reason given"
+        except Exception as error:  # no tracker may fail a run
             self._open.pop(name, None)
-            self.warn(f"{name} failed and is off for the rest of the run ({type(error).__name__}: {reason})")
+            self.warn(f"{name} failed and is disabled for the rest of the run ({reason_of(error)})")
 
     def warn(self, text: str) -> None:
-        """Say a warning; it is kept for the run's summary."""
+        """Print a warning and add it to the run's summary."""
         text = redact(text)
         self.warnings.append(text)
         say(f"warning {text}")
 
 
 def open_trackers(config: TrainConfig, folder: Path, start: int, writes: bool = True) -> Trackers:
-    """The trackers that a configuration asks for.
+    """Open the trackers that the configuration enables.
 
     Args:
-        config: as the user gave it.
-        folder: the run's folder.
-        start: the step a resumed run starts from.
-        writes: whether this process logs; of several only the first does.
+        config: configuration as the user gave it.
+        folder: run folder.
+        start: step that a resumed run starts from.
+        writes: this process logs; only the first of several does.
     """
     option = config.tracking
     makers: dict[str, Callable[[Warn], Tracker]] = {}

@@ -1,4 +1,4 @@
-"""TensorBoard: event files under profiles/, beside the profiler's traces."""
+"""Write TensorBoard event files under profiles/, next to the profiler's traces."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Writes a run's event file.
+    """Write a run's event file.
 
     Args:
         folder: the run's folder under TensorBoard's logdir.
-        start: the step a resumed run starts from; what was logged beyond it is dropped.
+        start: step that a resumed run starts from; later entries are dropped.
     """
 
     def __init__(self, folder: Path, start: int):
@@ -28,7 +28,7 @@ class TensorBoard:
 
     @property
     def place(self) -> str:
-        """The command that shows it."""
+        """Return the command that shows the run."""
         return f"tensorboard --logdir {self.folder.parent}"
 
     def config(self, values: Json) -> None:
@@ -48,18 +48,18 @@ class TensorBoard:
         self._writer.add_image(name, pixels, step, dataformats="HWC")
 
     def summary(self, values: Json) -> None:
-        """Log what the run was as text."""
+        """Log the summary as text."""
         self._text("summary", values, values.get("steps", self.start))
 
     def report(self, file: Path) -> None:
-        """Log where the run's report is: TensorBoard shows no pages."""
+        """Log the path of the run's report, because TensorBoard cannot show pages."""
         self._writer.add_text("report", f"`{file}`", self.start)
 
     def close(self, failed: bool) -> None:
         """Flush and close.
 
         Raises:
-            OSError: its thread could not write something: closing alone would not say so.
+            OSError: the writer's thread failed, which closing alone would not report.
         """
         try:
             self._writer.flush()

@@ -1,4 +1,4 @@
-"""What every tracker offers."""
+"""Define the interface of trackers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class Tracker(Protocol):
-    """Shows a run: any of its methods may fail, which switches it off (``Trackers``)."""
+    """Log a run; ``Trackers`` disables a tracker whose method fails."""
 
     @property
     def place(self) -> str:
-        """Where to look, in words."""
+        """Describe where to view the run."""
 
     def config(self, values: Json) -> None:
         """Log the run's configuration, once."""
@@ -28,10 +28,10 @@ class Tracker(Protocol):
         """Log a picture at a step."""
 
     def summary(self, values: Json) -> None:
-        """Log what the run was, at its end."""
+        """Log the summary at the end of the run."""
 
     def report(self, file: Path) -> None:
-        """Log the run's report, an HTML page of its own."""
+        """Log the run's HTML report."""
 
     def close(self, failed: bool) -> None:
         """Flush and close."""

@@ -1,4 +1,4 @@
-"""wandb, online or offline: everything it writes lies in the run's folder, and it never asks at a prompt."""
+"""Log to wandb, online or offline. All of its files are in the run's folder, and it never prompts for input."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from simpletune.system.printable import reason_of
 from simpletune.training.trackers.tracker import Json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FOLDER, ID = "wandb", "run_id"
-INIT_SECONDS, FINISH_SECONDS = 30, 120  # an unreachable server costs this much and no more
-SERVERS = ("https://api.wandb.ai", "https://api.forge.coreweave.com")  # the same, by its old and its new name
+INIT_SECONDS, FINISH_SECONDS = 30, 120  # limits for an unreachable server
+SERVERS = ("https://api.wandb.ai", "https://api.forge.coreweave.com")  # old and new name of one server
 
 
 class Wandb:
-    """A run of wandb. Asked for online, but without credentials or without an answer, it goes on offline.
+    """Log a run to wandb. Without credentials or without an answer, an online run continues offline.
 
     Args:
-        folder: the run's folder; wandb's own is below it, and the run's id, by which a resumed run continues.
-        name: of the run.
-        project: of wandb.
-        online: whether to send to the server while the run goes on.
-        warn: says one line.
+        folder: run folder; contains wandb's folder with the run's id, by which a resumed run continues.
+        name: name of the run.
+        project: wandb project.
+        online: upload during the run.
+        warn: prints a warning.
     """
 
     def __init__(self, folder: Path, name: str, project: str, online: bool, warn: Callable[[str], None]):
         self._names: dict[str, Any] = {"project": project, "name": name, "id": run_id(folder), "dir": str(folder)}
         self._folder = folder / FOLDER
         if online and not has_credentials(os.environ):
-            warn("wandb: online needs an API key (WANDB_API_KEY or `wandb login`), and there is none: goes on offline")
+            warn("wandb: continues offline, because online needs an API key (WANDB_API_KEY or `wandb login`)")
             online = False
         self._run = self._start_online(warn) if online else self._start("offline")
-        self._run.define_metric("*", step_metric="step")  # a resumed run may log steps again, which wandb's own refuses
+        self._run.define_metric("*", step_metric="step")  # a resumed run may repeat steps; wandb's own counter cannot
 
     def _start_online(self, warn: Callable[[str], None]) -> Any:
-        """A run on the server; offline where the server gives none."""
+        """Start a run on the server, or offline if the server fails."""
         try:
             return self._start("online")
         except Exception as error:
             import wandb
 
-            wandb.teardown()  # it keeps the id of the run that did not start
-            reason = " ".join(str(error).split())[:300]
-            warn(f"wandb: the server gave no run ({type(error).__name__}: {reason}): goes on offline")
+            wandb.teardown()  # otherwise wandb keeps the id of the run that did not start
+            warn(f"wandb: continues offline, because the server started no run ({reason_of(error)})")
             return self._start("offline")
 
     def _start(self, mode: Literal["online", "offline"]) -> Any:
@@ -60,7 +60,7 @@ class Wandb:
             settings = wandb.Settings(
                 silent=True,
                 console="off",
-                disable_git=True,  # a remote's URL may hold a password
+                disable_git=True,  # a remote's URL may contain a password
                 disable_code=True,
                 save_code=False,
                 login_timeout=1,
@@ -71,7 +71,7 @@ class Wandb:
 
     @property
     def place(self) -> str:
-        """The run's page, or the command that sends it there."""
+        """Return the run's page, or the command that uploads an offline run."""
         return (None if self._run.offline else self._run.url) or f"wandb sync {self._folder}/offline-run-*"
 
     def config(self, values: Json) -> None:
@@ -89,22 +89,22 @@ class Wandb:
         self._run.log({"step": step, name: wandb.Image(image)})
 
     def summary(self, values: Json) -> None:
-        """Log what the run was."""
+        """Log the summary."""
         self._run.summary.update(values)
 
     def report(self, file: Path) -> None:
-        """Log the run's report as it is."""
+        """Log the run's HTML report."""
         import wandb
 
         self._run.log({"report": wandb.Html(str(file), inject=False)})
 
     def close(self, failed: bool) -> None:
-        """Send what is left, for at most ``FINISH_SECONDS``."""
+        """Upload the rest, for at most ``FINISH_SECONDS``."""
         self._run.finish(exit_code=1 if failed else 0)
 
 
 def run_id(folder: Path) -> str:
-    """The id of a run's twin in wandb: made once, kept in the run's folder."""
+    """Return the run's id in wandb, created once and stored in the run's folder."""
     file = folder / FOLDER / ID
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def run_id(folder: Path) -> str:
 
 
 def has_credentials(environment: Mapping[str, str]) -> bool:
-    """Whether wandb can log in without asking: a key or token file in the environment, or the server's netrc entry."""
+    """Tell whether wandb can log in without a prompt: by a key or token file in the environment, or by netrc."""
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     named = environment.get("NETRC")
@@ -132,7 +132,7 @@ def has_credentials(environment: Mapping[str, str]) -> bool:
 
 @contextmanager
 def own_folders(folder: Path) -> Iterator[None]:
-    """While wandb starts, its caches and logs are the run's too, unless the user has put them elsewhere."""
+    """Put wandb's caches and logs into the run's folder while it starts, unless the user has set their location."""
     wanted = {"WANDB_CACHE_DIR": folder / "cache", "WANDB_DATA_DIR": folder / "data"}
     ours = [name for name in wanted if name not in os.environ]
     os.environ.update({name: str(wanted[name].resolve()) for name in ours})
