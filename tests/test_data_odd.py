@@ -210,7 +210,7 @@ def test_all_bad_lines_of_a_metadata_file_come_at_once(tmp_path: Path) -> None:
     assert "'../a.png' is outside the folder" in found[f"{METADATA}:3"]
     assert "lone surrogate" in found[f"{METADATA}:4"]
     assert found[f"{METADATA}:5"] == "names 'gone.png', which does not exist"
-    assert "which is no .jpg, .jpeg, .png, .webp file" in found[f"{METADATA}:6"]
+    assert "not a .jpg, .jpeg, .png, .webp file" in found[f"{METADATA}:6"]
     with pytest.raises(
         UserError, match="^data.path: 7 lines cannot be used:\n  metadata.jsonl:2: is not a JSON object"
     ):

@@ -209,7 +209,7 @@ def test_of_a_damaged_last_checkpoint_the_one_before_is_used(
     spoil(file, "cut" if damage == "state" else damage)
     run_with(tiny_config, "latest", checkpoint={"every": 2})
     said = capsys.readouterr().out
-    assert f"{file} is " in said and "renamed to" in said and "step 2 of 4" in said
+    assert f"{file} is " in said and "set aside as" in said and "step 2 of 4" in said
     assert steps_of(run) == ["step-000002", "step-000004", "step-000004.damaged"]
     torch.testing.assert_close(weights(run, 4), weights(whole, 4), rtol=0, atol=0)
 

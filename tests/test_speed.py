@@ -164,7 +164,7 @@ def test_the_kernel_that_pytorch_chooses_is_said(capsys: pytest.CaptureFixture[s
     config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), ["data.path=demo:pictures"])
     assert config.precision.product_dtype() == torch.bfloat16
     assert settle_attention(config, (256, 256), CPU) == "flash"
-    assert "by the flash kernel (speed.attention auto)" in capsys.readouterr().out
+    assert "with the flash kernel (speed.attention auto)" in capsys.readouterr().out
 
 
 def test_the_queue_reads_at_once_what_the_guard_has_read(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,35 +81,35 @@ class CheckpointInputOffload:
         host = self._take(source)
         sent = self._copies.run(lambda: host.copy_(source, non_blocking=True), [self._copies.mark()])
         self._leaving.append((source, host, sent))  # its memory must not be reused during the copy
-        kept = OffloadedInput(host, sent, source.device, self._before)
-        self._block.add(kept)
-        return kept
+        offloaded = OffloadedInput(host, sent, source.device, self._before)
+        self._block.add(offloaded)
+        return offloaded
 
-    def _unpack(self, kept: Tensor | OffloadedInput) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        if kept.spent:
+    def _unpack(self, offloaded: Tensor | OffloadedInput) -> Tensor:
+        if isinstance(offloaded, Tensor):
+            return offloaded
+        if offloaded.spent:
             raise RuntimeError(
                 "cannot run a second backward pass: offloaded checkpoint inputs are freed after the first"
             )
         self._let_go()
-        tensor, arrived = self._fetch(kept)
+        tensor, arrived = self._fetch(offloaded)
         self._copies.wait(arrived)
-        kept.back, kept.spent = None, True
-        self._spare[kept.host.shape, kept.host.dtype].append(kept.host)
-        for earlier in kept.before:
+        offloaded.back, offloaded.spent = None, True
+        self._spare[offloaded.host.shape, offloaded.host.dtype].append(offloaded.host)
+        for earlier in offloaded.before:
             self._fetch(earlier)
         return tensor
 
-    def _fetch(self, kept: OffloadedInput) -> tuple[Tensor, CopyEvent]:
+    def _fetch(self, offloaded: OffloadedInput) -> tuple[Tensor, CopyEvent]:
         """Return a tensor that is being copied back, starting the copy if necessary."""
-        if kept.back is None:
+        if offloaded.back is None:
             # Allocated from the computation's pool, so the copy must wait for the previous user of this memory.
-            tensor = torch.empty(kept.host.shape, dtype=kept.host.dtype, device=kept.device)
-            after = [self._copies.mark(), kept.sent]
-            host = kept.host
-            kept.back = (tensor, self._copies.run(lambda: tensor.copy_(host, non_blocking=True), after))
-        return kept.back
+            tensor = torch.empty(offloaded.host.shape, dtype=offloaded.host.dtype, device=offloaded.device)
+            after = [self._copies.mark(), offloaded.sent]
+            host = offloaded.host
+            offloaded.back = (tensor, self._copies.run(lambda: tensor.copy_(host, non_blocking=True), after))
+        return offloaded.back
 
     def _take(self, like: Tensor) -> Tensor:
         """Get a host buffer. The queue is ordered, so a spare buffer is read before it is overwritten."""

@@ -132,7 +132,7 @@ def _product_on_cuda(
 
 
 class _Quantised(NamedTuple):
-    """The quantised rows of a tensor, held by weak reference."""
+    """The quantised rows of a tensor, with a weak reference to the tensor."""
 
     of: weakref.ref[Tensor]
     version: int
