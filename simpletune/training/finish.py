@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from simpletune.ema import averaged
+from simpletune.printable import reason_of
 from simpletune.profiling import EpochTraces
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import setup_seconds, total_seconds
@@ -14,7 +15,6 @@ from simpletune.runs.model_card import shareable, write_card
 from simpletune.runs.summary import Measured, print_results, summarise
 from simpletune.system.atomic import write_json
 from simpletune.system.failpoints import failpoint
-from simpletune.system.printable import reason_of
 from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import add_memory
 

@@ -15,6 +15,7 @@ from simpletune.data.evaluation import evaluated_on, scalar_name
 from simpletune.ema import Average, averaged
 from simpletune.options import Json
 from simpletune.pipeline.encode import Prepared, free_memory
+from simpletune.printable import reason_of
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import (
@@ -25,7 +26,6 @@ from simpletune.step.batches import Batches
 from simpletune.step.core import StepCore
 from simpletune.system.console import TrainingProgress
 from simpletune.system.failpoints import failpoint
-from simpletune.system.printable import reason_of
 from simpletune.system.stage_timer import StageTimer
 from simpletune.tensors import trained_parameters
 from simpletune.training.nonfinite import NonFiniteGuard, require_finite
