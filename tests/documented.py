@@ -16,6 +16,7 @@ SYNOPSIS = r"\b(CONFIG|GRID|RUN|FILE|LORA|MODEL|BASE)\b|A:0\.7"
 
 # Why a command is parsed and not run, by what it contains. A comment with "needs" in the page says it as well.
 NOT_RUN = {
+    r"\bbias\b|_bias\b|^simpletune schema >": "of the walkthrough (tests/test_docs.py runs its listings)",
     SYNOPSIS: "a synopsis",
     r"^simpletune (estimate|plan)": "predicts for 20 s, searches for minutes (test_estimate.py, test_planning.py)",
     r"sd3_medium|stabilityai/|openai/": "needs the hub",
@@ -53,7 +54,7 @@ class Command:
     def words(self) -> list[str]:
         """The words, with placeholders filled in, optional arguments given and lists left out."""
         text = re.sub(r"\[[^\]]*\.\.\.\]|\[@STEP\]", "", self.text)
-        text = re.sub(r"\|\w+|[\[\]]", "", text)
+        text = re.sub(r"\|\w+|[\[\]]| >.*", "", text)
         return shlex.split(text.replace("CONFIG", "demo").replace("GRID", "memory"))
 
 
