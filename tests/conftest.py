@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from shared_runs import TrainOnce
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
@@ -117,9 +118,6 @@ def tiny_config(tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tm
             "report": False,
         },
     }
-
-
-TrainOnce = Callable[[dict], Path]
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TrainOnce
 from safetensors.torch import load_file
+from shared_runs import TrainOnce
 
 from simpletune.config.load import validate
 from simpletune.data.cache import Cache, checksum

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TrainOnce
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
+from shared_runs import TrainOnce
 
 from simpletune.config.load import validate
 from simpletune.options import UserError
