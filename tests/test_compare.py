@@ -117,7 +117,7 @@ def test_the_first_named_run_gives_the_settings_and_keeps_the_comparison(runs: P
 
 def test_a_comparison_goes_into_a_new_folder(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
-    with pytest.raises(UserError, match="--out: .* holds something already. Choose another name, or remove it"):
+    with pytest.raises(UserError, match="--out: .* is not empty. Choose another name, or remove it"):
         compare(parsed(add_compare_arguments, runs / "lora", "--out", tmp_path, "--prompt", "a disc"))
 
 

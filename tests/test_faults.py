@@ -239,7 +239,7 @@ def test_a_damaged_cache_file_is_set_aside_and_made_again(
         spoil(file, damage)
     capsys.readouterr()
     again = run_with(tiny_config, output=output)
-    assert "is damaged" in (said := capsys.readouterr().out) or "cut short" in said or "not a safetensors" in said
+    assert "is damaged" in (said := capsys.readouterr().out) or "truncated" in said or "not a safetensors" in said
     assert "encoding it again" in said
     aside = list((tmp_path / "own" / kind).rglob("*.damaged"))
     assert aside and all(place.with_suffix("").exists() for place in aside)
@@ -311,7 +311,7 @@ def test_stops_at_that_step_and_says_why(tiny_config: dict, poison: dict[int, st
     said = str(caught.value)
     assert caught.value.code == 4 and "last checkpoint" in said and "step-000002" in said
     if kind == "latents":
-        assert said.count(".png: its cached latents are not finite") == 1
+        assert said.count(".png: its cached latents are non-finite") == 1
     else:
         assert "Non-finite gradients: transformer_blocks.0.attn.to_k.lora_B.default.weight. " in said
     run = Path(tiny_config["output"]["runs"]) / "tiny"
@@ -367,7 +367,7 @@ def test_too_many_skips_in_a_row_end_the_run_also_across_a_resume(tiny_config: d
     poison |= dict.fromkeys(range(1, 9), "latents")
     settings: dict = {"train": {"steps": 12, "on_nonfinite": "skip"}, "checkpoint": {"every": 3}}
     for resume in (None, "latest"):
-        with pytest.raises(UserError, match="step 6: .*the 5th in a row") as caught:
+        with pytest.raises(UserError, match="step 6: .*5 non-finite steps in a row") as caught:
             run_with(tiny_config, resume, **settings)
         assert caught.value.code == 4
 

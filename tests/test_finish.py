@@ -95,7 +95,7 @@ def test_finishing_leaves_what_a_finished_run_leaves(
     assert "a red disc" in card and "finished early at step 4 of 9" in card and "pictures | 6 from" in card
     page = (run / "report.md").read_text()
     assert "finished early at step 4 of 9" in page and "4 steps" in page
-    with pytest.raises(UserError, match=f"{run} is done already .finished early at step 4 of 9.*{run}@2"):
+    with pytest.raises(UserError, match=f"{run} is already finished .finished early at step 4 of 9.*{run}@2"):
         finish_early(str(run))
     assert finish_early(f"{run}@2") == run / LORA
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
@@ -139,7 +139,7 @@ def test_what_cannot_be_finished(tiny_config: dict, tmp_path: Path, capsys) -> N
             with pytest.raises(UserError, match=r"step-000004/trainable.safetensors is damaged$"):
                 finish_early(f"{run}@4")
             (run / "summary.json").unlink()
-    with pytest.raises(UserError, match="cannot be finished: all 2 checkpoints of it are damaged"):
+    with pytest.raises(UserError, match="cannot be finished: all of its 2 checkpoints are damaged"):
         finish_early(str(run))
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(UserError, match="cannot be finished: it has no checkpoint"):

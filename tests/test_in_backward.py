@@ -214,7 +214,7 @@ def test_what_needs_all_gradients_is_refused_with_the_alternative(tiny_config: d
 
 def test_an_optimizer_that_needs_all_gradients_is_refused(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AdamW, "steps_in_backward", False)
-    with pytest.raises(ConfigError, match="memory.optimizer_in_backward: adamw needs all gradients at once"):
+    with pytest.raises(ConfigError, match="memory.optimizer_in_backward: .*adamw needs all gradients at once"):
         validate(run_json(tiny_config, True, "refused"), "test")
 
 

@@ -423,7 +423,7 @@ def test_files_that_are_no_lora(tmp_path: Path) -> None:
         read_lora(tmp_path / "model.safetensors")
     data = sd3_file(tmp_path).read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(data[:-100])
-    with pytest.raises(UserError, match="cut short"):
+    with pytest.raises(UserError, match="truncated"):
         describe(tmp_path / "cut.safetensors")
     (tmp_path / "noise.safetensors").write_bytes(b"<html>not found</html>")
     with pytest.raises(UserError, match="is not a safetensors file"):

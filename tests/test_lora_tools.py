@@ -249,7 +249,7 @@ def test_extract_at_full_rank_is_the_difference(pipeline, single, tuned, tmp_pat
         difference = state[f"{name}.weight"] - base[f"{name}.weight"]
         torch.testing.assert_close(update.delta(), difference, rtol=0, atol=1e-5)
     out = capsys.readouterr().out
-    assert "3 layers in all: residual 0.000% of the difference" in out
+    assert "3 layers: residual 0.000% of the difference" in out
     assert "left out 1 tensors" in out and "proj_out.bias" in out
 
 
@@ -405,7 +405,7 @@ def test_export_of_a_run_fills_the_header(pipeline, files, tiny_config, tmp_path
         (["export", "{folder}/nothing", "--format", "kohya"], "does not exist"),
         (["export", "{lora}", "--format", "kohya", "--out", "{folder}/x.pt"], "must end in .safetensors"),
         (["merge", "{lora}", "--out", "{folder}/m"], "--base: name the model to merge into"),
-        (["merge", "{lora}", "--base", "{base}", "--out", "{base}"], "holds something already"),
+        (["merge", "{lora}", "--base", "{base}", "--out", "{base}"], "is not empty"),
         (["merge", "{lora}", "--base", "{base}", "--out", "{folder}/m", "--format", "single-file"], "does not end in"),
         (["merge", "{lora}", "--base", "{tiny}", "--out", "{folder}/m"], "layers of the LoRA are not in"),
         (["merge", "{lora}", "--base", "{folder}/no.safetensors", "--out", "{folder}/m"], "does not exist"),
@@ -420,9 +420,9 @@ def test_export_of_a_run_fills_the_header(pipeline, files, tiny_config, tmp_path
         ),
         (
             ["merge", "{folder}", "--base", "{base}", "--out", "{folder}/m"],
-            "holds no pytorch_lora_weights.safetensors and no transformer",
+            "contains neither pytorch_lora_weights.safetensors nor transformer",
         ),
-        (["mix", "{lora}:much", "--out", "{folder}/x.safetensors"], "'much' is no strength"),
+        (["mix", "{lora}:much", "--out", "{folder}/x.safetensors"], "'much' is not a number"),
         (["resize", "{lora}", "--energy", "2", "--out", "{folder}/x.safetensors"], "2 is not a share between 0 and 1"),
     ],
 )

@@ -90,11 +90,11 @@ def test_what_exists_and_has_such_a_name_is_itself(here: Path, tmp_path: Path) -
     [
         ("q@3", "q@3: q has no checkpoint of step 3. Use one of 2, 4"),
         ("q@last", "q@last: 'last' is not a step. Use one of 2, 4"),
-        ("q@", "q@: '' is no step"),
+        ("q@", "q@: '' is not a step"),
         ("nowhere@3", "nowhere@3: nowhere does not exist"),
         ("c@3", "c@3: c has no checkpoint"),
         ("lora:abc", "lora:abc: .*'abc' is not a number. .*lora:0.8"),
-        ("q@2:nan", "q@2:nan: 'nan' is no strength"),
+        ("q@2:nan", "q@2:nan: .*'nan' is not a number"),
         ("nowhere", "nowhere does not exist. Give a LoRA file, a run's folder"),
         ("q", "q has no result, .*`simpletune finish q`, .*: q@4, q@2$"),
         ("c", "c contains neither pytorch_lora_weights.safetensors nor transformer/. Give a LoRA file"),

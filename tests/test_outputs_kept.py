@@ -63,7 +63,7 @@ def test_a_name_that_is_taken_is_refused_with_the_remedy(tmp_path: Path) -> None
         require_new(folder, True)
     require_new(folder, False, folder=True)
     (folder / "x").touch()
-    with pytest.raises(UserError, match="--out: .*b holds something already. .* another name, or remove it"):
+    with pytest.raises(UserError, match="--out: .*b is not empty. .* another name, or remove it"):
         require_new(folder, True, folder=True)
 
 

@@ -149,7 +149,7 @@ def test_resume_is_exact_with_accumulation_dropout_and_schedule(tiny_config: dic
     [
         ({"adapter": {"rank": 3}}, "made with other settings:\n  adapter.rank: 2 -> 3"),
         ({"train": {"seed": 5, "steps": 4}}, "train.seed: 0 -> 5"),
-        ({"data": {"prompt": "other"}}, "the data has changed since the checkpoint:\n  000.png: other caption"),
+        ({"data": {"prompt": "other"}}, "the data has changed since the checkpoint:\n  000.png: changed caption"),
         ({"train": {"steps": 2}}, "the checkpoint has 2 steps and the configuration asks for 2. Increase train.steps"),
     ],
 )

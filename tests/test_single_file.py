@@ -262,7 +262,7 @@ def test_damaged_files(whole_file, descriptions, tiny_config, tmp_path: Path) ->
         return check(tiny_config, pretrained=str(tmp_path / name), text_encoders=str(descriptions))
 
     data = whole_file.read_bytes()
-    assert "cut.safetensors is cut short: " in said("cut.safetensors", data[:-1])
+    assert "cut.safetensors is truncated: " in said("cut.safetensors", data[:-1])
     assert "is damaged or not a safetensors file. Download it again" in said("web.safetensors", b"<!doctype html>")
     assert "is not a .safetensors file. Pickled checkpoints" in said("old.ckpt", data)
     assert "nowhere.safetensors does not exist" in check(tiny_config, pretrained="/nowhere.safetensors")

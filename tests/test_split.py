@@ -191,7 +191,7 @@ def test_a_resumed_run_holds_out_the_same_and_refuses_another_split(held_config:
     run(held_config, "latest")
     assert [(whole / name).read_text() for name in ("data.json", "evaluations.jsonl")] == before
     assert [row["loss"] for row in read_metrics(whole)] == losses
-    for split, words in ((1, "trained on now"), (3, "held out now"), (None, "trained on now")):
+    for split, words in ((1, "now trained on"), (3, "now held out"), (None, "now trained on")):
         with pytest.raises(UserError, match="the data has changed") as caught:
             run(held_config, "latest", train={"steps": 6}, validation={"split": split})
         assert words in str(caught.value)

@@ -24,7 +24,7 @@ def settle_modulation(config: TrainConfig, on_host: bool, before: str | None = N
         return config
     kind, why = _chosen(config, on_host)
     if before is not None and before in get_args(Settled):
-        kind, why = before, "kept from the run's first start"
+        kind, why = before, "as before"
     say(f"memory  modulation {kind} (auto: {why})")
     return config.model_copy(update={"memory": config.memory.model_copy(update={"modulation": kind})})
 
@@ -37,5 +37,5 @@ def _chosen(config: TrainConfig, on_host: bool) -> tuple[str, str]:
     if trained:
         return "resident", f"adapter.targets trains {shortened(trained, 1)}"
     if on_host:
-        return "resident", "the CPU is the device"
+        return "resident", "on the CPU, host and device share one memory"
     return "plan", "its weights are frozen and stay in host memory"

@@ -96,7 +96,7 @@ class Trackers:
             call()
         except Exception as error:  # no tracker may fail a run
             self._open.pop(name, None)
-            self.warn(f"{name} failed and is disabled for the rest of the run ({reason_of(error)})")
+            self.warn(f"{name} failed and is off for the rest of the run ({reason_of(error)})")
 
     def warn(self, text: str) -> None:
         """Print a warning and add it to the run's summary."""
