@@ -153,7 +153,7 @@ def test_checkpoints_of_a_full_model_replace_the_bases_weights(runs: Path, tiny_
     for name, tensor in average.items():
         assert torch.equal(parameters[name], tensor), name
     for wrong, message in (
-        ({"proj_out.weight": torch.ones(2, 2)}, r"proj_out.weight has shape \[2, 2\], and the model \[64"),
+        ({"proj_out.weight": torch.ones(2, 2)}, r"proj_out.weight has shape \[2, 2\], but the model has \[64"),
         ({"proj_out.weigth": torch.ones(2)}, "1 of its tensors are not in this model: proj_out.weigth"),
     ):
         save_file(wrong, tmp_path / "wrong.safetensors")
@@ -195,8 +195,8 @@ def test_a_lora_is_drawn_at_each_strength_unless_it_has_its_own(runs: Path) -> N
         (["--model", "{base}", "--checkpoints", "x"], "x does not exist. Give a LoRA file"),
         (["--model", "{base}", "--checkpoints"], "--checkpoints: no run is given. Give one: --run FOLDER"),
         (["--model", "{base}"], "no run is named, and no LoRA. Give --run RUN"),
-        (["--run", "{empty}", "--checkpoints"], "empty has no checkpoint"),
-        (["--run", "{empty}"], "empty has no result and no checkpoint"),
+        (["--run", "{empty}", "--checkpoints"], "has no checkpoint. Remove the option"),
+        (["--run", "{empty}"], "has no result and no checkpoint"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -274,7 +274,7 @@ def with_parameters(parameters: bytes) -> bytes:
         (with_parameters(b'"width": 1e999'), 400, "1e999 does not fit in 64 bits"),
         (with_parameters(b'"seed": ' + b"9" * 5000), 400, "is not strict JSON"),
         (with_parameters(b'"seed": 9223372036854775808'), 400, "9223372036854775808 does not fit in 64 bits"),
-        (b'{"instances": [{"prompt": "\\ud800"}]}', 422, "no character"),
+        (b'{"instances": [{"prompt": "\\ud800"}]}', 422, "not a character"),
         (b'{"instances": [{"prompt": "a"}], "parameters": []}', 422, "must be an object"),
         (b'{"instances": [{"prompt": "a"}], "path": "x"}', 422, "path: unknown field. Known: parameters, instances"),
         (b'{"instances": [{"prompt": "a", "\\ud800": 1}]}', 422, 'instances.0: "\\ud800" does not fit'),
