@@ -154,7 +154,7 @@ def test_checkpoints_of_a_full_model_replace_the_bases_weights(runs: Path, tiny_
         assert torch.equal(parameters[name], tensor), name
     for wrong, message in (
         ({"proj_out.weight": torch.ones(2, 2)}, r"proj_out.weight has shape \[2, 2\], but the model has \[64"),
-        ({"proj_out.weigth": torch.ones(2)}, "1 of its tensors are not in this model: proj_out.weigth"),
+        ({"proj_out.weigth": torch.ones(2)}, "1 of its tensors are not in this model .proj_out.weigth"),
     ):
         save_file(wrong, tmp_path / "wrong.safetensors")
         with pytest.raises(UserError, match=message):
