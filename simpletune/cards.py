@@ -10,7 +10,7 @@ from simpletune.options import UserError
 
 GIB = 2**30
 FOUND = 0.965  # usable share on a consumer card: torch reports 11.75 GiB of 12, 5.80 of 6, 23.68 of 24
-FOUND_WITH_ECC = 0.9175  # the same for GDDR6 with ECC: 14.75 GiB of a T4's 16, 22.03 of an L4's 24
+FOUND_WITH_ECC = 0.9175  # usable share of GDDR6 with ECC: 14.75 GiB of a T4's 16, 22.03 of an L4's 24
 LINK_3, LINK_4, LINK_5 = 12.0, 24.0, 48.0  # GB/s in one direction over 16 lanes of PCI Express 3, 4, 5
 
 

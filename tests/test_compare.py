@@ -122,7 +122,7 @@ def test_a_comparison_goes_into_a_new_folder(runs: Path, tmp_path: Path) -> None
 
 
 def test_a_strength_that_is_no_number_is_said(runs: Path) -> None:
-    with pytest.raises(UserError, match="lora:abc: 'abc' is no strength. Give a number, as in .*lora:0.8"):
+    with pytest.raises(UserError, match="lora:abc: the strength 'abc' is not a number. Give one, as in .*lora:0.8"):
         named(f"{runs / 'lora'}:abc")
 
 
@@ -153,8 +153,8 @@ def test_checkpoints_of_a_full_model_replace_the_bases_weights(runs: Path, tiny_
     for name, tensor in average.items():
         assert torch.equal(parameters[name], tensor), name
     for wrong, message in (
-        ({"proj_out.weight": torch.ones(2, 2)}, r"proj_out.weight has shape \[2, 2\], and the model \[64"),
-        ({"proj_out.weigth": torch.ones(2)}, "1 of its tensors are not in this model: proj_out.weigth"),
+        ({"proj_out.weight": torch.ones(2, 2)}, r"proj_out.weight has shape \[2, 2\], but the model has \[64"),
+        ({"proj_out.weigth": torch.ones(2)}, "1 of its tensors are not in this model .proj_out.weigth"),
     ):
         save_file(wrong, tmp_path / "wrong.safetensors")
         with pytest.raises(UserError, match=message):
@@ -177,7 +177,7 @@ def test_what_a_name_stands_for(runs: Path, tmp_path: Path) -> None:
     assert named(str(saved(runs / "full", 2)))[0].trained == saved(runs / "full", 2) / checkpoint.AVERAGE
     assert named(str(transformer))[0].transformer == transformer
     for place in (runs / "full", transformer, saved(runs / "full", 2)):
-        with pytest.raises(UserError, match=r"a full model has no strength. Leave :0.5 out"):
+        with pytest.raises(UserError, match=r"a full model has no strength. Leave out :0.5"):
             named(f"{place}:0.5")
 
 
@@ -192,11 +192,11 @@ def test_a_lora_is_drawn_at_each_strength_unless_it_has_its_own(runs: Path) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "{base}", "--checkpoints", "x"], "x does not exist. Give a LoRA file, a run's folder, its"),
+        (["--model", "{base}", "--checkpoints", "x"], "x does not exist. Give a LoRA file"),
         (["--model", "{base}", "--checkpoints"], "--checkpoints: no run is named"),
         (["--model", "{base}"], "neither a run nor a LoRA is named. Use --run RUN"),
-        (["--run", "{empty}", "--checkpoints"], "has no checkpoint. Leave the option out, or name another run"),
-        (["--run", "{empty}"], "has no result and no checkpoint. Let it train on"),
+        (["--run", "{empty}", "--checkpoints"], "has no checkpoint. Remove the option"),
+        (["--run", "{empty}"], "has no result and no checkpoint"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -34,7 +34,7 @@ def test_sampled_scenes_keep_to_their_share_and_style() -> None:
             assert {getattr(s, field) for s in scenes} == set(table)
     assert {s.style for s in sample_scenes(50, seed=4, style="painted")} == {"painted"}
     assert sample_scenes(50, seed=4) == sample_scenes(300, seed=4)[:50] != sample_scenes(50, seed=5)
-    with pytest.raises(ValueError, match="'cubist' is none of the demo's. Use one of flat, striped, painted"):
+    with pytest.raises(ValueError, match="'cubist' is unknown. Use one of flat, striped, painted"):
         sample_scenes(1, seed=0, style="cubist")
 
 

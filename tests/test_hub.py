@@ -304,14 +304,14 @@ def test_a_slow_hub(hub: FakeHub, run) -> None:
     hub.delay = 0.7
     code, said = run()
     assert code == 2
-    assert "is not in the local cache, and the hub did not answer in time. Check the network and HTTPS_PROXY" in said
+    assert "is not in the local cache, and the hub did not respond in time. Check the network and HTTPS_PROXY" in said
 
 
 def test_no_network(hub: FakeHub, run, monkeypatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     code, said = run()
     assert code == 2
-    assert "the hub cannot be reached (ConnectError). Check the network and HTTPS_PROXY, try again, or give" in error(
+    assert "the hub cannot be reached (ConnectError). Check the network and HTTPS_PROXY, try again, or use" in error(
         said
     )
 
@@ -382,7 +382,7 @@ def test_shards_but_no_other_precision() -> None:
     part = HubPart(Repository(NAME), "text_encoder_3", weights=True)
     assert {file.path for file in needed(part, files)} == {f"text_encoder_3/{path}" for path in paths}
     assert needed(part, files)[-1].path == "text_encoder_3/config.json"  # its presence tells that the part is whole
-    with pytest.raises(UserError, match="text_encoder_3/ holds no diffusion_pytorch_model.safetensors but config.json"):
+    with pytest.raises(UserError, match="text_encoder_3/ has no diffusion_pytorch_model.safetensors, only config.json"):
         needed(part, listed("text_encoder_3/config.json", "text_encoder_3/model.fp16.safetensors"))
 
 
@@ -475,11 +475,11 @@ def test_a_data_set_comes_from_the_hub(hub: FakeHub, tiny_pictures: Path, tmp_pa
         (OSError("odd"), r"cannot be fetched \(OSError\). Try again, or use a local folder", 2),
         (
             RuntimeError("Task error"),
-            r"fetched \(RuntimeError\). Try again, set HF_HUB_DISABLE_XET=1, or give",
+            r"fetched \(RuntimeError\). Try again, set HF_HUB_DISABLE_XET=1, or use",
             2,
         ),
         (ConnectionError("hf_xet's"), r"and the hub cannot be reached \(ConnectionError\). Check the network", 2),
-        (TimeoutError("hf_xet's"), "and the hub did not answer in time. Check the network", 2),
+        (TimeoutError("hf_xet's"), "and the hub did not respond in time. Check the network", 2),
     ],
     ids=["full", "full, hf_xet", "read-only", "odd", "hf_xet", "connection", "timeout"],
 )
@@ -490,7 +490,7 @@ def test_what_the_disk_and_hf_xet_do_in_plain_words(error: Exception, message: s
 
 
 def test_a_name_that_the_hub_does_not_allow() -> None:
-    with pytest.raises(UserError, match="a--b is no name the hub allows"), clear_errors(Repository("a--b")):
+    with pytest.raises(UserError, match="a--b is not a valid name on the hub"), clear_errors(Repository("a--b")):
         validate_repo_id("a--b")
 
 

@@ -426,7 +426,7 @@ def test_files_that_are_no_lora(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="truncated"):
         describe(tmp_path / "cut.safetensors")
     (tmp_path / "noise.safetensors").write_bytes(b"<html>not found</html>")
-    with pytest.raises(UserError, match="is not a safetensors file"):
+    with pytest.raises(UserError, match="not a safetensors file"):
         describe(tmp_path / "noise.safetensors")
     with pytest.raises(UserError, match="empty.safetensors is empty"):
         describe(tmp_path / "empty.safetensors")

@@ -110,7 +110,7 @@ def test_what_is_not_there_is_said(name: str, message: str, here: Path) -> None:
 def test_a_full_run_is_no_lora_and_the_message_says_so(here: Path) -> None:
     for name in ("full", "p@2"):
         args = parsed(add_arguments, "--run", "lora", "--lora", f"{name}:0.5")
-        with pytest.raises(UserError, match=f"--lora: {name} is a full run, not a LoRA. Draw with it by --run {name}$"):
+        with pytest.raises(UserError, match=f"--lora: {name} is a full run, not a LoRA. Use --run {name}"):
             weights_of(open_session(args), args)
     with pytest.raises(UserError, match="^full is a full run, not a LoRA. .*simpletune extract"):
         main_error("export", "full", "--format", "kohya")
@@ -135,7 +135,7 @@ def main_error(*words: str) -> None:
     ids=" ".join,
 )  # fmt: skip
 def test_a_run_without_a_result_names_the_ways_to_one(words: list[str], here: Path) -> None:
-    with pytest.raises(UserError, match=r"q has no result: .*`simpletune finish q`.*q@4, q@2") as caught:
+    with pytest.raises(UserError, match=r"q has no result, .*`simpletune finish q`.*q@4, q@2") as caught:
         main_error(*words)
     assert ("--lora: " in str(caught.value)) == ("--lora" in words)
 

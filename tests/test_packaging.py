@@ -123,7 +123,7 @@ def test_a_wrong_name_is_met_with_the_right_ones(
     given: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=rf"there is no such file\. Did you mean {meant}\?") as caught:
+    with pytest.raises(UserError, match=rf"does not exist\. Did you mean {meant}\?") as caught:
         read_config(Path(given))
     assert ", ".join(shipped_names()) in str(caught.value)
 

@@ -69,7 +69,7 @@ def test_its_pictures_say_which_model_drew_them(live: Running) -> None:
 def test_a_full_model_has_no_strength(live: Running) -> None:
     answer = live.predict({"prompt": PROMPT, "lora_scale": 0.5})
     assert answer.status_code == 422
-    assert "0.5 does not fit. whole is a full model and has no strength" in answer.json()["error"]["message"]
+    assert "0.5 is not allowed: whole is a full model and has no strength" in answer.json()["error"]["message"]
     assert live.predict({"prompt": PROMPT, "model": "base", "lora": "whole"}).status_code == 422
 
 

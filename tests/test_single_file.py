@@ -314,6 +314,6 @@ def test_check_reads_headers_only(whole_file, descriptions, tiny_config, write_c
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", script, str(config)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "of 2,028,328,000 in the base" in done.stdout
+    assert "of the base's 2,028,328,000 trained" in done.stdout
     print(f"check took {time.perf_counter() - start:.2f} s")
     assert read_config(config, [])[0].model.transformer == str(file)

@@ -159,7 +159,7 @@ def test_a_held_out_picture_never_reaches_a_training_batch(
     assert (summary["steps_per_epoch"], summary["held_out_pictures"]) == (6, 2)
     name = "validation loss (2 held-out pictures)"
     assert summary["eval_loss_is"] == name
-    for words in ("4 pictures, 12 samples an epoch, 6 steps", "2 pictures held out", f"{name}: "):
+    for words in ("4 pictures, 12 samples and 6 steps per epoch", "2 pictures held out", f"{name}: "):
         assert words in shown
     assert "fixed noise" not in shown
     card = (folder / "README.md").read_text()

@@ -192,7 +192,7 @@ def read(folder: Path) -> SavedState:
         checksums = state["sha256"]
         _require_kinds(saved, checksums)
         if named and int(named[1]) != saved.step:
-            raise ValueError(f"its step is {saved.step}")
+            raise ValueError(f"it belongs to step {saved.step}")
         faults = {file: fault for file, checksum in checksums.items() if (fault := _fault(folder / file, checksum))}
     except FileNotFoundError:
         if named:

@@ -208,7 +208,7 @@ def split_scale(text: str, default: float | None = None) -> tuple[str, float | N
     if math.isfinite(value):
         return name, value
     if Path(name).exists() or split_step(name) is not None:
-        raise UserError(f"{text}: the strength {scale!r} is not a number. Give one, as in {name}:0.8")
+        raise UserError(f"{text}: the strength {scale!r} is not a number. Write one, as in {name}:0.8")
     return text, default
 
 
