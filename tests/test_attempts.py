@@ -106,7 +106,7 @@ def test_a_killed_process_counts_up_to_its_last_step(tiny_config: dict) -> None:
     assert second["from_step"] == 2
     assert json.loads((folder / "summary.json").read_text())["seconds_total"] > 107
     (section,) = [section for section in make_report([folder]).sections if section.name == "attempts"]
-    assert "1 step" in " ".join(section.notes) and "again" in " ".join(section.notes)
+    assert "1 step" in " ".join(section.notes) and "repeated" in " ".join(section.notes)
 
 
 def test_processes_before_the_first_checkpoint_count_too(tiny_config: dict) -> None:

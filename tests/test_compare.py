@@ -122,7 +122,7 @@ def test_a_comparison_goes_into_a_new_folder(runs: Path, tmp_path: Path) -> None
 
 
 def test_a_strength_that_is_no_number_is_said(runs: Path) -> None:
-    with pytest.raises(UserError, match="lora:abc: the strength 'abc' is not a number. Give one, as in .*lora:0.8"):
+    with pytest.raises(UserError, match="lora:abc: the strength 'abc' is not a number. Write one, as in .*lora:0.8"):
         named(f"{runs / 'lora'}:abc")
 
 

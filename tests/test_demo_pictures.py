@@ -213,7 +213,7 @@ def test_the_subject_is_one_figure_of_two_colours(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("demo:picture", "demo:picture: unknown demo name. Did you mean demo:pictures?"),
-        ("demo:qqqqqqqq", "unknown demo name. Known are demo:tiny-sd3, demo:pictures, demo:subject."),
+        ("demo:qqqqqqqq", "unknown demo name. Use one of demo:tiny-sd3, demo:pictures, demo:subject."),
     ],
 )
 def test_resolve_names_what_there_is(tmp_path: Path, name: str, message: str) -> None:

@@ -193,7 +193,7 @@ def test_tries_again_where_huggingface_hub_does_not(status: int | str, hub: Fake
     hub.failure = Failure(status, on="weights", method="GET", times=2)
     code, said = run()
     assert code == 0
-    assert f", try 3 of {hub_download.TRIES}" in said
+    assert f"attempt 3 of {hub_download.TRIES}" in said
 
     shutil.rmtree(constants.HF_HUB_CACHE)
     hub.requests.clear()
@@ -208,7 +208,7 @@ def test_a_file_that_stalls(hub: FakeHub, run, monkeypatch) -> None:
     hub.failure = Failure("stall", on="weights", method="GET")
     code, said = run()
     assert code == 2
-    assert f"nothing came for too long while {WEIGHTS}" in error(said) and "(HF_HUB_DOWNLOAD_TIMEOUT" in said
+    assert f"timed out while fetching {WEIGHTS}" in error(said) and "(HF_HUB_DOWNLOAD_TIMEOUT" in said
     assert len(fetched_weights(hub)) == 6  # huggingface_hub's own tries, and no more
     assert_no_weights_in_cache()
 
@@ -217,7 +217,7 @@ def test_a_damaged_file_is_thrown_away(hub: FakeHub, run) -> None:
     hub.damage = True
     code, said = run()
     assert code == 2 and error(said) == (
-        f"{NAME}: {WEIGHTS} arrived damaged (its sha256 differs) and was deleted. Start again"
+        f"{NAME}: {WEIGHTS} arrived damaged (wrong sha256) and was deleted. Start again"
     )
     assert_no_weights_in_cache()
     hub.damage = False
@@ -281,7 +281,7 @@ FAILURES = {
         Failure("close"),
         f"{NAME} is not in the local cache, and the hub cannot be reached (RemoteProtocolErr",
     ),
-    "hangs up on files": (Failure("close", on="weights"), f"the connection was cut while {WEIGHTS} ("),
+    "hangs up on files": (Failure("close", on="weights"), f"the connection was interrupted while fetching {WEIGHTS} ("),
 }
 
 
@@ -367,7 +367,7 @@ def test_a_pipeline_of_another_kind(hub: FakeHub, run) -> None:
     code, said = run()
     assert code == 2
     assert error(said).startswith(
-        f"{NAME} has no transformer/ folder (diffusers' layout) but scheduler, unet, vae. Name an SD3 pipeline"
+        f"{NAME} has no transformer/ folder (diffusers' layout), only scheduler, unet, vae. Name an SD3 pipeline"
     )
 
 

@@ -167,7 +167,7 @@ def test_compare_takes_steps_and_names_its_columns_by_them(here: Path) -> None:
     assert [each.title for each in asked("q", "--checkpoints")] == ["base", "q step 2", "q step 4"]
     assert [each.title for each in asked("p", "--checkpoints")] == ["base", "p step 2", "p step 4"]
     assert [each.scale for each in asked("--lora", "q@2:0.3", "--lora", "q@2", "--scale", "2")][1:] == [0.3, 2]
-    with pytest.raises(UserError, match="p@2:0.5: a full model has no strength. Leave :0.5 out"):
+    with pytest.raises(UserError, match="p@2:0.5: a full model has no strength. Leave out :0.5"):
         asked("p@2:0.5")
     args = parsed(add_compare_arguments, "--run", "q@2")
     assert {each.title for each in models_to_compare(open_session(args), args)[1:]} == {"q step 2 x 0.5", "q step 2"}

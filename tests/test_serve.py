@@ -492,7 +492,7 @@ def test_without_the_extra_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("simpletune.serve.find_spec", lambda name: None if name == package else True)
     assert main(["serve"]) == 3
-    assert re.search(rf'needs {package}, .*-m pip install -e ".*\[serve\]"', capsys.readouterr().err)
+    assert re.search(rf'needs {package} .*-m pip install -e ".*\[serve\]"', capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -110,5 +110,5 @@ def test_the_page_shows_the_base_beside_the_runs_model(live: Running, tmp_path: 
     assert "whole (full model), 1 LoRA and the base" in text and ">Model</span>" in text
     assert f'alt="base: {PROMPT}"' in element(text, "before") and f'alt="whole: {PROMPT}"' in element(text, "after")
     assert "×" not in element(text, "after").split("figcaption")[1]
-    assert ">whole</option>" in text and ">base alone</option>" in text
+    assert ">whole</option>" in text and ">base only</option>" in text
     assert "disabled" in text[text.index('id="scale"') :].split(">")[0]
