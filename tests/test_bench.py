@@ -90,7 +90,7 @@ def test_inference_is_measured_against_diffusers_in_one_process(
     for row in rows.values():
         assert row["seconds_per_picture"] == pytest.approx(row["encode"] + row["denoise"] + row["decode"])
         assert row["cost"]["spot"] == pytest.approx(0.1 * row["seconds_per_picture"])
-    assert 0.2 < rows["diffusers"]["faster"] < 5 and "spot, at 0.36 an hour" in page
+    assert 0.2 < rows["diffusers"]["faster"] < 5 and "spot, at 0.36 per hour" in page
 
 
 def test_int8_products_are_measured_beside_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_the_memory_grid_and_the_study_are_predicted(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "rank 2" not in memory.run(tmp_path, 0).read_text()  # time is up at once
     told = estimate.run(tmp_path, 5)
-    assert "no row was measured: there was no GPU" in told and "| full | " in told
+    assert "no row was measured" in told and "| full | " in told
     found = json.loads((tmp_path / "memory.json").read_text())["rows"]
     assert found["rank 2"]["predicted_mib"] < found["rank 64"]["predicted_mib"] and found["rank 2"]["target_mib"] == 10
     assert found["job"]["predicted_mib"] == max(found["job"][stage] for stage in ("text", "latents", "train"))

@@ -188,7 +188,7 @@ def test_quantised_bases_and_the_modulation_plan(
     precision, memory = {"weights": weights, "compute": "fp32"}, {"modulation": "plan", "modulation_window": 3}
     data = changed(ground, weights, precision=precision, memory=memory | LEVERS)
     said = together(launcher, data)
-    assert f"base    {weights} weights kept" in said[0] and "base " not in said[1]
+    assert f"base    {weights} weights cached" in said[0] and "base " not in said[1]
     resident = alone(changed(ground, weights, precision=precision), monkeypatch)
     torch.testing.assert_close(tensors(run_of(data)), tensors(resident), rtol=1e-3, atol=1e-5)
 
