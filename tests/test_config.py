@@ -47,7 +47,7 @@ WRONG = {
         "data.resolution: 1000 is not a multiple of 16. Use 992",
     ),
     "a literal": ({"data": {"on_error": "skpi"}}, "data.on_error: .*one of stop, skip. Did you mean skip?"),
-    "a number or a word": ({"objective": {"shift": "x"}}, "objective.shift: .*a number, without quotes or one of auto"),
+    "a number or a word": ({"objective": {"shift": "x"}}, 'objective.shift: .*a number, without quotes or "auto"'),
     "a name with a slash": ({"name": "a/b"}, 'name: "a/b" does not fit. Use at most 100 letters, digits'),
     "steps and epochs": ({"train": {"steps": 1, "epochs": 1}}, "train.epochs: steps and epochs are both set"),
     "only warm-up": (
@@ -66,7 +66,7 @@ WRONG = {
     ),
     "no path": ({"data": {"path": ""}}, "data.path: '' is empty. Give the folder"),
     "a blank path": ({"data": {"source": "table", "path": " "}}, "data.path: ' ' is empty. Give"),
-    "a future version": ({"version": 2}, "version: 2 does not fit. It must be one of 1"),
+    "a future version": ({"version": 2}, "version: 2 does not fit. It must be 1"),
     "null for an object": ({"train": None}, "train: null does not fit. It must be an object"),
 }
 

@@ -234,3 +234,10 @@ def test_an_option_that_was_not_given_is_not_named(here: Path, tiny_pipeline: Pa
         files_of(find_run("nowhere"), "me/it")
     assert result_of(Path("q"), 0.5, 2).scale == 0.5 and json.loads(Path("q/config.json").read_text())["name"] == "lora"
     assert weight_file("p@2") == saved("p", 2) / "ema.safetensors"
+
+
+def test_a_name_in_a_local_folder_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match="runs/typo does not exist"):
+        find_named("runs/typo")

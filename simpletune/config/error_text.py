@@ -148,7 +148,10 @@ def _message(
 def _need(item: Complaint) -> str:
     """Describe the value that one error asks for."""
     if item["type"] == "literal_error":
-        return f"one of {item['ctx']['expected'].replace(' or ', ', ')}".replace("'", "")
+        expected = item["ctx"]["expected"].replace(" or ", ", ")  # words in single quotes
+        if "," not in expected:
+            return str(expected.replace("'", '"'))
+        return "one of " + expected.replace("'", "")
     if item["type"] == "value_error":
         return str(item["ctx"]["error"])
     if item["type"] in NEEDS:

@@ -247,7 +247,7 @@ def _find(name: str) -> Named:
         return Named(name, lora=path)
     if path.is_dir():
         return _of_folder(path)
-    if is_hub_name(name):
+    if is_hub_name(name) and not path.parent.is_dir():  # runs/typo is not on the hub
         from simpletune.hub.files import repository_file
 
         return Named(name, lora=repository_file(name, LORA_FILE))
