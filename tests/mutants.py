@@ -232,7 +232,7 @@ class Copy:
             file.write_bytes(before)
 
     def pytest(self, words: Sequence[str], limit: float) -> Ran:
-        """Run pytest, and everything that it starts, for so many seconds at most."""
+        """Run pytest for a limited time, then kill it and everything it started."""
         with self._environment() as environment:
             report = self.scratch / "report.xml"
             said = self.scratch / "said"  # no pipe: what a killed test leaves behind would keep it open

@@ -184,12 +184,9 @@ class Plan:
         for index, sample in enumerate(self.samples):
             self.buckets[sample.bucket].append(index)
         self._micros = sum(math.ceil(len(members) / self.batch_size) for members in self.buckets.values())
-        self._epoch = lru_cache(maxsize=2)(self._order_of_epoch)
-
-    @property
-    def steps_per_epoch(self) -> int:
+        self.steps_per_epoch = steps_in_epoch(map(len, self.buckets.values()), batch)
         """Optimizer steps in an epoch."""
-        return math.ceil(self._micros / self._micros_per_step)
+        self._epoch = lru_cache(maxsize=2)(self._order_of_epoch)
 
     @property
     def samples_per_step(self) -> float:
