@@ -74,13 +74,14 @@ class Setting:
     host: bool = False
     poison: bool = False
     queue: Callable[[], Any] | None = None
+    inward: Callable[[], Any] | None = None  # the queue to the device, where it differs
     trained: bool = False
 
 
 def prepare(model: Any, setting: Setting, device: str = "cpu") -> BlockOffload | None:
     """Give a model's blocks their passes."""
     queue = setting.queue
-    queues = None if queue is None else (queue(), queue())
+    queues = None if queue is None else ((setting.inward or queue)(), queue())
     where = torch.device(device)
     streaming = None
     if setting.streamed:
@@ -183,6 +184,16 @@ class LateCopies:
             with torch.no_grad():
                 late.work()
             late.done = True
+
+
+class EagerCopies(LateCopies):
+    """A queue that does its work as soon as it may: a copy that does not wait for a late one is ahead of it."""
+
+    def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
+        """Do the work after what it names, before anything else."""
+        event = super().run(work, after)
+        self.wait(event)
+        return event
 
 
 @dataclass(eq=False)

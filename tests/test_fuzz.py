@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -220,6 +221,25 @@ def test_anything_as_the_state_of_a_checkpoint(tmp_path: Path, value: Any) -> No
     (tmp_path / checkpoint.STATE).write_bytes(value)
     with pytest.raises(UserError, match=checkpoint.STATE + " is damaged|trainable.safetensors is missing|is missing"):
         checkpoint.read(tmp_path)
+
+
+@pytest.mark.parametrize("outside", ["../weights", "a/../../weights", "/etc/hostname"])
+def test_a_checkpoint_names_no_file_outside_its_folder(tmp_path: Path, outside: str) -> None:
+    (tmp_path / "weights").write_bytes(b"x")
+    folder = tmp_path / "step"
+    folder.mkdir()
+    inside = {checkpoint.TRAINABLE, checkpoint.OPTIMIZER}
+    for name in inside:
+        (folder / name).write_bytes(b"x")
+
+    def written(names: set[str]) -> Path:
+        sums = dict.fromkeys(sorted(names), hashlib.sha256(b"x").hexdigest())
+        (folder / checkpoint.STATE).write_text(with_checksum(STATE | {"sha256": sums}))
+        return folder
+
+    assert checkpoint.read(written(inside)).folder == folder
+    with pytest.raises(UserError, match="outside the checkpoint"):
+        checkpoint.read(written(inside | {outside}))
 
 
 @bounded

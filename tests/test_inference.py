@@ -163,7 +163,7 @@ def test_loras_share_one_base(memory, precision, config, text, loras, monkeypatc
     models["both"] = combine([models["half"], models["b"]])
     shared, loads = SharedBase(config, CPU, {SIZE}), []
     monkeypatch.setattr(shared_base, "load_weights", lambda *given: loads.append(given) or load_weights(*given))
-    order = ["a", "base", "half", "both", "half", "b", "base", "all", "base"]
+    order = ["a", "half", "a", "base", "half", "both", "half", "b", "base", "all", "base"]
     expected = {name: latents_of(config, text, weights, count=1)[0] for name, weights in models.items()}
     for name in order:
         transformer, modulation = shared.use(models[name])

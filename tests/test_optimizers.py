@@ -13,6 +13,7 @@ from torch import nn
 from simpletune.config.schema import TrainConfig
 from simpletune.optim import Optimizer
 from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
+from simpletune.optim.schedule import Constant, Cosine, Linear, Polynomial
 from simpletune.options import union_of
 
 NAMES = list(union_of(TrainConfig.model_fields["optimizer"]).members)
@@ -88,3 +89,17 @@ def test_state_takes_the_bytes_that_are_promised(name: str) -> None:
     tensors = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
     taken = sum(t.numel() * t.itemsize for t in tensors if t.numel() > 256) / weight.numel()
     assert taken == pytest.approx(option.bytes_per_parameter, rel=0.03, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        (Constant(warmup_steps=3), [0.25, 0.5, 0.75, 1, 1, 1, 1]),
+        (Linear(warmup_steps=3), [0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25]),
+        (Linear(), [1, 6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7]),
+        (Cosine(warmup_steps=1), [0.5, 1, 0.9330127, 0.75, 0.5, 0.25, 0.0669873]),
+        (Polynomial(power=2, end=0.2, warmup_steps=3), [0.25, 0.5, 0.75, 1, 0.65, 0.4, 0.25]),
+    ],
+)
+def test_schedules_by_hand(schedule: Constant | Linear | Cosine | Polynomial, factors: list[float]) -> None:
+    assert [schedule.factor(step, 7) for step in range(7)] == pytest.approx(factors)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
+from simpletune.data.cache import view_key
 from simpletune.data.folder import Folder
-from simpletune.data.plan import Draw, GlobalBatch, Plan, make_samples
+from simpletune.data.plan import Draw, GlobalBatch, Plan, View, make_samples
 from simpletune.data.source import Picture
 from simpletune.flow import Objective
 
@@ -302,3 +303,12 @@ def test_the_manifest_notices_repeats_and_buckets_of_another_size() -> None:
     plain, repeated, larger = (make_plan(**o).manifest() for o in ({}, {"repeats": 2}, {"resolution": 96}))
     assert plain != repeated and plain != larger and repeated != larger
     assert make_plan(seed=8, batch_size=3).manifest() == plain
+
+
+def test_latents_of_different_views_are_never_confused() -> None:
+    first, other = some_pictures([(100, 100)] * 2)
+    view = View(first, (64, 64), (0.5, 0.5), False)
+    changes = {"picture": other, "bucket": (64, 48), "offset": (0.5, 0.25), "flip": True}
+    assert changes.keys() == {field.name for field in fields(View)}
+    keys = [view_key(view), *(view_key(replace(view, **{name: value})) for name, value in changes.items())]
+    assert len(set(keys)) == len(keys)

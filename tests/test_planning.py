@@ -15,7 +15,14 @@ from simpletune.config.load import read_config
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.levers import differing, what_may_cost, with_changes
 from simpletune.estimate.plan_command import _described
-from simpletune.estimate.planning import Search, batch_table, block_options, candidate_lists, largest_peak
+from simpletune.estimate.planning import (
+    Choice,
+    Search,
+    batch_table,
+    block_options,
+    candidate_lists,
+    largest_peak,
+)
 from simpletune.estimate.predict import CONTEXT, MIB, estimate, needed
 from simpletune.estimate.simulate import simulate
 from simpletune.estimate.step_time import predict_step_time
@@ -82,6 +89,26 @@ def test_what_is_found_fits_and_the_next_faster_candidate_does_not(config_of) ->
     candidates = next(iter(candidate_lists(config, card)))
     index = [choice.about for choice in candidates].index(best.about)
     assert index > 0 and not Search(config, card).fits(candidates[index - 1].config)
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 7])
+def test_bisection_finds_the_first_candidate_that_fits(length: int, config_of, monkeypatch) -> None:
+    config = config_of()
+    candidates = [Choice((), with_changes(config, [f"train.seed={n}"]), "", 0) for n in range(length)]
+    for first in range(length + 1):
+        asked: list[int] = []
+
+        def fits(self: Search, config, first: int = first, asked: list[int] = asked) -> bool:
+            asked.append(config.train.seed)
+            assert len(asked) <= length, "it never ends"
+            return config.train.seed >= first
+
+        monkeypatch.setattr(Search, "fits", fits)
+        search = Search(config, L4)
+        assert search._first_that_fits(candidates, None) == (first if first < length else None)
+        if 0 < first < length:
+            asked.clear()
+            assert search._first_that_fits(candidates, length - 1) == first
 
 
 def test_what_other_programs_hold_is_left_to_them(config_of) -> None:

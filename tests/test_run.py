@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import hashlib
 import json
 import math
 import shutil
@@ -24,6 +25,7 @@ from simpletune.runs.folder import append_metrics, newest_run, open_again, read_
 from simpletune.step.core import StepCore
 from simpletune.system import stage_timer as stages
 from simpletune.system.atomic import quarantine
+from simpletune.system.checksums import CHUNK, sha256_of
 from simpletune.training.loop import train
 
 SUMMARY_FIELDS = {
@@ -174,6 +176,19 @@ def test_a_damaged_checkpoint_is_named(tiny_config: dict) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     with pytest.raises(UserError, match="optimizer.safetensors is damaged. Use an older checkpoint"):
         run_with(tiny_config, str(file.parent), train={"steps": 2})
+
+
+def test_damage_anywhere_in_a_large_file_changes_its_checksum(tmp_path: Path) -> None:
+    file, content = tmp_path / "weights", bytearray(3 * CHUNK)
+    file.write_bytes(content)
+    assert sha256_of(file) == hashlib.sha256(content).hexdigest()
+    sums = set()
+    for place in (0, CHUNK, len(content) - 1):
+        damaged = content.copy()
+        damaged[place] ^= 1
+        file.write_bytes(damaged)
+        sums.add(sha256_of(file))
+    assert len(sums | {hashlib.sha256(content).hexdigest()}) == 4
 
 
 def test_resume_without_a_checkpoint(tiny_config: dict) -> None:

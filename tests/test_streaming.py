@@ -18,6 +18,7 @@ from blocks import (
     BLOCKS,
     PRECISIONS,
     STEPS,
+    EagerCopies,
     LateCopies,
     Setting,
     UpdateInBackward,
@@ -227,10 +228,12 @@ def test_full_fine_tuning_is_the_resident_one_bit_for_bit(precision: str, kind: 
     }[kind]  # fmt: skip
     option = PRECISIONS[precision]
     results = []
-    for streamed, queue in (((), None), (RESIDENT[resident], None), (RESIDENT[resident], LateCopies)):
+    blocks = RESIDENT[resident]
+    late, race = {"queue": LateCopies}, {"queue": LateCopies, "inward": EagerCopies, "poison": False}
+    for streamed, queues in (((), {}), (blocks, {}), (blocks, late), (blocks, race)):
         model = transformer(option)
         Full().attach(model, 0)
-        setting = Setting(streamed, host=True, poison=True, queue=queue, trained=True)
+        setting = Setting(streamed, host=True, trained=True, **{"poison": True, **queues})
         hooks = UpdateInBackward(model, prepare(model, setting), make)
         losses = []
         for step in range(STEPS):

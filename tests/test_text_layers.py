@@ -16,6 +16,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 from simpletune.models import t5_layers
 from simpletune.models.parts import Part
 from simpletune.models.sd3 import SD3
+from simpletune.models.sd3_text import Prompts
 from simpletune.models.t5_layers import LayeredT5
 from simpletune.options import UserError
 
@@ -147,3 +148,17 @@ def test_a_prompts_embeddings_do_not_depend_on_what_is_encoded_with_it(tiny_pipe
         alone = [next(iter(prompts.encode(encoder, [text], CPU))) for text in texts]
         for first, second in zip(together, alone, strict=True):
             assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("t5", [False, True])
+def test_a_prompts_embeddings_by_hand(t5: bool) -> None:
+    """CLIP-L and CLIP-G side by side, then zeros up to T5's width; T5's tokens behind them."""
+    parts = {
+        "clip_l": {"hidden": torch.full((2, 1), 1.0), "pooled": torch.full((1,), 4.0)},
+        "clip_g": {"hidden": torch.full((2, 2), 2.0), "pooled": torch.full((2,), 5.0)},
+        "t5": {"hidden": torch.full((3, 5), 3.0)},
+    }
+    text = Prompts(lambda name: pytest.fail(name), t5_length=3, t5=t5, width=5, dtype=torch.float32)
+    embeds, pooled = text.assemble(parts)
+    assert embeds.tolist() == [[1, 2, 2, 0, 0]] * 2 + [[3.0 * t5] * 5] * 3
+    assert pooled.tolist() == [4, 5, 5]
