@@ -7,6 +7,7 @@ import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,8 +42,9 @@ CASES: list[Case] = list(itertools.product(members("adapter"), members("precisio
 
 
 def pairs(case: Case) -> set[frozenset[tuple[str, str]]]:
-    """Every two choices that a case makes together (adapter, weights, compute type, optimizer), and its precision's."""
-    adapter, precision, _ = case
+    """Every two choices that a case makes together (adapter, weights, compute type, optimizer, ...), and its
+    adapter's with its precision's."""
+    adapter, precision, *_ = case
     chosen = [item for part in case for item in part.items()]
     two = {frozenset(pair) for pair in itertools.combinations(chosen, 2)}
     return two | {frozenset([*adapter.items(), *precision.items()])}
@@ -56,6 +58,11 @@ def covering(cases: Sequence[Case]) -> list[Case]:
         found.append(best)
         missing -= pairs(best)
     return found
+
+
+def slow_unless(few: Sequence[Case], cases: Sequence[Case]) -> list[Any]:
+    """Parameters of pytest: all cases, of which those that are not among the few are slow."""
+    return [pytest.param(case, id=name_of(case), marks=[] if case in few else pytest.mark.slow) for case in cases]
 
 
 def name_of(case: Case) -> str:
@@ -104,18 +111,8 @@ def test_the_few_cases_hold_every_option_class_and_every_pair(tiny_config: dict)
     assert len(FEW) < len(ALLOWED)
 
 
-@pytest.mark.parametrize("case", FEW, ids=name_of)
+@pytest.mark.parametrize("case", slow_unless(FEW, ALLOWED))
 def test_trains_saves_resumes_reloads(case: Case, tiny_config: dict) -> None:
-    trains_saves_resumes_reloads(case, tiny_config)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in ALLOWED if case not in FEW], ids=name_of)
-def test_every_other_combination_does_so_too(case: Case, tiny_config: dict) -> None:
-    trains_saves_resumes_reloads(case, tiny_config)
-
-
-def trains_saves_resumes_reloads(case: Case, tiny_config: dict) -> None:
     data = case_json(tiny_config, case)
     data["checkpoint"] = {"every": 2}
     whole = train(validate(data, "whole"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cases import CASES, case_json, is_allowed, name_of
+from test_cases import ALLOWED, Case, case_json, covering, slow_unless
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
@@ -23,7 +23,6 @@ from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors
 
 MIB = 2**20
-ALLOWED = [case for case in CASES if is_allowed(case)]
 CHECKPOINTING = ("all", "none")
 LEVERS: dict[str, dict] = {
     "whole-table": {"memory": {"crop_positions": False}},
@@ -61,40 +60,49 @@ def assert_same_bytes(config: TrainConfig) -> None:
     assert predicted.host_bytes == measured.host_bytes
 
 
-def checkpointed_cases() -> list[tuple[tuple[dict, ...], str]]:
-    """Every case with all blocks checkpointed, and those of one optimizer without."""
-    return [(case, kind) for case in ALLOWED for kind in CHECKPOINTING if kind == "all" or case[2]["name"] == "adamw"]
+CHECKPOINTED = [(*case, {"checkpointing": kind}) for case in ALLOWED for kind in CHECKPOINTING]
 
 
-@pytest.mark.parametrize(
-    ("case", "checkpointing"), checkpointed_cases(), ids=lambda v: v if isinstance(v, str) else name_of(v)
-)
-def test_real_and_fake_tensors_take_the_same_bytes(
-    case: tuple[dict, ...], checkpointing: str, tiny_config: dict
-) -> None:
-    data = case_json(tiny_config, case)
-    data["memory"] = {"checkpointing": checkpointing}
+@pytest.mark.parametrize("case", slow_unless(covering(CHECKPOINTED), CHECKPOINTED))
+def test_real_and_fake_tensors_take_the_same_bytes(case: Case, tiny_config: dict) -> None:
+    *chosen, memory = case
+    data = case_json(tiny_config, tuple(chosen))
+    data["memory"] = memory
     assert_same_bytes(validate(data, "case"))
 
 
-def lever_cases() -> list[tuple[str, tuple[dict, ...]]]:
+def with_lever(tiny_config: dict, case: Case) -> dict:
+    *chosen, lever = case
+    return case_json(tiny_config, tuple(chosen)) | copy.deepcopy(LEVERS[lever["lever"]])
+
+
+def allowed_with_a_lever() -> list[Case]:
     """Every lever with every adapter and precision, and two optimizers, as far as the rules allow."""
     some = [case for case in ALLOWED if case[2]["name"] in ("adamw", "adamw8bit")]
-    return [(lever, case) for lever in LEVERS for case in some]
+    model = {"name": "rules", "model": {}, "data": {"path": "demo:pictures"}, "train": {"steps": 4}}
+    found = []
+    for case in ((*case, {"lever": lever}) for lever in LEVERS for case in some):
+        try:
+            validate(with_lever(model, case), "case")
+        except ConfigError as error:  # the reason stands in the test of the rule
+            assert "memory." in str(error)
+        else:
+            found.append(case)
+    return found
 
 
-@pytest.mark.parametrize(("lever", "case"), lever_cases(), ids=lambda v: v if isinstance(v, str) else name_of(v))
-def test_levers_take_the_same_bytes_real_and_fake(
-    lever: str, case: tuple[dict, ...], tiny_config: dict, three_blocks: Path
-) -> None:
-    data = case_json(tiny_config, case) | copy.deepcopy(LEVERS[lever])
+LEVERED = allowed_with_a_lever()
+
+
+@pytest.mark.parametrize("case", slow_unless(covering(LEVERED), LEVERED))
+def test_levers_take_the_same_bytes_real_and_fake(case: Case, tiny_config: dict, three_blocks: Path) -> None:
+    data = with_lever(tiny_config, case)
     data["model"]["pretrained"] = str(three_blocks)
-    try:
-        config = validate(data, "case")
-    except ConfigError as error:  # the reason stands in the test of the rule
-        assert "memory." in str(error)
-        return
-    assert_same_bytes(config)
+    assert_same_bytes(validate(data, "case"))
+
+
+def test_every_lever_is_tried() -> None:
+    assert {case[-1]["lever"] for case in covering(LEVERED)} == set(LEVERS)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int8-quanto", "nf4"])
