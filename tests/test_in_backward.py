@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,9 +66,17 @@ def make(tiny_config: dict, in_backward: bool, name: str, method: str, dtype: st
     return run_json(data, in_backward, name, **changes)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("method", ["full", "lora"])
+def each_method_with_one_type() -> list[Any]:
+    """Every optimizer, method and type; slow but for one type of each optimizer and method, in turn."""
+    return [
+        pytest.param(method, dtype, optimizer, marks=[] if (turn + number + place) % 2 else pytest.mark.slow)
+        for turn, optimizer in enumerate(OPTIMIZERS)
+        for number, method in enumerate(["full", "lora"])
+        for place, dtype in enumerate(["fp32", "bf16"])
+    ]
+
+
+@pytest.mark.parametrize(("method", "dtype", "optimizer"), each_method_with_one_type())
 def test_ten_steps_are_those_of_the_normal_optimizer_bit_for_bit(
     method: str, dtype: str, optimizer: str, tiny_config: dict
 ) -> None:

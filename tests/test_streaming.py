@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,16 @@ def resident_run(precision: str) -> tuple[list[float], list[dict[str, Tensor]]]:
     return lora_run(PRECISIONS[precision], Setting())
 
 
-@pytest.mark.parametrize("resident", RESIDENT)
-@pytest.mark.parametrize("precision", PRECISIONS)
+def each_with_one() -> list[Any]:
+    """Every precision with every number of resident blocks; slow but for one number each, in turn."""
+    return [
+        pytest.param(precision, resident, marks=[] if turn % 3 == number else pytest.mark.slow)
+        for turn, precision in enumerate(PRECISIONS)
+        for number, resident in enumerate(RESIDENT)
+    ]
+
+
+@pytest.mark.parametrize(("precision", "resident"), each_with_one())
 def test_a_lora_run_is_the_resident_one_bit_for_bit(precision: str, resident: str) -> None:
     setting = {
         "K=0": Setting(RESIDENT["K=0"], poison=True),  # shows weights that are given up too early
@@ -219,9 +228,19 @@ def test_the_turn_from_forward_to_backward_copies_nothing_twice(monkeypatch: pyt
     assert filled == [0, 1, 2, 3, 1, 0]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("precision", ["fp32", "fp32-autocast", "bf16"])
-@pytest.mark.parametrize("resident", ["K=0", "K=2"])
+PAIRED = {
+    ("fp32", "sgd", "K=0"), ("fp32", "adamw", "K=2"), ("bf16", "sgd", "K=2"), ("bf16", "adamw", "K=0"),
+    ("fp32-autocast", "adamw", "K=2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind", "resident"),
+    [
+        pytest.param(*case, marks=[] if case in PAIRED else pytest.mark.slow)
+        for case in product(["fp32", "fp32-autocast", "bf16"], ["sgd", "adamw"], ["K=0", "K=2"])
+    ],
+)
 def test_full_fine_tuning_is_the_resident_one_bit_for_bit(precision: str, kind: str, resident: str) -> None:
     make = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.05), "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
