@@ -1,8 +1,8 @@
 """``python -m benchmarks.first_hour``: find out in 30 minutes what a card does, the most telling part first.
 
-Named stages run one after another, each in its own process with a time budget and a log. A stage that fails, hangs or is
-killed does not end the hour. ``stages.json`` and ``stages.md`` are written before and after every stage; a second call
-repeats only what has not succeeded. Results go to ``benchmarks/results/gpu-CARD``.
+Named stages run one after another, each in its own process with a time budget and a log. A stage that fails, hangs
+or is killed does not end the hour. ``stages.json`` and ``stages.md`` are written before and after every stage; a second
+call repeats only what has not succeeded. Results go to ``benchmarks/results/gpu-CARD``.
 """
 
 from __future__ import annotations
@@ -220,10 +220,9 @@ class Record:
         lines = ["# The first hour on this card", "", f"Card: {self.card}. `make gpu` writes this page.", ""]
         lines += ["| stage | command | seconds | budget | outcome | log |", "|---|---|---|---|---|---|"]
         for each in self.stages.values():
-            seconds, command = each.get("seconds", ""), each.get("command", "")
-            lines.append(
-                f"| {each['name']} | `{command}` | {seconds} | {each['budget']:.0f} | {each['outcome']} | {each['log']} |"
-            )
+            command, seconds, budget = each.get("command", ""), each.get("seconds", ""), f"{each['budget']:.0f}"
+            cells = (each["name"], f"`{command}`", str(seconds), budget, each["outcome"], each["log"])
+            lines.append(f"| {' | '.join(cells)} |")
         (self.folder / "stages.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

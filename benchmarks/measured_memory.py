@@ -55,9 +55,7 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
                 break
             row = beside(stored.get(name), found)
             results.add(name, {**row, "target_mib": memory.ROWS[name].target_mib})
-            say(
-                f"bench   {name}: measured {row.get('measured_mib', 'nothing')}, predicted {row.get('predicted_mib')} MiB"
-            )
+            say(f"bench   {name}: measured {row.get('measured_mib', 'nothing')}, predicted {row.get('predicted_mib')}")
     if names:
         say("bench   time is up; run the same command again to continue")
     table = results.write_table("Memory of SD3 Medium's training step", ABOUT, describe_machine())

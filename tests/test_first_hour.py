@@ -1,4 +1,4 @@
-"""The first hour on a card: every stage is tried, whatever became of the one before, and each result is on disk at once."""
+"""The first hour on a card: every stage is tried, whatever became of the others, and each result is on disk."""
 
 from __future__ import annotations
 
