@@ -27,7 +27,7 @@ test:  ## run what CI runs: quality, then every test not marked gpu or slow; tim
 slow: setup  ## run the tests that take minutes or many GiB; time not measured
 	$(PY) -m pytest -m "slow and not gpu"
 
-gpu: setup  ## what does this card do? 12 stages, the most telling first, 30 minutes; continues where it stopped; time not measured
+gpu: setup  ## what does this card do? 12 stages within 30 minutes, the most telling first; goes on where it stopped
 	$(PY) -m benchmarks.first_hour
 
 coverage: setup  ## show which code the tests run, and why the rest is not run; 17 min (2 cores, 21 November 2026)
