@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -421,6 +422,11 @@ def test_the_file_holds_neither_secrets_nor_home_folders(monkeypatch: pytest.Mon
 # The command
 
 
+def test_the_parent_imports_no_torch() -> None:
+    code = "import sys, simpletune.doctor.command, simpletune.models.sd3; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     from huggingface_hub import constants
@@ -443,6 +449,15 @@ def test_doctor_writes_its_file_and_ends_with_0_on_a_right_machine(
     found = json.loads(capsys.readouterr().out)
     assert {"name": "driver", "level": "ok", "value": "580.65.06", "why": "", "remedy": ""} in found
     assert not any("weights" in each["name"] for each in found) and (offline / "other.txt").exists()
+
+
+def test_the_file_that_is_written_is_private(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
+    wrong = {"bitsandbytes": {"error": f"OSError: /home/ann/lib.so of {fake_hub.TOKEN}"}}
+    monkeypatch.setattr(command, "Machine", lambda probe: machine(wrong))
+    assert main(["doctor", "--no-train"]) == 1
+    written = (offline / "doctor.txt").read_text()
+    assert "OSError: ~/lib.so of ***" in written
 
 
 def test_problems_end_it_with_1(

@@ -152,6 +152,24 @@ def test_the_order_is_smoke_then_memory_speed_streaming_tests_and_the_rest(tmp_p
             assert 1 <= len(selected(rows, each.command[each.command.index("--rows") + 1])) <= 8, each.name
 
 
+def test_every_stage_s_command_is_parsed(tmp_path: Path) -> None:
+    from benchmarks.__main__ import parser as grids_parser
+    from simpletune.cli.main import parse
+    from simpletune.config.load import read_config
+
+    for each in first_hour.hour(tmp_path):
+        assert each.command[:2] == (sys.executable, "-m")
+        module, words = each.command[2], list(each.command[3:])
+        if module == "simpletune":
+            args = parse(words)
+            if words[0] == "train":
+                read_config(args.config, args.overrides, needs_data=False)
+        elif module == "benchmarks":
+            assert grids_parser().parse_args(words).minutes * 60 < each.seconds, each.name  # ends by itself
+        else:
+            assert module == "pytest" and words[words.index("-m") + 1] == "gpu"
+
+
 def test_a_dry_run_prints_order_and_budgets_and_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
