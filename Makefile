@@ -27,10 +27,8 @@ test:  ## run what CI runs: quality, then every test not marked gpu or slow; tim
 slow: setup  ## run the tests that take minutes or many GiB; time not measured
 	$(PY) -m pytest -m "slow and not gpu"
 
-gpu: setup  ## run the tests that need an NVIDIA GPU, then two grids that start no row after 8 minutes; time not measured
-	$(PY) -m pytest -m gpu
-	$(PY) -m benchmarks estimate --out benchmarks/results/gpu
-	$(PY) -m benchmarks speed --out benchmarks/results/gpu
+gpu: setup  ## what does this card do? 12 stages within 30 minutes, the most telling first; goes on where it stopped
+	$(PY) -m benchmarks.first_hour
 
 coverage: setup  ## show which code the tests run, and why the rest is not run; 17 min (2 cores, 21 November 2026)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage.json

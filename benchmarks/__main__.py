@@ -18,9 +18,9 @@ Grid = Callable[[argparse.Namespace], object]
 
 def memory(args: argparse.Namespace) -> object:
     """peak memory of SD3 Medium's training step at its real size, one change at a time"""
-    from benchmarks import memory
+    from benchmarks import measured_memory, memory
 
-    return memory.run(args.out, args.minutes, args.rows)
+    return (measured_memory if args.measure_only else memory).run(args.out, args.minutes, args.rows)
 
 
 def estimate(args: argparse.Namespace) -> object:
@@ -75,7 +75,7 @@ def pair(args: argparse.Namespace) -> object:
 
 # The arguments of each grid besides --out and --minutes.
 GRIDS: dict[Grid, tuple[str, ...]] = {
-    memory: ("rows",),
+    memory: ("rows", "measure-only"),
     estimate: ("rows",),
     quality: ("rows", "prompts", "overrides"),
     inference: ("rows", "model", "price", "size", "steps", "rounds", "device"),
@@ -115,7 +115,8 @@ def price(text: str) -> tuple[str, float]:
 
 ARGUMENTS: dict[str, dict[str, Any]] = {  # argparse's own keywords
     "overrides": {"nargs": "*", "metavar": "key.path=value", "help": "changes to every row's configuration"},
-    "rows": {"default": "", "help": "measure only rows whose names contain this"},
+    "rows": {"default": "", "help": "measure only these rows: names or parts of names, separated by ;"},
+    "measure-only": {"action": "store_true", "help": "take predictions from results/cpu; needs a GPU"},
     "prompts": {"type": int, "default": 100, "help": "prompts per score (default: 100)"},
     "model": {"help": "a hub name or a folder; default: the tiny model"},
     "size": {"type": size, "metavar": "WIDTHxHEIGHT", "help": "default: 1024x1024; the demo's 64x64"},

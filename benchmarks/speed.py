@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from benchmarks.speed_rows import ABOUT, COLUMNS, CONFIG, ENOUGH, RATES, ROOFLIN
 from benchmarks.table import Results, describe_machine
 from simpletune.cards import peak_tflops
 from simpletune.config.load import read_config
-from simpletune.config.resolve import resolve_folders
+from simpletune.config.resolve import resolve_data_folder, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.models.flops import Flops, sd3_flops, trained_of
 from simpletune.models.parts import bundled_configs
 from simpletune.models.sd3 import SD3_MEDIUM
 from simpletune.models.sd3_transformer import EmptyTensors, crop_to, empty_transformer, load
+from simpletune.options import UserError
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.load import stays_on_host
 from simpletune.profiling.events import read_events
@@ -92,6 +94,9 @@ def run(folder: Path, minutes: float, only: str = "", model: str | None = None, 
 
     Returns:
         The Markdown table.
+
+    Raises:
+        UserError: rows failed; the others were measured.
     """
     small = model == "demo" or device == "cpu" or not torch.cuda.is_available()
     here = choose_device(device, "bf16", is_demo=small)[0]
@@ -99,16 +104,25 @@ def run(folder: Path, minutes: float, only: str = "", model: str | None = None, 
     results = Results(folder / "speed", COLUMNS)
     for name, rate in rates(here).items() if results.lacks("copy") else ():
         results.add(name, {**rate, "table": ROOFLINE})
+    failed = []
     for name, row in results.missing(rows, minutes, only):
-        results.add(name, found := measure(name, row, here, results.rows))
+        try:
+            results.add(name, found := measure(name, row, here, results.rows))
+        except Exception as error:
+            traceback.print_exc()
+            failed.append(f"{name}: {traceback.format_exception_only(error)[-1].strip()}")
+            continue
         say(f"bench   {name}: {found.get('note') or format(found['seconds_per_step'], '.4f') + ' s/step'}")
     compare(results, rows)
     words = ("The tiny model", "256 px, batch 1, no checkpointing, 154 text tokens")
     if not small:
         words = ("SD3 Medium at its real size", "all blocks checkpointed, 333 text tokens, batch 1")
-    return results.write_table(
+    table = results.write_table(
         "Speed", ABOUT.format(model=words[0], setting=words[1]), describe_machine(), {ROOFLINE: RATES}
     )
+    if failed:
+        raise UserError(f"no figures for {'; '.join(failed)}. The other rows are in {table}", 1)
+    return table
 
 
 def compare(results: Results, rows: Mapping[str, Row]) -> None:
@@ -121,8 +135,8 @@ def compare(results: Results, rows: Mapping[str, Row]) -> None:
 
 
 def config_of(overrides: tuple[str, ...]) -> TrainConfig:
-    """Return a row's configuration with folders resolved."""
-    return resolve_folders(read_config(CONFIG, [*ENOUGH, *overrides])[0])
+    """Return a row's configuration with folders resolved; downloads nothing, since weights are random."""
+    return resolve_data_folder(resolve_model_folder(read_config(CONFIG, [*ENOUGH, *overrides])[0]))
 
 
 def measure(name: str, row: Row, device: torch.device, rates: Mapping[str, Any]) -> dict[str, Any]:

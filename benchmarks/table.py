@@ -21,6 +21,26 @@ def no_such_row(rows: Collection[str], only: str) -> UserError:
     return UserError(f"--rows: none of the {len(rows)} rows contains {only!r}. Use part of a name: {'; '.join(rows)}")
 
 
+def selected(rows: Collection[str], only: str) -> list[str]:
+    """List the rows that ``--rows`` names, in their own order.
+
+    Args:
+        rows: names of all rows.
+        only: names, or parts of names, separated by ``;``. A row's whole name selects that row alone.
+
+    Raises:
+        UserError: a part selects no row.
+    """
+    chosen: set[str] = set()
+    for part in only.split(";"):
+        part = part.strip()
+        found = {part} if part in rows else {name for name in rows if part in name}
+        if not found:
+            raise no_such_row(rows, part)
+        chosen |= found
+    return [name for name in rows if name in chosen]
+
+
 class Results:
     """Rows by name, saved to a JSON file as they are measured.
 
@@ -43,21 +63,19 @@ class Results:
         Args:
             rows: of the whole grid, by name.
             minutes: start no row after this many.
-            only: text that row names must contain.
+            only: row names or parts of them, separated by ``;``.
 
         Raises:
-            UserError: no row name contains ``only``.
+            UserError: a part of ``only`` selects no row.
         """
-        if not any(only in name for name in rows):
-            raise no_such_row(rows, only)
         started = time.monotonic()
-        for name, row in rows.items():
-            if only not in name or not self.lacks(name):
+        for name in selected(rows, only):
+            if not self.lacks(name):
                 continue
             if time.monotonic() - started > 60 * minutes:
                 say("bench   time is up; run the same command again to continue")
                 break
-            yield name, row
+            yield name, rows[name]
 
     def add(self, name: str, row: dict[str, Any]) -> None:
         """Add a row and save it to disk."""

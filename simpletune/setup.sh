@@ -87,6 +87,20 @@ _setup_check_driver() {
         "\"Get Started\" page: SIMPLETUNE_TORCH_INDEX=URL $0"
 }
 
+# Says what Triton lacks to compile int8 products and speed.compile on a card; training works without. Reads `venv`.
+_setup_check_compiler() {
+    command -v nvidia-smi >/dev/null || return 0
+    local compilers=(gcc clang cc) lacks='' include version
+    [[ -z ${CC:-} ]] || compilers=("$CC")
+    command -v "${compilers[@]}" >/dev/null || lacks="a C compiler" # one of them is enough
+    include=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])' 2>/dev/null) || return 0
+    [[ -f $include/Python.h ]] || lacks=${lacks:+$lacks and }Python.h
+    [[ -n $lacks ]] || return 0
+    version=$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || return 0
+    _setup_say "$lacks not found: precision.products=int8 will multiply with dequantised weights, and speed.compile will" \
+        "not work. To change that: sudo apt install gcc python$version-dev"
+}
+
 # Prints what an up-to-date .venv was made from; fails when its Python is gone. Reads `root` and `venv`.
 _setup_fingerprint() {
     local python_version pyproject
@@ -186,6 +200,7 @@ _setup_install() {
     mv "$venv/.simpletune-installed-$extra.new" "$venv/.simpletune-installed-$extra"
     rm -f "$venv/.simpletune-installing"
     _setup_say "done in $((SECONDS - began)) s; .venv takes $(du -sm "$venv/" | cut -f1) MB."
+    _setup_check_compiler
 }
 
 # simpletune_setup ROOT run|dev: makes ROOT/.venv fit for training (run) or for the tests (dev), or exits with a remedy.

@@ -26,7 +26,7 @@ SMALL = ("data.resolution=64", "model.t5_length=8")
 
 def test_every_row_is_a_valid_configuration_beside_one_of_equal_settings() -> None:
     rows = speed_rows.grid()
-    assert 20 <= len(rows) <= 30
+    assert 20 <= len(rows) <= 31
     for name, row in {**rows, **speed_rows.demo_grid()}.items():
         config, _ = read_config(speed_rows.CONFIG, [*speed_rows.ENOUGH, *row.overrides])
         if row.beside is None:
@@ -36,6 +36,32 @@ def test_every_row_is_a_valid_configuration_beside_one_of_equal_settings() -> No
         assert (config.data.resolution, config.train.batch_size) == (beside.data.resolution, beside.train.batch_size)
         assert config.memory.checkpointing == beside.memory.checkpointing, name
         assert config.adapter.method == beside.adapter.method
+
+
+def test_a_row_that_fails_does_not_end_the_grid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measure(name: str, *_: object) -> dict:
+        if name == "LoRA int8":
+            raise FloatingPointError("the loss is nan after 3 steps")
+        return {"seconds_per_step": 1.0}
+
+    monkeypatch.setattr(speed, "rates", lambda device: {"copy": {"rate": 1.0}})
+    monkeypatch.setattr(speed, "measure", measure)
+    with pytest.raises(UserError, match="LoRA int8: FloatingPointError: the loss is nan") as caught:
+        speed.run(tmp_path, 60, "", "demo", "cpu")
+    rows = json.loads((tmp_path / "speed.json").read_text())["rows"]
+    assert caught.value.code == 1 and set(speed_rows.demo_grid()) - set(rows) == {"LoRA int8"}
+    assert "| full bf16 |" in (tmp_path / "speed.md").read_text()
+
+
+def test_no_row_downloads_the_gated_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fresh machine has neither the weights nor a licence, and random weights need none."""
+    from simpletune.hub import fetch
+
+    monkeypatch.setattr(fetch, "fetch", lambda parts: pytest.fail(f"fetched {parts}"))
+    monkeypatch.setattr(fetch, "listing", lambda repository: pytest.fail(f"listed {repository}"))
+    for row in speed_rows.grid().values():
+        config = speed.config_of(row.overrides)
+        assert config.model.known_config() and config.model.text_tokens > 0 and Path(config.data.path).is_dir()
 
 
 def test_the_grid_goes_on_where_it_stopped_and_its_figures_agree(tmp_path: Path, monkeypatch) -> None:

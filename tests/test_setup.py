@@ -21,6 +21,7 @@ FAKE_PYTHON = """#!/bin/bash
 version={version}
 case "$*" in
     *ensurepip*) echo "$version {venv}" ;;
+    *sysconfig*) echo "${{FAKE_INCLUDE:-/no/such/folder}}" ;;
     "-c "*) echo "${{version%.*}}" ;;
     "-m venv "*)
         echo "venv $version" >>"$FAKE_LOG"
@@ -102,6 +103,36 @@ def ready(machine: Machine) -> Machine:
     assert machine.run("train.sh")[0] == 0
     machine.log.unlink()
     return machine
+
+
+# Compiler
+
+
+@pytest.mark.parametrize(("compiler", "header"), [(True, True), (False, True), (True, False), (False, False)])
+def test_a_card_without_what_triton_compiles_with_is_said_once(
+    machine: Machine, tmp_path: Path, compiler: bool, header: bool
+) -> None:
+    machine.python()
+    machine.driver("580.65.06")
+    if compiler:
+        machine.command("gcc", "#!/bin/bash\n")
+    include = tmp_path / "include"
+    include.mkdir()
+    if header:
+        (include / "Python.h").touch()
+    status, output = machine.run("train.sh", FAKE_INCLUDE=str(include))
+    assert status == 0, output
+    said = re.findall(r"setup: (.*) not found", output)
+    assert said == (
+        [] if compiler and header else [" and ".join(["a C compiler"] * (not compiler) + ["Python.h"] * (not header))]
+    )
+    assert ("sudo apt install gcc python3.11-dev" in output) == bool(said)
+    assert "not found" not in machine.run("train.sh", FAKE_INCLUDE=str(include))[1]
+
+
+def test_without_a_card_no_compiler_is_asked_for(machine: Machine) -> None:
+    machine.python()
+    assert "C compiler" not in machine.run("train.sh")[1]
 
 
 # Python

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from simpletune import __version__
-from simpletune.cli import data, draw, estimate, lora, report, serve, train
+from simpletune.cli import data, doctor, draw, estimate, lora, report, serve, train
 from simpletune.cli import push as share
 from simpletune.cli.parser import Parser
 from simpletune.options import UserError
@@ -18,7 +18,7 @@ from simpletune.system.redact import redact
 from simpletune.system.signals import Stopped
 
 Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
-GROUPS = (train, data, estimate, draw, report, serve, lora, share)
+GROUPS = (train, data, estimate, draw, report, serve, lora, share, doctor)
 VERBS: dict[str, Verb] = {name: verb for group in GROUPS for name, verb in group.VERBS.items()}
 
 
@@ -64,8 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb; a user's mistake ends in a message and an exit code, never in a traceback.
 
     Returns:
-        0 on success, 2 for configuration and input, 4 for a non-finite loss or gradient, 6 for a full disk, 130 after
-        Ctrl-C, 143 after SIGTERM.
+        0 on success, 1 for problems that doctor found, 2 for configuration and input, 4 for a non-finite loss or
+        gradient, 6 for a full disk, 130 after Ctrl-C, 143 after SIGTERM.
     """
     args = parse(argv)
     prepare_environment()

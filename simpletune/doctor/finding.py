@@ -1,0 +1,58 @@
+"""What a check found, and how to run checks so that none of them can end the others."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "warning", "problem"]
+OK: Level = "ok"
+WARNING: Level = "warning"
+PROBLEM: Level = "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    Args:
+        name: of what was checked.
+        level: ``ok``; ``warning``: something is slower, smaller or unknown; ``problem``: something does not work.
+        value: what is there.
+        why: why it matters.
+        remedy: what to do.
+    """
+
+    name: str
+    level: Level
+    value: str
+    why: str = ""
+    remedy: str = ""
+
+    def lines(self) -> Iterator[str]:
+        """Yield it as lines of text; reason and remedy only where something is to be done."""
+        yield f"{self.level:<8} {self.name}: {self.value}"
+        if self.level != OK:
+            yield from (f"{'':<9}{text}" for text in (self.why, self.remedy) if text)
+
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def examine(name: str, check: Check) -> Iterator[Finding]:
+    """Run a check; an exception of its own becomes a problem, with the last line of its traceback.
+
+    Args:
+        name: for that problem.
+        check: yields findings.
+    """
+    try:
+        yield from check()
+    except Exception as error:
+        last = traceback.format_exception_only(error)[-1].strip()
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+        yield Finding(name, PROBLEM, f"the check failed: {last} ({where})", "Its answer is unknown",
+                      "Report it with this file attached")  # fmt: skip

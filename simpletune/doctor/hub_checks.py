@@ -1,0 +1,55 @@
+"""Checks of the Hugging Face hub: is there a login, and does it open SD3 Medium?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simpletune.doctor.finding import OK, WARNING, Finding
+from simpletune.doctor.machine import Machine
+
+FILE = "model_index.json"
+SECONDS = 5.0  # to wait for the hub
+LOGIN = "Run `hf auth login`, or set HF_TOKEN"
+
+
+def login(machine: Machine) -> Iterator[Finding]:
+    """Whether a token is stored; it is neither shown nor sent."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        yield Finding("hub login", WARNING, "no token", "The hub gives SD3 Medium only to accounts that accepted its "
+                      "licence", f"{LOGIN}. Local folders and files need none")  # fmt: skip
+    else:
+        yield Finding(
+            "hub login", OK, "HF_TOKEN is set" if machine.environment.get("HF_TOKEN") else "a token is stored"
+        )
+
+
+def licence(machine: Machine) -> Iterator[Finding]:
+    """Whether this account may download SD3 Medium; asks the hub for the head of a small file."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import GatedRepoError
+
+    from simpletune.hub.download import Repository
+    from simpletune.hub.errors import clear_errors
+    from simpletune.models.sd3 import SD3_MEDIUM
+    from simpletune.options import UserError
+
+    repository = Repository(SD3_MEDIUM)
+    kept = sorted((repository.cache / "snapshots").glob(f"*/{FILE}"))
+    if kept:
+        yield Finding("SD3 Medium", OK, "it is in the hub cache")
+        return
+    gated = False
+    try:
+        with clear_errors(repository):
+            try:
+                get_hf_file_metadata(hf_hub_url(SD3_MEDIUM, FILE), timeout=SECONDS)
+            except GatedRepoError:
+                gated = True
+                raise
+    except UserError as error:
+        value = "the hub does not give it to this account" if gated else "unknown: the hub gave no answer"
+        yield Finding("SD3 Medium", WARNING, value, str(error), "The demo and local models work without the hub")
+    else:
+        yield Finding("SD3 Medium", OK, "this account may download it")

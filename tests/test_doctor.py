@@ -1,0 +1,483 @@
+"""simpletune doctor: every check meets a machine that is right and one that is not; nothing ends the examination."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fake_hub
+import pytest
+from fake_hub import Failure
+
+from simpletune.cli.main import main
+from simpletune.doctor import card_checks, command, hub_checks, probe, step_checks, system_checks
+from simpletune.doctor.command import CHECKS, found, private, report
+from simpletune.doctor.finding import OK, PROBLEM, WARNING, Finding, examine
+from simpletune.doctor.machine import Machine
+from simpletune.doctor.probe import Probe
+
+GIB = 2**30
+L4 = {"name": "NVIDIA L4", "capability": [8, 9], "free": 22 * GIB, "total": 22.5 * GIB}
+T4 = {"name": "Tesla T4", "capability": [7, 5], "free": 14 * GIB, "total": 14.6 * GIB}
+V100 = {"name": "Tesla V100", "capability": [7, 0], "free": 15 * GIB, "total": 16 * GIB}
+TORCH = {
+    "version": "2.13.0+cu130", "cuda": "13.0", "architectures": ["sm_75", "sm_89"], "devices": [L4], "refused": "",
+}  # fmt: skip
+WITHOUT = {**TORCH, "devices": [], "refused": "device: no NVIDIA GPU was found"}
+ANSWERS = {
+    "torch": TORCH,
+    "bitsandbytes": {"version": "0.50.2", "cuda": True},
+    "optimum-quanto": {"version": "0.2.7"},
+    "pinned memory": {"pinned": 2**28},
+    "int8 products": {"why_not": None, "triton": "3.7.1"},
+}
+STEPS = {
+    "losses": [2.0, 1.5], "seconds_per_step": 0.01, "compute": "bf16", "predicted_mib": 50.0, "measured_mib": 51.0,
+    "reserved_mib": 60.0,
+}  # fmt: skip
+MEMINFO = "MemTotal: {} kB\nMemAvailable: {} kB\n"
+
+
+class FakeProbe(Probe):
+    def __init__(self, answers: Mapping[str, dict[str, Any]]):
+        super().__init__()
+        self.given = answers
+
+    def ask(self, question: str) -> dict[str, Any]:
+        return STEPS if question.startswith("steps") and question not in self.given else self.given[question]
+
+
+@dataclass
+class Fake(Machine):
+    """A machine of which everything is made up; a right one unless a test says otherwise."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    commands: dict[str, tuple[int, str] | None] = field(default_factory=dict)
+    programs: tuple[str, ...] = ("gcc",)
+    version: tuple[int, int, int] = (3, 12, 4)
+    release: tuple[str, str] = ("Linux", "6.8.0-generic")
+    header: bool = True
+    locked: int | None = 2**23
+    room: dict[str, int] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+    taken: bool = False
+
+    def command(self, *words: str) -> tuple[int, str] | None:
+        return self.commands[words[1].split("=")[0]]
+
+    def read(self, path: str) -> str | None:
+        return self.files.get(path)
+
+    def system(self) -> tuple[str, str]:
+        return self.release
+
+    def python(self) -> tuple[int, int, int]:
+        return self.version
+
+    def exists(self, path: Path) -> bool:
+        return self.header
+
+    def which(self, name: str) -> str | None:
+        return f"/usr/bin/{name}" if name in self.programs else None
+
+    def locked_limit(self) -> int | None:
+        return self.locked
+
+    def free(self, folder: Path) -> tuple[int, int]:
+        return (hash(folder) if folder.name in self.room else 0), self.room.get(folder.name, 100 * GIB)
+
+    def require_writable(self, folder: Path) -> None:
+        if folder.name in self.refused:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def require_port(self, port: int) -> None:
+        if self.taken:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def machine(answers: Mapping[str, dict[str, Any]] | None = None, **more: Any) -> Fake:
+    folders = {"runs": Path("runs"), "cache": Path(".cache"), "hub cache": Path("hub")}
+    given: dict[str, Any] = {
+        "files": {"/proc/meminfo": MEMINFO.format(32 * 2**20, 20 * 2**20)},
+        "commands": {"--query-gpu": (0, "580.65.06, NVIDIA L4"), "--query-compute-apps": (0, "")},
+        "environment": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+    }
+    return Fake(FakeProbe({**ANSWERS, **(answers or {})}), folders=folders, **{**given, **more})
+
+
+def levels(check: Any, on: Machine) -> dict[str, str]:
+    return {finding.level: f"{finding.value} {finding.why} {finding.remedy}" for finding in check(on)}
+
+
+RIGHT = [check for check in CHECKS if check.__module__ != hub_checks.__name__]
+
+
+@pytest.mark.parametrize("check", RIGHT, ids=lambda check: check.__name__)
+def test_a_machine_that_is_right_gets_no_remedy(check: Any) -> None:
+    assert set(levels(check, machine())) <= {OK}
+
+
+def torch_is(**changes: Any) -> dict[str, dict[str, Any]]:
+    return {"torch": {**TORCH, **changes}}
+
+
+def smi(code: int, text: str) -> dict[str, tuple[int, str]]:
+    return {"--query-gpu": (code, text), "--query-compute-apps": (0, "77, /home/ann/bin/python, 9000 MiB")}
+
+
+WRONG = {
+    "old Python": (system_checks.python, {"version": (3, 10, 1)}, PROBLEM, "3.11 or newer"),
+    "Windows": (system_checks.system, {"release": ("Windows", "11")}, PROBLEM, "WSL 2"),
+    "WSL": (system_checks.system, {"release": ("Linux", "5.15-microsoft-standard-WSL2")}, WARNING, "pinned memory"),
+    "little memory": (
+        system_checks.memory, {"files": {"/proc/meminfo": MEMINFO.format(8 * 2**20, 2**20)}}, WARNING, "8.0 GiB",
+    ),
+    "a small container": (
+        system_checks.memory,
+        {"files": {"/proc/meminfo": MEMINFO.format(32 * 2**20, 2**20), system_checks.LIMITS[0]: f"{2 * GIB}\n"}},
+        PROBLEM, "may use 2.0 GiB",
+    ),
+    "memory that cannot be pinned": (
+        system_checks.pinned_memory, {"answers": {"pinned memory": {"error": "RuntimeError: CUDA error"}}}, PROBLEM,
+        "CUDA error; ulimit -l 8.0 MiB",
+    ),
+    "a full disk": (system_checks.disks, {"room": {"runs": GIB // 2}}, PROBLEM, "512 MiB free for runs"),
+    "a small disk": (system_checks.disks, {"room": {".cache": 2 * GIB}}, WARNING, "2.0 GiB free for cache"),
+    "no room for the model": (system_checks.disks, {"room": {"hub": 10 * GIB}}, WARNING, "HF_HOME"),
+    "a folder of another user": (system_checks.folders, {"refused": ("runs",)}, PROBLEM, "runs: Permission denied"),
+    "fixed segments": (
+        system_checks.environment, {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}}, WARNING,
+        "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128",
+    ),
+    "segments off": (
+        system_checks.environment, {"environment": {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}}, WARNING,
+        "expandable_segments:True",
+    ),
+    "hidden cards": (system_checks.environment, {"environment": {"CUDA_VISIBLE_DEVICES": ""}}, PROBLEM, "hides"),
+    "waiting launches": (system_checks.environment, {"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, WARNING, "waits"),
+    "a taken port": (system_checks.port, {"taken": True}, WARNING, "8000: Address already in use"),
+    "no port": (system_checks.port, {"environment": {"AIP_HTTP_PORT": "http"}}, WARNING, "AIP_HTTP_PORT=http"),
+    "no driver": (
+        card_checks.driver, {"commands": {"--query-gpu": None}, "answers": {"torch": WITHOUT}}, WARNING, "not found",
+    ),
+    "a failing driver": (
+        card_checks.driver, {"commands": smi(9, "Failed to initialize NVML: Driver/library version mismatch\nx")},
+        PROBLEM, "version mismatch",
+    ),
+    "an old driver": (card_checks.driver, {"commands": smi(0, "550.54.14, NVIDIA L4")}, PROBLEM, "580 or newer"),
+    "an old driver for CUDA 12": (
+        card_checks.driver, {"commands": smi(0, "470.1, Tesla V100"), "answers": torch_is(cuda="12.6")}, PROBLEM,
+        "525 or newer",
+    ),
+    "no torch": (
+        card_checks.torch, {"answers": {"torch": {"error": "ImportError: libcudart.so.13"}}}, PROBLEM, "libcudart",
+    ),
+    "a CPU build beside a card": (
+        card_checks.torch, {"answers": torch_is(cuda=None, devices=[], version="2.13.0+cpu")}, PROBLEM,
+        "cannot use the NVIDIA L4 .*SIMPLETUNE_TORCH_INDEX",
+    ),
+    "a card that torch does not know": (
+        card_checks.torch, {"answers": torch_is(devices=[V100], refused="it is sm_70, Install a CUDA 12.6 build")},
+        PROBLEM, "sm_70, Install a CUDA 12.6 build",
+    ),
+    "a card that CUDA does not reach": (card_checks.torch, {"answers": {"torch": WITHOUT}}, PROBLEM, "refuses"),
+    "no card": (card_checks.card, {"answers": {"torch": WITHOUT}}, WARNING, "finds none"),
+    "a card in use": (
+        card_checks.card,
+        {"answers": torch_is(devices=[{**L4, "free": 10 * GIB}]), "commands": smi(0, "580.1, NVIDIA L4")}, WARNING,
+        r"10.0 GiB of 22.5 GiB free .* python \(process 77, 9000 MiB\)",
+    ),
+    "a card without bf16": (card_checks.bf16, {"answers": torch_is(devices=[T4])}, WARNING, r"no \(sm_75\)"),
+    "a V100": (card_checks.bf16, {"answers": torch_is(devices=[V100])}, WARNING, r"sm_70.*CUDA 12\.6"),
+    "no bitsandbytes": (
+        card_checks.bitsandbytes, {"answers": {"bitsandbytes": {"error": "the process ended (killed by SIGSEGV)"}}},
+        PROBLEM, "SIGSEGV",
+    ),
+    "bitsandbytes for the CPU beside a card": (
+        card_checks.bitsandbytes, {"answers": {"bitsandbytes": {"version": "0.50", "cuda": False}}}, PROBLEM,
+        "loads no CUDA library",
+    ),
+    "no quanto": (
+        card_checks.quanto, {"answers": {"optimum-quanto": {"error": "ImportError: x"}}}, PROBLEM, "ImportError: x",
+    ),
+    "no compiler": (card_checks.compiler, {"programs": ()}, WARNING, "C compiler not .*apt install gcc python3.12-dev"),
+    "no header": (card_checks.compiler, {"header": False}, WARNING, "Python.h not found"),
+    "a CC that is not there": (card_checks.compiler, {"environment": {"CC": "icc"}}, WARNING, r"icc \(CC\) not found"),
+    "no int8 products": (
+        card_checks.int8_products, {"answers": {"int8 products": {"why_not": "no compiler"}}}, WARNING, "no compiler",
+    ),
+    "int8 products that crash": (
+        card_checks.int8_products, {"answers": {"int8 products": {"error": "RuntimeError: PTX"}}}, WARNING, "PTX",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said_with_its_remedy(name: str) -> None:
+    check, changes, level, text = WRONG[name]
+    here = machine(**changes)
+    findings = [finding for finding in check(here) if finding.level != OK]
+    assert [finding.level for finding in findings] == [level], findings
+    assert re.search(text, f"{findings[0].value} {findings[0].why} {findings[0].remedy}"), findings[0]
+    assert findings[0].why and findings[0].remedy
+    assert "/home/ann" not in findings[0].why
+
+
+def test_every_check_is_seen_to_fail() -> None:
+    assert {check for check, *_ in WRONG.values()} == set(RIGHT)
+
+
+def test_a_card_that_torch_reaches_needs_no_nvidia_smi() -> None:
+    assert "torch reaches the card" in levels(card_checks.driver, machine(commands={"--query-gpu": None}))[OK]
+
+
+def test_without_a_card_what_only_a_card_needs_is_no_warning() -> None:
+    bare = machine({"torch": WITHOUT}, programs=(), header=False)
+    assert levels(card_checks.compiler, bare).keys() == {OK}
+    assert list(card_checks.int8_products(bare)) == list(card_checks.bf16(bare)) == []
+    assert "not tried" in levels(system_checks.pinned_memory, bare)[OK]
+
+
+# Steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "text"),
+    [
+        ({}, OK, "peak 50.0 MiB predicted, 51.0 measured"),
+        ({"measured_mib": 113.0}, OK, ""),
+        ({"measured_mib": 115.0}, WARNING, "More memory was used"),
+        ({"predicted_mib": 5000.0, "measured_mib": 5240.0}, OK, ""),
+        ({"predicted_mib": 5000.0, "measured_mib": 5260.0}, WARNING, "predictions for this card are too low"),
+        ({"losses": [2.0, float("nan")]}, PROBLEM, "not finite"),
+        ({"losses": [0.0, 0.0]}, PROBLEM, "zeros"),
+        ({"measured_mib": None, "predicted_mib": None}, OK, "memory is measured on a card only"),
+    ],
+)
+def test_steps_are_judged_by_losses_and_memory(changes: dict[str, Any], level: str, text: str) -> None:
+    finding = step_checks.judged("20 steps", {**STEPS, **changes})
+    assert finding.level == level and text in f"{finding.value} {finding.why}"
+
+
+def test_steps_that_fail_are_a_problem_and_bf16_is_left_out_where_there_is_none() -> None:
+    here = machine({"steps nf4 20": {"error": "the process ended (killed by SIGABRT)"}, **torch_is(devices=[T4])})
+    assert "SIGABRT" in levels(lambda on: step_checks.steps(on, "nf4", 20), here)[PROBLEM]
+    assert "left out" in levels(lambda on: step_checks.steps(on, "bf16", 20), here)[OK]
+    assert levels(lambda on: step_checks.steps(on, "int8", 20), here).keys() == {OK}
+
+
+def test_bf16_is_computed_where_it_exists() -> None:
+    from simpletune.doctor.probe_steps import config_of
+
+    assert config_of("int8", (8, 9)).precision.compute == config_of("bf16", None).precision.compute == "bf16"
+    assert config_of("int8", (7, 5)).precision.compute == config_of("fp32", (8, 9)).precision.compute == "fp32"
+
+
+# Nothing ends the examination
+
+
+def test_an_exception_of_a_check_is_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(on: Machine) -> list[Finding]:
+        raise ZeroDivisionError("in a check")
+
+    monkeypatch.setattr(command, "CHECKS", (system_checks.python, broken, system_checks.port))
+    findings = list(found(machine(), 0))
+    assert [finding.level for finding in findings] == [OK, PROBLEM, OK]
+    assert re.search(r"ZeroDivisionError: in a check \(test_doctor.py:\d+\)", findings[1].value)
+    assert "ZeroDivisionError" in report(findings)
+
+
+def test_a_check_that_fails_late_keeps_what_it_found() -> None:
+    def check() -> Any:
+        yield Finding("first", OK, "")
+        raise KeyError("MemTotal")
+
+    assert [finding.name for finding in examine("late", check)] == ["first", "late"]
+
+
+CHILD = """
+import os, sys, time
+for line in sys.stdin:
+    question = line.strip()
+    print("chatter", flush=True)
+    if question == "crash":
+        print("Fatal: no such symbol", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), 11)
+    if question == "exit":
+        sys.exit(3)
+    if question == "hang":
+        time.sleep(60)
+    print('@doctor {"pid": %d}' % os.getpid(), flush=True)
+"""
+
+
+def test_a_library_that_crashes_or_hangs_does_not_end_the_doctor() -> None:
+    asked = Probe((sys.executable, "-c", textwrap.dedent(CHILD)), seconds=1.0)
+    try:
+        first = asked.ask("one")
+        assert asked.ask("two")["pid"] == first["pid"]
+        crashed = asked.ask("crash")["error"]
+        assert signal.SIGSEGV.name in crashed and "Fatal: no such symbol" in crashed
+        assert asked.ask("three")["pid"] != first["pid"]
+        began = time.monotonic()
+        assert "no answer within 1 s" in asked.ask("hang")["error"] and time.monotonic() - began < 10
+        assert "exit code 3" in asked.ask("exit")["error"]
+        assert asked.ask("one") == first  # an answer is kept
+    finally:
+        asked.close()
+
+
+def test_an_exception_in_the_child_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> dict[str, Any]:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setitem(probe.QUESTIONS, "torch", broken)
+    assert probe.answer("torch") == {"error": "OSError: libcuda.so.1: cannot open shared object file"}
+    assert "error" in probe.answer("steps int9 2")
+
+
+# The real machine
+
+
+def test_the_surroundings_are_really_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Machine(Probe(), folders={"runs": tmp_path / "new" / "runs"})
+    disk, free = here.free(tmp_path / "new" / "runs")
+    assert disk == tmp_path.stat().st_dev and free > 0
+    here.require_writable(tmp_path / "new")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        here.require_writable(tmp_path / "file" / "runs")
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+    assert here.command("/no/such/program") is None
+    assert here.command("sh", "-c", "echo out; echo err >&2; exit 3") == (3, "out\nerr")
+    assert {finding.level for check in (system_checks.python, system_checks.memory) for finding in check(here)} <= {
+        OK, WARNING,
+    }  # fmt: skip
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with pytest.raises(OSError):
+            here.require_port(listener.getsockname()[1])
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from huggingface_hub import constants
+
+    from simpletune.models import sd3
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(hub_checks, "SECONDS", 2.0)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    (tmp_path / "pipeline").mkdir()
+    with fake_hub.serve(tmp_path / "pipeline", **{hub_checks.FILE: b"{}"}) as hub:
+        hub.name = sd3.SD3_MEDIUM
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/" + fake_hub.COMMIT + "/{filename}"
+        )
+        yield hub
+
+
+def test_login_and_licence(hub: fake_hub.FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "no token" in levels(hub_checks.login, machine())[WARNING]
+    assert "may download" in levels(hub_checks.licence, machine())[OK]
+    hub.failure = Failure(401, "GatedRepo", on="resolve")
+    assert "does not give it" in levels(hub_checks.licence, machine())[WARNING]
+    monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
+    assert "HF_TOKEN is set" in levels(hub_checks.login, machine(environment={"HF_TOKEN": fake_hub.TOKEN}))[OK]
+    hub.failure = Failure(403, "GatedRepo", on="resolve")
+    refused = levels(hub_checks.licence, machine())[WARNING]
+    assert "has not accepted its licence" in refused and fake_hub.TOKEN not in refused
+    hub.failure = Failure("close", on="resolve")
+    assert "unknown" in levels(hub_checks.licence, machine())[WARNING]
+    kept = tmp_path / "hf" / f"models--{hub.name.replace('/', '--')}" / "snapshots" / "main" / hub_checks.FILE
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
+    assert "hub cache" in levels(hub_checks.licence, machine())[OK]
+
+
+def test_the_file_holds_neither_secrets_nor_home_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
+    monkeypatch.setattr(Path, "home", lambda: Path("/data/people/ann"))
+    text = private(f"/data/people/ann/runs {fake_hub.TOKEN} /home/bob/x:/Users/eve/y /homely")
+    assert text == "~/runs *** ~/x:~/y /homely"
+
+
+# The command
+
+
+def test_the_parent_imports_no_torch() -> None:
+    code = "import sys, simpletune.doctor.command, simpletune.models.sd3; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_doctor_writes_its_file_and_ends_with_0_on_a_right_machine(
+    offline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "Machine", lambda probe: machine())
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "no problem" in shown and "20 steps, nf4 weights: loss 2.0000 to 1.5000" in shown
+    written = (offline / "doctor.txt").read_text()
+    assert "ok       card: NVIDIA L4, sm_89" in written and re.search(r"^torch 2\.", written, re.M)
+    assert main(["doctor", "--no-train", "--json", "--out", "other.txt"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"name": "driver", "level": "ok", "value": "580.65.06", "why": "", "remedy": ""} in found
+    assert not any("weights" in each["name"] for each in found) and (offline / "other.txt").exists()
+
+
+def test_the_file_that_is_written_is_private(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
+    wrong = {"bitsandbytes": {"error": f"OSError: /home/ann/lib.so of {fake_hub.TOKEN}"}}
+    monkeypatch.setattr(command, "Machine", lambda probe: machine(wrong))
+    assert main(["doctor", "--no-train"]) == 1
+    written = (offline / "doctor.txt").read_text()
+    assert "OSError: ~/lib.so of ***" in written
+
+
+def test_problems_end_it_with_1(
+    offline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = machine(version=(3, 9, 0))
+    monkeypatch.setattr(command, "Machine", lambda probe: here)
+    assert main(["doctor", "--no-train"]) == 1
+    said = capsys.readouterr()
+    assert "1 problem," in said.err and "problem  Python: 3.9.0" in said.out
+    assert "problem  Python: 3.9.0" in (offline / "doctor.txt").read_text()
+    assert main(["doctor", "--no-train", "--out", "no/such/folder.txt"]) == 1
+    assert "no/such/folder.txt cannot be written" in capsys.readouterr().err
+
+
+def test_doctor_on_this_machine(offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole of it, with fewer steps; this machine may lack anything, but every question has an answer."""
+    main(["doctor", "--steps", "2"])
+    shown = capsys.readouterr().out
+    assert "the check failed" not in shown and "the process ended" not in shown
+    for weights in step_checks.PRECISIONS:
+        losses = re.search(rf"2 steps, {weights} weights: loss (\S+) to (\S+),", shown)
+        assert losses is not None and 1 < float(losses[2]) < float(losses[1]) < 10, weights
