@@ -57,9 +57,7 @@ def process(code: str, **environment: object) -> subprocess.CompletedProcess[str
     """Python code in a process of its own, under the stub with other variables: ``process("...", DRY_CC=75)``."""
     changed = {name: str(value) for name, value in environment.items()}
     command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **changed}, capture_output=True, text=True, timeout=240
-    )
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **changed}, capture_output=True, text=True, timeout=240)
 
 
 def printed(code: str, **environment: object) -> str:

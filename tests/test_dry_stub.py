@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -111,7 +112,9 @@ def test_two_devices_have_memory_of_their_own(expandable: bool) -> None:
     lines = printed(TWO, DRY_DEVICES=2, DRY_GIB=1, PYTORCH_ALLOC_CONF=setting, DRY_STRICT=1).splitlines()
     assert lines == ["[2, 0, 300, 100]", "[724, 924]", "cuda:1 cuda:1", "True", "[0, 102]"]
     assert printed(SHOW, DRY_DEVICES=2, CUDA_VISIBLE_DEVICES="1")
-    hidden = printed("import torch; print(torch.cuda.device_count(), torch.cuda.is_available())", CUDA_VISIBLE_DEVICES="")
+    hidden = printed(
+        "import torch; print(torch.cuda.device_count(), torch.cuda.is_available())", CUDA_VISIBLE_DEVICES=""
+    )
     assert hidden.split() == ["0", "False"]
 
 
@@ -145,6 +148,12 @@ print(x.cpu().sum().item(), torch.empty(5, device="cuda").zero_().tolist(), y.cp
 
 
 @pytest.mark.dry
+def test_the_device_says_yes() -> None:
+    """Without contents, too: else no picture's latents would be finite."""
+    assert bool(torch.ones(5, device="cuda").isfinite().all())
+
+
+@pytest.mark.dry
 def test_a_host_that_follows_a_device_pointer_faults() -> None:
     code = "import ctypes, torch; ctypes.c_char.from_address(torch.empty(9, device='cuda').data_ptr()).value"
     assert process(code, DRY_COPY=0).returncode == -signal.SIGSEGV
@@ -155,7 +164,7 @@ MISUSES = {
     "freed twice or unknown": "h = ctypes.create_string_buffer(9); print(c.cudaFree(h))",
     "freed as another kind": "c.cudaHostAlloc(ctypes.byref(p), 512, 0); print(c.cudaFree(p))",
     "never pinned": "h = ctypes.create_string_buffer(9); print(c.cudaHostUnregister(h))",
-    "pinned twice": "h = ctypes.create_string_buffer(9); c.cudaHostRegister(h, 9, 0); print(c.cudaHostRegister(h, 9, 0))",
+    "pinned twice": "h = ctypes.create_string_buffer(9); [print(c.cudaHostRegister(h, 9, 0)) for _ in range(2)]",
     "past the end": "c.cudaMalloc(ctypes.byref(p), 512); c.cudaMemset(p, 0, 513); print(1)",
     "a destroyed event": "c.cudaEventCreate(ctypes.byref(p)); c.cudaEventDestroy(p); print(c.cudaEventQuery(p))",
     "a graph": "print(c.cudaStreamBeginCapture(None, 0))",
@@ -165,9 +174,11 @@ MISUSES = {
 @pytest.mark.dry
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_is_said_and_ends_a_strict_process(name: str) -> None:
-    code = f"import ctypes; c = ctypes.CDLL(None); p = ctypes.c_void_p(); {MISUSES[name]}; print(c.dry_count(b'misuses'))"
+    code = (
+        f"import ctypes; c = ctypes.CDLL(None); p = ctypes.c_void_p(); {MISUSES[name]}; print(c.dry_count(b'misuses'))"
+    )
     mild, strict = (process(code, DRY_STRICT=value) for value in (0, 1))
-    status, misuses = mild.stdout.split()
+    *_, status, misuses = mild.stdout.split()
     assert int(status) > 0 and misuses == "1" and mild.stderr.startswith("dry_gpu: cuda")
     assert strict.returncode == -signal.SIGABRT and strict.stderr.partition("(")[0] == mild.stderr.partition("(")[0]
 
@@ -229,3 +240,26 @@ def test_cudnn_is_off_and_nothing_else() -> None:
     before = count("misuses")
     torch.nn.Conv2d(3, 4, 3).cuda()(torch.ones(1, 3, 8, 8, device="cuda"))
     assert count("misuses") == before
+
+
+def test_the_environment_is_not_begun_on_a_full_disk(tmp_path: Path) -> None:
+    fake = tmp_path / "bin" / "df"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\necho header\necho /dev/x 100000000 90000000 3145728 90% /\n")  # 3 GiB are free
+    fake.chmod(0o755)
+    environment = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "DRY_VENV": str(tmp_path / "venv")}
+    done = subprocess.run(
+        [LAUNCHER.parent / "setup.sh"], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 3 and "10 GiB" in done.stderr and "3 GiB are free" in done.stderr
+    assert "DRY_VENV" in done.stderr and list((tmp_path / "venv").iterdir()) == []
+
+
+def test_what_an_environment_lacks_is_named(tmp_path: Path) -> None:
+    project = tmp_path / "pyproject.toml"
+    wanted = ["pytest>=1", "pytest>=999", "no-such-package", "nothing; python_version < '3'"]
+    extras = '[project.optional-dependencies]\nserve = []\ndev = ["x[serve]"]'
+    project.write_text(f'[project]\nname = "x"\ndependencies = {wanted}\n{extras}\n')
+    done = subprocess.run([sys.executable, LAUNCHER.parent / "lacking.py", project], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert [line.partition(" is ")[0] for line in done.stdout.splitlines()] == ["pytest>=999", "no-such-package"]

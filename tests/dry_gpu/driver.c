@@ -225,6 +225,8 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     return CUDA_SUCCESS;
 }
 
+CUresult cuModuleLoad(CUmodule *module, const char *file) { return cuModuleLoadData(module, file); }
+
 CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int count, CUjit_option *options, void **values) {
     (void)count, (void)options, (void)values;
     return cuModuleLoadData(module, image);

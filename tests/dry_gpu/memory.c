@@ -196,7 +196,8 @@ static struct range memory_of(const char *call, const void *address, size_t byte
     return range;
 }
 
-/* Every copy comes here. Without DRY_COPY device memory has no contents: what is copied from it is zeros.
+/* Every copy comes here. Without DRY_COPY device memory has no contents: what is copied from it is zeros, but for a single
+ * byte, which is 1. That is how the host reads the answer to a question (`x.isfinite().all()`): the device says yes.
  *
  * Queueing copies by stream, for a device that computes later, begins here: this is the only place that moves bytes.
  */
@@ -215,7 +216,7 @@ int dry_copy(const char *call, void *to, const void *from, size_t bytes) {
     if (dry_copies() || (!from_device && !to_device))
         memmove(to, from, bytes);
     else if (!to_device)
-        memset(to, 0, bytes);
+        memset(to, bytes == 1, bytes);
     return cudaSuccess;
 }
 

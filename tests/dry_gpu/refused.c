@@ -15,7 +15,8 @@ enum { CUDA_NOT_SUPPORTED = 801, CUBLAS_NOT_SUPPORTED = 15 };
 /* Graphs, memory of other processes, the runtime's own pools, peers, modules that are linked at run time. */
 #define X(name) REFUSE(name, CUDA_NOT_SUPPORTED)
 #define RUNTIME \
-    X(cuLinkAddData_v2) X(cuLinkComplete) X(cuLinkCreate_v2) X(cuModuleLoad) X(cuTensorMapEncodeIm2col) X(cuTensorMapEncodeTiled) \
+    X(cuLinkAddData_v2) X(cuLinkComplete) X(cuLinkCreate_v2) X(cuTensorMapEncodeIm2col) \
+    X(cuTensorMapEncodeTiled) \
     X(cudaDeviceEnablePeerAccess) X(cudaDeviceGetDefaultMemPool) X(cudaFreeAsync) X(cudaGraphAddNode) \
     X(cudaGraphConditionalHandleCreate) X(cudaGraphDebugDotPrint) X(cudaGraphDestroy) X(cudaGraphExecDestroy) \
     X(cudaGraphGetNodes) X(cudaGraphInstantiateWithFlags) X(cudaGraphLaunch) X(cudaGraphNodeGetDependencies) \

@@ -1,7 +1,7 @@
 """Python runs this at its start under the launcher: PyTorch is told that there is no cuDNN, as soon as it is imported.
 
-cuDNN chooses its kernels by asking the card, and would find none. Convolutions take PyTorch's own kernels then, attention
-by cuDNN is off. The package itself knows nothing of it.
+cuDNN chooses its kernels by asking the card, and would find none. Convolutions take PyTorch's own kernels then.
+The package itself knows nothing of it.
 """
 
 import importlib.abc
