@@ -247,7 +247,7 @@ def test_the_environment_is_not_begun_on_a_full_disk(tmp_path: Path) -> None:
     fake.parent.mkdir()
     fake.write_text("#!/bin/sh\necho header\necho /dev/x 100000000 90000000 3145728 90% /\n")  # 3 GiB are free
     fake.chmod(0o755)
-    environment = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "DRY_VENV": str(tmp_path / "venv")}
+    environment = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "DRY_VENV": str(tmp_path / "venv"), "PYTHON": "/none"}
     done = subprocess.run(
         [LAUNCHER.parent / "setup.sh"], env={**os.environ, **environment}, capture_output=True, text=True
     )
