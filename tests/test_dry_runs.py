@@ -11,6 +11,7 @@ from blocks import write_pipeline
 from dry import CAPABILITIES, printed, process
 from test_gpu import run_on
 
+from simpletune.options import UserError
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.system import failpoints
 from simpletune.system.failpoints import InjectedError
@@ -81,6 +82,11 @@ def test_every_attention_kernel_trains_and_draws(kernel: str, tiny_config: dict,
     run = run_on(tiny_config, "cuda", precision=precision, speed={"attention": kernel}, validation=DRAWN)
     assert whole(run)["attention"] == ("flash" if kernel == "auto" else kernel)
     assert len(list((run / "samples").rglob("*.png"))) >= 2
+
+
+def test_a_kernel_that_is_not_there_is_refused_before_training(tiny_config: dict) -> None:
+    with pytest.raises(UserError, match="speed.attention: cudnn cannot compute .*Use auto or math"):
+        run_on(tiny_config, "cuda", precision={"weights": "bf16"}, speed={"attention": "cudnn"})
 
 
 CHOICE = """
@@ -163,4 +169,5 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(three_blocks: 
     (tmp_path / "config.json").write_text(json.dumps(config))
     code = f"from simpletune.cli.main import main; raise SystemExit(main(['train', {str(tmp_path / 'config.json')!r}]))"
     done = process(code, DRY_GIB=0.1)
-    assert done.returncode == 5 and "MiB" in done.stderr and "memory." in done.stderr, done.stderr
+    assert done.returncode == 2, done.stderr
+    assert "needs" in done.stderr and "has 102" in done.stderr and "--force" in done.stderr
