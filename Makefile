@@ -4,7 +4,7 @@ SHELL := /usr/bin/env bash
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test slow gpu coverage torture mutants tiny-sd3 clean
+.PHONY: help setup quality style test slow gpu dry coverage torture mutants tiny-sd3 clean
 
 help:  ## show this list; takes no time
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,12 @@ slow: setup  ## run the tests that take minutes or many GiB; time not measured
 gpu: setup  ## what does this card do? 12 stages within 30 minutes, the most telling first; goes on where it stopped
 	$(PY) -m benchmarks.first_hour
 
+dry:  ## run what torch's CUDA build does on a simulated card (docs/dry_gpu.md); DURATION; first makes .venv-cuda (5.7 GiB)
+	@tests/dry_gpu/setup.sh
+	OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
+		-m "dry or (gpu and not values and not timing)"
+	OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m benchmarks dry
+
 coverage: setup  ## show which code the tests run, and why the rest is not run; 17 min (2 cores, 21 November 2026)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage.json
 	$(PY) tests/coverage_table.py .coverage.json
@@ -47,4 +53,4 @@ tiny-sd3: setup  ## make the tiny Stable Diffusion 3 that comes with the tool, f
 
 clean:  ## remove caches and built files, keep .venv, runs/ and profiles/; seconds, not measured
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +

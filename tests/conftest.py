@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dry
 import pytest
 import torch
 from hypothesis import settings
@@ -45,6 +46,15 @@ def count_trainings() -> None:
 
 
 count_trainings()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests under the stub of CUDA are skipped without it."""
+    if dry.is_loaded():
+        return
+    for item in items:
+        if item.get_closest_marker("dry"):
+            item.add_marker(pytest.mark.skip(reason=dry.WHY_SKIPPED))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

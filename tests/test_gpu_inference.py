@@ -49,6 +49,7 @@ def studio_on(device: str, pipeline: Path, cache: Path, speed: DrawingSpeed, **m
     return InferenceSession(config, None, torch.device(device), device, StageTimer(cuda=device == "cuda"), speed)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("memory", [{}, {"modulation": "plan"}, {"resident_blocks": 0}], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_pictures_equal_those_of_the_cpu(memory, batch: int, lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
@@ -80,4 +81,4 @@ def test_compiled_blocks_draw_the_same(lora: Path, tiny_pipeline: Path, tmp_path
         for on in (False, True)
     )
     for a, b in zip(plain, compiled, strict=True):
-        torch.testing.assert_close(a.latents[0], b.latents[0], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(a.latents[0].cpu(), b.latents[0].cpu(), rtol=1e-3, atol=1e-3)

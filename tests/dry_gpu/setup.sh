@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Makes .venv-cuda: torch's CUDA build and everything else that the tests need. Does nothing where it is complete.
+#
+#   tests/dry_gpu/setup.sh
+#
+# Environment: DRY_VENV                where it lies (default: .venv-cuda at the project's root)
+#              PYTHON                  the Python to make it with (default: the newest found, 3.13 to 3.11)
+#              SIMPLETUNE_TORCH_INDEX  URL of the package index that torch comes from (default: pip's own settings)
+# Exit codes as those of simpletune/setup.sh: 3, the machine lacks something; 4, the install failed.
+
+set -euo pipefail
+
+TORCH=2.13.0   # the version that the stub was written for
+ROOM_GIB=10    # the environment takes 5.7 GiB; pip unpacks wheels beside it
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+root=$(cd "$here/../.." && pwd -P)
+# shellcheck source=../../simpletune/setup.sh
+source "$root/simpletune/setup.sh"
+
+venv=${DRY_VENV:-$root/.venv-cuda}
+log=$venv/install.log
+unfinished=$venv/.simpletune-installing
+
+# Prints what the environment lacks, a line each.
+lacking() { "$venv/bin/python" "$here/lacking.py" "$root/pyproject.toml" 2>&1; }
+
+# install WHAT PIP_ARGUMENT...
+install() {
+    local what=$1 status=0
+    shift
+    (cd "$root" && _setup_pip install "$@") || status=$?
+    ((status == 0)) && return
+    tail -n 15 "$log" | sed 's/^/       | /' >&2
+    _setup_stop 4 "Installing $what into $venv failed (exit status $status). The whole log: $log" \
+        "Check the network and the disk, then run the same command again."
+}
+
+if [[ -x $venv/bin/python && ! -e $unfinished ]] && lacking >/dev/null; then
+    exit 0
+fi
+
+mkdir -p "$venv"
+free_gib=$(($(df -Pk "$venv" | awk 'NR == 2 {print $4}') / 1024 / 1024))
+((free_gib >= ROOM_GIB)) || _setup_stop 3 "$venv needs $ROOM_GIB GiB while it is made (torch's CUDA build alone takes over 4); $free_gib GiB are free." \
+    "Free some, or put it on another disk: DRY_VENV=/path/to/venv make dry"
+if [[ -e $unfinished || ! -x $venv/bin/python ]]; then # pip takes a half-unpacked package for whole
+    _setup_find_python
+    find "$venv/" -mindepth 1 -delete
+    : >"$unfinished"
+    _setup_say "making $venv with Python $python_version and torch's CUDA build. This takes minutes. Log: $log"
+    "$python" -m venv "$venv" >"$log" 2>&1 || _setup_stop 4 "$python -m venv $venv failed. The whole log: $log"
+fi
+: >"$unfinished"
+began=$SECONDS
+# "===" takes this very version: an index may offer 2.13.0+cpu, which counts as newer.
+install "torch $TORCH" ${SIMPLETUNE_TORCH_INDEX:+--index-url "$SIMPLETUNE_TORCH_INDEX"} "torch===$TORCH"
+install "simpletune and the packages of its tests" -e '.[dev]'
+if ! missing=$(lacking); then
+    _setup_stop 4 "$venv is not complete:" "$missing" \
+        "Name an index with torch's CUDA builds: SIMPLETUNE_TORCH_INDEX=URL make dry"
+fi
+rm -f "$unfinished"
+_setup_say "done in $((SECONDS - began)) s; $venv takes $(du -sm "$venv/" | cut -f1) MB."
