@@ -30,6 +30,13 @@ def estimate(args: argparse.Namespace) -> object:
     return estimate.run(args.out, args.minutes, args.rows)
 
 
+def dry(args: argparse.Namespace) -> object:
+    """memory that torch's CUDA allocator hands out on a simulated card, beside the prediction"""
+    from benchmarks import dry
+
+    return dry.run(args.out, args.minutes, args.rows, args.card or ["L4"], args.predict)
+
+
 def quality(args: argparse.Namespace) -> object:
     """what precisions, adapters and memory levers cost in quality, on the tiny SD3"""
     from benchmarks import quality
@@ -77,6 +84,7 @@ def pair(args: argparse.Namespace) -> object:
 GRIDS: dict[Grid, tuple[str, ...]] = {
     memory: ("rows", "measure-only"),
     estimate: ("rows",),
+    dry: ("rows", "card", "predict"),
     quality: ("rows", "prompts", "overrides"),
     inference: ("rows", "model", "price", "size", "steps", "rounds", "device"),
     study: ("rows", "model", "overrides"),
@@ -117,6 +125,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # argparse's own keywords
     "overrides": {"nargs": "*", "metavar": "key.path=value", "help": "changes to every row's configuration"},
     "rows": {"default": "", "help": "measure only these rows: names or parts of names, separated by ;"},
     "measure-only": {"action": "store_true", "help": "take predictions from results/cpu; needs a GPU"},
+    "card": {"action": "append", "help": "card to simulate (default: L4); repeatable"},
+    "predict": {"action": "store_true", "help": "predict measured rows again, and measure none"},
     "prompts": {"type": int, "default": 100, "help": "prompts per score (default: 100)"},
     "model": {"help": "a hub name or a folder; default: the tiny model"},
     "size": {"type": size, "metavar": "WIDTHxHEIGHT", "help": "default: 1024x1024; the demo's 64x64"},

@@ -92,7 +92,7 @@ ROWS: dict[str, Row] = {
     "full bf16, adamw8bit in backward, streamed, checkpoint inputs on the host": Row(
         (*FULL, *STREAMED, *HOST),
     ),
-    "whole job: LoRA r16 int8, plan, small states": Row((*PLAN, *SMALL), 3072, whole=True),
+    "whole job: LoRA r16 int8, plan, small states": Row((*PLAN, *SMALL), whole=True),
     "whole job: LoRA r16 int8, plan, small states, tiles of 512 px": Row((*PLAN, *SMALL, *TILES), 3072, whole=True),
     "whole job: full bf16, adamw8bit in backward, tiles of 512 px": Row((*FULL, *TILES), whole=True),
 }  # fmt: skip
@@ -112,7 +112,7 @@ attention, gradient checkpointing of all blocks, unless a row says otherwise. *S
 8-bit AdamW; the streamed LoRA row with a target also keeps the checkpoint inputs on the host. *Predicted*: peak bytes
 of the training step on fake tensors, with the workspaces of an sm_89 card (L4), without the CUDA context. *Measured*:
 `torch.cuda.max_memory_allocated` of four steps; empty: not yet measured. The first five rows have targets. The second
-table also predicts the other stages, without cuDNN's workspaces for convolutions."""
+table also predicts the other stages, with an allowance for cuDNN's workspaces for convolutions."""
 SM_89 = (8, 9)
 
 

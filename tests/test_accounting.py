@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from simpletune.memory import accounting
 from simpletune.memory.accounting import Accounting
-from simpletune.memory.device_terms import cublas_workspace, flash_backward, quanto_product, temporaries
+from simpletune.memory.device_terms import cublas_workspace, quanto_product, temporaries
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import HOST, rounded
 from simpletune.profiling import phase
@@ -227,12 +227,11 @@ def test_what_kernels_hold_counts_within_the_call() -> None:
             nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
         peaks.append(count.peaks["backward"].bytes)
         q.grad = None
-    assert 0 < peaks[1] - peaks[0] <= rounded(4 * 2 * 128 * 65)
+    copied = 2 * q.nbytes  # the output, and the gradient of the sum, are not laid out as [b, S, h, d]
+    assert 0 < peaks[1] - peaks[0] <= rounded(4 * 2 * 128 * 65 + copied)
 
 
 def test_the_terms_arithmetic() -> None:
-    q = torch.zeros(2, 24, 4429, 64, dtype=torch.bfloat16, device="meta")
-    assert flash_backward(q, q) == 4 * 2 * 24 * 4480 * 65
     weight, scale = torch.zeros(8, 4, dtype=torch.int8), torch.zeros(8, 1, dtype=torch.bfloat16)
     assert quanto_product(scale, weight, scale) == 64
     assert (cublas_workspace((8, 9)), cublas_workspace((9, 0))) == (2 * 8519680, 2 * 33554432)

@@ -19,6 +19,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.estimate.needs import Needs, needs_of
 from simpletune.estimate.simulate import StepReport
 from simpletune.estimate.simulate_stages import JobReport, simulate_stages
+from simpletune.memory.attention_terms import attention_kernel
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.models.buckets import Size
@@ -26,10 +27,11 @@ from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
 
-VERSION = 1  # raise when a change to the model, the step, a lever or the accounting changes a predicted peak
+VERSION = 2  # raise when a change to the model, the step, a lever or the accounting changes a predicted peak
 MIB = 2**20
 CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured
-FRAGMENTED = 0.05  # of the peak: memory lost to fragmentation in the caching allocator: an allowance, not measured
+FRAGMENTED = 0.05  # of the peak: reserved by torch's caching allocator and not handed out, on simulated cards
+LEAST_FRAGMENTED = 64 * MIB  # of a small peak: the allocator reserves in pieces of 2 and 20 MiB for each stream
 IRRELEVANT = ("name", "output", "tracking", "profile")  # sections that do not affect memory on the device
 
 
@@ -76,7 +78,7 @@ class Estimate:
             "stages": {name: snapshot_json(snapshot) for name, snapshot in self.stages.items()},
             "peak_allocated_mib": mib(self.peak.bytes),
             "peak_stage": self.peak_stage,
-            "allowances_mib": {"cuda_context": mib(CONTEXT), "fragmentation": mib(int(FRAGMENTED * self.peak.bytes))},
+            "allowances_mib": {"cuda_context": mib(CONTEXT), "fragmentation": mib(fragmentation(self.peak.bytes))},
             "needed_mib": mib(self.needed()),
             "host_ram_gib": gib(sum(self.needs.host.values())),
             "host_ram_by_use_gib": {name: gib(size) for name, size in self.needs.host.items()},
@@ -96,12 +98,21 @@ class Estimate:
 
 def needed(peak: int) -> int:
     """Return the bytes that a card must have for a peak of allocated bytes."""
-    return peak + int(FRAGMENTED * peak) + CONTEXT
+    return peak + fragmentation(peak) + CONTEXT
+
+
+def fragmentation(peak: int) -> int:
+    """Return an allowance in bytes for what torch's allocator reserves and cannot hand out at a peak.
+
+    ``python -m benchmarks dry`` compares it with the real allocator.
+    """
+    return max(int(FRAGMENTED * peak), LEAST_FRAGMENTED)
 
 
 def largest_peak(card: Card, reserved: int = 0) -> int:
     """Return the largest peak of allocated bytes that fits on a card of which other programs use ``reserved`` bytes."""
-    return int((card.bytes - reserved - needed(0)) / (1 + FRAGMENTED))
+    free = card.bytes - reserved - CONTEXT
+    return min(int(free / (1 + FRAGMENTED)), free - LEAST_FRAGMENTED)
 
 
 class SnapshotJson(TypedDict):
@@ -176,5 +187,6 @@ def key_of_prediction(config: TrainConfig, capability: tuple[int, int], size: Si
     """Hash everything that a prediction depends on."""
     options = config.model_dump(mode="json", by_alias=True, exclude=set(IRRELEVANT))
     versions = [VERSION, __version__, *map(version, LIBRARIES)]
-    about = json.dumps([options, cublas_workspace(capability), size, versions], sort_keys=True)
+    attention = attention_kernel(capability, config.precision.product_dtype(), config.speed.attention)
+    about = json.dumps([options, cublas_workspace(capability), attention, size, versions], sort_keys=True)
     return hashlib.sha256(about.encode()).hexdigest()[:24]

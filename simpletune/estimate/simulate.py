@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from simpletune.config.schema import TrainConfig
 from simpletune.ema import Average
 from simpletune.memory.accounting import Accounting
+from simpletune.memory.attention_terms import CudaLayouts, attention_kernel
+from simpletune.memory.cuda_autocast import autocast_like_cuda
 from simpletune.memory.device_terms import cublas_workspace, temporaries
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import HOST, MemorySnapshot
@@ -52,6 +55,9 @@ class StepReport:
     """Duration of the simulation."""
 
 
+L4 = (8, 9)  # whose kernels are counted where no device is named
+
+
 @dataclass(frozen=True)
 class SimulatedRun:
     """A run after its steps on fake tensors.
@@ -77,7 +83,8 @@ def simulate(
     Args:
         config: of the run, demo names resolved.
         size: width and height in pixels; None: the square of ``data.resolution``.
-        capability: of the CUDA device, for its libraries' workspaces; None: leave the workspaces out.
+        capability: of the CUDA device, for its attention and its libraries' workspaces; None: an L4's attention, and no
+            workspaces.
 
     Raises:
         UserError: the model's configuration cannot be read.
@@ -86,7 +93,7 @@ def simulate(
     with fake_tensors(), without_collection():
         sizes = [size or (config.data.resolution, config.data.resolution), config.picture_size()]
         transformer = empty_base(config.model, config.memory, config.precision, CPU, sizes)
-        report = account(config, transformer, size)
+        report = account(config, transformer, size, capability)
     extra = 0 if capability is None else cublas_workspace(capability)
     return StepReport(
         peak=with_workspace(report.peak, extra),
@@ -101,17 +108,40 @@ def simulate(
     )
 
 
-def account(config: TrainConfig, transformer: Transformer, size: tuple[int, int] | None = None) -> StepReport:
+def account(
+    config: TrainConfig,
+    transformer: Transformer,
+    size: tuple[int, int] | None = None,
+    capability: tuple[int, int] | None = None,
+) -> StepReport:
     """Assemble the run around a loaded transformer, take a step, and count every byte, real or fake.
 
     Args:
         config: of the run.
         transformer: from the model's ``load_transformer`` or ``empty_transformer``.
         size: width and height in pixels; None: the square of ``data.resolution``.
+        capability: as for ``simulate``.
     """
-    with Accounting(temporaries()) as accounting:
+    with accounting_like_cuda(config, capability) as accounting:
         report, _ = take_steps(accounting, config, transformer, size)
     return report
+
+
+@contextmanager
+def accounting_like_cuda(
+    config: TrainConfig, capability: tuple[int, int] | None = None, keep: bool = False
+) -> Iterator[Accounting]:
+    """Count bytes as a CUDA device would take them: its attention, its autocast, its kernels' temporaries.
+
+    Args:
+        config: of the run.
+        capability: of the device; None: an L4's.
+        keep: as for ``Accounting``.
+    """
+    kernel = attention_kernel(capability or L4, config.precision.product_dtype(), config.speed.attention)
+    autocast = autocast_like_cuda() if config.precision.autocast else nullcontext()
+    with autocast, CudaLayouts(kernel), Accounting(temporaries(kernel), keep) as accounting:
+        yield accounting
 
 
 def take_steps(

@@ -1,8 +1,8 @@
 """Predict peak memory of the whole job without a GPU, stage by stage: text, latents, train, validate.
 
 The project's own code runs on fake tensors, as in simulate.py. It needs configurations only; SD3 Medium's are bundled.
-The prediction leaves out cuDNN's convolution workspaces: they depend on the algorithm that cuDNN chooses on the device,
-and add to the autoencoder's peak.
+cuDNN's workspaces for convolutions are an allowance (``device_terms.convolution_workspace``): their size depends on the
+algorithm that cuDNN chooses on the device.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
 from simpletune.config.schema import TrainConfig
 from simpletune.ema import averaged
-from simpletune.estimate.simulate import SimulatedRun, StepReport, take_steps, with_workspace
+from simpletune.estimate.simulate import SimulatedRun, StepReport, accounting_like_cuda, take_steps, with_workspace
 from simpletune.memory.accounting import Accounting
+from simpletune.memory.attention_terms import CudaLayouts
 from simpletune.memory.device_terms import cublas_workspace, temporaries
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import HOST, MemorySnapshot
@@ -40,6 +41,7 @@ from simpletune.system.console import silent
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors
 
+STAGE_THREADS = {"text": 1, "latents": 1, "train": 2, "validate": 2}  # that multiply matrices on the device
 SIMULATED = 3  # sampling steps: by the third, everything that earlier steps leave behind is allocated
 
 
@@ -70,7 +72,7 @@ def simulate_stages(
     Args:
         config: of the run, demo names resolved.
         size: width and height of the training pictures in pixels; None: the square of ``data.resolution``.
-        capability: of the CUDA device, for its libraries' workspaces; None: leave the workspaces out.
+        capability: as for ``simulate``.
 
     Raises:
         UserError: a part's configuration cannot be read.
@@ -80,7 +82,7 @@ def simulate_stages(
         vae = empty_autoencoder(config)
         texts = list(text_snapshots(config))
         parts = {name: size for name, size, _ in texts} | {"vae": bytes_in_16_bit(vae)}
-        train, validate = train_and_validate(config, size)
+        train, validate = train_and_validate(config, size, capability)
         snapshots = {
             "text": max((snapshot for _, _, snapshot in texts), key=lambda snapshot: snapshot.bytes),
             "latents": of_encoding(config.model, vae, size),
@@ -88,9 +90,30 @@ def simulate_stages(
             **({} if validate is None else {"validate": validate}),
         }
     if capability is not None:
-        extra = {name: cublas_workspace(capability, 1 if name in ("text", "latents") else 2) for name in snapshots}
+        extra = {name: cublas_workspace(capability, STAGE_THREADS[name]) for name in snapshots}
         snapshots = {name: with_workspace(snapshot, extra[name]) for name, snapshot in snapshots.items()}
     return JobReport(snapshots, train, parts)
+
+
+def predict_stage(config: TrainConfig, stage: str, capability: tuple[int, int]) -> MemorySnapshot:
+    """Predict one of the stages beside training, for the square picture of ``data.resolution``.
+
+    Args:
+        config: of the run.
+        stage: ``text``, ``latents`` or ``validate``.
+        capability: as for ``simulate``.
+    """
+    size = config.data.resolution, config.data.resolution
+    with fake_tensors(), without_collection(), silent():
+        if stage == "text":
+            snapshot = max((snapshot for _, _, snapshot in text_snapshots(config)), key=lambda found: found.bytes)
+        elif stage == "latents":
+            snapshot = of_encoding(config.model, empty_autoencoder(config), size)
+        else:
+            found = train_and_validate(config, size, capability)[1]
+            assert found is not None, "the run draws nothing"
+            snapshot = found
+    return with_workspace(snapshot, cublas_workspace(capability, STAGE_THREADS[stage]))
 
 
 def bytes_in_16_bit(model: nn.Module, without: str = "") -> int:
@@ -110,7 +133,7 @@ def known_part(model: SD3, name: str) -> Part:
 @contextmanager
 def accounting_of(weights: Iterable[Tensor]) -> Iterator[Accounting]:
     """Count a stage without training: everything that it allocates is activations."""
-    with Accounting(temporaries()) as accounting, accounting.allocating("activations"):
+    with CudaLayouts("flash"), Accounting(temporaries()) as accounting, accounting.allocating("activations"):
         accounting.register(weights, "weights")
         yield accounting
 
@@ -168,11 +191,13 @@ def of_encoding(model: SD3, vae: nn.Module, size: Size) -> MemorySnapshot:
     return accounting.peak
 
 
-def train_and_validate(config: TrainConfig, size: Size) -> tuple[StepReport, MemorySnapshot | None]:
+def train_and_validate(
+    config: TrainConfig, size: Size, capability: tuple[int, int] | None = None
+) -> tuple[StepReport, MemorySnapshot | None]:
     """Simulate the training stage, then sampling and evaluation with the training state still allocated."""
     transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
     vae = empty_autoencoder(config)
-    with Accounting(temporaries()) as accounting:
+    with accounting_like_cuda(config, capability) as accounting:
         report, run = take_steps(accounting, config, transformer, size)
         with accounting.allocating(HOST), averaged(run.average):
             transformer.eval()

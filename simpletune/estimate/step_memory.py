@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.simulate import CPU, take_steps
-from simpletune.memory.accounting import Accounting
-from simpletune.memory.device_terms import temporaries
+from simpletune.estimate.simulate import CPU, accounting_like_cuda, take_steps
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.models.buckets import Size
@@ -25,6 +23,6 @@ def snapshots_of_step(config: TrainConfig, size: Size) -> list[MemorySnapshot]:
     """
     with fake_tensors(), without_collection():
         transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
-        with Accounting(temporaries(), keep=True) as accounting:
+        with accounting_like_cuda(config, keep=True) as accounting:
             take_steps(accounting, config, transformer, size)
     return accounting.snapshots or []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from simpletune.cards import Card
-from simpletune.estimate.predict import CONTEXT, FRAGMENTED, MIB, Estimate
+from simpletune.estimate.predict import CONTEXT, FRAGMENTED, LEAST_FRAGMENTED, MIB, Estimate, fragmentation
 from simpletune.memory.snapshot import KINDS, MemorySnapshot
 
 WIDTH = 40  # characters of the longest bar
@@ -64,7 +64,8 @@ def _shares(snapshot: MemorySnapshot, width: int) -> Iterator[tuple[str, int]]:
 def _verdict(estimate: Estimate, card: Card | None, reserved: int) -> Iterator[str]:
     peak = estimate.peak
     yield f"  peak of the whole job  {peak.bytes / MIB:>8,.0f}  {estimate.peak_stage}: {place(peak)}"
-    yield f"  fragmentation          {FRAGMENTED * peak.bytes / MIB:>8,.0f}  an allowance of {FRAGMENTED:.0%}"
+    lost, least = fragmentation(peak.bytes) / MIB, LEAST_FRAGMENTED / MIB
+    yield f"  fragmentation          {lost:>8,.0f}  an allowance of {FRAGMENTED:.0%}, at least {least:.0f}"
     yield f"  CUDA context           {CONTEXT / MIB:>8,.0f}  an allowance: kernels and libraries"
     if reserved:
         yield f"  other programs         {reserved / MIB:>8,.0f}  from --reserve"

@@ -1,33 +1,24 @@
 """Memory that CUDA kernels and libraries allocate internally, which the accounting of tensor bytes cannot see.
 
-Each term cites its source. The terms are predictions until measured on a GPU.
+Each term cites its source. Those of attention are in attention_terms.py. Terms that torch's own code allocates were
+compared with torch's CUDA allocator on a simulated card (``python -m benchmarks dry``); what libraries take is stated.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from simpletune.memory.accounting import Temporaries
+from simpletune.memory.attention_terms import BACKWARD, BACKWARDS, FORWARD, efficient_forward
 
 MIB = 2**20
-ROWS = 128  # flash attention rounds the sequence length up to a multiple of this
-HEAD_STEP = 32  # and the head width to a multiple of this
-
-
-def flash_backward(grad_out: Tensor, query: Tensor, *_: object, **__: object) -> int:
-    """Bytes for flash attention's backward pass: fp32 sums of grad q [b, S, h, d], rounded up, and one fp32 per row.
-
-    Source: torch's third_party flash-attention, csrc/flash_attn/flash_api.cpp, mha_bwd: ``dq_accum`` and ``softmax_d``,
-    in the non-deterministic mode.
-
-    Args:
-        grad_out: [b, h, S, d].
-        query: [b, h, S, d].
-    """
-    b, heads, rows, width = query.shape
-    rows, width = -(-rows // ROWS) * ROWS, -(-width // HEAD_STEP) * HEAD_STEP
-    return 4 * b * heads * rows * (width + 1)
+MULTIPROCESSORS, THREADS_PER_MULTIPROCESSOR = 58, 1536  # an L4's
+REDUCING_THREADS = 512  # a block's in torch's reductions
+FEW, MANY = 16, 256  # values that a thread sums: fewest and most
 
 
 def quanto_product(activations: Tensor, weights: Tensor, scales: Tensor) -> int:
@@ -43,14 +34,99 @@ def quanto_product(activations: Tensor, weights: Tensor, scales: Tensor) -> int:
     return weights.numel() * scales.element_size()
 
 
-def temporaries() -> Temporaries:
-    """Temporary bytes of CUDA kernels, by operation; the CPU's attention stands in for CUDA's flash attention."""
+def reduction(x: Tensor, dim: Sequence[int] | int | None = None, *_: object, **__: object) -> int:
+    """Bytes for a sum or mean over the leading dimensions, which several blocks of threads share by a buffer.
+
+    Source: torch's aten/src/ATen/native/cuda/Reduce.cuh, ``setReduceConfig`` and ``global_memory_size``, with an L4's
+    multiprocessors. Other reductions need little: their buffer has one number per output and block.
+
+    Args:
+        x: contiguous; one that is not counts nothing.
+        dim: the reduced dimensions; none: all of them.
+    """
+    listed = [dim] if isinstance(dim, int) else dim or ()
+    dims = sorted({number % x.dim() for number in listed}) if x.dim() else []
+    if not x.is_contiguous() or dims != list(range(len(dims))) or len(dims) in (0, x.dim()):
+        return 0
+    return _buffer(math.prod(x.shape[: len(dims)]), math.prod(x.shape[len(dims) :]))
+
+
+def _buffer(inputs: int, outputs: int) -> int:
+    """Bytes of the buffer between blocks that sum ``inputs`` rows of ``outputs`` contiguous fp32 columns."""
+    vector = next(size for size in (4, 2, 1) if outputs % size == 0)
+    most = REDUCING_THREADS // vector
+    width, height = min(_power(outputs // vector), most), min(_power(inputs), most)
+    block_height = min(height, most // min(width, 32))
+    block_width = min(width, most // block_height)
+    values = -(-inputs // block_height)
+    grid = -(-(outputs // vector) // block_width)
+    target = MULTIPROCESSORS * (THREADS_PER_MULTIPROCESSOR // (block_width * block_height))
+    if inputs < min(FEW * block_height, MANY) or values < MANY or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // FEW)), -(-values // MANY))
+    return 4 * outputs * blocks * block_width * vector if blocks > 1 else 0
+
+
+def _power(size: int) -> int:
+    """The largest power of two up to a size."""
+    return 1 << (size.bit_length() - 1)
+
+
+def convolution_workspace(
+    pixels: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    *_: object,
+) -> int:
+    """Bytes for cuDNN's workspace of a convolution: an allowance, neither measured nor executed by us.
+
+    cuDNN chooses its algorithm on the card and asks torch for a workspace (aten/src/ATen/native/cudnn/Conv_v8.cpp,
+    ``run_conv_plan``). Its tensor-core kernels compute on [b, h, w, c]; torch's tensors are [b, c, h, w], so input,
+    weight and output are converted. The allowance is one copy of each.
+
+    Args:
+        pixels: the input [b, c, h, w].
+        weight: [o, c / groups, kh, kw].
+        bias: [o].
+        stride: of both dimensions, as ``padding`` and ``dilation``.
+    """
+    sizes = zip(pixels.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    area = math.prod((size + 2 * pad - hole * (kernel - 1) - 1) // step + 1 for size, kernel, step, pad, hole in sizes)
+    output = pixels.shape[0] * weight.shape[0] * area
+    return (pixels.numel() + weight.numel() + output) * pixels.element_size()
+
+
+def convolution_backward_workspace(grad: Tensor, pixels: Tensor, weight: Tensor, *_: object) -> int:
+    """Bytes for cuDNN's workspace of a convolution's gradients: an allowance like ``convolution_workspace``.
+
+    Args:
+        grad: of the output [b, o, h, w].
+        pixels: the input [b, c, h, w].
+        weight: [o, c / groups, kh, kw].
+    """
+    return (grad.numel() + pixels.numel() + weight.numel()) * pixels.element_size()
+
+
+def temporaries(attention: str = "flash") -> Temporaries:
+    """Temporary bytes of CUDA kernels, by operation; the CPU's attention stands in for CUDA's.
+
+    Args:
+        attention: the kernel, from ``attention_kernel``.
+    """
     from optimum.quanto import qint8  # noqa: F401 registers quanto's operations
 
-    return {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: flash_backward,
+    terms: dict = {
+        FORWARD: efficient_forward,
         torch.ops.quanto.qbytes_mm.default: quanto_product,
+        torch.ops.aten.sum.dim_IntList: reduction,
+        torch.ops.aten.mean.dim: reduction,
+        torch.ops.aten.convolution.default: convolution_workspace,
+        torch.ops.aten.convolution_backward.default: convolution_backward_workspace,
     }
+    return terms | ({BACKWARD: BACKWARDS[attention]} if attention in BACKWARDS else {})
 
 
 def cublas_workspace(capability: tuple[int, int], threads: int = 2) -> int:

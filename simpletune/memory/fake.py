@@ -41,15 +41,15 @@ def fake_tensors() -> Iterator[None]:
     from bitsandbytes import functional
 
     with (
-        _replaced(nn.Module, "_apply", _apply),
-        _replaced(functional, "create_dynamic_map", _empty_dynamic_map),
+        replaced(nn.Module, "_apply", _apply),
+        replaced(functional, "create_dynamic_map", _empty_dynamic_map),
         _Fake(),
     ):
         yield
 
 
 @contextmanager
-def _replaced(owner: type | ModuleType, name: str, value: object) -> Iterator[None]:
+def replaced(owner: type | ModuleType, name: str, value: object) -> Iterator[None]:
     """Replace an attribute of a class or module within this context."""
     original = getattr(owner, name)
     setattr(owner, name, value)

@@ -1,0 +1,167 @@
+"""``dry``: memory that torch's own CUDA allocator hands out on a simulated card, beside the prediction.
+
+A stub of the CUDA runtime stands under torch's CUDA build (tests/dry_gpu): launches do nothing, and device memory is
+address space. The allocator, the dispatcher, the choice of attention kernels and the C++ of the operators are torch's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.dry_row import predict
+from benchmarks.dry_rows import Row, rows_of
+from benchmarks.table import Results
+from simpletune.cards import Card, card_of
+from simpletune.estimate.predict import CONTEXT, needed
+from simpletune.options import UserError
+from simpletune.system.console import say
+
+LAUNCHER = "tests/dry_gpu/run"
+MEDIAN, WORST = 0.005, 0.02  # goals for the error of the prediction
+COLUMNS = {
+    "what": "", "predicted_mib": "predicted, MiB", "allocated_mib": "allocated, MiB", "error": "error, %",
+    "reserved_mib": "reserved, MiB", "needed_mib": "a card must have, MiB", "spare_mib": "spare, MiB",
+    "attention": "attention", "at": "predicted peak at",
+}  # fmt: skip
+ABOUT = """\
+*Allocated* and *reserved*: peaks of torch's CUDA allocator on a simulated {card}, no hardware: torch's CUDA build over
+a stub of the CUDA runtime, on which kernels compute nothing. *Predicted*: what `simpletune estimate` counts on fake
+tensors for the same stage. *A card must have*: what it then tells users to have, with its allowances for the CUDA
+context and for fragmentation. *Spare*: what of it is neither reserved nor the context's 500 MiB. *Attention*: the kernel that torch chose. SD3 Medium at 1024 px, batch 1, gradient
+checkpointing of all blocks, LoRA on attention with an fp32 adapter and AdamW, unless a row says otherwise.
+
+Stated, not executed: cuDNN cannot run here, so a convolution is its output and the tool's allowance for cuDNN's
+workspace (input, weight and output once more), in both columns{cudnn}. Not real either: time, values, the CUDA context.
+
+{summary}"""
+CUDNN = "; so is cuDNN's attention, with fp32 sums of grad q as its workspace"
+
+
+def run(folder: Path, minutes: float, only: str, cards: list[str], again: bool) -> str:
+    """Measure the missing rows on each card until the time is up.
+
+    Args:
+        folder: of the results; each card has its own in it.
+        minutes: start no row of a card after this many.
+        only: text that row names must contain.
+        cards: names.
+        again: predict the rows again that are already measured, and measure none.
+
+    Returns:
+        The tables' files.
+
+    Raises:
+        UserError: no row name contains ``only``, or the simulated card cannot be started.
+    """
+    return "\n".join(str(of_card(card_of(name), folder, minutes, only, again)) for name in cards)
+
+
+def of_card(card: Card, folder: Path, minutes: float, only: str, again: bool) -> Path:
+    """Measure one card's missing rows.
+
+    Returns:
+        The Markdown table.
+    """
+    rows = rows_of(card.capability)
+    results = Results(folder / f"dry-{card.name.lower()}" / "memory", COLUMNS)
+    if again:
+        for name, found in results.rows.items():
+            results.add(name, compared(predict(rows[name], card.capability) | measured_part(found)))
+    else:
+        wanted = dict(results.missing(rows, minutes, only))
+        for name, found in measured(wanted, card, minutes):
+            row = compared(predict(rows[name], card.capability) | found)
+            results.add(name, row)
+            say(f"bench   {name}: predicted {row['predicted_mib']:,}, allocated {row['allocated_mib']:,} MiB")
+    results.rows = {name: results.rows[name] for name in rows if name in results.rows}
+    about = ABOUT.format(
+        card=card.name, cudnn=CUDNN if card.capability[0] in (9, 10) else "", summary=summary(results.rows)
+    )
+    return results.write_table(f"Memory on a simulated {card.name}", about, machine(card, results.rows))
+
+
+def measured_part(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a row that do not depend on the prediction."""
+    return {key: row[key] for key in ("allocated_mib", "reserved_mib", "attention", "versions")}
+
+
+def compared(row: dict[str, Any]) -> dict[str, Any]:
+    """Add the error of the prediction in percent, and what the tool tells users to have."""
+    must_have = needed(round(row["predicted_mib"] * 2**20)) / 2**20
+    return row | {
+        "error": round(100 * (row["predicted_mib"] / row["allocated_mib"] - 1), 2),
+        "needed_mib": round(must_have),
+        "spare_mib": round(must_have - row["reserved_mib"] - CONTEXT / 2**20),
+    }
+
+
+def errors_of(rows: dict[str, dict[str, Any]]) -> tuple[float, float]:
+    """Return the median and the worst absolute error as shares."""
+    errors = [abs(row["predicted_mib"] / row["allocated_mib"] - 1) for row in rows.values()]
+    return statistics.median(errors), max(errors)
+
+
+def summary(rows: dict[str, dict[str, Any]]) -> str:
+    """Say how good the predictions are."""
+    if not rows:
+        return "No row was measured yet."
+    median, worst = errors_of(rows)
+    name = max(rows, key=lambda name: abs(rows[name]["error"]))
+    return f"{len(rows)} rows: median error {median:.2%} (goal {MEDIAN:.1%}), worst {worst:.2%} (goal {WORST:.0%}; {name})."
+
+
+def measured(rows: dict[str, Row], card: Card, minutes: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measure rows on the simulated card, several in a process as long as none leaves memory behind.
+
+    Yields:
+        A row's name and figures.
+
+    Raises:
+        UserError: the process did not measure a row.
+    """
+    left = list(rows)
+    while left:
+        before = len(left)
+        for line in lines_of([rows[name] for name in left], card):
+            found = json.loads(line)
+            name = left.pop(0)
+            if "failed" in found:
+                raise UserError(f"dry: {name}: {found['failed']}. Choose a larger card, or leave the row out")
+            yield name, found
+        if len(left) == before:
+            raise UserError(f"dry: the simulated {card.name} measured nothing for {left[0]}. See its messages above")
+
+
+def lines_of(rows: list[Row], card: Card) -> Iterator[str]:
+    """Start a process on the simulated card and yield the lines of JSON that it prints."""
+    launcher = shlex.split(os.environ.get("DRY_RUN", LAUNCHER))
+    if shutil.which(launcher[0]) is None:
+        raise UserError(f"dry: {launcher[0]} does not exist. Run make dry at the root of the repository")
+    command = [*launcher, "python", "-m", "benchmarks.dry_row", json.dumps([asdict(row) for row in rows])]
+    major, minor = card.capability
+    env = os.environ | {
+        "DRY_CC": f"{major}{minor}", "DRY_GIB": f"{card.bytes / 2**30:.4f}", "DRY_NAME": f"NVIDIA {card.name}",
+    }  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        try:
+            yield from (line for line in process.stdout if line.startswith("{"))
+        finally:
+            process.terminate()
+
+
+def machine(card: Card, rows: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Describe the simulated card and the versions under it."""
+    versions = next((row["versions"] for row in rows.values()), {})
+    said = ", ".join(f"{name} {version}" for name, version in versions.items())
+    device = f"none; simulated {card.name}, sm_{card.capability[0]}{card.capability[1]}, {card.bytes / 2**30:.2f} GiB"
+    return {"device": device, "versions on it": said}

@@ -1,0 +1,194 @@
+"""Measure rows of ``dry`` on a simulated card in this process: JSON lists of rows in, a line of JSON for each row out.
+
+It ends after a row that leaves memory behind, so that no row begins with another's; the caller starts it again.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks import memory
+from benchmarks.dry_rows import LARGE, Row
+from simpletune.config.schema import TrainConfig
+from simpletune.models.sd3_shapes import sd3_medium_config
+from simpletune.system.devices import prepare_environment
+from simpletune.system.environment import LIBRARIES
+
+STEPS = 3  # the optimizer's state exists after the first
+
+
+def config_of(row: Row) -> TrainConfig:
+    """Return a row's configuration; SD3.5 Large's shapes come from a folder that lives as long as the process."""
+    if not row.large:
+        return memory.config_of(row.overrides)
+    folder = Path(tempfile.gettempdir()) / "simpletune-sd35-large" / "transformer"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**sd3_medium_config(), **LARGE}))
+    return memory.config_of((*row.overrides, f"model.transformer={folder.parent}"))
+
+
+def predict(row: Row, capability: tuple[int, int]) -> dict[str, Any]:
+    """Predict a row on fake tensors."""
+    from simpletune.estimate.simulate import simulate
+    from simpletune.estimate.simulate_stages import predict_stage
+
+    config = config_of(row)
+    if row.stage == "train":
+        peak = simulate(config, capability=capability).peak
+    else:
+        peak = predict_stage(config, row.stage, capability)
+    return {
+        "predicted_mib": round(peak.bytes / 2**20, 1),
+        "by_kind_mib": {kind: round(size / 2**20, 1) for kind, size in peak.by_kind.items()},
+        "at": f"{peak.phase} {peak.module}".strip(),
+    }
+
+
+def measure(row: Row) -> dict[str, Any]:
+    """Run a row's stage on CUDA.
+
+    Returns:
+        Peaks of torch's allocator in MiB, and the attention kernel that torch chooses for training.
+    """
+    import torch
+
+    config = config_of(row)
+    attention = chosen_attention(config, row.stage)
+    torch.cuda.reset_peak_memory_stats()
+    {"text": text, "latents": latents, "train": train, "validate": validate}[row.stage](config)
+    torch.cuda.synchronize()
+    return {
+        "allocated_mib": round(torch.cuda.max_memory_allocated() / 2**20, 1),
+        "reserved_mib": round(torch.cuda.max_memory_reserved() / 2**20, 1),
+        "attention": attention,
+        "versions": {"torch": torch.__version__} | {name: version(name) for name in LIBRARIES if name != "torch"},
+    }
+
+
+def chosen_attention(config: TrainConfig, stage: str) -> str:
+    """The kernel that torch chooses for a stage's type and head width, or the one that the run asks for."""
+    import torch
+
+    from simpletune.step.attention import usable
+
+    asked, width = config.speed.attention, 512 if stage == "latents" else 64
+    if asked != "auto" and stage == "train":
+        return asked
+    return usable("auto", 2, 64, width, torch.device("cuda"), config.precision.product_dtype())
+
+
+def text(config: TrainConfig) -> None:
+    """Encode prompts with each encoder, as ``simulate_stages.text_snapshots`` does."""
+    import torch
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    from simpletune.estimate.simulate_stages import known_part
+    from simpletune.models.sd3_text import BATCH, ENCODERS, clip_outputs
+    from simpletune.models.t5_layers import EmptyT5, LayeredT5
+
+    device, dtype = torch.device("cuda"), config.precision.encoder_dtype()
+    for encoder in ENCODERS:
+        part = known_part(config.model, encoder.model)
+        if encoder.is_t5:
+            ids = torch.zeros((2 * BATCH, config.model.t5_length), dtype=torch.int64)
+            outputs = LayeredT5(part, dtype, device, EmptyT5(part, dtype)).encode(ids, BATCH)
+        else:
+            with torch.device("meta"):
+                clip = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(part.config()))
+            clip = clip.eval().to(dtype).to_empty(device=device)
+            ids = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
+            outputs = clip_outputs(clip, ids, device, BATCH)
+        with torch.no_grad():
+            for _ in outputs:
+                pass
+        clip = None
+
+
+def empty_vae(config: TrainConfig) -> Any:  # a diffusers autoencoder
+    """The run's autoencoder on the card."""
+    from simpletune.estimate.simulate_stages import empty_autoencoder
+
+    return empty_autoencoder(config).to("cuda")
+
+
+def latents(config: TrainConfig) -> None:
+    """Encode two pictures: the first one's attention makes cuBLAS's workspace."""
+    import torch
+
+    side, vae = config.data.resolution, empty_vae(config)
+    with torch.no_grad():
+        for _ in range(2):
+            config.model.encode_pictures(vae, torch.zeros(1, 3, side, side, device="cuda"))
+
+
+def train(config: TrainConfig) -> tuple[Any, Any]:  # the core and its batches
+    """Take a few training steps."""
+    import torch
+
+    from simpletune.pipeline.load import empty_base
+    from simpletune.step.attention import attention_by
+    from simpletune.step.core import assemble
+    from simpletune.step.synthetic import SingleProcess, SyntheticBatches
+
+    device, side = torch.device("cuda"), config.data.resolution
+    transformer = empty_base(config.model, config.memory, config.precision, device, [(side, side)])
+    core = assemble(config, transformer, SingleProcess(device))
+    batches = SyntheticBatches(config, core, device=device)
+    transformer.train()
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(STEPS):
+        with attention_by(config.speed.attention):
+            core.step(batches.step(step))
+    return core, batches
+
+
+def validate(config: TrainConfig) -> None:
+    """Draw a validation picture with the training state still allocated."""
+    import torch
+
+    from simpletune.estimate.simulate_stages import ShapesOnlyModel
+    from simpletune.pipeline.sample import Request, Sampler
+
+    core, batches = train(config)
+    option, batch = config.validation, batches.batch(1)
+    prompt = batch.prompt_embeds[0], batch.pooled[0]
+    core.model.eval()
+    vae = empty_vae(config)
+    torch.cuda.reset_peak_memory_stats()
+    request = Request("", 0, "", *config.picture_size(), option.steps, option.guidance)
+    sampler = Sampler(core.model, ShapesOnlyModel(batches.shapes["in_channels"]), config.precision, core.modulation)
+    with torch.no_grad():
+        z = sampler.denoise([request], [prompt], [prompt])
+        config.model.decode_latents(vae, z)
+
+
+def main(rows: list[Row]) -> None:
+    """Measure rows and print their figures, until one leaves memory behind."""
+    import torch
+
+    from benchmarks.dry_operations import replace_cudnn
+
+    library = replace_cudnn()
+    for row in rows:
+        try:
+            found = measure(row)
+        except torch.OutOfMemoryError as error:
+            found = {"failed": str(error).split(".")[0]}
+        print(json.dumps(found), flush=True)
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        if torch.cuda.memory_allocated() or "failed" in found:
+            break
+    del library
+
+
+if __name__ == "__main__":
+    prepare_environment()
+    main([Row(**fields) for fields in json.loads(sys.argv[1])])

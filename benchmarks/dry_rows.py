@@ -1,0 +1,133 @@
+"""The rows of ``dry``: configurations and stages whose memory torch's CUDA allocator tells on a simulated card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks import memory
+from benchmarks.memory import BATCH4, BF16, FULL, HOST, NF4, PLAN, PX512, SMALL, STREAMED, TILES
+
+FP32 = ("precision.weights=fp32",)
+AUTOCAST = (*FP32, "precision.compute=bf16")
+NO_BF16 = ("precision.compute=fp32",)  # for cards without bf16
+UNCHECKED = ("memory.checkpointing=none",)
+
+# What tells SD3.5 Large's transformer from SD3 Medium's: its public config.json.
+LARGE = {
+    "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "qk_norm": "rms_norm",
+    "dual_attention_layers": [],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage of one configuration.
+
+    Args:
+        overrides: of the memory grid's baseline.
+        stage: ``text``, ``latents``, ``train`` or ``validate``.
+        large: has SD3.5 Large's transformer.
+    """
+
+    overrides: tuple[str, ...] = ()
+    stage: str = "train"
+    large: bool = False
+
+
+def px(side: int) -> tuple[str, ...]:
+    """Overrides for square pictures."""
+    return (f"data.resolution={side}",)
+
+
+def batch(size: int) -> tuple[str, ...]:
+    """Overrides for a batch."""
+    return (f"train.batch_size={size}",)
+
+
+def by(name: str) -> tuple[str, ...]:
+    """Overrides for an optimizer."""
+    return (f"optimizer.name={name}",)
+
+
+# The memory grid's training steps, but one that an L4 cannot hold.
+GRID = {
+    name: Row(row.overrides)
+    for name, row in memory.ROWS.items()
+    if not row.whole and name != "full bf16, adamw after backward"
+}
+MORE = {
+    "LoRA r16 int8, plan, batch 2": Row((*PLAN, *batch(2))),
+    "LoRA r16 int8, plan, batch 8": Row((*PLAN, *batch(8))),
+    "LoRA r16 int8, plan, 512 px, batch 8": Row((*PLAN, *PX512, *batch(8))),
+    "LoRA r16 int8, plan, 768 px": Row((*PLAN, *px(768))),
+    "LoRA r16 int8, plan, 1536 px": Row((*PLAN, *px(1536))),
+    "LoRA r16 int8, plan, 1536 px, batch 4": Row((*PLAN, *px(1536), *BATCH4)),
+    "LoRA r16 nf4, plan, 1536 px, batch 2": Row((*PLAN, *NF4, *px(1536), *batch(2))),
+    "LoRA r16 bf16, plan, batch 4, no checkpointing, 512 px": Row((*PLAN, *BF16, *PX512, *BATCH4, *UNCHECKED)),
+    "LoRA r16 bf16, plan, no checkpointing": Row((*PLAN, *BF16, *UNCHECKED)),
+    "LoRA r128 bf16, plan, batch 2": Row((*PLAN, *BF16, "adapter.rank=128", *batch(2))),
+    "LoRA r16 int8, plan, streamed, batch 8, checkpoint inputs on the host": Row((*PLAN, *STREAMED, *HOST, *batch(8))),
+    "LoRA r16 int8, plan, 4 micro-batches": Row((*PLAN, "train.gradient_accumulation=4")),
+    "LoRA r16 int8, plan, efficient attention": Row((*PLAN, "speed.attention=efficient")),
+    "LoRA r16 int8, plan, lion8bit": Row((*PLAN, *by("lion8bit"))),
+    "LoRA r16 int8, plan, adafactor": Row((*PLAN, *by("adafactor"))),
+    "LoRA r16 int8, plan, adamw_bf16, bf16 adapter": Row((*PLAN, *by("adamw_bf16"), "adapter.dtype=bf16")),
+    "LoRA r16 int8, all linear layers": Row(("adapter.targets=all_linear",)),
+    "LoRA r16 fp32": Row(FP32),
+    "LoRA r16 fp32, bf16 products": Row(AUTOCAST),
+    "LoRA r16 fp32, bf16 products, plan, batch 2": Row((*AUTOCAST, *PLAN, *batch(2))),
+    "LoRA r16 fp32, bf16 products, plan, no checkpointing": Row((*AUTOCAST, *PLAN, *UNCHECKED)),
+    "LoRA r16 int8, fp32 products, plan": Row((*PLAN, *NO_BF16)),
+    "full bf16, adamw8bit in backward, batch 2": Row((*FULL, *batch(2))),
+    "full bf16, adamw8bit in backward, batch 8": Row((*FULL, *batch(8))),
+    "full bf16, adamw8bit in backward, 1536 px": Row((*FULL, *px(1536))),
+    "full bf16, lion8bit in backward": Row((*FULL, *by("lion8bit"))),
+    "full bf16, adamw8bit after backward, no checkpointing": Row(
+        ("adapter.method=full", *BF16, *by("adamw8bit"), *UNCHECKED)
+    ),
+    "full bf16, adafactor in backward, streamed": Row((*FULL, *by("adafactor"), *STREAMED)),
+    "SD3.5 Large: LoRA r16 int8, plan": Row(PLAN, large=True),
+    "SD3.5 Large: LoRA r16 int8, plan, batch 4": Row((*PLAN, *BATCH4), large=True),
+    "SD3.5 Large: LoRA r16 nf4, plan, 512 px": Row((*PLAN, *NF4, *PX512), large=True),
+    "SD3.5 Large: LoRA r16 int8, plan, streamed, checkpoint inputs on the host": Row(
+        (*PLAN, *STREAMED, *HOST), large=True
+    ),
+    "SD3.5 Large: LoRA r16 bf16, plan": Row((*PLAN, *BF16), large=True),
+    # The other stages. Convolutions count the stated allowance for cuDNN in both columns.
+    "prompts": Row((), "text"),
+    "pictures to latents, 512 px": Row(PX512, "latents"),
+    "pictures to latents": Row((), "latents"),
+    "pictures to latents, tiles of 512 px": Row(TILES, "latents"),
+    "pictures to latents, 2048 px, tiles of 512 px": Row((*TILES, *px(2048)), "latents"),
+    "validation, LoRA r16 int8, plan, small states": Row((*PLAN, *SMALL), "validate"),
+    "validation, LoRA r16 int8, plan, small states, tiles of 512 px": Row((*PLAN, *SMALL, *TILES), "validate"),
+    "validation, LoRA r16 int8, plan, small states, 512 px": Row((*PLAN, *SMALL, *PX512), "validate"),
+    "validation, full bf16, adamw8bit in backward, tiles of 512 px": Row((*FULL, *TILES), "validate"),
+}  # fmt: skip
+ROWS: dict[str, Row] = GRID | MORE
+SAME = ("LoRA r16 int8, plan", "LoRA r16 int8, plan, no checkpointing", "prompts")
+BIGGER = (
+    *SAME, "LoRA r16 int8, plan, small states, streamed", "full bf16, adamw8bit in backward",
+    "pictures to latents, tiles of 512 px",
+)  # fmt: skip
+OLD = {
+    "LoRA r16 int8, fp32 products, plan": Row((*PLAN, *NO_BF16)),
+    "LoRA r16 int8, fp32 products, plan, no checkpointing": Row((*PLAN, *NO_BF16, *UNCHECKED)),
+    "LoRA r16 int8, fp32 products, plan, streamed, checkpoint inputs on the host": Row(
+        (*PLAN, *NO_BF16, *STREAMED, *HOST)
+    ),
+    "LoRA r16 nf4, fp32 products, plan, batch 2": Row((*PLAN, *NF4, *NO_BF16, *batch(2))),
+    "pictures to latents, fp32, 512 px": Row((*NO_BF16, *PX512), "latents"),
+}
+
+
+def rows_of(capability: tuple[int, int]) -> dict[str, Row]:
+    """The rows to measure on a card: all on an L4's capability, elsewhere those that can differ from it.
+
+    Cards without bf16 have rows of their own; Hopper and Blackwell have larger workspaces, and Hopper another attention.
+    """
+    if capability == (8, 9):
+        return ROWS
+    if capability < (8, 0):
+        return OLD
+    return {name: ROWS[name] for name in (SAME if capability < (9, 0) else BIGGER)}

@@ -1,0 +1,144 @@
+"""What CUDA's attention kernels allocate: which kernel torch chooses, its temporary bytes, and its tensors' layouts.
+
+The simulation runs the CPU's fused attention. Here is what differs from it on a card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+FLASH_ROWS, FLASH_WIDTH = 128, 32  # flash attention rounds sequence length and head width up to multiples of these
+EFFICIENT_ROWS = 64  # memory-efficient attention rounds the sequence length up to a multiple of this
+WIDEST_IN_REGISTERS = 128  # a wider head's output is summed in memory by memory-efficient attention
+WIDEST_IN_FLASH = 256  # flash and cuDNN take no wider heads
+
+
+def attention_kernel(capability: tuple[int, int], dtype: torch.dtype, asked: str = "auto") -> str:
+    """Name the kernel that computes SD3's attention, which has no mask and no dropout.
+
+    Source: the order of torch 2.13's ``_fused_sdp_choice_cuda`` (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp):
+    cuDNN first on Hopper and datacenter Blackwell, otherwise flash from Ampere on; both take 16-bit types only.
+
+    Args:
+        capability: of the CUDA device.
+        dtype: of the products.
+        asked: ``speed.attention``.
+
+    Returns:
+        ``flash``, ``cudnn``, ``efficient`` or ``math``.
+    """
+    if asked != "auto":
+        return asked
+    if dtype == torch.float32 or capability < (8, 0):
+        return "efficient"
+    return "cudnn" if capability[0] in (9, 10) else "flash"
+
+
+def flash_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *_: object, **__: object
+) -> int:
+    """Bytes for flash attention's backward pass.
+
+    They are fp32 sums of grad q [b, S, h, d], rounded up, one fp32 per row, and copies of ``grad_out`` and ``out``
+    where these are not laid out as [b, S, h, d].
+
+    Source: torch's third_party flash-attention, csrc/flash_attn/flash_api.cpp, mha_bwd: ``dq_accum`` and ``softmax_d``,
+    in the non-deterministic mode; aten/src/ATen/native/transformers/cuda/attention_backward.cu: ``contiguous_out``.
+
+    Args:
+        grad_out: [b, h, S, d].
+        query: [b, h, S, d]; so are ``key``, ``value`` and ``out``.
+    """
+    b, heads, rows, width = query.shape
+    rows, width = _up(rows, FLASH_ROWS), _up(width, FLASH_WIDTH)
+    copied = [tensor for tensor in (grad_out, out) if not tensor.transpose(1, 2).is_contiguous()]
+    return 4 * b * heads * rows * (width + 1) + sum(tensor.numel() * tensor.element_size() for tensor in copied)
+
+
+def cudnn_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *_: object, **__: object
+) -> int:
+    """Bytes for cuDNN attention's backward pass: stated, never executed by us.
+
+    torch copies ``grad_out`` to the layout of ``out`` if they differ (aten/src/ATen/native/cudnn/MHA.cpp). cuDNN's plan
+    asks for a workspace whose size only a card tells: fp32 sums of grad q and one fp32 per row are assumed, as flash
+    attention has.
+
+    Args:
+        grad_out: [b, h, S, d]; so are the others.
+    """
+    copied = grad_out.stride() != out.stride()
+    b, heads, rows, width = query.shape
+    sums = 4 * b * heads * _up(rows, FLASH_ROWS) * (_up(width, FLASH_WIDTH) + 1)
+    return sums + copied * grad_out.numel() * grad_out.element_size()
+
+
+def efficient_forward(query: Tensor, *_: object, **__: object) -> int:
+    """Bytes for memory-efficient attention's forward pass: an fp32 output for wide heads in a 16-bit type.
+
+    Source: torch's mem_eff_attention/kernel_forward.h, ``kNeedsOutputAccumulatorBuffer``.
+
+    Args:
+        query: [b, h, S, d].
+    """
+    wide = query.shape[-1] > WIDEST_IN_REGISTERS and query.element_size() == 2
+    return 4 * query.numel() if wide else 0
+
+
+def efficient_backward(grad_out: Tensor, query: Tensor, *_: object, **__: object) -> int:
+    """Bytes for memory-efficient attention's backward pass: one fp32 per row, and in 16-bit types fp32 sums of grad q.
+
+    Source: torch's attention_backward.cu, ``delta``; mem_eff_attention/kernel_backward.h, ``workspace_elements_gq``.
+
+    Args:
+        grad_out: [b, h, S, d].
+        query: [b, h, S, d].
+    """
+    b, heads, rows, width = query.shape
+    sums = 4 * b * heads * _up(rows, EFFICIENT_ROWS) * width if query.element_size() == 2 else 0
+    return sums + 4 * b * heads * rows
+
+
+BACKWARDS = {"flash": flash_backward, "cudnn": cudnn_backward, "efficient": efficient_backward}
+
+
+class CudaLayouts(TorchDispatchMode):
+    """Lays out the results of the CPU's attention as a CUDA kernel would; enter it before the accounting.
+
+    Copies that follow depend on it. Memory-efficient attention writes its output as [b, S, h, d]; the others lay out
+    output and gradients as the query is. The CPU writes the output as the query is, and gradients as [b, S, h, d].
+
+    Args:
+        kernel: from ``attention_kernel``.
+    """
+
+    def __init__(self, kernel: str):
+        super().__init__()
+        self._efficient = kernel == "efficient"
+
+    def __torch_dispatch__(
+        self,
+        op: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Tensor] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run one operation."""
+        output = op(*args, **(kwargs or {}))
+        if op is FORWARD and (self._efficient or args[0].shape[-1] > WIDEST_IN_FLASH):
+            out, sums = output
+            return out.transpose(1, 2).contiguous().transpose(1, 2), sums
+        if op is BACKWARD and not self._efficient:
+            return tuple(torch.empty_like(like).copy_(grad) for grad, like in zip(output, args[1:4], strict=True))
+        return output
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
