@@ -23,6 +23,7 @@ from simpletune.estimate.simulate_stages import simulate_stages
 from simpletune.estimate.terminal import bars
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.options import UserError
+from simpletune.system.stage_timer import Stage, StageTimer
 from simpletune.training.loop import train
 
 L4 = card_of("L4")
@@ -315,3 +316,34 @@ def test_predicted_is_told_beside_measured(capsys: pytest.CaptureFixture[str]) -
     print_comparison(compare_with_measured(found, {"train": {"peak_allocated_gib": 800 / 1024}, "validate": {}}))
     title, line = capsys.readouterr().out.splitlines()
     assert "predicted, measured" in title and line.split() == ["train", "1,000", "800", "+25.0%"]
+
+
+def test_a_stage_that_allocated_nothing_is_compared_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a GPU a stage whose results were all cached measures a peak of 0.0."""
+    found = an_estimate(text=900 * MIB, train=1100 * MIB)
+    told = compare_with_measured(found, {"text": {"peak_allocated_gib": 0.0}, "train": {"peak_allocated_gib": 1.0}})
+    assert "measured_mib" not in told["stages"]["text"] and "error" not in told["stages"]["text"]
+    assert told["stages"]["train"]["measured_mib"] == 1024
+    print_comparison(told)
+    assert "text" not in capsys.readouterr().out
+
+
+def test_the_second_run_with_a_full_cache_ends_as_a_gpu_measures_it(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every stage but training allocates nothing: the run still writes its summary and its report."""
+    tiny_config["train"]["steps"] = 1
+    tiny_config["output"]["report"] = True
+    train(validate(tiny_config, "first"))
+    close = StageTimer._close
+
+    def as_on_a_gpu(self: StageTimer, name: str) -> None:
+        close(self, name)
+        self.by_name[name].merge(Stage(peak_allocated_gib=0.25 * (name == "train"), peak_reserved_gib=0.0))
+
+    monkeypatch.setattr(StageTimer, "_close", as_on_a_gpu)
+    tiny_config["name"] = "second"
+    folder = train(validate(tiny_config, "second"), estimate_first=True)
+    stages = json.loads((folder / "summary.json").read_text())["predicted"]["stages"]
+    assert [name for name, stage in stages.items() if "measured_mib" in stage] == ["train"]
+    assert stages["train"]["measured_mib"] == 256 and (folder / "report.html").is_file()

@@ -172,6 +172,24 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     assert "Do not compare" in peak.notes[0] and "%" not in peak.charts[0].spec["data"]["values"][1]["label"]
 
 
+def test_what_measured_nothing_divides_nothing(tmp_path: Path) -> None:
+    """Stages that allocated nothing, phases that round to 0 ms, losses of 0: a page, without percentages of nothing."""
+    folder = write_run(tmp_path / "runs" / "nothing")
+    add_prediction(folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    stages = {name: stage | {"peak_allocated_gib": 0.0} for name, stage in summary["stages"].items()}
+    zeros = dict.fromkeys(("seconds_per_step", "samples_per_second", "peak_allocated_gib", "peak_reserved_gib"), 0.0)
+    (folder / "summary.json").write_text(json.dumps(summary | zeros | {"stages": stages}))
+    add_profiles(tmp_path / "profiles" / "nothing", epochs=(0,))
+    profile = tmp_path / "profiles" / "nothing" / "epoch-000" / "summary.json"
+    values = json.loads(profile.read_text())
+    profile.write_text(json.dumps(values | {"phases": dict.fromkeys(values["phases"], 1e-7)}))
+    (folder / "evaluations.jsonl").write_text("".join(f'{{"step": {n}, "eval_loss": 0.0}}\n' for n in (0, 40)))
+    make_report([folder, write_run(tmp_path / "runs" / "other")])
+    write_report(make_report([folder]), folder / "report.html")
+    assert "0.0000 before, at step 40" in (folder / "report.md").read_text().replace("\\", "")
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / place / "same") for place in ("one", "two")]
     names = [row["name"] for row in make_report(folders).sections[0].charts[0].spec["data"]["values"]]

@@ -119,14 +119,15 @@ def compare_with_measured(estimate: Estimate, measured: Measured) -> Comparison:
 
     Args:
         estimate: the prediction.
-        measured: figures by stage, with ``peak_allocated_gib``, which is None without CUDA.
+        measured: figures by stage, with ``peak_allocated_gib``, which is None without CUDA. A stage that allocated
+            nothing (0.0), because everything was cached, is not compared.
     """
     stages = {name: snapshot_json(snapshot) for name, snapshot in estimate.stages.items()}
     for name, stage in stages.items():
-        peak = measured.get(name, {}).get("peak_allocated_gib")
-        if peak is not None:
-            stage["measured_mib"] = round(peak * 1024, 1)
-            stage["error"] = round(stage["peak_allocated_mib"] / stage["measured_mib"] - 1, 4)
+        mib = (measured.get(name, {}).get("peak_allocated_gib") or 0.0) * 1024
+        if mib > 0:
+            stage["measured_mib"] = round(mib, 1)
+            stage["error"] = round(stage["peak_allocated_mib"] / mib - 1, 4)
     return {"stages": stages, "peak_allocated_mib": round(estimate.peak.bytes / MIB, 1)}
 
 

@@ -103,7 +103,8 @@ def headline(run: RunRecord) -> list[Fact]:
 def _losses(run: RunRecord) -> Iterator[Fact]:
     if len(run.evaluations) > 1:
         (_, before), (step, after) = run.evaluations[0], run.evaluations[-1]
-        note = f"{before:.4f} before, {after / before - 1:+.1%}, at step {step:,}"
+        change = f" {after / before - 1:+.1%}," if before else ""
+        note = f"{before:.4f} before,{change} at step {step:,}"
         yield Fact(run.loss_is[0].upper() + run.loss_is[1:], f"{after:.4f}", note)
     elif run.metrics:
         tenth = run.metrics[-max(1, len(run.metrics) // 10) :]

@@ -40,7 +40,7 @@ def _phases(profiles: list[Json]) -> Section:
         section.charts.append(
             Chart("phases", "A traced step", says, charts.stacked(rows, "ms/step", charts.PHASE_COLOURS, ",.1f"))
         )
-        total = sum(row["value"] for row in rows if row["name"] == rows[-1]["name"])
+        total = sum(row["value"] for row in rows if row["name"] == rows[-1]["name"]) or 1.0  # all may round to 0 ms
         last = [row for row in rows if row["name"] == rows[-1]["name"]]
         shares = [(str(r["part"]), f"{r['value']:,.1f}", f"{r['value'] / total:.1%}") for r in last]
         title = f"Phases of {rows[-1]['name']}"
