@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
 
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.options import UserError
 from simpletune.system.devices import choose_device
+from simpletune.training import setup
+from simpletune.training.setup import make_accelerator
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120", "compute_120"]
 CUDA_12 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
@@ -76,3 +82,44 @@ def test_check_says_what_happens_on_such_cards(tiny_config) -> None:
     assert note in explain(validate(tiny_config, "bf16"))
     tiny_config["precision"]["compute"] = "fp32"
     assert note not in explain(validate(tiny_config, "fp32"))
+
+
+@pytest.fixture
+def fresh_state() -> Iterator[None]:
+    """accelerate keeps its device for the whole process: forget it before the test and after it."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.usefixtures("fresh_state")
+@pytest.mark.parametrize("later", ["cpu", "cuda"])
+def test_a_later_run_of_a_process_uses_its_own_device(
+    later: str, card, tiny_config: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both orders: accelerate alone would keep the first device without a word, or refuse the CPU."""
+    card("NVIDIA L4", (8, 9), CUDA_13)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    earlier = "cuda" if later == "cpu" else "cpu"
+    for device in (earlier, later, later):
+        accelerator, _ = make_accelerator(validate(tiny_config | {"device": device}, device))
+        assert accelerator.device.type == device
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_accelerate_may_not_choose_another_device(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = validate(tiny_config, "gpu")
+    monkeypatch.setattr(setup, "choose_device", lambda *_: (torch.device("cuda", 0), "a card"))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(UserError, match="device: .*cuda.* cpu.*ACCELERATE_USE_CPU"):
+        make_accelerator(config)
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_one_of_several_processes_keeps_its_group(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset would leave the group of processes, so another device is refused there."""
+    Accelerator(cpu=True)
+    monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
+    monkeypatch.setattr(setup, "choose_device", lambda *_: (torch.device("cuda", 0), "a card"))
+    with pytest.raises(UserError, match="device: .*cuda.* cpu"):
+        make_accelerator(validate(tiny_config, "gpu"))

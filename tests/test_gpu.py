@@ -57,7 +57,10 @@ def run_on(tiny_config: dict, device: str, resume: str | None = None, **changes:
     data = copy.deepcopy(tiny_config) | {"device": device}
     for section, values in changes.items():
         data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
-    return train(validate(data, "gpu"), resume)
+    folder = train(validate(data, "gpu"), resume)
+    peak = json.loads((folder / "summary.json").read_text())["peak_allocated_gib"]
+    assert (peak is None) if device == "cpu" else peak > 0, f"a run on {device} measured a peak of {peak}"
+    return folder
 
 
 @pytest.mark.parametrize("weights", ["fp32", "int8", "int8-quanto"])

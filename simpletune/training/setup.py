@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
 from simpletune.config.modulation import settle_modulation
@@ -242,17 +243,39 @@ def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.Saved
 
 
 def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
-    """Create accelerate's ``Accelerator``, and describe the device and why it was chosen."""
+    """Create accelerate's ``Accelerator``, and describe the device and why it was chosen.
+
+    Raises:
+        UserError: accelerate uses another device, or a setting needs a single process.
+    """
     device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
-    unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # the last block's add_q_proj gets no gradient
-    patient = InitProcessGroupKwargs(timeout=PATIENCE)
-    accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[unused, patient])
+    accelerator = _accelerator_on(device)
     if config.memory.optimizer_in_backward and accelerator.num_processes > 1:
         raise UserError(
             f"memory.optimizer_in_backward: {accelerator.num_processes} processes would update with their own "
             "gradients before averaging them. Set it to false, or use one process"
         )
     return accelerator, reason
+
+
+def _accelerator_on(device: torch.device) -> Accelerator:
+    """Create an ``Accelerator`` for a device.
+
+    accelerate keeps the device of a process's first run and would silently train a later one there, so its state is
+    reset first; not in one of several processes, which would leave their group.
+    """
+    known = PartialState._shared_state
+    if known and known["device"].type != device.type and known["num_processes"] == 1:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # the last block's add_q_proj gets no gradient
+    patient = InitProcessGroupKwargs(timeout=PATIENCE)
+    accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[unused, patient])
+    if accelerator.device.type != device.type:
+        raise UserError(
+            f"device: the run was to use {device.type}, but accelerate uses {accelerator.device.type}. "
+            "Unset ACCELERATE_USE_CPU, or set device=cpu"
+        )
+    return accelerator
 
 
 def announce_resume(
