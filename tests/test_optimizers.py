@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import bitsandbytes.optim
 import pytest
 import torch
 from pydantic import TypeAdapter
@@ -11,8 +12,10 @@ from safetensors.torch import load, save
 from torch import nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.optim import Optimizer
+from simpletune.optim import Optimizer, eight_bit_steps
+from simpletune.optim.in_backward import step_in_backward
 from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
+from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.options import union_of
 
 NAMES = list(union_of(TrainConfig.model_fields["optimizer"]).members)
@@ -88,3 +91,60 @@ def test_state_takes_the_bytes_that_are_promised(name: str) -> None:
     tensors = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
     taken = sum(t.numel() * t.itemsize for t in tensors if t.numel() > 256) / weight.numel()
     assert taken == pytest.approx(option.bytes_per_parameter, rel=0.03, abs=0.01)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keeps what would make the host wait for the whole device."""
+    found: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: found.append("torch"))
+    monkeypatch.setattr("bitsandbytes.optim.optimizer.sync_gpu", lambda *_: found.append("bitsandbytes"))
+    return found
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_update_waits_for_the_device(name: str, dtype: torch.dtype, in_backward: bool, waits: list[str]) -> None:
+    parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((64, 128), (5,), (96, 64))]
+    optimizer = option_of(name, lr=0.05).build(parameters, in_backward)
+    if in_backward:
+        assert isinstance(optimizer, RoundedOptimizer)
+        step_in_backward(optimizer, clip_norm=1.0)
+    for _ in range(3):
+        torch.stack([parameter.float().square().sum() for parameter in parameters]).sum().backward()
+        optimizer.step()
+    assert all(optimizer.state[parameter] and (parameter < 1).all() for parameter in parameters)
+    assert waits == []
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "PagedAdamW8bit", "Lion8bit"])
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_queued_updates_are_those_of_bitsandbytes(kind: str, waits: list[str]) -> None:
+    found, numbers = [], []
+    for module in (bitsandbytes.optim, eight_bit_steps):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(shape)) for shape in ((64, 128), (5,), (70, 100), (3,))]
+        optimizer = getattr(module, kind)(parameters, lr=0.01, weight_decay=0.1)
+        for step in range(5):
+            for parameter in parameters[: 3 + step % 2]:  # the last has no gradient in every other step
+                parameter.grad = torch.randn(parameter.shape)
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [value for p in parameters for value in optimizer.state[p].values()]
+        found.append([*parameters, *(value for value in states if isinstance(value, torch.Tensor))])
+        numbers.append(len(waits))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert numbers[0] == numbers[1] >= 17  # of bitsandbytes' own steps, and none of ours
+
+
+def test_paged_state_is_read_when_the_device_has_written_it(waits: list[str]) -> None:
+    """Kernels write it while the host goes on, and a copy on the host would not wait for them."""
+    optimizer = option_of("paged_adamw8bit").build([weight := nn.Parameter(torch.ones(64, 128))])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    state_to_tensors(optimizer)
+    assert waits == []
+    optimizer.state[weight]["state1"].is_paged = True  # as bitsandbytes marks it
+    state_to_tensors(optimizer)
+    assert waits == ["torch"]

@@ -33,8 +33,8 @@ class AdamW8bit(OptimizerOption):
     bytes_per_parameter: ClassVar[float] = 2.03
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Build bitsandbytes.optim.AdamW8bit."""
-        from bitsandbytes.optim import AdamW8bit
+        """Build bitsandbytes' AdamW8bit."""
+        from simpletune.optim.eight_bit_steps import AdamW8bit
 
         return AdamW8bit(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
@@ -52,8 +52,8 @@ class PagedAdamW8bit(OptimizerOption):
     bytes_per_parameter: ClassVar[float] = 2.03
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Build bitsandbytes.optim.PagedAdamW8bit, or the equivalent AdamW8bit on the CPU, which has no paging."""
-        from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+        """Build bitsandbytes' PagedAdamW8bit, or the equivalent AdamW8bit on the CPU, which has no paging."""
+        from simpletune.optim.eight_bit_steps import AdamW8bit, PagedAdamW8bit
 
         parameters = list(parameters)
         kind = PagedAdamW8bit if parameters[0].device.type == "cuda" else AdamW8bit
@@ -83,7 +83,7 @@ class Lion8bit(OptimizerOption):
     bytes_per_parameter: ClassVar[float] = 1.02
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Build bitsandbytes.optim.Lion8bit."""
-        from bitsandbytes.optim import Lion8bit
+        """Build bitsandbytes' Lion8bit."""
+        from simpletune.optim.eight_bit_steps import Lion8bit
 
         return Lion8bit(parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)

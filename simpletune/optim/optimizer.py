@@ -59,14 +59,15 @@ class OptimizerOption(Option):
         return value if name == "step" else value.to(parameter.device)
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Build the underlying optimizer. Its ``step`` must not read device tensors from the host."""
+        """Build the underlying optimizer. Its ``step`` must neither read device tensors from the host nor wait for the
+        device."""
         raise NotImplementedError
 
 
 def state_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], Json]:
     """Flatten optimizer state to named tensors and plain values.
 
-    Stores tables that several parameters share once.
+    Stores tables that several parameters share once. Waits for the device if the host reads paged state directly.
 
     Returns:
         Tensors by ``{parameter}.{name}``, and a JSON object with ``values``, the plain values by such names, and
@@ -79,7 +80,10 @@ def state_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor
     shared: dict[str, str] = {}
     seen: dict[bytes, str] = {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, name, value in _entries(optimizer, parameters):
+    entries = list(_entries(optimizer, parameters))
+    if any(getattr(value, "is_paged", False) for _, _, value in entries):  # bitsandbytes' mark
+        torch.cuda.synchronize()
+    for number, name, value in entries:
         key = f"{number}.{name}"
         if not isinstance(value, torch.Tensor):
             values[key] = value

@@ -1,0 +1,48 @@
+"""bitsandbytes' 8-bit optimizers, with a step that only queues work on the device.
+
+Their own step (bitsandbytes 0.50) calls ``torch.cuda.synchronize`` after the update of each parameter. Updates in the
+backward pass would then drain the device's queue hundreds of times, and copies of streamed blocks, for which the call
+waits too, would no longer overlap with the computation.
+
+The order of the stream suffices: updates, gradients and weights share the stream that bitsandbytes' kernels and
+prefetches are launched on, the default one. Only the host's reads of paged state need to wait (``state_to_tensors``).
+"""
+
+# mypy: disable-error-code="misc"  # bitsandbytes has no types
+from __future__ import annotations
+
+import bitsandbytes.optim
+import torch
+from bitsandbytes.optim.optimizer import Optimizer8bit
+
+
+class QueuedStep(Optimizer8bit):
+    """Replaces the step of bitsandbytes' optimizers; state, arithmetic and order are theirs."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Queue the update of every parameter that has a gradient."""
+        if not self.initialized:
+            self.check_overrides()
+            self.to_gpu()
+            self.initialized = True
+        for group_number, group in enumerate(self.param_groups):
+            for number, parameter in enumerate(group["params"]):
+                if parameter.grad is None:
+                    continue
+                if not self.state[parameter]:
+                    self.init_state(group, parameter, group_number, number)
+                self.prefetch_state(parameter)
+                self.update_step(group, parameter, group_number, number)
+
+
+class AdamW8bit(QueuedStep, bitsandbytes.optim.AdamW8bit):
+    """AdamW with 8-bit state."""
+
+
+class PagedAdamW8bit(QueuedStep, bitsandbytes.optim.PagedAdamW8bit):
+    """AdamW with 8-bit state in memory that the driver pages between host and device."""
+
+
+class Lion8bit(QueuedStep, bitsandbytes.optim.Lion8bit):
+    """Lion with 8-bit state."""
