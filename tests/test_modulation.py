@@ -131,6 +131,36 @@ def test_outputs_and_lora_gradients_are_those_of_the_resident_path_bit_for_bit(n
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual[1], expected[1], strict=True))
 
 
+@pytest.mark.parametrize("name", ["bf16", "int8-bf16", "quanto-bf16"])
+def test_the_host_pins_no_more_than_the_weights(name: str, inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own pinned memory comes in powers of two: 13.5 MiB would take 16."""
+    pinned: dict[int, int] = {}
+
+    class Cudart:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            pinned[address] = size
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(Tensor, "pin_memory", None)
+    precision = PRECISIONS[name]
+    plain = detach_modulation(model_of(inputs[0], precision), precision, CPU, 4)
+    hosted = detach_modulation(model_of(inputs[0], precision), precision, torch.device("cuda"), 4)
+    known = {}
+    for ours, theirs in zip((hosted.embed, *hosted.layers), (plain.embed, *plain.layers), strict=True):
+        values = [(*module.named_parameters(), *module.named_buffers()) for module in (ours, theirs)]
+        assert len(values[0]) == len(values[1]) > 0
+        for (_, tensor), (_, expected) in zip(*values, strict=True):
+            assert tensor.dtype == expected.dtype and torch.equal(tensor, expected)
+            if type(tensor.data) is Tensor:  # quanto's cannot be pinned
+                known[tensor.data_ptr()] = tensor.nbytes
+    assert pinned == known and len(pinned) >= 4
+
+
 def test_sd3_5_with_dual_attention() -> None:
     torch.manual_seed(0)
     model = SD3Transformer2DModel(

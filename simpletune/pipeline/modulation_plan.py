@@ -24,6 +24,7 @@ from torch.func import functional_call
 
 from simpletune.data.plan import Draw
 from simpletune.memory import accounting
+from simpletune.memory.copy_stream import host_like
 from simpletune.memory.snapshot import HOST
 from simpletune.models.sd3_shapes import is_adaln, timestep_of
 from simpletune.models.transformer import Transformer
@@ -79,7 +80,7 @@ class Modulation:
         self.embed, self.layers, self.precision, self.device, self.window = embed, layers, precision, device, window
         self.width = sum(_outputs(layer) for layer in layers)
         for module in (embed, *layers):
-            _keep_on_host(module, pin=device.type == "cuda")
+            _keep_on_host(module, device)
 
     @torch.no_grad()
     def __call__(
@@ -212,14 +213,15 @@ def _outputs(layer: nn.Module) -> int:
     return int(layer.out_features)  # type: ignore[arg-type]
 
 
-def _keep_on_host(module: nn.Module, pin: bool) -> None:
-    """Move a module's tensors to host memory, pinned so that copies to the device are asynchronous.
+def _keep_on_host(module: nn.Module, device: torch.device) -> None:
+    """Move a module's tensors to host memory, pinned so that copies to a CUDA device are asynchronous.
 
     Tensor subclasses (quanto's) cannot be pinned; their copies are slower but correct.
     """
     for part in module.modules():
         for name, tensor in own_tensors(part):
             host = tensor.detach().to("cpu")
-            pinned = pin and type(host) is Tensor
-            set_tensor(part, name, host.pin_memory() if pinned else host)
+            if device.type == "cuda" and type(host) is Tensor:
+                host = host_like(host, device).copy_(host)
+            set_tensor(part, name, host)
             accounting.register([part._parameters.get(name, part._buffers.get(name))], HOST)

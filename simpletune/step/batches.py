@@ -117,6 +117,7 @@ class Batches:
             pooled=torch.stack([pooled for _, pooled in embeddings]),
             names=tuple(draw.view.picture.name for draw in draws),
         )
+        # PyTorch's allocator reuses a step's pinned memory in later ones, once the copies to the device are done.
         return batch.map(Tensor.pin_memory) if self.device.type == "cuda" else batch
 
     def _placed(self, batch: Batch) -> Batch:
