@@ -18,7 +18,7 @@ from simpletune.config.load import read_config
 from simpletune.optim.adamw import AdamW
 from simpletune.options import UserError
 from simpletune.runs.folder import read_metrics
-from simpletune.step.attention import settle_attention, usable
+from simpletune.step.attention import Shape, settle_attention, usable
 from simpletune.step.batches import Batches, Prefetcher
 from simpletune.step.core import StepCore
 from simpletune.training import loop as train_module
@@ -155,15 +155,16 @@ def test_the_fused_update_is_the_plain_one_and_takes_its_state() -> None:
 def test_the_kernel_of_attention_is_found_out_or_refused(tiny_config: dict) -> None:
     run = run_with(tiny_config, speed={"attention": "math"})
     assert json.loads((Path(run) / "summary.json").read_text())["attention"] == "math"
-    assert usable("auto", 2, 20, 64, CPU, torch.bfloat16) == "flash"
+    shape = Shape(1, 2, 20, 64, True, "training")
+    assert usable("auto", shape, CPU, torch.bfloat16) == "flash"
     with pytest.raises(UserError, match="speed.attention: cudnn cannot compute 2 heads of 20 x 64 .*Use auto or math"):
-        usable("cudnn", 2, 20, 64, CPU, torch.float32)
+        usable("cudnn", shape, CPU, torch.float32)
 
 
 def test_the_kernel_that_pytorch_chooses_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), ["data.path=demo:pictures"])
     assert config.precision.product_dtype() == torch.bfloat16
-    assert settle_attention(config, (256, 256), CPU) == "flash"
+    assert settle_attention(config, [(256, 256)], CPU) == "flash"
     assert "with the flash kernel (speed.attention auto)" in capsys.readouterr().out
 
 

@@ -22,7 +22,6 @@ from simpletune.models.buckets import Size
 from simpletune.models.sd3_shapes import Shape
 from simpletune.models.transformer import Transformer
 from simpletune.pipeline.load import empty_base
-from simpletune.step.attention import attention_by
 from simpletune.step.core import StepCore, assemble
 from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
 from simpletune.system.startup import without_collection
@@ -124,7 +123,9 @@ def take_steps(
         The report and the simulated run.
     """
     started = time.perf_counter()
-    config = config.model_copy(update={"speed": config.speed.model_copy(update={"compile": False})})
+    kernel = "math" if config.speed.attention == "math" else "auto"  # the others use as much as flash
+    speed = config.speed.model_copy(update={"compile": False, "attention": kernel})
+    config = config.model_copy(update={"speed": speed})
     base = all_tensors(transformer)
     accounting.register(base, "weights")
     with accounting.allocating("optimizer"):
@@ -145,8 +146,7 @@ def take_steps(
         accounting.forget_snapshots()
         batches = synthetic.step(step)
         accounting.register((tensor for batch in batches for tensor in batch_tensors(batch)), "activations")
-        with attention_by("math" if config.speed.attention == "math" else "auto"):  # the others use as much as flash
-            core.step(batches)
+        core.step(batches)
         del batches
         accounting.register(host_counters(core.optimizer), HOST)
         if average is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from simpletune.pipeline.load import empty_base
 from simpletune.pipeline.modulation_plan import ModulationSource
 from simpletune.pipeline.sample import Request, Sampler
 from simpletune.profiling import phase
+from simpletune.step.attention import attention_by
 from simpletune.step.synthetic import CPU, SyntheticBatches
 from simpletune.system.console import silent
 from simpletune.system.startup import without_collection
@@ -205,7 +207,9 @@ def of_drawing(
     whole = None if modulation is None else WholeWindowModulation(modulation, option.steps, request.steps)
     with accounting.allocating("activations"), torch.no_grad():
         with phase("sample"):
-            z = Sampler(transformer, model, config.precision, whole).denoise([request], [text], [text])
+            kernel = partial(attention_by, batches.core.config.speed.attention)
+            sampler = Sampler(transformer, model, config.precision, whole, attention=kernel)
+            z = sampler.denoise([request], [text], [text])
         with phase("decode"):
             config.model.decode_latents(vae, z)
     return accounting.peak

@@ -118,6 +118,8 @@ class Sampler:
             last bits of products depend on the number of rows.
         reuse_guidance: recompute the difference v_positive - v_negative only every this many steps. Values above 1 save
             passes and change the pictures.
+        attention: gives a context for the transformer's passes, which may restrict PyTorch's choice of an attention
+            kernel there; the autoencoder's is not restricted.
     """
 
     transformer: Transformer
@@ -126,6 +128,7 @@ class Sampler:
     modulation: ModulationSource | None = None
     batch_size: int = 1
     reuse_guidance: int = 1
+    attention: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @torch.no_grad()
     def denoise(
@@ -157,7 +160,7 @@ class Sampler:
         z = (z if start is None else interpolate(start, z, sigmas[:1])).to(device)
         conditions = conditions_of(pooled, sigmas[:-1], self.modulation)
         away: Tensor | float = 0.0
-        with autocast_of(self.precision, device):
+        with autocast_of(self.precision, device), self.attention():
             levels = zip(sigmas[:-1], sigmas[1:], conditions, strict=True)
             for step, (sigma, sigma_next, condition) in enumerate(levels):
                 poll()

@@ -1,10 +1,15 @@
-"""Select PyTorch's attention kernel: the requested one, or PyTorch's own choice."""
+"""Select PyTorch's kernel for the transformer's attention: the requested one, or PyTorch's own choice.
+
+The request concerns the transformer alone. The autoencoder's attention has one wide head (512 in SD3's), which flash
+and cuDNN cannot compute, so PyTorch always chooses there and in the text encoders.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,14 +38,56 @@ def attention_by(kernel: Kernel) -> Iterator[None]:
         yield
 
 
-def usable(kernel: Kernel, heads: int, tokens: int, width: int, device: torch.device, dtype: torch.dtype) -> str:
-    """Find the kernel for SD3's attention of this size, without mask or dropout.
+class Shape(NamedTuple):
+    """One shape of SD3's attention, which has no mask and no dropout: [batch, heads, tokens, width].
 
     Args:
-        kernel: the requested kernel, or auto.
+        batch: the number of samples.
         heads: the number of heads.
         tokens: the number of image and text tokens.
         width: the width of a head.
+        trained: whether there is a backward pass.
+        what: what needs it, in words.
+    """
+
+    batch: int
+    heads: int
+    tokens: int
+    width: int
+    trained: bool
+    what: str
+
+
+def shapes_of(config: TrainConfig, sizes: Iterable[Size]) -> list[Shape]:
+    """List the shapes of attention in a run's training, evaluation loss and validation pictures, largest first.
+
+    Args:
+        config: the run's configuration.
+        sizes: (width, height) in pixels of the training's pictures.
+    """
+    drawn = config.validation
+    rows = 2 if drawn.guidance > 1 else 1  # both halves of guidance are one batch
+    passes = [(size, config.train.batch_size, True, "training") for size in sizes]
+    if drawn.eval_samples:
+        passes += [(size, 1, False, "the evaluation loss") for size, *_ in passes]
+    if drawn.prompts != []:
+        passes.append((config.picture_size(), rows, False, "validation pictures"))
+    known, text = config.model.known_config(), config.model.text_tokens
+    found: dict[Shape, None] = {}
+    for size, batch, trained, what in passes:
+        image = math.prod(side // (8 * known["patch_size"]) for side in size)
+        for tokens in (text + image, image) if known.get("dual_attention_layers") else (text + image,):
+            heads, width = known["num_attention_heads"], known["attention_head_dim"]
+            found[Shape(batch, heads, tokens, width, trained, f"{what} of {size[0]}x{size[1]} px")] = None
+    return sorted(found, key=lambda shape: (shape.trained, shape.tokens), reverse=True)
+
+
+def usable(kernel: Kernel, shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
+    """Find the kernel for SD3's attention of a shape, by running it, with its backward pass if it has one.
+
+    Args:
+        kernel: the requested kernel, or auto.
+        shape: the shape.
         device: where it runs.
         dtype: the type of products.
 
@@ -52,39 +99,43 @@ def usable(kernel: Kernel, heads: int, tokens: int, width: int, device: torch.de
     """
     if kernel == "math":
         return kernel  # always available; a trial would take memory quadratic in the tokens
-    q = torch.zeros(1, heads, tokens, width, device=device, dtype=dtype, requires_grad=True)
+    size = (shape.batch, shape.heads, shape.tokens, shape.width)
+    q = torch.zeros(size, device=device, dtype=dtype, requires_grad=shape.trained)
     if kernel != "auto":
         try:
             with attention_by(kernel):
-                torch.nn.functional.scaled_dot_product_attention(q, q, q)
+                y = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+                if shape.trained:
+                    y.backward(torch.zeros_like(y))
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise UserError(
-                f"speed.attention: {kernel} cannot compute {heads} heads of {tokens} x {width} in {dtype} on "
-                f"{device.type} ({reason}). Use auto or math"
+                f"speed.attention: {kernel} cannot compute {shape.heads} heads of {shape.tokens} x {shape.width} in a "
+                f"batch of {shape.batch}, for {shape.what}, in {dtype} on {device.type} ({reason}). Use auto or math"
             ) from None
         return kernel
     by_number = {int(backend.value): name for name, backend in BACKENDS.items()}
     return by_number.get(int(torch._fused_sdp_choice(q, q, q)), "math")
 
 
-def settle_attention(config: TrainConfig, size: Size, device: torch.device) -> str:
+def settle_attention(config: TrainConfig, sizes: Iterable[Size], device: torch.device) -> str:
     """Determine which kernel computes attention for a run's shapes, and log it.
+
+    Tries a requested kernel with every shape, so that none fails in the middle of the run.
 
     Args:
         config: the run's configuration.
-        size: the size of the largest pictures in pixels.
+        sizes: (width, height) in pixels of the training's pictures.
         device: where it runs.
 
     Returns:
-        The kernel's name.
+        The kernel's name; for auto, that of the training's largest shape.
 
     Raises:
         UserError: the kernel that ``speed.attention`` requests cannot run here.
     """
-    shape, asked = config.model.known_config(), config.speed.attention
-    tokens = config.model.text_tokens + math.prod(side // (8 * shape["patch_size"]) for side in size)
-    heads, width = shape["num_attention_heads"], shape["attention_head_dim"]
-    found = usable(asked, heads, tokens, width, device, config.precision.product_dtype())
+    asked, shapes = config.speed.attention, shapes_of(config, sizes)
+    tried = shapes[:1] if asked == "auto" else shapes
+    found = [usable(asked, shape, device, config.precision.product_dtype()) for shape in tried][0]
     say(f"attend  with the {found} kernel (speed.attention {asked})")
     return found

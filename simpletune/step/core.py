@@ -24,6 +24,7 @@ from simpletune.pipeline.load import device_of, modulation_of
 from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.pipeline.sample import autocast_of
 from simpletune.profiling import phase
+from simpletune.step.attention import attention_by
 from simpletune.step.batches import Batch
 from simpletune.system.console import say
 from simpletune.tensors import trained_parameters
@@ -64,7 +65,7 @@ class StepCore:
         precision = self.config.precision
         with phase("noise"):
             z_t = interpolate(batch.z_0, batch.noise, batch.sigma)
-        with autocast_of(precision, z_t.device):
+        with autocast_of(precision, z_t.device), attention_by(self.config.speed.attention):
             velocity = predict_velocity(
                 model, z_t, batch.sigma, batch.prompt_embeds, batch.pooled, precision.compute_dtype()
             )
@@ -93,7 +94,7 @@ class StepCore:
             with self.accelerator.no_sync(self.model) if number < len(batches) else nullcontext():
                 with phase("forward"):
                     loss = self.loss(self.model, batch) / batch.parts
-                with phase("backward"):
+                with phase("backward"), attention_by(self.config.speed.attention):  # it may recompute blocks
                     self.accelerator.backward(loss)
             total += loss.detach()
             self.losses.append(loss.detach())

@@ -21,7 +21,6 @@ from simpletune.runs.folder import EVALUATION, append_metrics, finished_steps, r
 from simpletune.runs.mending import require_place
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
-from simpletune.step.attention import attention_by
 from simpletune.step.batches import Prefetcher
 from simpletune.step.core import set_learning_rate
 from simpletune.system.atomic import write_json
@@ -73,7 +72,7 @@ def train(
             return folder
         require_place(folder)
         run = set_up(config, StartOptions(attempt, resume, force, estimate_first))
-        with run.trackers, attention_by(config.speed.attention), explained(run):
+        with run.trackers, explained(run):
             validate_train_finish(run)
         leave(run.accelerator)
         return run.folder

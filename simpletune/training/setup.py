@@ -119,6 +119,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         require_room(resolved, data.plan, start, options.force)
     fitted = fit_memory(resolved, device, data.plan, saved)
     predicted = predict(fitted, device, data.plan, options) if main else None
+    attention = settle_attention(resolved, data.plan.sizes(), device)
     prepared = encode(resolved, data, accelerator, stages)
     print_data(prepared)
     steps = config.steps(prepared.plan.steps_per_epoch)
@@ -132,7 +133,6 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     stop_if_asked()
     with stages.stage("load"):
         model = load_model(fitted, prepared, accelerator, saved)
-    attention = settle_attention(resolved, prepared.plan.largest(), device)
     modulation = model.core.modulation
     batches = Batches(prepared, config.train.seed, device, accelerator.process_index, modulation)
     trackers = open_trackers(config, folder, start, main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Request, Sampler, draw
 from simpletune.sheets import grid
+from simpletune.step.attention import attention_by
 from simpletune.step.batches import Batch, Batches
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.failpoints import failpoint
@@ -73,7 +75,8 @@ class Previews:
         was_training = transformer.training
         transformer.eval()
         config = self.config
-        sampler = Sampler(transformer, config.model, config.precision, self.modulation)
+        kernel = partial(attention_by, config.speed.attention)
+        sampler = Sampler(transformer, config.model, config.precision, self.modulation, attention=kernel)
         vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
         try:
             pictures = draw(sampler, vae, config.model, self.requests, self.text.load)
