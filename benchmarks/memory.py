@@ -99,7 +99,7 @@ ROWS: dict[str, Row] = {
 COLUMNS = {
     "what": "", "predicted_mib": "predicted peak, MiB", "target_mib": "target, MiB", "measured_mib": "measured, MiB",
     "error": "error", "reserved_mib": "reserved, MiB", "host_mib": "host memory for levers, MiB",
-    "rss_mib": "process's peak RSS, MiB", "seconds_per_step": "s/step", "at": "peak at",
+    "rss_mib": "process's peak RSS, MiB", "at": "peak at",
 }  # fmt: skip
 WHOLE_JOB = "The whole job, by stage"
 STAGES = {

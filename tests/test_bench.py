@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from benchmarks import __main__ as benchmarks
@@ -37,6 +38,18 @@ def test_every_row_of_the_memory_grid_is_a_valid_configuration() -> None:
     assert [row.target_mib for row in memory.ROWS.values()][:5] == [1950, 1350, 800, 8600, 2000]
     for row in memory.ROWS.values():
         read_config(memory.CONFIG, [*memory.ENOUGH, *row.overrides, "data.path=demo:pictures"])
+
+
+def test_the_memory_grid_measures_no_time(tiny_config: dict, write_config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are uninitialised: zeros take less power, so a card that is limited by power would look faster."""
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 3 * 2**20)
+    monkeypatch.setattr(memory, "CONFIG", write_config(tiny_config))
+    found = memory_row.measure((), "cpu")
+    assert set(found) == {"measured_mib", "reserved_mib", "rss_mib"} and found["measured_mib"] == 3
+    assert not any("s/step" in title or "seconds" in key for key, title in memory.COLUMNS.items())
 
 
 def test_the_committed_predictions_meet_their_targets() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,10 +30,12 @@ from simpletune.memory.accounting import Accounting
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import rounded
 from simpletune.options import ConfigError
-from simpletune.quant import int8_products
+from simpletune.quant import int8_products, int8_tuning
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_linear import Int8Linear
+from simpletune.quant.int8_tuning import tunings
 from simpletune.runs.folder import read_metrics
+from simpletune.training import setup
 from simpletune.training.loop import train
 
 LAYER = "transformer_blocks.0.attn.to_q"
@@ -71,31 +74,6 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     words = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "interpreted_kernel.py"]
     done = subprocess.run(words, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
-
-
-@needs_triton
-@pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernel_compiles_for_cards_that_are_not_here(capability: int) -> None:
-    """To machine code, on the tensor cores, with the weight in either layout."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    from simpletune.quant import int8_kernel
-
-    function = int8_kernel._product.fn
-    types = dict.fromkeys(function.arg_names, "i32") | {
-        "x": "*i8", "x_scale": "*fp32", "weight": "*i8", "scale": "*fp32", "bias": "*bf16", "y": "*bf16"
-    }  # fmt: skip
-    for contiguous in ("weight_k", "weight_n"):
-        constants = {**int8_kernel._blocks(int8_kernel.SAFE_TILE), "EVEN_K": True, contiguous: 1}
-        signature = types | dict.fromkeys(constants, "constexpr")
-        places = {(function.arg_names.index(name),): value for name, value in constants.items()}
-        built = compile(
-            ASTSource(function, signature, places),
-            target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False},
-        )
-        assert ".s32.s8.s8" in built.asm["ptx"] and "fma.rn.f32" not in built.asm["ptx"]
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (17, 1), (33, 64)])
@@ -248,6 +226,144 @@ def test_a_layer_whose_device_cannot_dequantises(monkeypatch: pytest.MonkeyPatch
     int8, x = layer(24, 8), torch.randn(40, 24)
     monkeypatch.setattr(int8_products, "why_not", lambda device: "it cannot")
     torch.testing.assert_close(int8(x), torch.nn.functional.linear(x, int8.dequantise(), int8.bias))
+
+
+class FakeKernel:
+    """Stands for a kernel of Triton without a GPU; notes the tiles that run, and fails for some.
+
+    Args:
+        fails: rows of the tiles that do not compile.
+        error: what compiling them raises.
+    """
+
+    def __init__(self, fails: set[int], error: Exception):
+        self.fails, self.error, self.ran = fails, error, Counter[int]()
+
+    def run(self, *_: Any, grid: Any, warmup: bool, BLOCK_M: int, **named: Any) -> None:
+        if BLOCK_M in self.fails:
+            raise self.error
+        self.ran[BLOCK_M] += 1
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *given, **named: self.run(*given, grid=grid, warmup=False, **named)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a fake kernel under the tuning, which then measures tiles by their rows; gives it and what was said."""
+    from simpletune.quant import int8_kernel
+
+    def use(fails: set[int], error: Exception) -> tuple[FakeKernel, list[str]]:
+        fake, said = FakeKernel(fails, error), []
+        tuner = int8_kernel._tuned
+
+        def seconds(call: Any, quantiles: Any) -> list[float]:
+            call()
+            return [float(sum(fake.ran.values()))] * 3  # the first tile that runs is the fastest
+
+        for name, value in {"fn": fake, "do_bench": seconds, "cache_results": False, "cache": {}}.items():
+            monkeypatch.setattr(tuner, name, value)
+        monkeypatch.setattr(int8_kernel, "_product", fake)
+        monkeypatch.setattr(int8_kernel, "_untunable", set())
+        monkeypatch.setattr(int8_kernel, "say", said.append)
+        monkeypatch.setattr(int8_products, "say", said.append)
+        monkeypatch.setattr(int8_products, "_given_up", {})
+        int8_kernel._say_left_out.cache_clear()
+        return fake, said
+
+    return use
+
+
+@needs_triton
+def test_tunings_are_announced_before_the_first_step(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each shape of a layer, for the powers of two of image rows (256 and 512) and of text rows (128)."""
+    model = transformer(PRECISIONS["int8-products"])
+    Lora(rank=2, targets="all_linear").attach(model, 7)
+    shapes = {tuple(layer.weight.shape) for layer in model.modules() if isinstance(layer, Int8Linear)}
+    wide = {(32, 32), (128, 32), (32, 128)}  # q, k, v and out; the feed-forward layers
+    assert shapes > wide  # adaLN's are dequantised
+    expected = {(rows, *shape, back) for rows in (128, 256, 512) for shape in wide for back in (False, True)}
+    assert tunings(model, [200, 300, 301], 100) == expected
+    assert tunings(model, [200], 10) == {shape for shape in expected if shape[0] == 256}  # few rows of text
+    config = validate(with_products(tiny_config), "announced")
+    plan = SimpleNamespace(sizes=lambda: [(256, 256)])  # 256 image tokens, 84 of text; a batch of 2
+    asked: list[torch.device] = []
+    monkeypatch.setattr(int8_tuning, "why_not", asked.append)
+    setup.announce_kernel(config, model, torch.device("cuda"), plan)
+    assert "the int8 kernel: 12 shapes x 10 tiles" in capsys.readouterr().out
+    setup.announce_kernel(config, model, torch.device("cpu"), plan)
+    setup.announce_kernel(config, transformer(PRECISIONS["int8"]), torch.device("cuda"), plan)
+    assert capsys.readouterr().out == "" and len(asked) == 1  # trying the kernel takes seconds
+
+
+NOT_LOWERED = RuntimeError("PassManager::run failed")
+
+
+def product_on_cuda(rows: int = 40) -> Tensor:
+    """A product as CUDA dispatches it, over tensors of the CPU."""
+    q, scale = int8_products.int8_rows(torch.ones(rows, 32))
+    return int8_products._product_on_cuda(q, scale, q[:8], None, None, torch.float32)
+
+
+@needs_triton
+def test_a_tile_that_does_not_compile_is_left_out_and_named_once(kernel: Any) -> None:
+    fake, said = kernel({128}, NOT_LOWERED)
+    for rows in (40, 1000):  # two tunings
+        product_on_cuda(rows)
+    assert set(fake.ran) == {256, 64, 32} and fake.ran[256] == 4
+    tiles = [line for line in said if "leave out a tile" in line]
+    assert len(tiles) == len(said) == 6 and all("BLOCK_M: 128" in t and "PassManager::run failed" in t for t in tiles)
+
+
+@needs_triton
+def test_where_no_tile_of_the_tuning_runs_the_safe_one_does(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from simpletune.quant import int8_kernel
+
+    monkeypatch.setattr(int8_kernel, "SAFE_TILE", (16, 64, 64, 4, 2))
+    fake, said = kernel({256, 128, 64, 32}, NOT_LOWERED)
+    for _ in range(3):
+        product_on_cuda()
+    assert fake.ran == {16: 3} and sum("use the smallest tile" in line for line in said) == 1
+
+
+@needs_triton
+@pytest.mark.parametrize("gradient", [False, True])
+def test_where_no_tile_runs_at_all_the_product_is_dequantised(gradient: bool, kernel: Any) -> None:
+    fake, said = kernel({256, 128, 64, 32}, NOT_LOWERED)
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(40, 64), torch.randn(32, 64), torch.randn(32)
+    (q, scale), (w, w_scale) = int8_products.int8_rows(x), int8_products.int8_rows(weight)
+    given = (q, scale, w.t().contiguous().t(), None, None) if gradient else (q, scale, w, w_scale, bias)
+    for _ in range(2):
+        y = int8_products._product_on_cuda(*given, torch.float32)
+        torch.testing.assert_close(y, int8_products.int8_product(*given, torch.float32), rtol=1e-3, atol=1e-3)
+    assert not fake.ran and sum("NO LONGER in int8 on cpu" in line for line in said) == 1
+    assert "PassManager::run failed" in str(int8_products.why_not(torch.device("cpu")))  # layers then dequantise
+
+
+@needs_triton
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), torch.AcceleratorError("illegal address", 1)])
+def test_a_full_or_broken_device_is_no_fault_of_a_tile(error: Exception, kernel: Any) -> None:
+    _, said = kernel({128}, error)
+    with pytest.raises(type(error), match="full|illegal"):
+        product_on_cuda()
+    assert said == []
+
+
+@needs_triton
+def test_rows_that_do_not_compile_are_quantised_by_torch(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from simpletune.quant import int8_kernel
+
+    def fail(*_: Any) -> None:
+        raise NOT_LOWERED
+
+    _, said = kernel(set(), NOT_LOWERED)
+    monkeypatch.setattr(int8_kernel, "rows", fail)
+    x = torch.randn(20, 30)
+    torch.testing.assert_close(int8_products._rows_on_cuda(x, None), int8_products.int8_rows(x), rtol=0, atol=0)
+    assert len(said) == 1 and "NO LONGER" in said[0]
 
 
 def test_compiled_blocks_have_no_break_and_quantise_once() -> None:

@@ -17,11 +17,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.autotuner import Autotuner
+
+from simpletune.printable import reason_of
+from simpletune.system.console import say
+
+Tile = tuple[int, int, int, int, int]
 
 LONGEST_BLOCK = 4096  # elements of a row that one program loads at once
 ROUNDS = 12  # timed calls of each tile in tuning
-# Tiles: rows, columns and length of the sum of one step, warps, stages. The largest needs Hopper's shared memory; those
-# with two stages fit into Turing's 64 KiB. Tuning skips tiles that do not fit the device.
+# Tiles: rows, columns and length of the sum of one step, warps, stages. Tuning skips tiles that do not fit the device.
+# `make kernels` checks their machine code for absent cards.
 TILES = (
     (128, 256, 128, 8, 3), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 128, 128, 8, 3), (128, 128, 64, 4, 4),
     (128, 64, 128, 4, 3), (64, 128, 128, 4, 3), (64, 64, 128, 4, 4), (32, 128, 128, 4, 4), (128, 128, 64, 8, 2),
@@ -111,21 +117,50 @@ def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float
         begin.record()
         call()
         end.record()
-    torch.cuda.synchronize()
+    marks[-1][1].synchronize()
     times = sorted(begin.elapsed_time(end) for begin, end in marks)
     return [times[round(quantile * (ROUNDS - 1))] for quantile in quantiles]
 
 
-def _blocks(tile: tuple[int, int, int, int, int]) -> dict[str, int]:
+def _blocks(tile: Tile) -> dict[str, int]:
     return {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": tile[2], "GROUP": 8}
 
 
-_tuned = triton.autotune(
-    configs=[triton.Config(_blocks(tile), num_warps=tile[3], num_stages=tile[4]) for tile in TILES],
-    key=["bucket", "n", "k", "weight_k", "multiprocessors"],
+def is_of_the_kernel(error: Exception) -> bool:
+    """Whether an error may come from compiling or launching a kernel, not from the device or its memory."""
+    return not isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
+
+
+class _Tuner(Autotuner):
+    """Leaves out tiles that fail. Triton's own tuning forgives only those that need too many resources."""
+
+    def _bench(self, *args: object, config: triton.Config, **meta: object) -> list[float]:
+        try:
+            return super()._bench(*args, config=config, **meta)
+        except Exception as error:
+            if not is_of_the_kernel(error):
+                raise
+            _say_left_out(str(config), reason_of(error))
+            return [float("inf")] * 3
+
+
+@lru_cache(maxsize=len(TILES))
+def _say_left_out(tile: str, reason: str) -> None:
+    say(f"kernel  int8 products leave out a tile that fails here ({tile}): {reason}")
+
+
+_tuned = _Tuner(
+    _product,
+    _product.arg_names,
+    [triton.Config(_blocks(tile), num_warps=tile[3], num_stages=tile[4]) for tile in TILES],
+    ["bucket", "n", "k", "weight_k", "multiprocessors"],
+    None,
+    None,
     do_bench=_seconds,
     cache_results=True,
-)(_product)
+)
+_untunable: set[tuple[object, ...]] = set()
+"""Shapes for which every tile of the tuning failed."""
 
 
 def rows(x: Tensor, columns: Tensor | None, least: float) -> tuple[Tensor, Tensor]:
@@ -159,12 +194,13 @@ def product(
     scale: Tensor | None,  # fp32 [n]
     bias: Tensor | None,  # [n]
     dtype: torch.dtype,
-    tile: tuple[int, int, int, int, int] | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:  # [m, n]
     """Compute y = (x weight^T) * x_scale * scale + bias, where x and x_scale are the quantised rows.
 
     Without ``tile``, tunes once to find the device's fastest tile for m's bucket. Buckets are powers of two, so that
-    pictures of many sizes share tunings. Triton's cache folder stores the timings.
+    pictures of many sizes share tunings. Triton's cache folder stores the timings. If every tile fails, ``SAFE_TILE``
+    takes over.
     """
     x, x_scale = quantised
     (m, k), n = x.shape, len(weight)
@@ -180,10 +216,19 @@ def product(
     def grid(chosen: Mapping[str, int]) -> tuple[int]:
         return (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]),)
 
-    if tile is None:
-        _tuned[grid](*given, enable_fp_fusion=False)
-    else:
-        _product[grid](*given, **_blocks(tile), num_warps=tile[3], num_stages=tile[4], enable_fp_fusion=False)
+    shape = (bucket, n, k, weight.stride(1), x.device)
+    if tile is None and shape not in _untunable:
+        try:
+            _tuned[grid](*given, enable_fp_fusion=False)
+            return y
+        except Exception as error:
+            if not is_of_the_kernel(error):
+                raise
+            say(f"kernel  int8 products of {m} x {n} x {k} use the smallest tile, because no other runs here: "
+                f"{reason_of(error)}")  # fmt: skip
+            _untunable.add(shape)
+    tile = tile or SAFE_TILE
+    _product[grid](*given, **_blocks(tile), num_warps=tile[3], num_stages=tile[4], enable_fp_fusion=False)
     return y
 
 

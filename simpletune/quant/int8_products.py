@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from simpletune.printable import reason_of
 from simpletune.system.console import say
 
 FEW_ROWS = 16
@@ -113,12 +114,32 @@ def _product_on_cpu(
     return y.to(dtype)
 
 
+_given_up: dict[torch.device, str] = {}
+"""Devices whose kernels failed in the middle of a run, and why."""
+
+
+def _give_up(device: torch.device, error: Exception) -> None:
+    """Log once that a device's kernels failed; from now on ``why_not`` knows."""
+    from simpletune.quant import int8_kernel
+
+    if not int8_kernel.is_of_the_kernel(error):
+        raise error
+    if device not in _given_up:
+        _given_up[device] = reason_of(error)
+        say(f"products NO LONGER in int8 on {device}, multiplying with dequantised weights: {_given_up[device]}")
+
+
 @torch.library.impl(_LIBRARY, "int8_rows", "CUDA")
 def _rows_on_cuda(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     from simpletune.quant import int8_kernel
 
-    with torch.cuda.device_of(x):
-        return int8_kernel.rows(x, columns, LEAST)
+    if x.device not in _given_up:
+        try:
+            with torch.cuda.device_of(x):
+                return int8_kernel.rows(x, columns, LEAST)
+        except Exception as error:
+            _give_up(x.device, error)
+    return _rows_on_cpu(x, columns)  # torch's operators, with the same results anywhere
 
 
 @torch.library.impl(_LIBRARY, "int8_product", "CUDA")
@@ -127,8 +148,15 @@ def _product_on_cuda(
 ) -> Tensor:
     from simpletune.quant import int8_kernel
 
-    with torch.cuda.device_of(x):
-        return int8_kernel.product((x, x_scale), weight, scale, bias, dtype)
+    if x.device not in _given_up:
+        try:
+            with torch.cuda.device_of(x):
+                return int8_kernel.product((x, x_scale), weight, scale, bias, dtype)
+        except Exception as error:
+            _give_up(x.device, error)
+    y = (x.to(dtype) * x_scale[:, None].to(dtype)) @ weight.to(dtype).t()
+    y = y if scale is None else y.mul_(scale)
+    return y if bias is None else y.add_(bias)
 
 
 class _Quantised(NamedTuple):
@@ -223,7 +251,7 @@ def serves(x: Tensor) -> bool:
 
 def why_not(device: torch.device) -> str | None:
     """Why a device cannot multiply in int8, found by trying and logged once; None if it can."""
-    return _found_out(device)
+    return _given_up.get(device) or _found_out(device)
 
 
 why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator imports all of dynamo
@@ -255,10 +283,13 @@ def _why_not(device: torch.device) -> str | None:
 
 
 def _tried(device: torch.device) -> str | None:
-    """Compare products of odd sizes and extreme values, in both layouts, with exact sums."""
+    """Compare rows with the CPU's, and products of odd sizes and extreme values, in both layouts, with exact sums."""
     numbers = torch.arange(33 * 96).remainder(255).sub(127).to(torch.int8).view(33, 96)
     weight = torch.full((40, 96), -127, dtype=torch.int8)
     weight[::3] = numbers[:14]
+    for ours, theirs in zip(int8_rows(weight.to(device).float()), int8_rows(weight.float()), strict=True):
+        if not torch.equal(ours.cpu(), theirs):
+            return "the kernel's rows are not those of the CPU"
     ones = torch.ones(33, device=device)
     for laid in (weight, weight.t().contiguous().t()):
         found = _plain_product(numbers.to(device), ones, laid.to(device))

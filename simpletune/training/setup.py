@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from simpletune.options import UserError, plural
 from simpletune.pipeline.encode import Prepared, encode
 from simpletune.pipeline.load import load_base
 from simpletune.pipeline.plan_data import plan_data
+from simpletune.quant.int8_tuning import announce_tuning
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder, close_killed
 from simpletune.runs.folder import (
@@ -133,6 +135,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     stop_if_asked()
     with stages.stage("load"):
         model = load_model(fitted, prepared, accelerator, saved)
+    announce_kernel(resolved, model.transformer, device, prepared.plan)
     modulation = model.core.modulation
     batches = Batches(prepared, config.train.seed, device, accelerator.process_index, modulation)
     trackers = open_trackers(config, folder, start, main)
@@ -221,6 +224,15 @@ def load_model(
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
     return LoadedModel(transformer, core, average, total)
+
+
+def announce_kernel(config: TrainConfig, transformer: Transformer, device: torch.device, plan: Plan) -> None:
+    """Say what tuning of the int8 kernel the first step will wait for; on CUDA only."""
+    if device.type != "cuda":
+        return
+    batch, pixels = config.train.batch_size, 8 * config.model.known_config()["patch_size"]
+    image_rows = [batch * math.prod(side // pixels for side in size) for size in plan.sizes()]
+    announce_tuning(transformer, image_rows, batch * config.model.text_tokens, device)
 
 
 def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.SavedState | None, anew: bool) -> None:
