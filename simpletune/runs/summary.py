@@ -119,6 +119,13 @@ def left_out(run: Path, step: int) -> Json:
     return {name: value for name, value in counts.items() if value}
 
 
+def overflow_words(summary: Json) -> str:
+    """Describe the steps that fp16 made undo, and the blocks that compute in fp32; empty if there are none."""
+    steps, blocks = summary.get("overflow_steps", 0), summary.get("fp32_blocks", [])
+    wide = f", {plural(len(blocks), 'block')} in fp32 since ({', '.join(map(str, blocks))})" if blocks else ""
+    return f"{plural(steps, 'step')} undone{wide}" if steps else ""
+
+
 def _paced(rows: Sequence[Json], attempts: Sequence[Attempt], samples: float) -> Json:
     """Compute the pace of a run from the seconds of its steps; None if the rows were lost."""
     per_step = median_seconds(rows, attempts)
@@ -207,6 +214,8 @@ def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list
     if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
         before, after = summary["eval_loss_before"], summary["eval_loss_after"]
         say(f"  {summary['eval_loss_is']}: {before:.4f} before, {after:.4f} after")
+    if undone := overflow_words(summary):
+        say(f"  fp16: {undone}")
     rows = {
         "result": summary["output"],
         "model card": folder / "README.md",
