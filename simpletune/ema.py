@@ -47,9 +47,22 @@ class Average:
         self._ema = EMAModel(self.parameters, decay=decay)
         self._ema.to(dtype=torch.float32)
 
-    def update(self) -> None:
-        """Update the averages with the parameters' values after a step."""
-        self._ema.step(self.parameters)
+    def update(self, undone: Tensor | None = None) -> None:
+        """Update the averages with the parameters' values after a step.
+
+        Args:
+            undone: bool [] on the device: whether the step was undone, so that the averages stay; None: it was not.
+        """
+        if undone is None:
+            self._ema.step(self.parameters)
+            return
+        import torch
+
+        self._ema.optimization_step += 1
+        share = (1 - self._ema.get_decay(self._ema.optimization_step)) * (~undone).float()  # fp32 []
+        with torch.no_grad():
+            for average, parameter in zip(self._ema.shadow_params, self.parameters, strict=True):
+                average.sub_(share * (average - parameter))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

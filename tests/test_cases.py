@@ -24,7 +24,7 @@ from simpletune.training.loop import train
 
 
 def members(field: str) -> list[dict]:
-    """The JSON of every member of a union, and of every compute type that a precision has."""
+    """The JSON of every member of a union, and of every compute type that a precision has, apart from auto."""
     info = TrainConfig.model_fields[field]
     union = union_of(info)
     if union is None:
@@ -32,7 +32,7 @@ def members(field: str) -> list[dict]:
     found = []
     for tag, option in union.members.items():
         compute = option.model_fields.get("compute")
-        kinds = compute.annotation.__args__ if compute is not None else [None]
+        kinds = [kind for kind in compute.annotation.__args__ if kind != "auto"] if compute is not None else [None]
         found += [{union.tag: tag} | ({"compute": kind} if kind else {}) for kind in kinds]
     return found
 
@@ -79,11 +79,25 @@ def case_json(tiny_config: dict, case: Case) -> dict:
     return data
 
 
-def is_allowed(case: Case) -> bool:
+def member(field: str, case_part: dict) -> type:
+    """The option class that a part of a case selects."""
+    union = union_of(TrainConfig.model_fields[field])
+    return union.members[case_part[union.tag]]
+
+
+def is_trainable(case: Case) -> bool:
     """By capabilities: what trains the base needs a trainable precision."""
-    trains_base = union_of(TrainConfig.model_fields["adapter"]).members[case[0]["method"]].trains_base
-    trainable = union_of(TrainConfig.model_fields["precision"]).members[case[1]["weights"]].trainable
-    return trainable or not trains_base
+    return member("precision", case[1]).trainable or not member("adapter", case[0]).trains_base
+
+
+def fits_fp16(case: Case) -> bool:
+    """By capabilities: with products in fp16, an update can be undone, and trained weights have 32 bits."""
+    wide = member("precision", case[1]).bytes_per_weight == 4 or not member("adapter", case[0]).trains_base
+    return case[1].get("compute") != "fp16" or (member("optimizer", case[2]).undoes and wide)
+
+
+def is_allowed(case: Case) -> bool:
+    return is_trainable(case) and fits_fp16(case)
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -92,7 +106,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 ALLOWED = [case for case in CASES if is_allowed(case)]
 FEW = covering(ALLOWED)
-REFUSED = [case for case in CASES if not is_allowed(case)]
+REFUSED = [case for case in CASES if not is_trainable(case)]
 REASONS = {(case[0]["method"], case[1]["weights"]): case for case in reversed(REFUSED)}  # what the rule looks at
 
 
@@ -142,6 +156,14 @@ REFUSAL = "precision.weights: .* weights are frozen.*Use precision.weights bf16"
 def test_refuses_with_the_reason(case: Case, tiny_config: dict) -> None:
     with pytest.raises(ConfigError, match=REFUSAL):
         validate(case_json(tiny_config, case), "refused")
+
+
+def test_refuses_what_fp16_cannot_do(tiny_config: dict) -> None:
+    refused = [case for case in CASES if is_trainable(case) and not fits_fp16(case)]
+    assert len(refused) > 4
+    for case in refused:
+        with pytest.raises(ConfigError, match="(optimizer.name|precision.weights): .* fp16"):
+            validate(case_json(tiny_config, case), "refused")
 
 
 @pytest.mark.slow

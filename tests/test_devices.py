@@ -40,10 +40,11 @@ def card(monkeypatch: pytest.MonkeyPatch):
 def test_no_bf16_on_older_cards(name: str, capability: tuple[int, int], card) -> None:
     card(name, capability, CUDA_12)
     sm = "sm_" + "".join(map(str, capability))
-    message = f"bf16 needs a card of sm_80 or newer, but {name} is {sm}. .*Use precision.compute=fp32"
+    message = f"bf16 needs a card of sm_80 or newer, but {name} is {sm}. .*Use precision.compute=auto"
     with pytest.raises(UserError, match=message):
         choose_device("auto", "bf16", False)
-    assert choose_device("auto", "fp32", False)[1] == f"{name} ({sm}, 16.0 GiB)"
+    for compute in ("auto", "fp16", "fp32"):
+        assert choose_device("auto", compute, False)[1] == f"{name} ({sm}, 16.0 GiB)"
 
 
 @pytest.mark.parametrize(
@@ -75,13 +76,18 @@ def test_cards_that_a_build_runs_on(capability: tuple[int, int], card) -> None:
 
 
 def test_check_says_what_happens_on_such_cards(tiny_config) -> None:
-    note = "use precision.compute=fp32 with int8 or fp32 weights on T4, V100 and RTX 20"
-    tiny_config["precision"] = {"weights": "int8"}
+    note = "T4, V100 and RTX 20 lack it: use auto"
+    tiny_config["precision"] = {"weights": "int8", "compute": "bf16"}
     assert note not in explain(validate(tiny_config, "on the CPU"))
     tiny_config["device"] = "auto"
     assert note in explain(validate(tiny_config, "bf16"))
     tiny_config["precision"]["compute"] = "fp32"
     assert note not in explain(validate(tiny_config, "fp32"))
+    tiny_config["precision"]["compute"] = "auto"
+    said = explain(validate(tiny_config, "auto"))
+    assert note not in said and "products in bf16 (fp16 on a card without bf16)" in said
+    full = tiny_config | {"adapter": {"method": "full"}, "precision": {"weights": "bf16"}}
+    assert "lack it: use precision.weights=fp32" in explain(validate(full, "full"))
 
 
 @pytest.fixture

@@ -267,6 +267,11 @@ def test_a_card_without_bf16_is_said(tiny_config: dict, tmp_path: Path, capsys: 
     file.write_text(json.dumps(tiny_config))
     assert main(["estimate", str(file), "precision.weights=bf16", "precision.compute=bf16", "--device", "T4"]) == 0
     assert "T4 has no bf16" in capsys.readouterr().out
+    assert main(["estimate", str(file), "precision.weights=int8", "--device", "T4"]) == 0
+    said = capsys.readouterr().out
+    assert "compute fp16 (auto: sm_75 has no bf16)" in said and "T4 has no bf16" not in said and "CUDA 12.6" not in said
+    assert main(["estimate", str(file), "precision.weights=int8", "--device", "V100-16GB"]) == 0
+    assert "sm_70" in (said := capsys.readouterr().out) and "CUDA 12.6 build" in said
 
 
 def a_card(mib: float) -> Card:

@@ -21,8 +21,9 @@ CASES = [
     (adapter, weights, compute)
     for adapter, precisions in {
         "lora": [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("int8", "fp32"), ("int8", "bf16"),
-                 ("int8-quanto", "fp32"), ("int8-quanto", "bf16"), ("nf4", "fp32"), ("nf4", "bf16")],
-        "full": [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")],
+                 ("int8-quanto", "fp32"), ("int8-quanto", "bf16"), ("nf4", "fp32"), ("nf4", "bf16"),
+                 ("fp32", "fp16"), ("bf16", "fp16"), ("int8", "fp16"), ("int8-quanto", "fp16"), ("nf4", "fp16")],
+        "full": [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "fp16")],
         "partial": [("fp32", "fp32"), ("bf16", "bf16")],
     }.items()
     for weights, compute in precisions

@@ -27,6 +27,12 @@ BASES: dict[str, dict] = {
         "adapter": {"method": "full"}, "precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit", "lr": 1e-3},
         "train": {"steps": STEPS, "batch_size": 2, **PER_PARAMETER},
     },
+    "fp16": {"adapter": {"method": "lora", "rank": 4}, "precision": {"weights": "int8", "compute": "fp16"}},
+    "full-fp16": {
+        "adapter": {"method": "full"}, "precision": {"weights": "fp32", "compute": "fp16"},
+        "optimizer": {"name": "adamw8bit", "lr": 1e-3},
+        "train": {"steps": STEPS, "batch_size": 2, **PER_PARAMETER},
+    },
 }  # fmt: skip
 EXACT: dict[str, tuple[str, dict]] = {
     "lora-whole-table": ("lora", {"crop_positions": False}),
@@ -39,8 +45,12 @@ EXACT: dict[str, tuple[str, dict]] = {
     "full-host-boundaries": ("full", {"offload_checkpoint_inputs": True}),
     "full-in-backward": ("full", {"optimizer_in_backward": True}),
     "full-in-backward-streamed": ("full", {"optimizer_in_backward": True, "resident_blocks": 0}),
+    "fp16-one-resident-host": ("fp16", {"resident_blocks": 1, "offload_checkpoint_inputs": True}),
+    "full-fp16-all": (
+        "full-fp16", {"optimizer_in_backward": True, "resident_blocks": 1, "offload_checkpoint_inputs": True}
+    ),
     "full-all": ("full", {"optimizer_in_backward": True, "resident_blocks": 1, "offload_checkpoint_inputs": True}),
-}
+}  # fmt: skip
 PLANNED: dict[str, dict] = {
     "plan": {"modulation": "plan", "modulation_window": 4},
     "plan-streamed": {"modulation": "plan", "modulation_window": 4, "resident_blocks": 0},
@@ -91,6 +101,12 @@ def test_the_plan_changes_the_last_bits_at_most(case: str, run_with) -> None:
     losses, _ = run_with("lora", PLANNED[case], fp32)
     plain, _ = run_with("lora", {}, fp32)
     assert losses == pytest.approx(plain, rel=1e-6)
+
+
+def test_the_plan_in_fp16_changes_little(run_with) -> None:
+    losses, _ = run_with("fp16", PLANNED["plan-streamed-host"])
+    plain, _ = run_with("fp16", {})
+    assert losses == pytest.approx(plain, rel=2e-3)
 
 
 @pytest.mark.parametrize("base", BASES)

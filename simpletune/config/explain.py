@@ -13,7 +13,7 @@ from simpletune.models.sd3_sources import is_single_file
 from simpletune.options import plural
 
 HIGH_LR_FULL = 1e-4
-WITHOUT_BF16 = "use precision.compute=fp32 with int8 or fp32 weights on T4, V100 and RTX 20"
+WITHOUT_BF16 = "T4, V100 and RTX 20 lack it"
 
 
 def explain(config: TrainConfig) -> str:
@@ -136,7 +136,11 @@ def _notes(config: TrainConfig) -> Iterator[str]:
         yield "full fine-tuning with fp32 weights takes 16 bytes per parameter before activations"
     if config.train.steps is None and config.train.epochs is None:
         yield f"train.steps and train.epochs are unset: the run has {plural(config.steps(1), 'step')}"
-    if config.precision.compute == "bf16" and config.device != "cpu":
-        yield "precision.compute bf16 needs a card of sm_80 or newer (A100, RTX 30, L4); " + WITHOUT_BF16
+    precision = config.precision
+    if precision.compute == "bf16" and config.device != "cpu":
+        yield f"precision.compute bf16 needs a card of sm_80 or newer (A100, RTX 30, L4); {WITHOUT_BF16}: use auto"
+    elif precision.compute == "auto" and precision.settled == "bf16" and config.device != "cpu":
+        if config.adapter.trains_base:
+            yield f"training bf16 weights needs a card with bf16; {WITHOUT_BF16}: use precision.weights=fp32"
     if config.device == "auto" and config.is_demo:
         yield "device auto: uses the GPU if available, else the CPU, which is allowed for the demo model only"

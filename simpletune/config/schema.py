@@ -198,6 +198,7 @@ class TrainConfig(Option):
                 f"{self.adapter.method} trains and exports the whole model. Use memory.modulation resident, or "
                 "adapter.method lora",
             )
+        yield from self._fp16_rules()
         yield from self._streaming_rules()
         yield from self.memory.rules()
         yield from self.precision.rules()
@@ -220,6 +221,23 @@ class TrainConfig(Option):
         for side in ("width", "height"):
             if (getattr(self.validation, side) or 0) > 4096:
                 yield Problem(f"validation.{side}", f"{getattr(self.validation, side)} is over 4096 px. Use less")
+
+    def _fp16_rules(self) -> Iterator[Problem]:
+        """Check what fp16 products require."""
+        if self.precision.settled != "fp16":
+            return
+        if self.adapter.trains_base and self.precision.trainable and self.precision.bytes_per_weight < 4:
+            yield Problem(
+                "precision.weights",
+                f"adapter.method {self.adapter.method} would train 16-bit weights with fp16 products, whose updates "
+                "are lost. Use precision.weights fp32, which multiplies in fp16 by autocast, or adapter.method lora",
+            )
+        if not self.optimizer.undoes:
+            yield Problem(
+                "optimizer.name",
+                f"{self.optimizer.name} cannot undo the step whose scaled gradients overflow in fp16 without waiting "
+                "for the device. Use adamw8bit",
+            )
 
     def _streaming_rules(self) -> Iterator[Problem]:
         """Check what block streaming requires."""

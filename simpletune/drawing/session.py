@@ -14,6 +14,7 @@ from PIL import Image
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from simpletune.config.compute import compute_to_draw
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.folder import Folder
@@ -25,7 +26,7 @@ from simpletune.quant import Precision
 from simpletune.runs.folder import newest_run
 from simpletune.runs.names import RunName, find_run, run_config
 from simpletune.runs.weights import Weights, precision_of
-from simpletune.system.devices import choose_device
+from simpletune.system.devices import capability_of, choose_device
 from simpletune.system.stage_timer import StageTimer
 from simpletune.system.threads import choose_threads, use_threads
 
@@ -185,8 +186,8 @@ def open_session(args: argparse.Namespace) -> InferenceSession:
     else:
         config = run_config(run.folder, "--run: " if args.run else "")
     config = config.model_copy(update=_changes(config, args))
-    device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
-    config = resolve_folders(config)
+    device, reason = choose_device(config.device, "auto", config.is_demo)
+    config = resolve_folders(compute_to_draw(config, capability_of(device)))
     threads, _ = choose_threads(config.speed.threads, config.model.parameter_count(), device.type == "cpu")
     use_threads(threads)
     session = InferenceSession(

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from simpletune.cards import Card, card_of
+from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_model_folder
@@ -21,6 +22,7 @@ from simpletune.options import UserError
 from simpletune.system.console import note, silent
 
 REFERENCE = "L4"  # if no card is named, count the library workspaces of this one
+BUILT_FROM = (7, 5)  # the oldest card of torch's CUDA 13 builds
 GIB = 2**30
 
 
@@ -55,12 +57,12 @@ def estimate_config(
     card = card_of(device) if device else None
     reserved = int(reserve * GIB)
     with silent() if as_json else nullcontext():
-        config = read_for_estimate(file, overrides)
+        config = settle_compute(read_for_estimate(file, overrides), card.capability if card else None)
         config = choose(config, square(config), card, reserved)
     prediction = estimate(config, (card or card_of(REFERENCE)).capability)
     if as_json:
         return json.dumps({"name": config.name, **prediction.as_json(card, reserved)}, indent=2)
-    return "\n".join([as_text(config.name, prediction, card, reserved), *unfit(config, card)])
+    return "\n".join([as_text(config.name, prediction, card, reserved), *unfit(config, card), *needed_build(card)])
 
 
 def square(config: TrainConfig) -> Size:
@@ -72,7 +74,18 @@ def unfit(config: TrainConfig, card: Card | None) -> list[str]:
     """Say why a card cannot run a configuration, apart from its memory."""
     if card is None or card.has_bf16 or config.precision.compute != "bf16":
         return []
-    return [f"  {card.name} has no bf16: use precision.compute=fp32 precision.weights=int8"]
+    return [f"  {card.name} has no bf16: use precision.compute=auto, which is fp16 there, or fp32"]
+
+
+def needed_build(card: Card | None) -> list[str]:
+    """Say which build of torch a card needs that current builds do not support."""
+    if card is None or card.capability >= BUILT_FROM:
+        return []
+    old = "".join(map(str, card.capability))
+    return [
+        f"  {card.name} is sm_{old}, and torch's CUDA 13 builds start at sm_75: install a CUDA 12.6 build "
+        "(SIMPLETUNE_TORCH_INDEX=https://download.pytorch.org/whl/cu126)"
+    ]
 
 
 def compare_configs(
@@ -95,7 +108,7 @@ def compare_configs(
     predictions: dict[str, Estimate] = {}
     for file in files:
         with silent():  # the table's row has the same information
-            config = read_for_estimate(file, overrides)
+            config = settle_compute(read_for_estimate(file, overrides), card.capability if card else None)
         name = config.name if config.name not in predictions else str(file)
         if name in predictions:
             raise UserError(f"--compare: {file} is given twice. Name each configuration once")

@@ -85,10 +85,10 @@ def block_options(blocks: int) -> list[tuple[str, tuple[str, ...]]]:
 def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[Choice]]:
     """Yield a list of ``block_options`` for each weight precision, optimizer and time of the update."""
     own = config.precision
-    compute = "bf16" if card.has_bf16 else "fp32"
+    compute = "bf16" if card.has_bf16 else "fp16"
     precisions = ["bf16"] if config.adapter.trains_base else ["bf16", "int8", "nf4"]
-    if not card.has_bf16:
-        precisions = ["fp32", *precisions[1:]]
+    if config.adapter.trains_base and not card.has_bf16:
+        precisions = ["fp32"]  # fp16 cannot hold small updates
     always = ["memory.profile=null", "memory.crop_positions=true", "memory.budget_gib=null"]
     for weights in precisions:
         fewer_bits = int(own.bytes_per_weight > bytes_of(config, weights))

@@ -16,7 +16,7 @@ from simpletune.models.flops import sd3_flops, trained_of
 
 SUSTAINED = 0.5  # of a card's dense peak: 57 of an L4's 121 TFLOP/s in products of this model's size
 TFLOPS, BANDWIDTH = 60.0, 300.0  # sustained TFLOP/s and GB/s of a card known by its memory only: those of an L4
-WITHOUT_BF16 = 8  # times slower: fp32 matrix products do not use the tensor cores
+WITHOUT_TENSOR_CORES = 8  # times slower: fp32 matrix products do not use the tensor cores
 COMPUTED = 2  # bytes of a weight in the compute type
 LOOKED_UP = 1.5  # times the traffic: every nf4 weight is looked up in a table
 UPDATED = 7  # bytes moved per trained byte by an update: read weight, gradient, two states; write all but the gradient
@@ -55,8 +55,8 @@ def predict_step_time(config: TrainConfig, report: StepReport, card: Card, size:
     text, batch = config.model.text_tokens, config.train.batch_size
     flops = sd3_flops(config.model.known_config(), trained_of(report.trained), size, batch, text, checkpointed)
     rate = (card.tflops * SUSTAINED if card.tflops else TFLOPS) * 1e12
-    if config.precision.compute != "bf16":
-        rate /= WITHOUT_BF16
+    if config.precision.settled == "fp32":
+        rate /= WITHOUT_TENSOR_CORES
     products, again = flops.model / rate, flops.recomputed / rate
     unpacking = (
         _unpacked(config, config.precision.dequantise_count(1 + checkpointed / blocks))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simpletune.models.fp16_blocks import block_pass_of
 from simpletune.options import UserError
 from simpletune.system.console import say
 
@@ -39,7 +40,11 @@ def compile_blocks(transformer: nn.Module, device: torch.device) -> bool:
     if not can_compile(device):
         return False
     for block in transformer.transformer_blocks:  # type: ignore[union-attr]
-        block.compile(dynamic=False)
+        watched = block_pass_of(block)
+        if watched is None:
+            block.compile(dynamic=False)
+        else:
+            watched.fast = torch.compile(watched.plain, dynamic=False)
     return True
 
 
@@ -62,8 +67,13 @@ def compile_training(blocks: Sequence[nn.Module], device: torch.device, sizes: i
     # Blocks under a modulation plan differ only in integer attributes, which must not trigger a recompilation each.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for block in blocks:
-        eager = block.forward
-        block.forward = partial(_forward, eager, torch.compile(eager, **INDUCTOR), sizes > 1)
+        watched = block_pass_of(block)
+        eager = block.forward if watched is None else watched.plain
+        compiled = partial(_forward, eager, torch.compile(eager, **INDUCTOR), sizes > 1)
+        if watched is None:
+            block.forward = compiled
+        else:
+            watched.fast = compiled
     return True
 
 

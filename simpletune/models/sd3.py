@@ -138,6 +138,7 @@ class SD3(Option):
             UserError: weights are missing or do not match the config.
         """
         from simpletune.models.quantised_cache import QuantisedBase
+        from simpletune.models.fp16_blocks import watch_fp16
         from simpletune.models.sd3_transformer import RandomTensors, crop_to, load, open_tensors
 
         config, part = self.transformer_config(), self.part("transformer")
@@ -160,7 +161,7 @@ class SD3(Option):
             model = cached.load(on_host) or cached.make(on_host, fresh)
         if sizes is not None:
             crop_to(model, sizes, tensors, precision.base_dtype())
-        return model
+        return watch_fp16(model, precision.product_dtype())
 
     def parameter_count(self) -> int:
         """The number of the transformer's parameters before quantisation."""
@@ -183,13 +184,14 @@ class SD3(Option):
             on_host: as for ``load_transformer``.
             sizes: as for ``load_transformer``.
         """
+        from simpletune.models.fp16_blocks import watch_fp16
         from simpletune.models.sd3_transformer import EmptyTensors, crop_to, load
 
         config = self.known_config()
         model = load(config, EmptyTensors(config), precision, device, on_host)
         if sizes is not None:
             crop_to(model, sizes, lambda: EmptyTensors(config), precision.base_dtype())
-        return model
+        return watch_fp16(model, precision.product_dtype())
 
     def load_vae(self, device: torch.device, dtype: torch.dtype, tile: int | None = None) -> nn.Module:
         """Load the frozen autoencoder (AutoencoderKL or AutoencoderTiny).

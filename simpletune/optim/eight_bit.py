@@ -50,6 +50,7 @@ class PagedAdamW8bit(OptimizerOption):
     """Added to the denominator for numerical stability."""
 
     bytes_per_parameter: ClassVar[float] = 2.03
+    undoes: ClassVar[bool] = False  # the host would read the paged state while the device writes it
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Build bitsandbytes' PagedAdamW8bit, or the equivalent AdamW8bit on the CPU, which has no paging."""

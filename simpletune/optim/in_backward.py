@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from simpletune.optim.loss_scale import LossScale, undone_if
 from simpletune.optim.optimizer import State
 from simpletune.optim.rounding import RoundedOptimizer
 
@@ -32,23 +33,34 @@ class Streaming(Protocol):
         """Surround the update of one parameter: bring its optimizer state to the device, then send it back."""
 
 
-def step_in_backward(optimizer: RoundedOptimizer, clip_norm: float | None, streamed: Streaming | None = None) -> None:
+def step_in_backward(
+    optimizer: RoundedOptimizer,
+    clip_norm: float | None,
+    streamed: Streaming | None = None,
+    scale: LossScale | None = None,
+) -> None:
     """Make the backward pass update the optimizer's parameters; its ``step`` then finds no gradients and does nothing.
+
+    With a scaled loss, a parameter whose gradient overflowed is not updated; the others are.
 
     Args:
         optimizer: the optimizer, whose ``update`` is called for each parameter (looked up at each call).
         clip_norm: clip each parameter's gradient to this norm; None disables clipping.
         streamed: moves parameters that are stored in host memory.
+        scale: of the loss, if it is scaled.
     """
 
     def take(parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        optimizer.norms[parameter] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        if scale is not None:
+            scale.unscale([gradient])
+        norm = optimizer.norms[parameter] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         if clip_norm is not None:
             clip_each([parameter], clip_norm)
         with nullcontext() if streamed is None else streamed.updating(parameter, optimizer.state[parameter]):
-            optimizer.update(parameter)
+            with nullcontext() if scale is None else undone_if(~norm.isfinite(), optimizer, [parameter]):
+                optimizer.update(parameter)
         parameter.grad = None
 
     for parameter in optimizer.param_groups[0]["params"]:

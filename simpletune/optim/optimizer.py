@@ -38,6 +38,8 @@ class OptimizerOption(Option):
     """Whether the optimizer itself draws random numbers."""
     steps_in_backward: ClassVar[bool] = True
     """Whether a parameter's update needs no other parameter's gradient."""
+    undoes: ClassVar[bool] = True
+    """Whether an update can be undone on the device, as a step with fp16 products needs."""
 
     def build(self, parameters: Iterable[nn.Parameter], in_backward: bool = False) -> torch.optim.Optimizer:
         """Build the optimizer. With stochastic rounding, bf16 parameters step in fp32, a few at a time.

@@ -93,7 +93,7 @@ class Modulation:
         pooled = pooled.to(self.device, precision.compute_dtype())
         rows = torch.empty(len(sigma), self.width, dtype=precision.product_dtype(), device=self.device)
         start = 0
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=precision.autocast):
+        with torch.autocast(self.device.type, precision.product_dtype(), enabled=precision.autocast):
             condition = F.silu(self._on_device(self.embed, timestep_of(sigma.to(self.device)), pooled))
             for layer in self.layers:
                 stop = start + _outputs(layer)

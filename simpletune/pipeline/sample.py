@@ -19,6 +19,7 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from simpletune.flow import interpolate
+from simpletune.models.fp16_blocks import finite_passes
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.models.transformer import Transformer
 from simpletune.options import UserError
@@ -101,8 +102,8 @@ def noises(request: Request, model: SampledModel) -> tuple[Tensor, Tensor | None
 
 
 def autocast_of(precision: WeightPrecision, device: torch.device) -> AbstractContextManager[object]:
-    """Autocast to bf16 products if the precision requires it."""
-    return torch.autocast(device.type, torch.bfloat16) if precision.autocast else nullcontext()
+    """Autocast to 16-bit products if the precision requires it."""
+    return torch.autocast(device.type, precision.product_dtype()) if precision.autocast else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,8 @@ class Sampler:
         """Integrate dz/dsigma = velocity from noise to latents by Euler's method (arXiv:2206.00364, alg. 1).
 
         Uses the noise levels of diffusers' scheduler and keeps z in fp32. With guidance g the velocity is
-        v_negative + g (v_positive - v_negative) (arXiv:2207.12598), with both halves in one batch.
+        v_negative + g (v_positive - v_negative) (arXiv:2207.12598), with both halves in one batch. In fp16, draws again
+        with fp32 in the blocks that overflowed.
 
         Args:
             requests: requests with equal ``Request.batch_key``.
@@ -149,6 +151,15 @@ class Sampler:
             negative: embeddings of each negative prompt.
             start: z_0 of the starting pictures, if any.
         """
+        return finite_passes(self.transformer, lambda: self._denoised(requests, positive, negative, start))
+
+    def _denoised(
+        self,
+        requests: Sequence[Request],
+        positive: Sequence[Embeddings],
+        negative: Sequence[Embeddings],
+        start: Tensor | None,
+    ) -> Tensor:
         device, dtype = device_of(self.transformer), self.precision.compute_dtype()
         first = requests[0]
         sigmas = self.sigmas(first)

@@ -63,9 +63,9 @@ class Int8(QuantisedPrecision):
     def describe_matmul(self) -> str:
         """Describe which products are used, and where."""
         if self.products != "int8":
-            return f"products in {self.compute}, with dequantised weights"
-        gradient = "too" if self.input_gradient == "int8" else f"in {self.compute}"
+            return f"products in {self.in_words}, with dequantised weights"
+        gradient = "too" if self.input_gradient == "int8" else f"in {self.in_words}"
         return (
             f"products in int8 by Triton (dequantised for 16 rows or fewer), input gradients {gradient}, "
-            f"everything else in {self.compute}"
+            f"everything else in {self.in_words}"
         )

@@ -38,7 +38,10 @@ class _FrozenInt8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(q, scale)
-        y = (x @ q.to(x.dtype).t()).mul_(scale.to(x.dtype))
+        if x.dtype == torch.float16:
+            y = x @ int8_products.dequantised(q, scale, x.dtype).t()
+        else:
+            y = (x @ q.to(x.dtype).t()).mul_(scale.to(x.dtype))
         return y if bias is None else y.add_(bias)
 
     @staticmethod

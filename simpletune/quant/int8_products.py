@@ -218,8 +218,15 @@ class _Int8Product(torch.autograd.Function):
         return grad_x, None, None, None, None, None, None
 
 
+def dequantised(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # [o, i], [o] -> [o, i]
+    """Unpack a weight, rounding once. In fp16, a product with q itself exceeds 65504, and the scale is subnormal."""
+    return torch.mul(q, scale[:, None], out=torch.empty(q.shape, dtype=dtype, device=q.device))
+
+
 def input_gradient(grad_y: Tensor, q: Tensor, scale: Tensor) -> Tensor:  # [..., o], [o, i], [o] -> [..., i]
     """Compute the gradient of x with the dequantised weight, in the gradient's type."""
+    if grad_y.dtype == torch.float16:
+        return grad_y @ dequantised(q, scale, grad_y.dtype)
     return (grad_y * scale.to(grad_y.dtype)) @ q.to(grad_y.dtype)
 
 

@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""torch's name of each compute type."""
+
 
 class WeightPrecision(Option):
     """The precision of the base model's weights and of matrix products.
 
-    Members define ``weights`` (the tag) and ``compute`` ("bf16" or "fp32").
+    Members define ``weights`` (the tag) and ``compute`` ("auto" or a key of ``DTYPES``).
     """
 
     if (
@@ -36,11 +39,29 @@ class WeightPrecision(Option):
     arithmetic: ClassVar[frozenset[str]] = frozenset()
     """Fields that affect only how weights are multiplied, not how they are stored."""
 
+    def auto_compute(self, has_bf16: bool = True) -> str:
+        """What ``compute`` auto means: bf16, or fp16 on a card without it.
+
+        Args:
+            has_bf16: whether the device computes in bf16: the CPU does, and cards from sm_80 on do.
+        """
+        return "bf16" if has_bf16 else "fp16"
+
+    @property
+    def settled(self) -> str:
+        """``compute``, or what auto means on a device with bf16 if no device has been chosen yet."""
+        return self.auto_compute() if self.compute == "auto" else self.compute
+
+    @property
+    def in_words(self) -> str:
+        """The compute type for messages."""
+        new, old = self.auto_compute(), self.auto_compute(has_bf16=False)
+        other = f" ({old} on a card without bf16)" if new != old else ""
+        return self.compute if self.compute != "auto" else f"{new}{other}"
+
     def compute_dtype(self) -> torch.dtype:
         """The type of activations and of unquantised weights in a quantised base."""
-        import torch
-
-        return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.compute]
+        return self.product_dtype()
 
     def base_dtype(self) -> torch.dtype:
         """The type of unquantised weights."""
@@ -50,11 +71,17 @@ class WeightPrecision(Option):
         """The type of the transformer's products, with autocast applied."""
         import torch
 
-        return torch.bfloat16 if self.autocast else self.compute_dtype()
+        dtype: torch.dtype = getattr(torch, DTYPES[self.settled])
+        return dtype
 
     def encoder_dtype(self) -> torch.dtype:
-        """The type in which text encoders and the autoencoder run: the type of products."""
-        return self.product_dtype()
+        """The type in which text encoders and the autoencoder run: that of products, but fp32 in place of fp16.
+
+        T5's feed-forward layers and SD3's autoencoder overflow in fp16.
+        """
+        import torch
+
+        return torch.float32 if self.settled == "fp16" else self.product_dtype()
 
     @property
     def autocast(self) -> bool:
@@ -75,11 +102,11 @@ class WeightPrecision(Option):
 
     def describe_matmul(self) -> str:
         """Describe how products are computed."""
-        return f"products in {self.compute}"
+        return f"products in {self.in_words}"
 
     def cache_key(self) -> dict[str, object]:
         """The options that determine the bytes of the weights, as JSON."""
-        return self.model_dump(mode="json", exclude=set(self.arithmetic))
+        return self.model_dump(mode="json", exclude=set(self.arithmetic)) | {"compute": self.settled}
 
     def quantises(self, name: str) -> bool:
         """Whether to quantise the linear layer of that name."""
@@ -100,8 +127,10 @@ class WeightPrecision(Option):
 class QuantisedPrecision(WeightPrecision):
     """Quantised weights in the blocks, for a frozen base. Members define ``weights`` and ``convert``."""
 
-    compute: Literal["bf16", "fp32"] = "bf16"
-    """Type of matrix products and activations."""
+    compute: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Type of matrix products and activations. auto: bf16, or fp16 on a card without bf16 (T4, RTX 20, V100); the run's
+    config.json says which. fp16 scales the loss, skips a step whose scaled gradients overflow, and computes a block in
+    fp32 from then on if its activations overflow."""
 
     trainable: ClassVar[bool] = False
     cacheable: ClassVar[bool] = True

@@ -17,6 +17,7 @@ from simpletune.report.peaks import memory_section
 from simpletune.report.profile import profile_sections
 from simpletune.report.recorded import Json, RunRecord
 from simpletune.report.settings import Setting, plain_settings, settings_of
+from simpletune.runs.summary import overflow_words
 from simpletune.system.console import duration
 
 STEPS_SHOWN = 12  # maximum of steps whose pictures are on the page
@@ -92,6 +93,8 @@ def headline(run: RunRecord) -> list[Fact]:
         trained, total = run.summary["trainable_parameters"], run.summary["total_parameters"]
         facts.append(Fact("Trained share", f"{100 * run.share:.3g}%", f"{trained:,} of {total:,} parameters"))
     facts += _losses(run)
+    if undone := overflow_words(run.summary):
+        facts.append(Fact("fp16", undone, "gradients or activations exceeded fp16"))
     if run.seconds_total is not None:
         setup = run.seconds_setup
         parts = [f"{duration(setup)} before the first step" if setup is not None else "", resumes(run)]

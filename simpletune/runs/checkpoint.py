@@ -51,6 +51,7 @@ class TrainingState:
         manifest: everything that determines the order of samples (``Plan.manifest``).
         average: average of the weights to export, if enabled.
         processes: number of processes that train together.
+        fp16: ``Fp16.state`` of a run with products in fp16.
     """
 
     step: int
@@ -60,6 +61,7 @@ class TrainingState:
     manifest: list[Json]
     average: Average | None = None
     processes: int = 1
+    fp16: Json | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class SavedState:
     optimizer: Json
     processes: int
     """Number of processes that trained together."""
+    fp16: Json | None = None
+    """State of a run with products in fp16: the scale of the loss and the blocks in fp32."""
 
 
 def metadata_of(config: TrainConfig, step: int) -> dict[str, str]:
@@ -135,6 +139,7 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
         "manifest": state.manifest,
         "optimizer": scalars,
         "processes": state.processes,
+        "fp16": state.fp16,
         "torch": torch.__version__,
         "sha256": {file.name: sha256_of(file) for file in sorted(part.iterdir())},
     }
@@ -188,7 +193,7 @@ def read(folder: Path) -> SavedState:
     try:
         state = read_state(folder / STATE)
         fields = {name: state[name] for name in ("step", "config", "manifest", "optimizer", "processes")}
-        saved = SavedState(folder, **fields)
+        saved = SavedState(folder, **fields, fp16=state.get("fp16"))
         checksums = state["sha256"]
         _require_kinds(saved, checksums)
         if named and int(named[1]) != saved.step:
@@ -239,6 +244,8 @@ def _require_kinds(saved: SavedState, checksums: object) -> None:
         raise TypeError("optimizer")
     if type(saved.processes) is not int:
         raise TypeError("processes")
+    if saved.fp16 is not None and not isinstance(saved.fp16, dict):
+        raise TypeError("fp16")
     if not isinstance(checksums, dict) or not {TRAINABLE, OPTIMIZER} <= set(checksums):
         raise ValueError("sha256")
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in checksums):

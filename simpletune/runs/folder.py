@@ -20,17 +20,20 @@ from simpletune.system.failpoints import failpoint
 METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.json", "eval_before.json"
 EVALUATIONS, ENVIRONMENT, DATA, SKIPPED = "evaluations.jsonl", "environment.json", "data.json", "skipped.jsonl"
 SAMPLES, CHECKPOINTS = "samples", "checkpoints"
-CHOSEN, ATTEMPTS = "chosen.json", "attempts.json"
+CHOSEN, ATTEMPTS, OVERFLOWS = "chosen.json", "attempts.json", "overflows.jsonl"
 # Files that a run writes before its first checkpoint; wandb keeps its own copy.
 WRITTEN_FIRST = {
-    METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, CHOSEN, ATTEMPTS, "wandb",
+    METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, CHOSEN, ATTEMPTS, OVERFLOWS,
+    "wandb",
 }  # fmt: skip
 # Files that a run overwrites; a folder in their place is set aside.
 WRITTEN_FILES = (
-    METRICS, SUMMARY, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, CHOSEN, ATTEMPTS, "README.md",
-    "report.html", "report.md", "pytorch_lora_weights.safetensors",
+    METRICS, SUMMARY, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, CHOSEN, ATTEMPTS, OVERFLOWS,
+    "README.md", "report.html", "report.md", "pytorch_lora_weights.safetensors",
 )  # fmt: skip
-NEEDED = {METRICS: ("step", "loss"), EVALUATIONS: ("step", "eval_loss"), SKIPPED: ("step",)}  # numbers in each row
+NEEDED = {  # numbers in each row
+    METRICS: ("step", "loss"), EVALUATIONS: ("step", "eval_loss"), SKIPPED: ("step",), OVERFLOWS: ("step",),
+}  # fmt: skip
 LEFT_OVER = re.compile(r"^\..*\.part$")
 
 
@@ -113,11 +116,11 @@ def open_again(config: TrainConfig, step: int) -> Path:
     if not folder.is_dir():
         raise UserError(f"--resume: {folder} does not exist. Check name, or start without --resume")
     rows = {name: read_own_rows(folder / name, needed) for name, needed in NEEDED.items()}
-    say_missing(folder / METRICS, rows[METRICS], rows[SKIPPED], step)
+    say_missing(folder / METRICS, rows[METRICS], [*rows[SKIPPED], *rows[OVERFLOWS]], step)
     require_kinds(folder, WRITTEN_FILES, (SAMPLES, CHECKPOINTS))
     for name in NEEDED:
         file = folder / name
-        if not file.exists() and name == SKIPPED:
+        if not file.exists() and name in (SKIPPED, OVERFLOWS):
             continue
         kept = [row for row in rows[name] if row["step"] <= step]
         write_text(file, "".join(json.dumps(row) + "\n" for row in kept))

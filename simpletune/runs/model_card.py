@@ -189,7 +189,7 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     yield "resolution", f"{config.data.resolution} px"
     held_out = f", and {summary['held_out_pictures']} held out" if summary.get("held_out_pictures") else ""
     yield "pictures", f"{pictures} from {cell(code(last_name(config.data.path)))}{held_out}"
-    yield "precision", f"{config.precision.weights} weights, {config.precision.compute} compute"
+    yield "precision", f"{config.precision.weights} weights, {config.precision.settled} compute"
     yield "seed", str(train.seed)
     yield from _cost(summary)
     before, after = summary["eval_loss_before"], summary["eval_loss_after"]
@@ -221,7 +221,9 @@ def _use(config: TrainConfig, example: Request) -> Iterator[str]:
 
 def snippet(config: TrainConfig, example: Request) -> str:
     """Write Python code that draws the example with diffusers."""
-    model, dtype = config.model, f"dtype={config.precision.compute_dtype()}"
+    model, precision = config.model, config.precision
+    whole = precision.encoder_dtype() if precision.settled == "fp16" else precision.compute_dtype()  # fp16: see there
+    dtype = f"dtype={whole}"
     own = None if config.adapter.trains_base else model.transformer
     extra = ["transformer=transformer"] if own or config.adapter.trains_base else []
     extra += [] if model.t5 else ["text_encoder_3=None", "tokenizer_3=None"]

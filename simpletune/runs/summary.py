@@ -24,7 +24,15 @@ from simpletune.runs.attempts import (
 )
 from simpletune.runs.checkpoint import SavedState
 from simpletune.runs.checkpoint_folders import TRAINABLE, list_checkpoints
-from simpletune.runs.folder import EVALUATION, EVALUATIONS, SKIPPED, read_json_or_none, read_metrics, read_rows
+from simpletune.runs.folder import (
+    EVALUATION,
+    EVALUATIONS,
+    OVERFLOWS,
+    SKIPPED,
+    read_json_or_none,
+    read_metrics,
+    read_rows,
+)
 from simpletune.system.console import duration, say
 from simpletune.system.safetensors_file import WeightReader
 from simpletune.system.stage_timer import largest_peak, rounded, stages_as_json
@@ -97,9 +105,25 @@ def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
         "eval_loss_after": evaluated.get(step),
     }
     summary |= {key: value for key, value in before.items() if key in ("eval_loss_is", "held_out_pictures")}
-    if skipped := sum(row["step"] <= step for row in read_rows(run / SKIPPED)):
-        summary["skipped_steps"] = skipped
-    return summary
+    return summary | left_out(run, step)
+
+
+def left_out(run: Path, step: int) -> Json:
+    """Count the steps that changed nothing, and list the blocks that compute in fp32 because they overflow fp16."""
+    rows = [row for row in read_rows(run / OVERFLOWS) if row["step"] <= step]
+    counts = {
+        "skipped_steps": sum(row["step"] <= step for row in read_rows(run / SKIPPED)),
+        "overflow_steps": len(rows),
+        "fp32_blocks": sorted({block for row in rows for block in row.get("blocks", [])}),
+    }
+    return {name: value for name, value in counts.items() if value}
+
+
+def overflow_words(summary: Json) -> str:
+    """Describe the steps that fp16 made undo, and the blocks that compute in fp32; empty if there are none."""
+    steps, blocks = summary.get("overflow_steps", 0), summary.get("fp32_blocks", [])
+    wide = f", {plural(len(blocks), 'block')} in fp32 since ({', '.join(map(str, blocks))})" if blocks else ""
+    return f"{plural(steps, 'step')} undone{wide}" if steps else ""
 
 
 def _paced(rows: Sequence[Json], attempts: Sequence[Attempt], samples: float) -> Json:
@@ -190,6 +214,8 @@ def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list
     if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
         before, after = summary["eval_loss_before"], summary["eval_loss_after"]
         say(f"  {summary['eval_loss_is']}: {before:.4f} before, {after:.4f} after")
+    if undone := overflow_words(summary):
+        say(f"  fp16: {undone}")
     rows = {
         "result": summary["output"],
         "model card": folder / "README.md",

@@ -144,7 +144,7 @@ def precision_of(config: TrainConfig, weights: Weights) -> WeightPrecision:
     """Choose the precision: the configuration's, but unquantised for merged or replaced weights."""
     precision = config.precision
     if (weights.merged or weights.trained) and not precision.trainable:
-        return BF16() if precision.compute == "bf16" else FP32()
+        return FP32() if precision.settled == "fp32" else BF16.model_validate({"compute": precision.settled})
     return precision
 
 

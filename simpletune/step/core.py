@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from simpletune.config.schema import TrainConfig
 from simpletune.flow import flow_loss, interpolate, velocity_target
 from simpletune.models.compile import compile_training
+from simpletune.models.fp16_blocks import fp16_blocks_of
 from simpletune.models.sd3 import predict_velocity
 from simpletune.models.transformer import Transformer
 from simpletune.optim.in_backward import clip_each, step_in_backward
+from simpletune.optim.loss_scale import LossScale
 from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.options import plural
 from simpletune.pipeline.load import device_of, modulation_of
@@ -26,6 +28,7 @@ from simpletune.pipeline.sample import autocast_of
 from simpletune.profiling import phase
 from simpletune.step.attention import attention_by
 from simpletune.step.batches import Batch
+from simpletune.step.fp16 import Fp16
 from simpletune.system.console import say
 from simpletune.tensors import trained_parameters
 
@@ -39,6 +42,7 @@ class StepCore:
         optimizer: updates the trained parameters.
         accelerator: synchronises processes.
         modulation: the detached modulation of the transformer; batches then carry modulations.
+        fp16: the scale of the loss and the blocks to watch, with products in fp16.
     """
 
     def __init__(
@@ -48,9 +52,10 @@ class StepCore:
         optimizer: torch.optim.Optimizer,
         accelerator: Accelerator,
         modulation: Modulation | None = None,
+        fp16: Fp16 | None = None,
     ):
         self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
-        self.modulation = modulation
+        self.modulation, self.fp16 = modulation, fp16
         self.parameters = list(trained_parameters(model).values())
         # Figures of the last step, on the device; read only to explain a failure.
         self.losses: list[Tensor] = []  # one per micro-batch
@@ -78,7 +83,7 @@ class StepCore:
     def step(
         self, batches: list[Batch], allows_update: Callable[[Tensor, Tensor], bool] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run one optimizer step.
+        """Run one optimizer step. With products in fp16, it is undone on the device if its gradients overflow.
 
         Args:
             batches: its micro-batches.
@@ -90,32 +95,42 @@ class StepCore:
         """
         total = torch.zeros((), device=batches[0].z_0.device)
         self.losses = []
+        if self.fp16 is not None:
+            self.fp16.begin()
         for number, batch in enumerate(batches, 1):
             with self.accelerator.no_sync(self.model) if number < len(batches) else nullcontext():
                 with phase("forward"):
                     loss = self.loss(self.model, batch) / batch.parts
                 with phase("backward"), attention_by(self.config.speed.attention):  # it may recompute blocks
-                    self.accelerator.backward(loss)
+                    self.accelerator.backward(loss if self.fp16 is None else self.fp16.scale.scaled(loss))
             total += loss.detach()
             self.losses.append(loss.detach())
         with phase("clip"):
             norm = self.norm()
+            if self.fp16 is not None:
+                self.fp16.note(norm)
             updates = allows_update is None or allows_update(total, norm)
             if updates:
                 self.clip(norm)
         with phase("optimizer"):  # does nothing with memory.optimizer_in_backward, which leaves no gradients
-            if updates:
+            if updates and self.fp16 is not None:
+                self.fp16.scale.step(self.optimizer)
+            elif updates:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+        if self.fp16 is not None:
+            self.fp16.scale.update()
         return total, norm
 
     def norm(self) -> Tensor:
-        """The global norm of the gradients; not finite if any gradient is not."""
+        """The global norm of the gradients, whose scale it removes; not finite if any gradient is not."""
         if self.config.memory.optimizer_in_backward:  # the gradients are freed, but their norms were recorded
             assert isinstance(self.optimizer, RoundedOptimizer)
             norms, self.optimizer.norms = self.optimizer.norms, {}
         else:
             gradients = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
+            if self.fp16 is not None:
+                self.fp16.scale.unscale(gradients.values())
             norms = dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True))
         self.normed, self.norms = list(norms), torch.stack(list(norms.values()))
         return torch.linalg.vector_norm(self.norms)
@@ -144,12 +159,13 @@ def assemble(config: TrainConfig, transformer: Transformer, accelerator: Acceler
         sizes: how many picture sizes the run has.
     """
     modulation = modulation_of(transformer, config.memory, config.precision, accelerator.device)
-    optimizer = attach(config, transformer, sizes)
+    blocks = fp16_blocks_of(transformer)
+    fp16 = None if blocks is None else Fp16(LossScale(accelerator.device), blocks)
+    optimizer = attach(config, transformer, sizes, None if fp16 is None else fp16.scale)
     if accelerator.num_processes > 1:
         ignore_frozen_in_ddp(transformer)
-    return StepCore(
-        config, accelerator.prepare_model(transformer, device_placement=False), optimizer, accelerator, modulation
-    )
+    model = accelerator.prepare_model(transformer, device_placement=False)
+    return StepCore(config, model, optimizer, accelerator, modulation, fp16)
 
 
 def ignore_frozen_in_ddp(transformer: nn.Module) -> None:
@@ -162,8 +178,17 @@ def ignore_frozen_in_ddp(transformer: nn.Module) -> None:
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
 
 
-def attach(config: TrainConfig, transformer: Transformer, sizes: int = 1) -> torch.optim.Optimizer:
-    """Attach the adapter to the loaded model, wrap its blocks' passes, and build the optimizer."""
+def attach(
+    config: TrainConfig, transformer: Transformer, sizes: int = 1, scale: LossScale | None = None
+) -> torch.optim.Optimizer:
+    """Attach the adapter to the loaded model, wrap its blocks' passes, and build the optimizer.
+
+    Args:
+        config: the run's configuration.
+        transformer: the loaded transformer.
+        sizes: how many picture sizes the run has.
+        scale: of the loss, which updates in the backward pass must remove.
+    """
     config.adapter.attach(transformer, config.train.seed)
     in_backward = config.memory.optimizer_in_backward
     blocks, device = transformer.transformer_blocks, device_of(transformer)
@@ -173,7 +198,7 @@ def attach(config: TrainConfig, transformer: Transformer, sizes: int = 1) -> tor
     optimizer = config.optimizer.build(trained_parameters(transformer).values(), in_backward)
     if in_backward:
         assert isinstance(optimizer, RoundedOptimizer)
-        step_in_backward(optimizer, config.train.clip_norm, streamed)
+        step_in_backward(optimizer, config.train.clip_norm, streamed, scale)
     return optimizer
 
 

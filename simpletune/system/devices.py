@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
+BF16_FROM = (8, 0)  # the lowest CUDA compute capability whose tensor cores multiply bf16
 
 
 def prepare_environment() -> None:
@@ -47,7 +48,7 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
 
     Args:
         asked: auto, cuda or cpu.
-        compute: data type of matmuls, bf16 or fp32.
+        compute: data type of matmuls: bf16, fp16, fp32, or auto for what the device can do.
         is_demo: the model is the bundled demo model.
 
     Raises:
@@ -82,12 +83,19 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
     )
 
 
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Return the CUDA compute capability of a device; None for the CPU."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def _require_compute_type(compute: str, capability: tuple[int, int], name: str) -> None:
     """Refuse bf16 on cards that lack it, because torch would emulate it many times slower."""
-    if compute == "bf16" and capability < (8, 0):
+    if compute == "bf16" and capability < BF16_FROM:
         raise UserError(
             f"precision.compute: bf16 needs a card of sm_80 or newer, but {name} is sm_{capability[0]}{capability[1]}. "
-            "SD3 diverges in fp16. Use precision.compute=fp32 with precision.weights=int8 (the least memory) or fp32"
+            "Use precision.compute=auto or fp16; precision.weights=int8 takes the least memory"
         )
 
 

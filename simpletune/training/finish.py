@@ -10,9 +10,9 @@ from simpletune.printable import reason_of
 from simpletune.profiling import EpochTraces
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import setup_seconds, total_seconds
-from simpletune.runs.folder import SKIPPED, SUMMARY, read_evaluation, read_rows
+from simpletune.runs.folder import SUMMARY, read_evaluation
 from simpletune.runs.model_card import shareable, write_card
-from simpletune.runs.summary import Measured, print_results, summarise
+from simpletune.runs.summary import Measured, left_out, print_results, summarise
 from simpletune.system.atomic import write_json
 from simpletune.system.failpoints import failpoint
 from simpletune.training.run import DRAWING, EVALUATING, Run
@@ -46,8 +46,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
         **run.evaluated_on,
         "output": str(output),
     }
-    if skipped := len(list(read_rows(run.folder / SKIPPED))):
-        summary["skipped_steps"] = skipped
+    summary |= left_out(run.folder, run.steps)
     if run.predicted is not None:
         from simpletune.estimate.forecast import compare_with_measured
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from simpletune.config.compute import compute_of, kept_compute, settle_compute
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.optim.rounding import key_draws
@@ -25,6 +26,7 @@ from simpletune.step.batches import Prefetcher
 from simpletune.step.core import set_learning_rate
 from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
+from simpletune.system.devices import capability_of
 from simpletune.system.disk import room_for
 from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import exclusive
@@ -112,7 +114,7 @@ def is_finished(config: TrainConfig) -> bool:
     summary, saved = read_summary(folder), checkpoint.find("auto", folder)
     if not saved or not summary or not summary["steps"] == saved.step == config.steps(summary["steps_per_epoch"]):
         return False
-    check_resumable(saved, config, saved.manifest)
+    check_resumable(saved, kept_compute(config, compute_of(saved.config)), saved.manifest)
     say(f"{folder} is already finished ({plural(saved.step, 'step')}). Its result is {summary['output']}")
     return True
 
@@ -175,10 +177,13 @@ def loop(run: Run) -> EpochTraces:
             lr = config.optimizer.lr * config.schedule.factor(step, run.steps)
             set_learning_rate(run.core.optimizer, lr)
             key_draws(run.core.optimizer, config.train.seed, step)
+            if run.core.fp16 is not None:
+                run.core.fp16.at_step(step)
             loss, norm = run.core.step(batches, run.guard.allows_update)
             if run.average is not None and not run.guard.skipping:
-                run.average.update()
-            figures = global_figures(loss, norm, run.accelerator, received_signal() is not None)
+                run.average.update(None if run.core.fp16 is None else run.core.fp16.scale.overflow)
+            fp16 = None if run.core.fp16 is None else run.core.fp16.figures
+            figures = global_figures(loss, norm, run.accelerator, received_signal() is not None, fp16)
             pending.push(PendingStep.launched(step, lr, began, run.core, figures))
             failpoint("step.updated")
             traces.after_step()  # may write a trace, which does not count as the step's time
@@ -228,6 +233,7 @@ def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> bool:
     run.to_first_step = run.to_first_step or done.finished - run.attempt.began
     if run.guard.check(done, loss, norm) and run.main:
         row = {"loss": loss, "lr": done.lr, "seconds": round(done.seconds, 6), "grad_norm": norm}
+        row |= {"loss_scale": done.fp16[0]} if run.core.fp16 is not None else {}
         epoch = done.step // run.prepared.plan.steps_per_epoch
         append_metrics(run.folder, {"step": done.step + 1, "epoch": epoch, **row})
         run.attempt.last_step = done.step + 1
@@ -284,6 +290,7 @@ def due(every: int | None, step: int) -> bool:
 def prepare_only(config: TrainConfig) -> None:
     """Fill the cache and stop, so that a later run, perhaps on a smaller machine, can start training at once."""
     accelerator, reason = make_accelerator(config)
+    config = settle_compute(config, capability_of(accelerator.device))
     say(f"simpletune {config.name}: prepare on {reason}")
     stages = StageTimer(cuda=accelerator.device.type == "cuda")
     prepared = prepare(resolve_folders(config), accelerator, stages)

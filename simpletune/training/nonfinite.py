@@ -16,9 +16,11 @@ from simpletune.data.cache import Cache, view_key
 from simpletune.data.plan import Draw
 from simpletune.options import UserError, shortened
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
-from simpletune.runs.folder import SKIPPED, append_metrics, read_rows
+from simpletune.models.fp16_blocks import in_words
+from simpletune.runs.folder import OVERFLOWS, SKIPPED, append_metrics, read_rows
 from simpletune.step.batches import Batch, Batches
 from simpletune.step.core import StepCore
+from simpletune.step.fp16 import LATER, is_overflow
 from simpletune.tensors import trained_parameters
 from simpletune.training.pending_steps import PendingStep, global_figures
 
@@ -64,12 +66,16 @@ class NonFiniteGuard:
     def allows_update(self, loss: Tensor, norm: Tensor) -> bool:
         """Tell whether a step may update the weights. With ``skip``, the host waits for the backward pass."""
         if self.skips:
-            figures = global_figures(loss, norm, self.accelerator, stop=False)
-            self.skipping = not all(map(math.isfinite, figures.tolist()))
+            fp16 = None if self.core.fp16 is None else self.core.fp16.figures
+            mean, whole, _, *figures = global_figures(loss, norm, self.accelerator, False, fp16).tolist()
+            finite = math.isfinite(mean) and math.isfinite(whole)
+            self.skipping = not finite and not is_overflow(mean, whole, figures)
         return not self.skipping
 
     def check(self, done: PendingStep, loss: float, norm: float) -> bool:
         """Tell whether a step's loss and gradient norm are finite; warn about a skipped step and record it.
+
+        A step that overflowed only because of fp16 is recorded elsewhere; the device has undone it.
 
         Args:
             done: finished step.
@@ -79,9 +85,16 @@ class NonFiniteGuard:
         Raises:
             UserError: the run must end.
         """
+        figures = done.fp16
+        blocks = self._widen(done.step, figures)
         if math.isfinite(loss) and math.isfinite(norm):
             self._in_a_row = 0
             return True
+        if is_overflow(loss, norm, figures):
+            if self.accelerator.is_main_process:
+                row = {"step": done.step + 1, "loss_scale": figures[0], "blocks": blocks}
+                append_metrics(self.folder, row, OVERFLOWS)
+            return False
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
         about = self._about(done, what)
         if not self.skips:
@@ -99,6 +112,15 @@ class NonFiniteGuard:
             )
         self.warn(f"{about}. Skipped the update (train.on_nonfinite=skip)")
         return False
+
+    def _widen(self, step: int, figures: list[float]) -> list[int]:
+        """Compute blocks that overflowed in fp32 from now on, and say so."""
+        if self.core.fp16 is None:
+            return []
+        blocks = self.core.fp16.widen(step, figures[1:])
+        if blocks:
+            self.warn(f"step {step + 1}: {in_words(blocks)}, computed in fp32 from step {step + 1 + LATER} on")
+        return blocks
 
     def _about(self, done: PendingStep, what: str) -> str:
         """Describe what is non-finite, and in which samples and parameters. Loads the step's batches again, because

@@ -54,7 +54,9 @@ def copy_to_host_async(values: Tensor) -> Tensor:
     return host.copy_(values, non_blocking=True)
 
 
-def global_figures(loss: Tensor, norm: Tensor, accelerator: Accelerator, stop: bool) -> Tensor:  # fp32 [3]
+def global_figures(
+    loss: Tensor, norm: Tensor, accelerator: Accelerator, stop: bool, fp16: Tensor | None = None
+) -> Tensor:  # fp32 [3 + n]
     """Combine a step's metrics over all processes, on the device.
 
     Args:
@@ -62,14 +64,17 @@ def global_figures(loss: Tensor, norm: Tensor, accelerator: Accelerator, stop: b
         norm: norm of all gradients, equal in all processes.
         accelerator: accelerate's view of the processes.
         stop: this process has received a signal.
+        fp16: ``Fp16.figures`` [n] of the step, if products are in fp16.
 
     Returns:
-        Mean loss, gradient norm, and the share of processes that have received a signal.
+        Mean loss, gradient norm, the share of processes that have received a signal, and the means of ``fp16``.
     """
+    more = loss.new_empty(0) if fp16 is None else fp16
     if accelerator.num_processes == 1:
-        return torch.stack([loss.float(), norm.float(), torch.zeros_like(loss)])
-    mean, share = accelerator.reduce(torch.stack([loss, torch.full_like(loss, float(stop))]), "mean")
-    return torch.stack([mean, norm.float(), share])
+        return torch.cat([torch.stack([loss.float(), norm.float(), torch.zeros_like(loss)]), more])
+    own = torch.cat([torch.stack([loss, torch.full_like(loss, float(stop))]), more])
+    mean, share, *_ = reduced = accelerator.reduce(own, "mean")
+    return torch.cat([torch.stack([mean, norm.float(), share]), reduced[2:]])
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,13 @@ class PendingStep:
     def read(self) -> tuple[float, float, bool]:
         """Wait for the step; return its mean loss, gradient norm and whether a process has received a signal."""
         self.ended.wait()
-        loss, norm, stop = self.figures.tolist()
+        loss, norm, stop = self.figures[:3].tolist()
         return loss, norm, stop > 0
+
+    @property
+    def fp16(self) -> list[float]:
+        """Return the scale of the loss and the flags of the blocks (``Fp16.figures``). Call ``read`` first."""
+        return self.figures[3:].tolist()
 
     @property
     def seconds(self) -> float:

@@ -105,6 +105,7 @@ class Run:
                 manifest=self.prepared.plan.manifest(),
                 average=self.average,
                 processes=self.accelerator.num_processes,
+                fp16=None if self.core.fp16 is None else self.core.fp16.state(),
             )
             checkpoint.save(self.folder, state)
         self.attempt.update()

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
+from simpletune.config.compute import compute_of, settle_compute
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_folders
 from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
@@ -43,7 +44,7 @@ from simpletune.step.batches import Batches
 from simpletune.step.core import StepCore, assemble
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
-from simpletune.system.devices import choose_device
+from simpletune.system.devices import capability_of, choose_device
 from simpletune.system.environment import describe_machine
 from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import stop_if_asked
@@ -112,6 +113,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     with accelerator.main_process_first():  # the first process sets damaged checkpoints aside
         saved = checkpoint.find(options.resume, run_folder(config)) if options.resume else None
     start = saved.step if saved else 0
+    config = settle_compute(config, capability_of(device), compute_of(saved.config) if saved else None)
     announce(config, reason)
     resolved = resolve_folders(config)
     require_model_rules(resolved)
@@ -220,6 +222,8 @@ def load_model(
     average = config.ema.build(trained_parameters(transformer)) if config.ema else None
     if saved:
         checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)
+        if core.fp16 is not None and saved.fp16 is not None:
+            core.fp16.load(saved.fp16)
         failpoint("run.restored")
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")

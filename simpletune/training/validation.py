@@ -12,6 +12,7 @@ from PIL import Image
 from torch import nn
 
 from simpletune.config.schema import TrainConfig
+from simpletune.models.fp16_blocks import finite_passes
 from simpletune.models.transformer import Transformer
 from simpletune.pipeline.encode import TextCache, free_memory
 from simpletune.pipeline.load import device_of
@@ -119,11 +120,15 @@ def evaluation_loss(
         return None
     was_training = transformer.training
     transformer.eval()
-    losses = []
-    try:
+
+    def mean() -> torch.Tensor:
+        losses = []
         for batch in batches.one_by_one(batches.plan.evaluation(count)):
             poll()
             losses.append(loss(transformer, batch))
+        return torch.stack(losses).mean()
+
+    try:
+        return finite_passes(transformer, mean).item()
     finally:
         transformer.train(was_training)
-    return torch.stack(losses).mean().item()

@@ -1,0 +1,83 @@
+"""Resolve ``precision.compute: auto`` by the device that trains, and refuse what that device cannot do. No torch."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from simpletune.config.schema import TrainConfig
+from simpletune.options import ConfigError, Json, UserError
+from simpletune.system.console import say
+from simpletune.system.devices import BF16_FROM
+
+Capability = tuple[int, int]
+
+
+def has_bf16(capability: Capability | None) -> bool:
+    """Tell whether a device computes in bf16; None is the CPU, which does."""
+    return capability is None or capability >= BF16_FROM
+
+
+def settle_compute(config: TrainConfig, capability: Capability | None, before: str | None = None) -> TrainConfig:
+    """Replace ``compute: auto`` and print the choice if it is not bf16's; return other configurations unchanged.
+
+    Args:
+        config: of the run.
+        capability: CUDA compute capability of the device; None: the CPU.
+        before: the resolved type of the run's earlier start, which a resumed run keeps.
+
+    Raises:
+        UserError: the device cannot compute in the type that the run was started with.
+        ConfigError: the configuration has options that the resolved type excludes.
+    """
+    if config.precision.compute != "auto":
+        return config
+    chosen = config.precision.auto_compute(has_bf16(capability))
+    settled = _with(config, chosen)
+    kept = kept_compute(config, before)
+    if kept.precision.compute not in ("auto", chosen):
+        if before == "bf16":
+            raise UserError(
+                f"--resume: the run was started with precision.compute bf16, which {_device(capability)} lacks. "
+                "Continue on a card of sm_80 or newer, or start a new run under another name"
+            )
+        say(f"compute {before} as before (auto would be {chosen} on this device; a new run under another name uses it)")
+        return kept
+    if not has_bf16(capability):
+        say(f"compute {chosen} (auto: {_device(capability)} has no bf16)")
+    problems = list(settled.rules())
+    if problems:
+        raise ConfigError(problems, f"precision.compute {chosen} (auto on {_device(capability)})")
+    return settled
+
+
+def compute_to_draw(config: TrainConfig, capability: Capability | None) -> TrainConfig:
+    """Replace ``compute`` for drawing: auto by what the device can do, and a run's bf16 on a card that lacks it."""
+    compute = config.precision.compute
+    if compute != "auto" and (compute != "bf16" or has_bf16(capability)):
+        return config
+    chosen = config.precision.auto_compute(has_bf16(capability))
+    if not has_bf16(capability):
+        say(f"compute {chosen} ({_device(capability)} has no bf16)")
+    return _with(config, chosen)
+
+
+def kept_compute(config: TrainConfig, before: str | None) -> TrainConfig:
+    """Replace ``compute: auto`` by the type of the run's earlier start, if these weights have it."""
+    precision = config.precision
+    known = get_args(type(precision).model_fields["compute"].annotation)
+    return _with(config, before) if precision.compute == "auto" and before in known else config
+
+
+def _with(config: TrainConfig, compute: str | None) -> TrainConfig:
+    return config.model_copy(update={"precision": config.precision.model_copy(update={"compute": compute})})
+
+
+def compute_of(saved: Json | None) -> str | None:
+    """Return ``precision.compute`` of a saved configuration, or None."""
+    precision = (saved or {}).get("precision")
+    compute = precision.get("compute") if isinstance(precision, dict) else None
+    return compute if isinstance(compute, str) and compute != "auto" else None
+
+
+def _device(capability: Capability | None) -> str:
+    return "the CPU" if capability is None else f"sm_{capability[0]}{capability[1]}"

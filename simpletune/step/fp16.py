@@ -1,0 +1,93 @@
+"""A training step with products in fp16: the scale of the loss, and the blocks that overflow.
+
+A step whose gradients overflow is undone on the device and halves the scale. A block whose activations overflow is
+computed in fp32 from the second step after that on: the host reads the flags of a step when the next one has been
+launched, and the change must not depend on when exactly it does, so that a resumed run repeats it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from simpletune.models.fp16_blocks import Fp16Blocks, flagged
+from simpletune.optim.loss_scale import SMALLEST, LossScale
+from simpletune.options import Json
+
+LATER = 2
+"""Steps from an overflow until its block is computed in fp32."""
+
+
+@dataclass
+class Fp16:
+    """What a step with products in fp16 needs.
+
+    Args:
+        scale: of the loss.
+        blocks: the transformer's, which watch their activations.
+        wide_from: the first step (counted from 0) at which a block computes in fp32, by block.
+    """
+
+    scale: LossScale
+    blocks: Fp16Blocks
+    wide_from: dict[int, int] = field(default_factory=dict)
+    figures: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The last step's scale of the loss and flags of the blocks, fp32 [1 + blocks], on the device."""
+
+    def at_step(self, step: int) -> None:
+        """Choose the blocks that compute in fp32 in a step."""
+        self.blocks.wide = frozenset(block for block, first in self.wide_from.items() if first <= step)
+
+    def begin(self) -> None:
+        """Forget the flags of the last step."""
+        self.blocks.clear()
+
+    def note(self, norm: Tensor) -> None:
+        """Note, on the device, whether the step overflowed, with its scale and flags.
+
+        Args:
+            norm: the norm of all unscaled gradients, fp32 [].
+        """
+        self.scale.note(norm)
+        self.figures = torch.cat([self.scale.scale[None], self.blocks.flags(norm.device).float()])
+
+    def widen(self, step: int, flags: Sequence[float]) -> list[int]:
+        """Compute flagged blocks in fp32, from ``LATER`` steps after ``step`` on.
+
+        Returns:
+            The blocks that will newly do so.
+        """
+        new = [block for block in flagged(flags) if block not in self.wide_from]
+        self.wide_from |= dict.fromkeys(new, step + LATER)
+        return new
+
+    def state(self) -> Json:
+        """What a checkpoint stores; reads from the device."""
+        return {**self.scale.state(), "fp32_blocks": {str(block): step for block, step in self.wide_from.items()}}
+
+    def load(self, state: Json) -> None:
+        """Restore what ``state`` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not such a state.
+        """
+        self.scale.load(state)
+        self.wide_from = {int(block): int(step) for block, step in state["fp32_blocks"].items()}
+
+
+def is_overflow(loss: float, norm: float, figures: Sequence[float]) -> bool:
+    """Tell whether a step that is not finite overflowed only because of fp16, which the next steps mend.
+
+    Args:
+        loss: of the step.
+        norm: of its unscaled gradients.
+        figures: ``Fp16.figures``; empty if products are not in fp16.
+    """
+    if not figures or (math.isfinite(loss) and math.isfinite(norm)):
+        return False
+    scale, *flags = figures
+    return bool(flagged(flags)) or (math.isfinite(loss) and scale > SMALLEST)

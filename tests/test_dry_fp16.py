@@ -1,0 +1,81 @@
+"""Products in fp16 on torch's CUDA build over a stub of its runtime: no values, but devices, types and synchronisations."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from simpletune.config.load import validate
+from simpletune.runs.folder import read_metrics
+from simpletune.step.core import StepCore
+from simpletune.training.loop import train
+
+pytestmark = [
+    pytest.mark.dry,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs torch's CUDA build over the stub of its runtime"),
+]
+OLD = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+CASES: dict[str, dict] = {
+    "lora-int8": {"precision": {"weights": "int8"}},
+    "lora-nf4": {"precision": {"weights": "nf4"}},
+    "lora-bf16": {"precision": {"weights": "bf16"}},
+    "lora-int8-streamed-plan": {
+        "precision": {"weights": "int8"},
+        "memory": {"checkpointing": "all", "resident_blocks": 0, "modulation": "plan"},
+    },
+    "full": {"adapter": {"method": "full"}, "precision": {"weights": "fp32", "compute": "fp16"}},
+    "average-accumulation": {
+        "precision": {"weights": "int8"}, "ema": {"decay": 0.9}, "train": {"steps": 6, "gradient_accumulation": 2},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_auto_is_fp16_on_an_old_card_and_no_step_waits(
+    case: str, tiny_config: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA itself raises where the host waits in a step, from the third on; whole-device waits are counted."""
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    monkeypatch.setattr("simpletune.pipeline.encode._all_finite", lambda tensors: True)  # the stub reads every value as 0
+    monkeypatch.setattr("simpletune.training.run.require_finite", lambda *args: None)
+    waits: list[int] = []
+    honest, steps, synchronize = StepCore.step, [], torch.cuda.synchronize
+
+    def waited(*args: Any) -> None:
+        waits.append(len(steps))
+        synchronize(*args)
+
+    def step(self: StepCore, *args: Any) -> Any:
+        if self.accelerator.device.type != "cuda":  # the prediction's step on fake tensors
+            return honest(self, *args)
+        steps.append(self)
+        torch.cuda.set_sync_debug_mode("error" if len(steps) > 2 else "default")
+        monkeypatch.setattr(torch.cuda, "synchronize", waited)
+        try:
+            return honest(self, *args)
+        finally:
+            monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(StepCore, "step", step)
+    AcceleratorState._reset_state(reset_partial_state=True)  # fixtures may have fixed the CPU
+    data = copy.deepcopy(tiny_config)
+    if "adapter" in CASES[case]:
+        del data["adapter"]
+    train_section = {"steps": 6} | CASES[case].get("train", {})
+    data |= {"device": "cuda", **CASES[case], "train": train_section}
+    folder = train(validate(data, case), force=True)
+    compute = json.loads((folder / "config.json").read_text())["precision"]["compute"]
+    assert compute == ("fp16" if OLD or case == "full" else "bf16")
+    rows = read_metrics(folder)
+    assert len(rows) == 6 and all(("loss_scale" in row) == (compute == "fp16") for row in rows)
+    assert len(steps) == 6 and waits == []
+    if compute == "fp16":
+        fp16 = steps[0].fp16
+        assert fp16 is not None and fp16.scale.scale.is_cuda and fp16.scale.overflow.is_cuda
