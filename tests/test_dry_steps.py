@@ -77,6 +77,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 TRAINED["all, in backward, streamed"] = TRAINED["all, in backward"] | {
     "memory": STREAMED | {"optimizer_in_backward": True}
 }
+WAITS = {"all, in backward, streamed": 2}  # a step: its pass ends when the updated weights are on the host
 
 
 def trained(config: dict, how: str, **changes: Any) -> None:
@@ -102,4 +103,4 @@ def test_a_warm_step_copies_from_pinned_memory_and_takes_no_memory_anew(
     for name in ("pageable_copies", "cudaHostAlloc", "cuMemCreate", "cudaDeviceSynchronize"):
         assert (name, steps.work(name)) == (name, [0] * 7)
         assert (name, steps.apart(name)) == (name, [0] * 6)
-    assert steps.work("synchronisations") == [0] * 7
+    assert steps.work("synchronisations") == [WAITS.get(how, 0)] * 7
