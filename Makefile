@@ -32,7 +32,7 @@ gpu: setup  ## what does this card do? 12 stages within 30 minutes, the most tel
 
 dry:  ## run what torch's CUDA build does on a simulated card (docs/dry_gpu.md); DURATION; first makes .venv-cuda (5.7 GiB)
 	@tests/dry_gpu/setup.sh
-	OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
+	DRY_STRICT=1 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 		-m "dry or (gpu and not values and not timing)"
 	OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m benchmarks dry
 
