@@ -4,7 +4,7 @@ SHELL := /usr/bin/env bash
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test slow gpu coverage torture mutants tiny-sd3 clean
+.PHONY: help setup quality style test slow gpu kernels coverage torture mutants tiny-sd3 clean
 
 help:  ## show this list; takes no time
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,11 @@ gpu: setup  ## run the tests that need an NVIDIA GPU, then two grids that start 
 	$(PY) -m pytest -m gpu
 	$(PY) -m benchmarks estimate --out benchmarks/results/gpu
 	$(PY) -m benchmarks speed --out benchmarks/results/gpu
+
+kernels: setup  ## compile the int8 kernels for absent cards by both versions of Triton, check the code; 25 min with 2 busy cores
+	test -d .venv-triton36/triton || $(PY) -m pip install --no-deps --target .venv-triton36 triton==3.6.0
+	$(PY) -m benchmarks kernels --out benchmarks/results/kernels --minutes 60
+	PYTHONPATH=.venv-triton36 $(PY) -m benchmarks kernels --out benchmarks/results/kernels --minutes 60
 
 coverage: setup  ## show which code the tests run, and why the rest is not run; 17 min (2 cores, 21 November 2026)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage.json
