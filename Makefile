@@ -4,7 +4,7 @@ SHELL := /usr/bin/env bash
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test slow gpu dry coverage torture mutants tiny-sd3 clean
+.PHONY: help setup quality style test slow gpu dry kernels coverage torture mutants tiny-sd3 clean
 
 help:  ## show this list; takes no time
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,11 @@ dry:  ## run what torch's CUDA build does on a simulated card (docs/dry_gpu.md);
 	DRY_STRICT=1 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 		-m "dry or (gpu and not values and not timing)"
 	OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m benchmarks dry
+
+kernels: setup  ## compile the int8 kernels for absent cards by both versions of Triton, check the code; 25 min with 2 busy cores
+	test -d .venv-triton36/triton || $(PY) -m pip install --no-deps --target .venv-triton36 triton==3.6.0
+	$(PY) -m benchmarks kernels --out benchmarks/results/kernels --minutes 60
+	PYTHONPATH=.venv-triton36 $(PY) -m benchmarks kernels --out benchmarks/results/kernels --minutes 60
 
 coverage: setup  ## show which code the tests run, and why the rest is not run; 17 min (2 cores, 21 November 2026)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage.json

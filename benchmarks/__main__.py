@@ -73,6 +73,13 @@ def speed(args: argparse.Namespace) -> object:
     return speed.run(args.out, args.minutes, args.rows, args.model, args.device)
 
 
+def kernels(args: argparse.Namespace) -> object:
+    """machine code of the int8 kernels for cards that are not here; needs Triton, but no GPU"""
+    from benchmarks import kernels
+
+    return kernels.run(args.out, args.minutes, args.rows)
+
+
 def pair(args: argparse.Namespace) -> object:
     """complete runs compared with diffusers' DreamBooth LoRA recipe, on the CPU"""
     from benchmarks import pair
@@ -90,6 +97,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     study: ("rows", "model", "overrides"),
     int8: ("rows", "overrides"),
     speed: ("rows", "model", "device"),
+    kernels: ("rows",),
     pair: ("steps", "rounds", "overrides"),
 }
 

@@ -8,19 +8,19 @@ The order of the stream suffices: updates, gradients and weights share the strea
 prefetches are launched on, the default one. Only the host's reads of paged state need to wait (``state_to_tensors``).
 """
 
-# mypy: disable-error-code="misc"  # bitsandbytes has no types
 from __future__ import annotations
+
+from typing import Any
 
 import bitsandbytes.optim
 import torch
-from bitsandbytes.optim.optimizer import Optimizer8bit
 
 
-class QueuedStep(Optimizer8bit):
+class QueuedStep:
     """Replaces the step of bitsandbytes' optimizers; state, arithmetic and order are theirs."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self: Any, closure: None = None) -> None:  # bitsandbytes has no types
         """Queue the update of every parameter that has a gradient."""
         if not self.initialized:
             self.check_overrides()

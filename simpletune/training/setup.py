@@ -137,7 +137,6 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     stop_if_asked()
     with stages.stage("load"):
         model = load_model(fitted, prepared, accelerator, saved)
-    announce_kernel(resolved, model.transformer, device, prepared.plan)
     modulation = model.core.modulation
     batches = Batches(prepared, config.train.seed, device, accelerator.process_index, modulation)
     trackers = open_trackers(config, folder, start, main)
@@ -227,6 +226,7 @@ def load_model(
         failpoint("run.restored")
     trainable = sum(parameter.numel() for parameter in core.parameters)
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
+    announce_kernel(config, transformer, accelerator.device, prepared.plan)
     return LoadedModel(transformer, core, average, total)
 
 

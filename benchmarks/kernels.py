@@ -1,0 +1,304 @@
+"""``kernels``: compile the int8 kernels for cards that are not here, and check the machine code.
+
+Needs Triton, but no GPU and no CUDA build of torch: Triton brings NVIDIA's assembler and disassembler. Each row is one
+kernel, one tile, one kind of matrix and one architecture. A figure that breaks a rule ends the command with an error,
+unless an ``ACCEPTED`` table gives a reason. ``make kernels`` runs it with each supported version of Triton.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from benchmarks.table import Results, describe_machine
+from simpletune.options import UserError
+from simpletune.system.console import say
+
+SOURCE = Path(__file__).resolve().parent.parent / "simpletune" / "quant" / "int8_kernel.py"
+COMMITTED = Path(__file__).resolve().parent / "results" / "kernels" / "kernels.json"
+DECIDES = (
+    "_rows",
+    "_product",
+    "_blocks",
+    "TILES",
+    "SAFE_TILE",
+    "LONGEST_BLOCK",
+)  # the compiled code follows from these
+TOO_OLD = 75
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+"""Bytes of shared memory that a block may use, by architecture (CUDA C++ Programming Guide, compute capabilities)."""
+REGISTERS = 64 * 1024  # of a multiprocessor
+SPILLED = 16  # bytes of a thread's stack that are not worth a smaller tile
+TENSOR_CORES = re.compile(r"\b(wgmma|mma)\.(?:mma_async\.)?sync[\w.:]*?\.(m\d+n\d+k\d+)[\w.:]*?\.s32\.s8\.s8")
+SPILLS_ACCEPTED = {"odd": "no layer of SD3 has such sizes, and the tuning times the tiles"}
+"""The sizes whose rows may spill, and why."""
+FUSED_ACCEPTED = {("3.6", 120): "its assembler fuses scale and bias although the PTX forbids it: one rounding less"}
+"""The versions of Triton and the cards for which products may fuse multiply-adds, and why."""
+OPTIONS = {"enable_fp_fusion": False}  # as the kernels are launched
+COLUMNS = {"what": "", "registers": "registers", "stack": "spilled, bytes", "shared": "shared memory, bytes"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel to compile.
+
+    Args:
+        card: the architecture: 89 for sm_89.
+        kernel: ``product`` or ``rows``.
+        kind: of a product, ``forward`` or ``gradient``, which reads the weight transposed; of rows, their type.
+        tile: of a product, as in ``TILES``; of rows, (elements that a program loads at once, warps).
+        sizes: of a product, ``even``: k is a multiple of the tile's, and n and k of 16, as in SD3; ``rows``: m of 16
+            too; ``ragged``: k is no multiple of the tile's; ``odd``: nothing is a multiple. Of rows, ``columns`` if
+            they are multiplied with a scale for each column, else ``plain``.
+    """
+
+    card: int
+    kernel: str
+    kind: str
+    tile: tuple[int, ...]
+    sizes: str
+
+    @property
+    def name(self) -> str:
+        """The name of the row, without the version of Triton."""
+        return f"sm_{self.card} {self.kernel} {self.kind} {'x'.join(map(str, self.tile))} {self.sizes}"
+
+
+def rows_of_table() -> Iterator[Row]:
+    """Yield all rows, the most important first."""
+    from simpletune.quant.int8_kernel import LONGEST_BLOCK, SAFE_TILE, TILES
+
+    tiles, ways = (SAFE_TILE, *TILES), ("forward", "gradient")
+    yield from (Row(card, "product", way, tile, "even") for tile in tiles for card in SHARED for way in ways)
+    yield from (Row(TOO_OLD, "product", way, SAFE_TILE, "even") for way in ways)
+    for card in SHARED:
+        for block, warps in ((2048, 4), (LONGEST_BLOCK, 8)):
+            yield from (Row(card, "rows", kind, (block, warps), what) for kind in ("bf16", "fp32") for what in KINDS)
+    for card in (89, 90):  # mma and wgmma
+        yield from (Row(card, "product", way, t, s) for s in ("rows", "ragged", "odd") for t in tiles for way in ways)
+
+
+KINDS = ("plain", "columns")
+DIVISIBLE = {  # the integers that are multiples of 16, which Triton compiles for
+    "even": ("n", "k", "weight_n", "weight_k"), "rows": ("m", "n", "k", "weight_n", "weight_k"),
+    "ragged": ("n", "k", "weight_n", "weight_k"), "odd": (),
+}  # fmt: skip
+
+
+def compile_row(row: Row) -> Any:
+    """Compile one row to machine code; returns Triton's compiled kernel."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from simpletune.quant import int8_kernel, int8_products
+
+    constants: dict[str, Any]
+    if row.kernel == "product":
+        function = int8_kernel._product.fn
+        types = dict.fromkeys(function.arg_names, "i32") | {
+            "x": "*i8", "x_scale": "*fp32", "weight": "*i8", "scale": "*fp32", "bias": "*bf16", "y": "*bf16"
+        }  # fmt: skip
+        constants = {**int8_kernel._blocks(cast(int8_kernel.Tile, row.tile)), "EVEN_K": row.sizes in ("even", "rows")}
+        constants |= {"weight_k": 1} if row.kind == "forward" else {"weight_n": 1, "scale": None, "bias": None}
+        warps, stages, divisible = row.tile[3], row.tile[4], DIVISIBLE[row.sizes]
+    else:
+        function = int8_kernel._rows
+        types = dict.fromkeys(function.arg_names, "i32") | {
+            "x": f"*{row.kind}", "columns": "*fp32", "q": "*i8", "scale": "*fp32"
+        }  # fmt: skip
+        constants = {"LEAST": int8_products.LEAST, "BLOCK": row.tile[0]}
+        constants |= {} if row.sizes == "columns" else {"columns": None}
+        warps, stages, divisible = row.tile[1], 3, ("k", "x_outer", "x_row", "inner")
+    place = {name: (number,) for number, name in enumerate(function.arg_names)}
+    given = [name for name, kind in types.items() if name not in constants and (kind[0] == "*" or name in divisible)]
+    source = ASTSource(
+        function,
+        types | dict.fromkeys(constants, "constexpr"),
+        {place[name]: value for name, value in constants.items()},
+        {place[name]: [["tt.divisibility", 16]] for name in given},
+    )
+    options = {"num_warps": warps, "num_stages": stages, **OPTIONS}
+    return compile(source, target=GPUTarget("cuda", row.card, 32), options=options)
+
+
+def measure(row: Row) -> dict[str, Any]:
+    """Compile one row and count what matters in its code; ``fails`` holds the reason if it does not compile."""
+    from triton.errors import TritonError
+
+    try:
+        with _silent() if row.card == TOO_OLD else contextlib.nullcontext():
+            built = compile_row(row)
+    except (RuntimeError, TritonError) as error:
+        return {"fails": (str(error).strip().splitlines() or [type(error).__name__])[-1]}
+    ptx = built.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", "-res-usage", file.name))
+        code = _tool("nvdisasm", "-c", file.name) if row.kernel == "product" else ""
+    assert usage is not None
+    return {
+        "registers": int(usage[1]),
+        "stack": int(usage[2]),
+        "shared": built.metadata.shared,
+        "tensor_cores": sorted({" ".join(each) for each in TENSOR_CORES.findall(ptx)}),
+        "fused": len(re.findall(r"\bfma\.", ptx)) + len(re.findall(r"\bFFMA\b", code)),
+        "fusible": len(re.findall(r"\b(?:mul|add|sub)\.f32\b", ptx)),  # without .rn the assembler may fuse them
+        "flushed": ptx.count(".ftz"),
+    }
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Drop what the compiler itself writes to standard error: a page for each failure."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    """Run one of NVIDIA's tools that come with Triton, and return its output."""
+    from triton.backends import nvidia
+
+    program = Path(str(nvidia.__file__)).parent / "bin" / name
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def problems(row: Row, found: Mapping[str, Any], version: str) -> list[str]:
+    """List the rules that a compiled row breaks, but for accepted ones.
+
+    Args:
+        row: the row.
+        found: the result of ``measure``.
+        version: of Triton, such as 3.7.1.
+    """
+    if row.card == TOO_OLD:
+        return [] if "fails" in found else [f"compiles for sm_{TOO_OLD}: lower OLDEST in int8_products.py"]
+    if "fails" in found:
+        return [f"does not compile: {found['fails']}"]
+    broken = []
+    warps = row.tile[3] if row.kernel == "product" else row.tile[1]
+    if row.kernel == "product" and not found["tensor_cores"]:
+        broken.append("no int8 tensor-core instruction")
+    if found["shared"] > SHARED[row.card]:
+        broken.append(f"{found['shared']:,} bytes of shared memory, more than the card's {SHARED[row.card]:,}")
+    if found["registers"] * 32 * warps > REGISTERS:
+        broken.append(f"{found['registers']} registers in {warps} warps, more than the card's {REGISTERS:,}")
+    if found["stack"] > SPILLED and row.sizes not in SPILLS_ACCEPTED:
+        broken.append(f"{found['stack']} bytes spilled, more than {SPILLED}")
+    accepted = (version.rpartition(".")[0], row.card) in FUSED_ACCEPTED and row.kernel == "product"
+    if found["fusible"] or found["fused"] and not accepted:
+        broken.append("fused multiply-add: sums differ from the CPU's")
+    if found["flushed"]:
+        broken.append(".ftz: small numbers differ from the CPU's")
+    return broken
+
+
+def source_hash(text: str | None = None) -> str:
+    """Hash what the compiled code follows from, without comments, docstrings and layout; needs no Triton."""
+    parts = []
+    for node in ast.parse(SOURCE.read_text(encoding="utf-8") if text is None else text).body:
+        names: list[str] = []
+        if isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        elif isinstance(node, ast.FunctionDef):
+            names = [node.name]
+            if ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+        if set(names) & set(DECIDES):
+            parts.append(ast.unparse(node))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def run(folder: Path, minutes: float, only: str = "") -> Path:
+    """Compile the missing rows with the installed version of Triton, and write the table of all versions.
+
+    Args:
+        folder: of the results.
+        minutes: start no row after this many.
+        only: text that row names must contain.
+
+    Returns:
+        The Markdown table.
+
+    Raises:
+        UserError: a row breaks a rule, or Triton is not installed.
+    """
+    try:
+        import triton
+    except ImportError:
+        raise UserError("kernels: Triton is not installed. Use: pip install triton") from None
+    results, now = Results(folder / "kernels", COLUMNS), source_hash()
+    results.rows = {name: row for name, row in results.rows.items() if row["source"] == now}
+    rows = {f"Triton {triton.__version__}: {row.name}": row for row in rows_of_table()}
+    broken = []
+    for name, row in results.missing(rows, minutes, only):
+        found = measure(row)
+        results.add(name, found | {"source": now})
+        say(f"kernel  {name}: {found.get('fails') or _cell(found)}")
+    for name, row in rows.items():
+        if name in results.rows:
+            broken += [f"  {name}: {problem}" for problem in problems(row, results.rows[name], triton.__version__)]
+    page = results.stem.with_suffix(".md")
+    page.write_text(markdown(results.rows), encoding="utf-8")
+    if broken:
+        raise UserError("\n".join(["kernels: the compiled code breaks a rule:", *broken]))
+    return page
+
+
+def markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Write one table for each version of Triton: a line for each tile and kind, a column for each card."""
+    lines = ["# The int8 kernels, compiled for cards that are not here", "", ABOUT, ""]
+    lines += [f"- {name}: {value}" for name, value in describe_machine().items() if name != "device"]
+    tables: dict[str, dict[str, dict[str, Mapping[str, Any]]]] = {}
+    for name, found in rows.items():
+        version, _, rest = name.partition(": ")
+        card, _, what = rest.partition(" ")
+        tables.setdefault(version, {}).setdefault(what, {})[card] = found
+    for version, table in tables.items():
+        cards = [f"sm_{card}" for card in (TOO_OLD, *SHARED)]
+        lines += ["", f"## {version}", "", f"| | {' | '.join(cards)} |", "|---" * (len(cards) + 1) + "|"]
+        for what, cells in sorted(table.items()):
+            lines.append(f"| {what} | {' | '.join(_cell(cells[c]) if c in cells else '' for c in cards)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(found: Mapping[str, Any]) -> str:
+    if "fails" in found:
+        return "does not compile"
+    units = sorted({unit.split()[0] for unit in found["tensor_cores"]})
+    spilled = f", {found['stack']} B spilled" if found["stack"] else ""
+    fused = ", fused" if found["fused"] else ""
+    return (
+        f"{found['registers']}, {found['shared'] / 1024:g} KiB{', ' + ' '.join(units) if units else ''}{spilled}{fused}"
+    )
+
+
+ABOUT = f"""\
+Each cell: registers of a thread, shared memory of a block, the tensor-core instruction (`mma`, or Hopper's `wgmma`; s8
+operands, s32 sums), and bytes of the stack where registers were spilled. Nothing ran: these are figures of the machine
+code. Lines: kernel, kind, tile (rows, columns, length of the sum, warps, stages), sizes: *even*, as in SD3: n and k are
+multiples of 16, and k of the tile's; *rows*: m too; *ragged*: k is no multiple of the tile's; *odd*: nothing is a
+multiple. `rows` quantises rows: the tile is elements and warps.
+
+`make kernels` fails if one of these breaks a rule: an int8 tensor-core instruction in every product; shared memory
+within the card's {", ".join(f"{size // 1024} KiB (sm_{card})" for card, size in SHARED.items())};
+registers within 64 Ki of a multiprocessor; at most {SPILLED} bytes spilled, except for *odd* sizes
+({SPILLS_ACCEPTED["odd"]}); no fused multiply-add, none that the
+assembler may fuse, and no `.ftz`, because the results should equal the CPU's bit for bit; and for sm_{TOO_OLD} no code
+at all: a Triton that compiles for it would let the tool support it. Exception: Triton 3.6 on sm_120, marked *fused*:
+{FUSED_ACCEPTED["3.6", 120]}."""

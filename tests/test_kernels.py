@@ -1,0 +1,141 @@
+"""The machine code of the int8 kernels for cards that are not here: the rules, the committed table, and some tiles."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import kernels
+from benchmarks.kernels import Row, problems, source_hash
+from simpletune.options import UserError
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+TABLE = json.loads(kernels.COMMITTED.read_text())["rows"]
+STALE = any(found["source"] != source_hash() for found in TABLE.values())
+
+
+def installed() -> str:
+    """The version of Triton here."""
+    return importlib.metadata.version("triton")
+
+
+SAFE, LARGE = (64, 64, 64, 4, 2), (128, 64, 128, 4, 3)
+FEW = [
+    Row(89, "product", "forward", LARGE, "even"),
+    Row(90, "product", "gradient", SAFE, "even"),
+    Row(89, "rows", "bf16", (2048, 4), "columns"),
+]
+GOOD = {
+    "registers": 128, "stack": 8, "shared": 49152, "tensor_cores": ["mma m16n8k32"], "fused": 0, "fusible": 0,
+    "flushed": 0,
+}  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize("row", [*kernels.rows_of_table()] if STALE else FEW, ids=lambda row: row.name)
+def test_the_kernels_compile_for_cards_that_are_not_here(row: Row) -> None:
+    """Two tiles for two cards; all if the kernel has changed since the table was made."""
+    found = kernels.measure(row)
+    assert problems(row, found, installed()) == []
+    if not STALE:
+        kept = [TABLE[name] for name in TABLE if name.endswith(f": {row.name}")]
+        assert {key: found[key] for key in GOOD} in [{key: each[key] for key in GOOD} for each in kept]
+
+
+def test_the_committed_table_is_that_of_the_kernel() -> None:
+    assert not STALE, "simpletune/quant/int8_kernel.py has changed: run make kernels"
+    versions = {name.partition(":")[0] for name in TABLE}
+    assert {version.rpartition(".")[0] for version in versions} == {"Triton 3.6", "Triton 3.7"}  # pyproject.toml's
+    for version in versions:
+        for row in kernels.rows_of_table():
+            found = TABLE[f"{version}: {row.name}"]
+            assert problems(row, found, version.removeprefix("Triton ")) == [], row.name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tensor_cores": []}, "no int8 tensor-core"),
+        ({"shared": 101377}, "101,377 bytes of shared memory.*101,376"),
+        ({"registers": 257}, "257 registers in 8 warps"),
+        ({"stack": 24}, "24 bytes spilled"),
+        ({"fused": 1}, "fused multiply-add"),
+        ({"fusible": 1}, "fused multiply-add"),
+        ({"flushed": 1}, "ftz"),
+        ({"fails": "PassManager::run failed"}, "does not compile: PassManager"),
+    ],
+)
+def test_a_broken_rule_is_named(change: dict, message: str) -> None:
+    row = Row(89, "product", "forward", (128, 128, 128, 8, 3), "even")
+    assert problems(row, GOOD, "3.7.1") == []
+    (told,) = problems(row, GOOD | change, "3.7.1")
+    assert re.search(message, told)
+
+
+def test_an_old_card_must_not_compile() -> None:
+    row = Row(kernels.TOO_OLD, "product", "forward", SAFE, "even")
+    assert problems(row, {"fails": "PassManager::run failed"}, "3.7.1") == []
+    assert "lower OLDEST" in problems(row, GOOD, "3.7.1")[0]
+
+
+def test_what_is_accepted_is_accepted_only_there() -> None:
+    spilled, fused = GOOD | {"stack": 2000}, GOOD | {"fused": 8}
+    row = Row(120, "product", "forward", SAFE, "odd")
+    assert problems(row, spilled, "3.7.1") == problems(row, fused, "3.6.0") == []
+    assert problems(row, fused, "3.7.1") and problems(replace(row, card=90), fused, "3.6.0")
+    assert problems(replace(row, sizes="even"), spilled, "3.6.0")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (Row(89, "product", "forward", (16, 16, 16, 4, 2), "even"), "does not compile.*K >= 32"),
+        (Row(89, "product", "forward", (128, 128, 64, 4, 8), "even"), "bytes of shared memory, more than the card's"),
+        (Row(89, "product", "forward", (128, 128, 64, 1, 2), "even"), "bytes spilled"),
+    ],
+    ids=["small", "many-stages", "one-warp"],
+)
+def test_a_tile_that_does_not_fit_a_card_is_noticed(row: Row, message: str) -> None:
+    assert re.search(message, "\n".join(problems(row, kernels.measure(row), "3.7.1")))
+
+
+@needs_triton
+@pytest.mark.parametrize("row", FEW[1:], ids=lambda row: row.kernel)
+def test_multiply_adds_that_may_fuse_are_noticed(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = replace(row, kind="forward") if row.kernel == "product" else row  # a gradient has no bias to add
+    monkeypatch.setattr(kernels, "OPTIONS", {"enable_fp_fusion": True})
+    assert any("fused multiply-add" in problem for problem in problems(row, kernels.measure(row), "3.7.1"))
+
+
+def test_comments_do_not_make_the_table_stale_but_tiles_do() -> None:
+    text = kernels.SOURCE.read_text()
+    assert source_hash(text.replace('"""Quantise one row', '"""Round one row') + "# more\n") == source_hash()
+    changes = {"(64, 64, 64, 4, 2)": "(64, 64, 64, 4, 3)", "12582912.0) -": "12582912.0) +", '"GROUP": 8': '"GROUP": 4'}
+    for old, new in changes.items():
+        assert old in text and source_hash(text.replace(old, new)) != source_hash()
+
+
+@needs_triton
+def test_the_grid_compiles_what_is_missing_and_fails_for_a_broken_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    found = dict(GOOD)
+    monkeypatch.setattr(kernels, "rows_of_table", lambda: iter(FEW))
+    monkeypatch.setattr(kernels, "measure", lambda row: compiled.append(row.name) or dict(found))
+    page = kernels.run(tmp_path, 60).read_text()
+    assert "sm_89" in page and "128, 48 KiB, mma, 8 B spilled" in page and len(compiled) == 3
+    kernels.run(tmp_path, 60)
+    assert len(compiled) == 3
+    monkeypatch.setattr(kernels, "source_hash", lambda: "another")
+    found["flushed"] = 1
+    with pytest.raises(UserError, match="sm_90 product gradient 64x64x64x4x2 even: .ftz"):
+        kernels.run(tmp_path, 60)
+    assert len(compiled) == 6
