@@ -134,8 +134,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     with stages.stage("load"):
         model = load_model(fitted, prepared, accelerator, saved)
     attention = settle_attention(resolved, prepared.plan.largest(), device)
-    modulation = model.core.modulation
-    batches = Batches(prepared, config.train.seed, device, accelerator.process_index, modulation)
+    batches = Batches(prepared, config.train.seed, device, accelerator.process_index, model.core.modulation)
     trackers = open_trackers(config, folder, start, main)
     return Run(
         config=config,
@@ -146,7 +145,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         prepared=prepared,
         **vars(model),
         batches=batches,
-        previews=Previews(resolved, prepared.requests, prepared.text, folder / "samples", modulation),
+        previews=Previews(resolved, prepared.requests, prepared.text, folder / "samples", model.core.modulation),
         trackers=trackers,
         start=start,
         steps=steps,
