@@ -1,10 +1,9 @@
-"""Products in fp16 on torch's CUDA build over a stub of its runtime: no values, but devices, types and synchronisations."""
+"""Products in fp16 on torch's CUDA build over a stub of its runtime: devices, types and synchronisations, no values."""
 
 from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,9 @@ def test_auto_is_fp16_on_an_old_card_and_no_step_waits(
 ) -> None:
     """CUDA itself raises where the host waits in a step, from the third on; whole-device waits are counted."""
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    monkeypatch.setattr("simpletune.pipeline.encode._all_finite", lambda tensors: True)  # the stub reads every value as 0
+    monkeypatch.setattr(
+        "simpletune.pipeline.encode._all_finite", lambda tensors: True
+    )  # the stub reads every value as 0
     monkeypatch.setattr("simpletune.training.run.require_finite", lambda *args: None)
     waits: list[int] = []
     honest, steps, synchronize = StepCore.step, [], torch.cuda.synchronize

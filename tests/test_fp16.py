@@ -27,6 +27,7 @@ from simpletune.optim.adamw import AdamW
 from simpletune.optim.loss_scale import LossScale
 from simpletune.options import ConfigError, UserError, option_classes
 from simpletune.quant.int8_linear import Int8Linear
+from simpletune.report import report_at_end
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import OVERFLOWS, read_metrics, read_rows
 from simpletune.step.core import StepCore
@@ -322,6 +323,8 @@ def test_a_block_that_overflows_is_computed_in_fp32(inside_blocks: Path, run: Ca
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["fp32_blocks"] == [1] and summary["overflow_steps"] == 2
     assert any("1 block overflows fp16 (1), computed in fp32 from step 3 on" in each for each in summary["warnings"])
+    report_at_end(folder)
+    assert "2 steps undone, 1 block in fp32 since (1)" in (folder / "report.md").read_text()
     plain = losses(run(inside_blocks, precision={"weights": "int8", "compute": "fp32"}, name="plain", **sections))
     found = losses(folder)
     assert found == pytest.approx({step: plain[step] for step in (3, 4, 5)}, rel=2e-3)
@@ -404,12 +407,17 @@ def test_losses_of_the_demo_are_close_to_those_of_fp32(
     """Relative to fp32's, within 0.1% in fp16 for LoRA and 1% for full fine-tuning, and nearer than bf16's."""
     found = {}
     for compute in ("fp32", "fp16", "bf16"):
+        changes = {"adapter.method": method, "precision.weights": weights, "precision.compute": compute}
+        plain = {"validation.prompts": "[]", "validation.eval_samples": 0, "profile.max_traces": 0}
+        short = {"train.steps": 4, "schedule.warmup_steps": 0, "device": "cpu", "output.report": "false"}
+        places = {
+            "output.cache": shared_cache,
+            "output.runs": tmp_path / "runs",
+            "output.profiles": tmp_path / "profiles",
+        }
         overrides = [
-            f"name={compute}", f"adapter.method={method}", f"precision.weights={weights}",
-            f"precision.compute={compute}", "train.steps=4", "schedule.warmup_steps=0", "device=cpu", "validation.prompts=[]",
-            "validation.eval_samples=0", "profile.max_traces=0", "output.report=false", f"output.cache={shared_cache}",
-            f"output.runs={tmp_path}/runs", f"output.profiles={tmp_path}/profiles",
-        ]  # fmt: skip
+            f"{path}={value}" for path, value in {"name": compute, **changes, **plain, **short, **places}.items()
+        ]
         config, _ = read_config(Path("configs/demo.json"), overrides)
         found[compute] = torch.tensor([row["loss"] for row in read_metrics(train(config))])
     off = {compute: ((values - found["fp32"]).abs() / found["fp32"]).max().item() for compute, values in found.items()}
@@ -468,7 +476,9 @@ def test_an_int8_weight_is_unpacked_before_a_product_in_fp16() -> None:
     torch.testing.assert_close(x.grad.float(), wide.grad, rtol=0.02, atol=1e-5)
 
 
-@pytest.mark.parametrize("sections", [{}, {"adapter": {"method": "full"}, "precision": {"weights": "fp32", "compute": "fp16"}}])
+@pytest.mark.parametrize(
+    "sections", [{}, {"adapter": {"method": "full"}, "precision": {"weights": "fp32", "compute": "fp16"}}]
+)
 def test_a_step_reads_nothing_from_the_device(
     sections: dict, run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

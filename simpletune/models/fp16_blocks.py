@@ -189,7 +189,7 @@ def _wide_weights(module: nn.Module) -> Iterator[None]:
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and not parameter.requires_grad and parameter.dtype == torch.float16:
-                replaced.append((part._parameters, name, parameter))  # type: ignore[arg-type]
+                replaced.append((part._parameters, name, parameter))
     try:
         for own, name, parameter in replaced:
             own[name] = _wide_parameter(parameter)

@@ -137,8 +137,8 @@ class SD3(Option):
         Raises:
             UserError: weights are missing or do not match the config.
         """
-        from simpletune.models.quantised_cache import QuantisedBase
         from simpletune.models.fp16_blocks import watch_fp16
+        from simpletune.models.quantised_cache import QuantisedBase
         from simpletune.models.sd3_transformer import RandomTensors, crop_to, load, open_tensors
 
         config, part = self.transformer_config(), self.part("transformer")

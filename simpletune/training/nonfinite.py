@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from simpletune.config.schema import TrainConfig
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.plan import Draw
+from simpletune.models.fp16_blocks import in_words
 from simpletune.options import UserError, shortened
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
-from simpletune.models.fp16_blocks import in_words
 from simpletune.runs.folder import OVERFLOWS, SKIPPED, append_metrics, read_rows
 from simpletune.step.batches import Batch, Batches
 from simpletune.step.core import StepCore
