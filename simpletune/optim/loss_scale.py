@@ -113,11 +113,16 @@ def undone_if(overflow: Tensor, optimizer: torch.optim.Optimizer, parameters: li
         for weight, old in weights:
             weight.copy_(torch.where(overflow, old, weight))
         for state, earlier in zip(states, before, strict=True):
-            for name, value in _on_device(state, overflow.device):
-                if name in earlier:
-                    state[name] = value.copy_(torch.where(overflow, earlier[name], value))
-                elif name == "step":
-                    value.masked_fill_(overflow, 0)
+            _restore_if(overflow, state, earlier)
+
+
+def _restore_if(overflow: Tensor, state: State, earlier: dict[str, Tensor]) -> None:
+    """Restore a parameter's state; new step counters become 0."""
+    for name, value in _on_device(state, overflow.device):
+        if name in earlier:
+            state[name] = value.copy_(torch.where(overflow, earlier[name], value))
+        elif name == "step":
+            value.masked_fill_(overflow, 0)
 
 
 def _on_device(state: State, device: torch.device) -> Iterator[tuple[str, Tensor]]:
