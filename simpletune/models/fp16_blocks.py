@@ -42,9 +42,9 @@ class BlockPass:
         self.plain = self.fast = block.forward  # fast: may be compiled
         block.forward = self._forward()
 
-    def _forward(self) -> Callable[..., Any]:
+    def _forward(self) -> Callable[..., object]:
         @functools.wraps(self.plain)  # checkpointing needs its signature
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             if self._index in self._blocks.wide:
                 return in_fp32(self._block, self.plain, args, kwargs)
             narrow, named = tuple(map(_narrowed, args)), {name: _narrowed(value) for name, value in kwargs.items()}
@@ -173,7 +173,9 @@ def finite_passes(transformer: nn.Module, compute: Callable[[], T]) -> T:
     return compute() if blocks is None else blocks.finite(compute)
 
 
-def in_fp32(module: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def in_fp32(
+    module: nn.Module, forward: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> Any:
     """Run a module's forward pass in fp32 on widened inputs, with its frozen 16-bit weights widened for this pass."""
     wide, named = tuple(map(_widened, args)), {name: _widened(value) for name, value in kwargs.items()}
     device = next(_floating((*wide, *named.values()))).device
@@ -219,10 +221,11 @@ def _floating(values: Sequence[object]) -> Iterator[Tensor]:
     return (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
 
 
-def _narrowed(value: Any) -> Any:
-    wide = isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() == TOKENS
-    return value.half() if wide else value
+def _narrowed(value: object) -> object:
+    if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() == TOKENS:
+        return value.half()
+    return value
 
 
-def _widened(value: Any) -> Any:
+def _widened(value: object) -> object:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
