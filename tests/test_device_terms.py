@@ -17,7 +17,12 @@ from simpletune.estimate.simulate import accounting_like_cuda, simulate
 from simpletune.estimate.simulate_stages import predict_stage
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.attention_terms import (
-    CudaLayouts, attention_kernel, cudnn_backward, efficient_backward, efficient_forward, flash_backward,
+    CudaLayouts,
+    attention_kernel,
+    cudnn_backward,
+    efficient_backward,
+    efficient_forward,
+    flash_backward,
 )  # fmt: skip
 from simpletune.memory.cuda_autocast import IN_FP32, autocast_like_cuda
 from simpletune.memory.device_terms import convolution_workspace, reduction, temporaries

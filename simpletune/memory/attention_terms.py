@@ -41,7 +41,9 @@ def attention_kernel(capability: tuple[int, int], dtype: torch.dtype, asked: str
     return "cudnn" if capability[0] in (9, 10) else "flash"
 
 
-def flash_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *_: object, **__: object) -> int:
+def flash_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *_: object, **__: object
+) -> int:
     """Bytes for flash attention's backward pass.
 
     They are fp32 sums of grad q [b, S, h, d], rounded up, one fp32 per row, and copies of ``grad_out`` and ``out``
@@ -60,7 +62,9 @@ def flash_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, 
     return 4 * b * heads * rows * (width + 1) + sum(tensor.numel() * tensor.element_size() for tensor in copied)
 
 
-def cudnn_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *_: object, **__: object) -> int:
+def cudnn_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *_: object, **__: object
+) -> int:
     """Bytes for cuDNN attention's backward pass: stated, never executed by us.
 
     torch copies ``grad_out`` to the layout of ``out`` if they differ (aten/src/ATen/native/cudnn/MHA.cpp). cuDNN's plan
@@ -132,9 +136,7 @@ class CudaLayouts(TorchDispatchMode):
             out, sums = output
             return out.transpose(1, 2).contiguous().transpose(1, 2), sums
         if op is BACKWARD and not self._efficient:
-            return tuple(
-                torch.empty_like(like).copy_(grad) for grad, like in zip(output, args[1:4], strict=True)
-            )
+            return tuple(torch.empty_like(like).copy_(grad) for grad, like in zip(output, args[1:4], strict=True))
         return output
 
 
