@@ -36,8 +36,9 @@ ABOUT = """\
 *Allocated* and *reserved*: peaks of torch's CUDA allocator on a simulated {card}, no hardware: torch's CUDA build over
 a stub of the CUDA runtime, on which kernels compute nothing. *Predicted*: what `simpletune estimate` counts on fake
 tensors for the same stage. *A card must have*: what it then tells users to have, with its allowances for the CUDA
-context and for fragmentation. *Spare*: what of it is neither reserved nor the context's 500 MiB. *Attention*: the kernel that torch chose. SD3 Medium at 1024 px, batch 1, gradient
-checkpointing of all blocks, LoRA on attention with an fp32 adapter and AdamW, unless a row says otherwise.
+context and for fragmentation. *Spare*: what of it is neither reserved nor the context's 500 MiB. *Attention*: the
+kernel that torch chose for the stage. SD3 Medium at 1024 px, batch 1, gradient checkpointing of all blocks, LoRA on
+attention with an fp32 adapter and AdamW, unless a row says otherwise.
 
 Stated, not executed: cuDNN cannot run here, so a convolution is its output and the tool's allowance for cuDNN's
 workspace (input, weight and output once more), in both columns{cudnn}. Not real either: time, values, the CUDA context.
@@ -116,7 +117,8 @@ def summary(rows: dict[str, dict[str, Any]]) -> str:
         return "No row was measured yet."
     median, worst = errors_of(rows)
     name = max(rows, key=lambda name: abs(rows[name]["error"]))
-    return f"{len(rows)} rows: median error {median:.2%} (goal {MEDIAN:.1%}), worst {worst:.2%} (goal {WORST:.0%}; {name})."
+    middle = f"{len(rows)} rows: median error {median:.2%} (goal {MEDIAN:.1%})"
+    return f"{middle}, worst {worst:.2%} (goal {WORST:.0%}; {name})."
 
 
 def measured(rows: dict[str, Row], card: Card, minutes: float) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -161,7 +163,7 @@ def lines_of(rows: list[Row], card: Card) -> Iterator[str]:
 
 def machine(card: Card, rows: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Describe the simulated card and the versions under it."""
-    versions = next((row["versions"] for row in rows.values()), {})
+    versions: dict[str, str] = next((row["versions"] for row in rows.values()), {})
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     device = f"none; simulated {card.name}, sm_{card.capability[0]}{card.capability[1]}, {card.bytes / 2**30:.2f} GiB"
     return {"device": device, "versions on it": said}

@@ -9,6 +9,7 @@ import gc
 import json
 import sys
 import tempfile
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def text(config: TrainConfig) -> None:
         part = known_part(config.model, encoder.model)
         if encoder.is_t5:
             ids = torch.zeros((2 * BATCH, config.model.t5_length), dtype=torch.int64)
-            outputs = LayeredT5(part, dtype, device, EmptyT5(part, dtype)).encode(ids, BATCH)
+            outputs: Iterable[object] = LayeredT5(part, dtype, device, EmptyT5(part, dtype)).encode(ids, BATCH)
         else:
             with torch.device("meta"):
                 clip = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(part.config()))

@@ -124,7 +124,7 @@ OLD = {
 def rows_of(capability: tuple[int, int]) -> dict[str, Row]:
     """The rows to measure on a card: all on an L4's capability, elsewhere those that can differ from it.
 
-    Cards without bf16 have rows of their own; Hopper and Blackwell have larger workspaces, and Hopper another attention.
+    Cards without bf16 have rows of their own; Hopper and Blackwell have larger workspaces, Hopper another attention.
     """
     if capability == (8, 9):
         return ROWS

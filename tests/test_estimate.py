@@ -88,7 +88,7 @@ def an_estimate(**stages: int) -> Estimate:
 
 def test_a_run_fits_to_the_byte() -> None:
     peak = 1000 * MIB
-    must_have = peak + 64 * MIB + CONTEXT
+    must_have = peak + 256 * MIB + CONTEXT
     found = an_estimate(train=peak, validate=peak - 1)
     assert found.needed() == must_have and found.peak_stage == "train"
     assert found.fits(Card("a", must_have / GIB, (8, 9), found=1.0))
@@ -97,7 +97,7 @@ def test_a_run_fits_to_the_byte() -> None:
 
 
 def test_a_small_peak_has_the_least_allowance_and_a_large_one_a_share() -> None:
-    assert needed(500 * MIB) - CONTEXT == 564 * MIB  # torch's allocator reserved 550 on a simulated L4
+    assert needed(2336 * MIB) - CONTEXT == (2336 + 256) * MIB  # torch's allocator reserved 2,530 on a simulated L4
     assert needed(8000 * MIB) - CONTEXT == 8400 * MIB
     for free in (700, 3000, 20000):
         card = Card("a", free / 1024, (8, 9), found=1.0)

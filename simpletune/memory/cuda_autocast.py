@@ -43,5 +43,6 @@ def _wider(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _wide(value: object) -> object:
     """Cast a 16-bit tensor to fp32."""
-    narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if narrow else value
+    if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value

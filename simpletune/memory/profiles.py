@@ -36,8 +36,8 @@ LORA: dict[str, Json] = {
 }
 FULL: dict[str, Json] = {
     "4gb": _in_backward(resident_blocks=0, vae_tile=512),
-    "6gb": _in_backward(resident_blocks=10),
-    "8gb": _in_backward(resident_blocks=14),
+    "6gb": _in_backward(resident_blocks=10, vae_tile=512),
+    "8gb": _in_backward(resident_blocks=14, vae_tile=512),
     "12gb": _in_backward(),
     "16gb": {"precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit"}},
     "24gb": {"precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit"}, "memory": {"checkpointing": "none"}},
