@@ -76,12 +76,13 @@ def chosen_attention(config: TrainConfig, stage: str) -> str:
     """The kernel that torch chooses for a stage's type and head width, or the one that the run asks for."""
     import torch
 
-    from simpletune.step.attention import usable
+    from simpletune.step.attention import Shape, usable
 
     asked, width = config.speed.attention, 512 if stage == "latents" else 64
     if asked != "auto" and stage == "train":
         return asked
-    return usable("auto", 2, 64, width, torch.device("cuda"), config.precision.product_dtype())
+    shape = Shape(1, 2, 64, width, stage == "train", stage)
+    return usable("auto", shape, torch.device("cuda"), config.precision.product_dtype())
 
 
 def text(config: TrainConfig) -> None:
