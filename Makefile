@@ -32,10 +32,10 @@ gpu: setup  ## run the tests that need an NVIDIA GPU, then two grids that start 
 	$(PY) -m benchmarks estimate --out benchmarks/results/gpu
 	$(PY) -m benchmarks speed --out benchmarks/results/gpu
 
-dry:  ## run what torch's CUDA build does on a simulated card (docs/dry_gpu.md); DURATION; first makes .venv-cuda (5.7 GiB)
+dry:  ## run what torch's CUDA build does on a simulated card (docs/dry_gpu.md); 29 min for 145 tests on 2 cores that others kept busy; makes .venv-cuda (5.7 GiB)
 	@tests/dry_gpu/setup.sh
 	DRY_STRICT=1 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
-		-m "dry or (gpu and not values and not timing)"
+		--timeout 900 -m "dry or (gpu and not values and not timing)"
 	OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m benchmarks dry
 
 coverage: setup  ## show which code the tests run, and why the rest is not run; 17 min (2 cores, 21 November 2026)
