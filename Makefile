@@ -30,10 +30,10 @@ slow: setup  ## run the tests that take minutes or many GiB; time not measured
 gpu: setup  ## what does this card do? 12 stages within 30 minutes, the most telling first; goes on where it stopped
 	$(PY) -m benchmarks.first_hour
 
-dry:  ## run what torch's CUDA build does on a simulated card (docs/dry_gpu.md); DURATION; first makes .venv-cuda (5.7 GiB)
+dry:  ## run what torch's CUDA build does on a simulated card (docs/dry_gpu.md); 29 min for 145 tests on 2 cores that others kept busy; makes .venv-cuda (5.7 GiB)
 	@tests/dry_gpu/setup.sh
 	DRY_STRICT=1 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
-		-m "dry or (gpu and not values and not timing)"
+		--timeout 900 -m "dry or (gpu and not values and not timing)"
 	OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m benchmarks dry
 
 kernels: setup  ## compile the int8 kernels for absent cards by both versions of Triton, check the code; 25 min with 2 busy cores

@@ -179,6 +179,7 @@ def test_a_lora_of_what_a_plan_takes_out_is_refused(run: Path, tmp_path: Path, m
 
 
 @pytest.mark.gpu
+@pytest.mark.values
 def test_on_a_gpu_the_base_is_untouched_and_the_devices_memory_is_told(run: Path) -> None:
     with running(real(run, "--device", "cuda")) as it:
         it.wait_ready()
