@@ -34,6 +34,7 @@ dry:  ## run what torch's CUDA build does on a simulated card (docs/dry_gpu.md);
 	@tests/dry_gpu/setup.sh
 	DRY_STRICT=1 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 		--timeout 900 -m "dry or (gpu and not values and not timing)"
+	DRY_STRICT=1 DRY_CC=75 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -m dry tests/test_dry_fp16.py
 	OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m benchmarks dry
 
 kernels: setup  ## compile the int8 kernels for absent cards by both versions of Triton, check the code; 25 min with 2 busy cores

@@ -270,10 +270,9 @@ def test_steps_are_judged_by_losses_and_memory(changes: dict[str, Any], level: s
     assert finding.level == level and text in f"{finding.value} {finding.why}"
 
 
-def test_steps_that_fail_are_a_problem_and_bf16_is_left_out_where_there_is_none() -> None:
+def test_steps_that_fail_are_a_problem() -> None:
     here = machine({"steps nf4 20": {"error": "the process ended (killed by SIGABRT)"}, **torch_is(devices=[T4])})
     assert "SIGABRT" in levels(lambda on: step_checks.steps(on, "nf4", 20), here)[PROBLEM]
-    assert "left out" in levels(lambda on: step_checks.steps(on, "bf16", 20), here)[OK]
     assert levels(lambda on: step_checks.steps(on, "int8", 20), here).keys() == {OK}
 
 
@@ -281,7 +280,8 @@ def test_bf16_is_computed_where_it_exists() -> None:
     from simpletune.doctor.probe_steps import config_of
 
     assert config_of("int8", (8, 9)).precision.compute == config_of("bf16", None).precision.compute == "bf16"
-    assert config_of("int8", (7, 5)).precision.compute == config_of("fp32", (8, 9)).precision.compute == "fp32"
+    assert config_of("int8", (7, 5)).precision.compute == config_of("bf16", (7, 5)).precision.compute == "fp16"
+    assert config_of("fp32", (8, 9)).precision.compute == config_of("fp32", (7, 5)).precision.compute == "fp32"
 
 
 # Nothing ends the examination

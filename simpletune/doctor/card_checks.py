@@ -108,7 +108,7 @@ def bf16(machine: Machine) -> Iterator[Finding]:
             yield Finding("bf16", OK, f"yes ({sm(device)})")
             continue
         why = "Cards before sm_80 have no bf16, in which SD3's weights are published; docs/models.md says what they do"
-        remedy = "Choose another precision.compute than bf16"
+        remedy = "Leave precision.compute at auto, which is fp16 on this card"
         if tuple(device["capability"]) < (7, 5):
             remedy += ", and a torch built for CUDA 12.6: newer ones do not know this card. " + OTHER_BUILD
         yield Finding("bf16", WARNING, f"no ({sm(device)})", why, remedy)

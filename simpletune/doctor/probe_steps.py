@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
@@ -30,11 +31,9 @@ def config_of(weights: str, capability: tuple[int, int] | None) -> TrainConfig:
         weights: ``precision.weights``.
         capability: of the card; None on the CPU.
     """
-    has_bf16 = capability is None or capability >= (8, 0)
-    compute = "bf16" if has_bf16 and weights != "fp32" else "fp32"
-    overrides = [f"precision.weights={weights}", f"precision.compute={compute}"]
+    overrides = [f"precision.weights={weights}", "precision.compute=auto"]
     config, _ = read_config(Path("demo"), overrides, needs_data=False)
-    return resolve_model_folder(config)
+    return resolve_model_folder(settle_compute(config, capability))
 
 
 def take_steps(weights: str, count: int) -> Json:
