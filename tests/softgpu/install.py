@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch
 
-from softgpu import queues, triton_kernels
+from softgpu import paged, queues, triton_kernels
+from softgpu.patching import patch_all
 from softgpu.values import Values
 
 _installed: Values | None = None
@@ -29,7 +30,8 @@ def install() -> None:
     _keep_in_threads()
     _keep_where_modes_are_disabled()
     torch.cuda._sleep = lambda cycles: None  # type: ignore[assignment]
-    triton_kernels.install()
+    _gloo_in_place_of_nccl()
+    patch_all(triton_kernels.PATCHES | paged.PATCHES)
     queues.serve()
     atexit.register(queues.stop)
     sys.setswitchinterval(1e-3)
@@ -58,3 +60,15 @@ def _keep_where_modes_are_disabled() -> None:
             yield before
 
     _python_dispatch._disable_current_modes = disabled
+
+
+def _gloo_in_place_of_nccl() -> None:
+    """NCCL's kernels have no values here; gloo copies to the host, as it does for tensors of a card."""
+    honest = torch.distributed.init_process_group
+
+    def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        wanted = "gloo" if backend is None or "nccl" in backend else backend
+        kwargs.pop("device_id", None)
+        honest(wanted, *args, **kwargs)
+
+    torch.distributed.init_process_group = init

@@ -7,10 +7,6 @@ cuts fp32 off to bf16, where a card rounds to nearest.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -19,9 +15,6 @@ from torch import Tensor
 
 from softgpu import queues
 from softgpu.aliases import alias
-
-INTERPRETER, AUTOTUNER = "triton.runtime.interpreter", "triton.runtime.autotuner"
-
 
 def _patch_interpreter(module: ModuleType) -> None:
     import numpy as np
@@ -64,32 +57,5 @@ def _patch_autotuner(module: ModuleType) -> None:
     module.Autotuner._bench = lambda self, *args, config, **kwargs: [1.0, 1.0, 1.0]
 
 
-_PATCHES = {INTERPRETER: _patch_interpreter, AUTOTUNER: _patch_autotuner}
-
-
-class _Patching(importlib.abc.MetaPathFinder):
-    """Patches these modules when a program imports them."""
-
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        if name not in _PATCHES:
-            return None
-        patch = _PATCHES.pop(name)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        load = spec.loader.exec_module
-
-        def load_and_patch(module: ModuleType) -> None:
-            load(module)
-            patch(module)
-
-        spec.loader.exec_module = load_and_patch  # type: ignore[method-assign]
-        return spec
-
-
-def install() -> None:
-    """Patch Triton, now or when it is imported. ``TRITON_INTERPRET=1`` must stand before that."""
-    for name in list(_PATCHES):
-        if name in sys.modules:
-            _PATCHES.pop(name)(sys.modules[name])
-    sys.meta_path.insert(0, _Patching())
+PATCHES = {"triton.runtime.interpreter": _patch_interpreter, "triton.runtime.autotuner": _patch_autotuner}
+"""By the module's name; ``TRITON_INTERPRET=1`` must stand before Triton is imported."""
