@@ -6,7 +6,7 @@ Under tests/softgpu/run the same steps are made with many seeds of its adversary
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
@@ -163,10 +163,14 @@ class Result:
 
     figures: list[tuple[float, float]]
     tensors: list[Tensor]
+    early: list[Tensor] = field(default_factory=list)
+    """What lay in host memory before the host waited for the last figures; empty on the CPU."""
 
     def equals(self, other: Result) -> bool:
         """Whether every bit is the same, NaN's too."""
-        pairs = zip(self.tensors, other.tensors, strict=True)
+        pairs = list(zip(self.tensors, other.tensors, strict=True))
+        if self.early and other.early:
+            pairs += zip(self.early, other.early, strict=True)
         return repr(self.figures) == repr(other.figures) and all(a.dtype == b.dtype and _bits(a).equal(_bits(b)) for a, b in pairs)
 
 
@@ -181,7 +185,7 @@ def run(levers: Levers, device: str = "cuda") -> Result:
     batches = Batches(_prepared(levers.accumulation), 0, where, modulation=core.modulation)
     figures, pending = [], MetricsQueue(levers.ahead)
     core.model.train()
-    host: list[Tensor] = []
+    early: list[Tensor] = []
     with Prefetcher(batches, STEPS, on=levers.prefetch) as prefetcher:
         for step in range(STEPS):
             began = DeviceEvent(where)
@@ -191,10 +195,10 @@ def run(levers: Levers, device: str = "cuda") -> Result:
             loss, norm = core.step(given)
             now = global_figures(loss, norm, core.accelerator, False)
             pending.push(PendingStep.launched(step, 0.01, began, core, now))
-            if step + 1 == STEPS:  # before the host waits for figures: what a backward pass leaves there is complete
-                host = [tensor.clone() for tensor in _left(core) if tensor.device.type == "cpu"]
+            if step + 1 == STEPS and device == "cuda":
+                early = [tensor.clone() for tensor in _left(core) if tensor.device.type == "cpu"]
             figures += [done.read()[:2] for done in pending.pop(step + 1 == STEPS)]
-    return Result(figures, [*host, *(tensor.cpu().clone() for tensor in _left(core))])
+    return Result(figures, [tensor.cpu().clone() for tensor in _left(core)], early)
 
 
 def run_poisoned(levers: Levers) -> Result:
@@ -222,7 +226,8 @@ def run_paged() -> Result:
 
 RUNS: dict[str, Callable[[], Result]] = {
     **{name: partial(run, levers) for name, levers in (ALONE | TOGETHER).items()},
-    "poisoned": partial(run_poisoned, TOGETHER["LoRA"]),
+    "LoRA poisoned": partial(run_poisoned, TOGETHER["LoRA"]),
+    "full poisoned": partial(run_poisoned, TOGETHER["full"]),
     "paged": run_paged,
 }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,9 +17,37 @@ LEFT_OUT = {
 }
 
 
+SOME_SEED = "test_copies_that_do_not_wait_show"
+"""A test of what a broken wait does: some order must show it, not every one."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip them, with the reason."""
     for item in items:
         for pattern, reason in LEFT_OUT.items():
             if re.search(pattern, item.nodeid):
                 item.add_marker(pytest.mark.skip(reason=f"GPU in software: {reason}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Try orders until one shows it; the last one's failure stands."""
+    if not item.name.startswith(SOME_SEED):
+        return (yield)
+    from softgpu import queues
+
+    honest, before = item.obj, os.environ.get("SOFT_SEED", str(queues.AT_ONCE))
+
+    def some_seed(**arguments: object) -> None:
+        for seed in range(10):
+            queues.seed(seed)
+            with contextlib.suppress(pytest.fail.Exception):
+                return honest(**arguments)
+        raise AssertionError("no seed shows it")
+
+    item.obj = some_seed
+    try:
+        return (yield)
+    finally:
+        item.obj = honest
+        queues.seed(int(before))

@@ -14,21 +14,23 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import softgpu_levers
-from softgpu import queues
 from softgpu.take_out import ORDERING, Call, calls_of, without
+
+if TYPE_CHECKING:
+    from softgpu_levers import Result
 
 ROOT = Path(__file__).resolve().parent.parent
 WRAPPERS = {"mark", "wait", "join", "_let_go"}
 EVENTS = {"_written", "sent"}
 FILES = ("simpletune.memory.", "simpletune.training.pending_steps")
 """Where the wrappers are called; elsewhere these names mean something else."""
-TRIED = ("LoRA", "full", "poisoned", "paged")
+TRIED = ("LoRA", "full", "LoRA poisoned", "full poisoned", "paged")
 ONLY_IN = {
     "BlockOffload.updating": "full",
     "BlockOffload._finish": "full",
-    "BlockOffload._give_up": "poisoned",
+    "BlockOffload._give_up": "full poisoned",
     "state_to_tensors": "paged",
 }
 """The one run that reaches a function's calls; the others are tried in LoRA's, and in the full one if that notices nothing."""
@@ -41,7 +43,10 @@ ELSEWHERE = {
 def ordering_calls() -> list[Call]:
     """Every call of the package that records, marks, waits or synchronises, with the events that are handed on."""
     found = calls_of(ROOT / "simpletune", ORDERING | WRAPPERS, EVENTS)
-    return [call for call in found if call.module.startswith(FILES) or call.text.partition("(")[0].rpartition(".")[2] in ORDERING]
+    ours = [call for call in found if call.module.startswith(FILES) and call.text.startswith(("self.", "offloaded."))]
+    cuda = [call for call in found if call.text.partition("(")[0].rpartition(".")[2] in ORDERING]
+    cuda += [call for call in found if call.text.startswith("torch.cuda.") and call not in cuda]
+    return [call for call in found if call in ours or call in cuda]
 
 
 def why_not(call: Call) -> str | None:
@@ -62,13 +67,19 @@ def noticed(call: Call | None, seeds: range) -> dict[str, int]:
 
 
 @cache
-def _expected(name: str) -> softgpu_levers.Result:
+def _expected(name: str) -> Result:
     """What a run gives without an adversary."""
+    import softgpu_levers
+    from softgpu import queues
+
     queues.seed(queues.AT_ONCE)
     return softgpu_levers.RUNS[name]()
 
 
 def _differs(call: Call | None, name: str, seed: int) -> bool:
+    import softgpu_levers
+    from softgpu import queues
+
     expected = _expected(name)
     queues.seed(seed)
     try:
@@ -101,12 +112,13 @@ def table(calls: list[Call], results: dict[str, dict[str, int]], seeds: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--only", default="", help="only calls whose name contains this text")
     parser.add_argument("--out", type=Path, default=ROOT / "waits.json")
     args = parser.parse_args()
     results = json.loads(args.out.read_text()) if args.out.exists() else {}
     calls = ordering_calls()
     for call in calls:
-        if key_of(call) not in results and why_not(call) is None:
+        if key_of(call) not in results and why_not(call) is None and args.only in key_of(call):
             results[key_of(call)] = noticed(call, range(args.seeds))
             args.out.write_text(json.dumps(results, indent=1))
     print("\n".join(table(calls, results, args.seeds)))

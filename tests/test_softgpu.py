@@ -63,7 +63,7 @@ def test_every_lever_has_the_cpus_bits(name: str) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", [*LEVERS, "poisoned", "paged"])
+@pytest.mark.parametrize("name", [*LEVERS, "LoRA poisoned", "full poisoned", "paged"])
 def test_no_seed_changes_a_lever_s_bits(name: str) -> None:
     assert wrong_seeds(name, SEEDS_ALONE) == []
 

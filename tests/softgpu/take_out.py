@@ -20,7 +20,7 @@ from typing import Any
 ORDERING = frozenset({"record", "record_event", "record_stream", "wait_event", "wait_stream", "synchronize"})
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Call:
     """A call in a source file.
 
@@ -80,7 +80,7 @@ def calls_of(folder: Path, names: Collection[str] = ORDERING, events: Collection
         finder = _Finder(module, names, events)
         finder.visit(ast.parse(file.read_text()))
         found += finder.found
-    return sorted(found)
+    return sorted(found, key=lambda call: (call.module, call.line, call.column))
 
 
 class _Remover(ast.NodeTransformer):
