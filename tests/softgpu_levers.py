@@ -97,7 +97,9 @@ ALONE = {
 }
 TOGETHER = {
     "LoRA": Levers(streamed=True, boundaries=True, window=2, prefetch=True, ahead=1, accumulation=2),
-    "full": Levers("full", "bf16", "adamw8bit", streamed=True, boundaries=True, prefetch=True, ahead=1, in_backward=True),
+    "full": Levers(
+        "full", "bf16", "adamw8bit", streamed=True, boundaries=True, prefetch=True, ahead=1, in_backward=True
+    ),
 }  # fmt: skip
 
 
@@ -171,7 +173,9 @@ class Result:
         pairs = list(zip(self.tensors, other.tensors, strict=True))
         if self.early and other.early:
             pairs += zip(self.early, other.early, strict=True)
-        return repr(self.figures) == repr(other.figures) and all(a.dtype == b.dtype and _bits(a).equal(_bits(b)) for a, b in pairs)
+        return repr(self.figures) == repr(other.figures) and all(
+            a.dtype == b.dtype and _bits(a).equal(_bits(b)) for a, b in pairs
+        )
 
 
 def _bits(tensor: Tensor) -> Tensor:

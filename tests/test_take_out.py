@@ -1,4 +1,4 @@
-"""Calls that order the device's work: found in the source, taken out one at a time, and all of them in docs/softgpu.md."""
+"""Calls that order the device's work: found in the source, taken out one at a time, all of them in docs/softgpu.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from softgpu.take_out import Call, calls_of, without
 from softgpu_waits import ordering_calls
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = '''
+SOURCE = """
 class Queue:
     def __init__(self, log):
         self.log = log
@@ -28,7 +28,7 @@ class Queue:
         after = [self.record("first"), self.last]
         self.record("second"), self.log.append("kept")
         return inner(), after
-'''
+"""
 
 
 @pytest.fixture

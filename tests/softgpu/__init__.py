@@ -1,1 +1,1 @@
-"""A GPU in software: PyTorch's CUDA build computes on a machine without a card, and a seed owns the clock. See README.md."""
+"""A GPU in software: PyTorch's CUDA build computes without a card, and a seed owns the clock. See README.md."""

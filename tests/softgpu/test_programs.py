@@ -1,4 +1,4 @@
-"""Small programs on the GPU in software: their values, their races, and what it refuses. No project but PyTorch is needed."""
+"""Small programs on the GPU in software: values, races, and what it refuses. Nothing but PyTorch is needed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_draws_are_the_cpus_and_a_state_that_is_set_again_repeats_them() -> None
 
 def test_what_has_no_values_is_refused_by_name() -> None:
     q = torch.randn(1, 1, 16, 64, device="cuda", dtype=torch.bfloat16)
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]), pytest.raises(NotImplementedError, match="flash_attention.*dropout"):
+    refused = pytest.raises(NotImplementedError, match="flash_attention.*dropout")
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]), refused:
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
 
 

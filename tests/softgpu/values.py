@@ -1,4 +1,4 @@
-"""The values of CUDA operators: each runs for its outputs and allocations, and the CPU's over the same addresses for values."""
+"""Values of CUDA operators: each runs for its outputs and allocations, then the CPU's over the same addresses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STREAMLESS = {"bitsandbytes::quantize_4bit", "bitsandbytes::quantize_blockwise",
               "bitsandbytes::optimizer_update_8bit_blockwise"}  # fmt: skip
 """Operators whose kernels are launched on the default stream, whatever the current one is."""
 SAME_ON_CPU = {"aten", "prims", "bitsandbytes"}
-"""Libraries whose operators have a CPU kernel of the same meaning. A kernel of another library is Python, and runs as such."""
+"""Libraries whose operators have a CPU kernel of the same meaning. Other libraries' kernels run as Python."""
 
 
 class Values(TorchDispatchMode):
@@ -53,7 +53,9 @@ class Values(TorchDispatchMode):
         """Not wrapped against the compiler, which takes 20 us a call."""
         return False
 
-    def __torch_dispatch__(self, function: OpOverload, types: tuple, args: tuple = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: OpOverload, types: tuple, args: tuple = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         for kind in types:
             if kind is not Tensor and kind is not torch.nn.Parameter:
@@ -167,7 +169,7 @@ def _decomposed(mode: Values, function: OpOverload, args: tuple, kwargs: Kwargs,
 def _to_copy(mode: Values, function: OpOverload, args: tuple, kwargs: Kwargs, device: int) -> Any:
     """An allocation and a copy."""
     source, non_blocking = args[0], kwargs.get("non_blocking", False)
-    options = {name: kwargs[name] for name in ("dtype", "layout", "device", "pin_memory", "memory_format") if name in kwargs}
+    options = {name: value for name, value in kwargs.items() if name != "non_blocking"}
     target = torch.device(options.get("device") or source.device)
     if target.type == "meta":
         return function(*args, **kwargs)
