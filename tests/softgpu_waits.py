@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 WRAPPERS = {"mark", "wait", "join", "_let_go"}
-EVENTS = {"_written", "sent"}
+EVENTS = {"_written"}
 FILES = ("simpletune.memory.", "simpletune.training.pending_steps")
 """Where the wrappers are called; elsewhere these names mean something else."""
 TRIED = ("LoRA", "full", "LoRA poisoned", "full poisoned", "paged")
@@ -43,9 +43,8 @@ ELSEWHERE = {
 def ordering_calls() -> list[Call]:
     """Every call of the package that records, marks, waits or synchronises, with the events that are handed on."""
     found = calls_of(ROOT / "simpletune", ORDERING | WRAPPERS, EVENTS)
-    ours = [call for call in found if call.module.startswith(FILES) and call.text.startswith(("self.", "offloaded."))]
-    cuda = [call for call in found if call.text.partition("(")[0].rpartition(".")[2] in ORDERING]
-    return [call for call in found if call in ours or call in cuda]
+    ours = {call for call in found if call.module.startswith(FILES) and call.text.startswith("self.")}
+    return [call for call in found if call in ours or call.name in ORDERING]
 
 
 def why_not(call: Call) -> str | None:

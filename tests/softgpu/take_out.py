@@ -1,8 +1,8 @@
 """Find every call of a program that orders work of the device, and take one out of the running program.
 
-A call counts if its last name is one of ``ORDERING``: it records an event, waits for one, or waits for the device. A
-program's own wrappers can be added, and so can attributes that hold events; these count where they stand in a list, which
-is handed over to be waited for. Taken out, either gives None, and a call's arguments are not evaluated.
+A call counts if its last name is one of ``ORDERING``: it records an event, waits for one, or waits for the device.
+Names of a program's own wrappers can be added, and so can attributes that hold events; these count where they stand in
+a list, which is handed over to be waited for. Taken out, either gives None, and a call's arguments are not evaluated.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Call:
         line: where it begins.
         column: where it begins in that line.
         text: the call.
+        name: the last name of what is called, or of the event.
     """
 
     module: str
@@ -37,6 +38,7 @@ class Call:
     line: int
     column: int
     text: str
+    name: str
 
 
 class _Finder(ast.NodeVisitor):
@@ -58,18 +60,18 @@ class _Finder(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if name in self.names and self._path:
-            self._add(node)
+            self._add(node, name)
         self.generic_visit(node)
 
     def visit_List(self, node: ast.List) -> None:
         for element in node.elts:
             if isinstance(element, ast.Attribute) and element.attr in self.events:
-                self._add(element)
+                self._add(element, element.attr)
         self.generic_visit(node)
 
-    def _add(self, node: ast.expr) -> None:
+    def _add(self, node: ast.expr, name: str) -> None:
         where = ".".join(self._path).removesuffix(".<locals>")
-        self.found.append(Call(self.module, where, node.lineno, node.col_offset, ast.unparse(node)))
+        self.found.append(Call(self.module, where, node.lineno, node.col_offset, ast.unparse(node), name))
 
 
 def calls_of(folder: Path, names: Collection[str] = ORDERING, events: Collection[str] = ()) -> list[Call]:

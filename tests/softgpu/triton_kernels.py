@@ -1,8 +1,8 @@
 """Triton kernels: by Triton's interpreter, over the addresses of the device's tensors, in their stream's order.
 
-Three things of the interpreter are changed. It copies its arguments to the host and back at once; here a launch waits in
-its stream. It multiplies integers without a library; fp64 has one, and holds products of 8-bit numbers exactly. It cuts
-fp32 off to bf16, where a card rounds to nearest.
+Three things of the interpreter are changed. It copies its arguments to the host and back at once; here a launch waits
+in its stream. It multiplies integers without a library; fp64 has one, and holds products of 8-bit numbers exactly. It
+cuts fp32 off to bf16, where a card rounds to nearest.
 """
 
 from __future__ import annotations
