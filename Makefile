@@ -4,7 +4,7 @@ SHELL := /usr/bin/env bash
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test slow gpu dry kernels coverage torture mutants tiny-sd3 clean
+.PHONY: help setup quality style test slow gpu dry softgpu kernels coverage torture mutants tiny-sd3 clean
 
 help:  ## show this list; takes no time
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,11 @@ kernels: setup  ## compile the int8 kernels for absent cards by both versions of
 	test -d .venv-triton36/triton || $(PY) -m pip install --no-deps --target .venv-triton36 triton==3.6.0
 	$(PY) -m benchmarks kernels --out benchmarks/results/kernels --minutes 60
 	PYTHONPATH=.venv-triton36 $(PY) -m benchmarks kernels --out benchmarks/results/kernels --minutes 60
+
+softgpu:  ## run the GPU path with values and races on a GPU in software (docs/softgpu.md); needs .venv-cuda; time not measured
+	PYTHONPATH=. tests/softgpu/run python -m pytest -m softgpu -n 2 tests/softgpu tests/test_softgpu.py
+	PYTHONPATH=. SOFT_SEED=1 tests/softgpu/run python -m pytest -m gpu -n 2 --timeout 1200 -p softgpu_selection tests/test_gpu.py \
+		tests/test_gpu_inference.py
 
 coverage: setup  ## show which code the tests run, and why the rest is not run; 17 min (2 cores, 21 November 2026)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage.json

@@ -205,5 +205,4 @@ class BlockOffload:
         for slot in self._slots:
             self._give_up(slot)  # host weights may change before the next pass
         if self._written is not None:
-            self._out.join(self._written)
-            self._out.join(self._out.mark())  # optimizer state is copied on the computation's stream
+            self._out.join(self._written)  # and for the optimizer's states, whose copies precede it

@@ -23,8 +23,7 @@ class OffloadedInput:
     """An offloaded tensor.
 
     Args:
-        host: its values, valid once ``sent`` completes.
-        sent: the event of the copy to the host.
+        host: its values; later copies of the queue find them there.
         device: its original device.
         before: the offloaded inputs of the previous block, which the backward pass needs next.
         back: the tensor on the device and the event of the copy back, once started.
@@ -32,7 +31,6 @@ class OffloadedInput:
     """
 
     host: Tensor
-    sent: CopyEvent
     device: torch.device
     before: WeakSet[OffloadedInput]
     back: tuple[Tensor, CopyEvent] | None = None
@@ -81,7 +79,7 @@ class CheckpointInputOffload:
         host = self._take(source)
         sent = self._copies.run(lambda: host.copy_(source, non_blocking=True), [self._copies.mark()])
         self._leaving.append((source, host, sent))  # its memory must not be reused during the copy
-        offloaded = OffloadedInput(host, sent, source.device, self._before)
+        offloaded = OffloadedInput(host, source.device, self._before)
         self._block.add(offloaded)
         return offloaded
 
@@ -106,7 +104,7 @@ class CheckpointInputOffload:
         if offloaded.back is None:
             # Allocated from the computation's pool, so the copy must wait for the previous user of this memory.
             tensor = torch.empty(offloaded.host.shape, dtype=offloaded.host.dtype, device=offloaded.device)
-            after = [self._copies.mark(), offloaded.sent]
+            after = [self._copies.mark()]
             host = offloaded.host
             offloaded.back = (tensor, self._copies.run(lambda: tensor.copy_(host, non_blocking=True), after))
         return offloaded.back

@@ -1,0 +1,96 @@
+"""The queues of queues.c from Python: push work on a stream, wait for it, choose the adversary's seed."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from itertools import count
+
+import torch
+
+PAGEABLE, PINNED, DEVICE, MANAGED = range(4)
+AT_ONCE = -1
+"""The seed with which work is done when it is queued, in the order of the program."""
+
+_free = ctypes.CDLL(None)  # gives up the GIL: calls that may wait
+_held = ctypes.PyDLL(None)  # keeps it: calls that return at once
+_free.soft_push.argtypes = [ctypes.c_void_p, ctypes.c_long]
+_free.soft_finish.argtypes = [ctypes.c_void_p]
+_free.soft_seed.argtypes = [ctypes.c_long]
+_held.soft_place.argtypes = [ctypes.c_void_p]
+_held.soft_read_back.restype = _held.soft_done.restype = ctypes.c_long
+_Operate = ctypes.CFUNCTYPE(None, ctypes.c_long)
+
+Work = Callable[[], object]
+_numbers = count()
+_waiting: dict[int, Work] = {}
+_failures: list[BaseException] = []
+
+mute, read_back, done = _held.soft_mute, _held.soft_read_back, _held.soft_done
+is_queued, place, current_stream = _held.soft_is_queued, _held.soft_place, torch._C._cuda_getCurrentRawStream
+
+
+def _operate(number: int) -> None:
+    try:
+        _waiting.pop(number)()
+    except BaseException as error:  # raised by the next call of the program, as a card's errors are
+        _failures.append(error)
+
+
+_CALLBACK = _Operate(_operate)
+
+
+def raise_failures() -> None:
+    """Raise what went wrong in work that was done since the last call."""
+    if _failures:
+        failure = _failures[0]
+        _failures.clear()
+        raise failure
+
+
+def push(stream: int, work: Work) -> None:
+    """Queue work on a stream; without an adversary, do it."""
+    if not is_queued():
+        work()
+        return
+    number = next(_numbers)
+    _waiting[number] = work
+    _free.soft_push(stream, number)
+    raise_failures()
+
+
+def finish(stream: int) -> None:
+    """Wait for all work of a stream."""
+    if is_queued():
+        _free.soft_finish(stream)
+        raise_failures()
+
+
+def finish_all() -> None:
+    """Wait for all work."""
+    _free.soft_finish_all()
+    raise_failures()
+
+
+def seed(number: int) -> None:
+    """Finish all work, and begin a new order of things.
+
+    Args:
+        number: the adversary's seed; ``AT_ONCE`` for none.
+    """
+    _free.soft_seed(number)
+    raise_failures()
+
+
+def serve() -> None:
+    """Start the thread that does the work."""
+
+    def run() -> None:
+        with torch.inference_mode():  # tensors of both kinds may be written
+            _free.soft_serve(_CALLBACK)
+
+    threading.Thread(target=run, name="softgpu", daemon=True).start()
+
+
+stop = _free.soft_stop

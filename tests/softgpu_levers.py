@@ -1,0 +1,243 @@
+"""A few steps of a transformer of four blocks with chosen levers, from batches to figures, as a run makes them.
+
+Under tests/softgpu/run the same steps are made with many seeds of its adversary; every seed must give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial, partialmethod
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simpletune.config.load import validate
+from simpletune.config.schema import TrainConfig
+from simpletune.data.plan import Draw, View
+from simpletune.memory.block_offload import BlockOffload
+from simpletune.models.sd3_shapes import is_conditioning
+from simpletune.models.sd3_transformer import RandomTensors, load
+from simpletune.optim.eight_bit import PAGED_FROM, PagedAdamW8bit
+from simpletune.optim.optimizer import state_to_tensors
+from simpletune.optim.rounding import key_draws
+from simpletune.step.batches import Batches, Prefetcher
+from simpletune.step.core import StepCore, assemble
+from simpletune.step.synthetic import SingleProcess
+from simpletune.system.rng import reseed_global
+from simpletune.tensors import trained_parameters
+from simpletune.training.pending_steps import DeviceEvent, MetricsQueue, PendingStep, global_figures
+
+BLOCKS, STEPS, BATCH = 4, 3, 2
+SHAPES = {
+    "sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": BLOCKS,
+    "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 24, "caption_projection_dim": 64,
+    "pooled_projection_dim": 16, "pos_embed_max_size": 8,
+}  # fmt: skip
+"""Matrices of 4096 and more elements, the least that 8-bit optimizers and the streaming of their state take."""
+
+
+@dataclass(frozen=True)
+class Levers:
+    """What a run of few steps has."""
+
+    method: str = "lora"
+    weights: str = "int8"
+    optimizer: str = "adamw"
+    streamed: bool = False
+    boundaries: bool = False
+    window: int | None = None
+    prefetch: bool = False
+    ahead: int = 0
+    in_backward: bool = False
+    accumulation: int = 1
+
+    def config(self, device: str) -> TrainConfig:
+        """The run's configuration."""
+        precision = {"weights": self.weights, "compute": "fp32"} if self.weights != "bf16" else {"weights": "bf16"}
+        return validate(
+            {
+                "name": "levers",
+                "device": device,
+                "data": {"path": "."},
+                "adapter": {"method": "lora", "rank": 4} if self.method == "lora" else {"method": "full"},
+                "precision": precision,
+                "optimizer": {"name": self.optimizer, "lr": 0.01},
+                "train": {
+                    "steps": STEPS,
+                    "batch_size": BATCH,
+                    "gradient_accumulation": self.accumulation,
+                    "clip": "per_parameter" if self.in_backward else "global",
+                },
+                "memory": {
+                    "checkpointing": "all",
+                    "resident_blocks": 1 if self.streamed else None,
+                    "offload_checkpoint_inputs": self.boundaries,
+                    "modulation": "resident" if self.window is None else "plan",
+                    "modulation_window": self.window or 16,
+                    "optimizer_in_backward": self.in_backward,
+                },
+            },
+            "levers",
+        )
+
+
+ALONE = {
+    "plain": Levers(),
+    "streaming": Levers(streamed=True),
+    "streaming nf4": Levers(weights="nf4", streamed=True),
+    "boundaries": Levers(boundaries=True),
+    "plan windows": Levers(window=2),
+    "prefetched batches": Levers(prefetch=True),
+    "late figures": Levers(ahead=1),
+    "in-backward updates": Levers(method="full", weights="fp32", in_backward=True),
+    "8-bit states": Levers(method="full", weights="fp32", optimizer="adamw8bit"),
+}
+TOGETHER = {
+    "LoRA": Levers(streamed=True, boundaries=True, window=2, prefetch=True, ahead=1, accumulation=2),
+    "full": Levers(
+        "full", "bf16", "adamw8bit", streamed=True, boundaries=True, prefetch=True, ahead=1, in_backward=True
+    ),
+}  # fmt: skip
+
+
+class _Plan:
+    """The plan's part that batches use: draws that follow from step, micro-batch and row."""
+
+    batch_size, processes = BATCH, 1
+
+    def __init__(self, accumulation: int):
+        self.accumulation = accumulation
+
+    def micros(self, step: int) -> int:
+        return self.accumulation
+
+    def samples_in(self, step: int) -> int:
+        return self.accumulation * BATCH
+
+    def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
+        first = (step * self.accumulation + micro) * BATCH
+        picture: Any = SimpleNamespace(name="p")
+        view = View(picture, (64, 64), (0.5, 0.5), False)
+        return [Draw(view, str(n), (n % 7 + 1) / 9, (n,)) for n in range(first, first + BATCH)]
+
+
+def _numbers(key: str, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(int(key) + 1))
+
+
+class _Text:
+    """The text cache's part that batches use."""
+
+    def load(self, caption: str) -> tuple[Tensor, Tensor]:
+        return _numbers(caption, 6, 24), self.pooled(caption)
+
+    def pooled(self, caption: str) -> Tensor:
+        return _numbers(caption, 16)
+
+
+def _prepared(accumulation: int) -> Any:
+    latents = SimpleNamespace(load=lambda view: _numbers("0", 4, 8, 8))
+    return SimpleNamespace(plan=_Plan(accumulation), text=_Text(), latents=latents)
+
+
+def assembled(levers: Levers, device: torch.device) -> StepCore:
+    """The model with its levers, and what makes its steps."""
+    config = levers.config(device.type)
+    streams = config.memory.on_host(BLOCKS)
+    model = load(
+        SHAPES, RandomTensors(SHAPES, 3), config.precision, device,
+        on_host=lambda name: streams(name) or (levers.window is not None and is_conditioning(name)),
+    )  # fmt: skip
+    core = assemble(config, model, SingleProcess(device))  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in trained_parameters(model).items():
+        if "lora_B" in name:  # zeros, at which no update counts
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return core
+
+
+@dataclass
+class Result:
+    """What a run of few steps leaves."""
+
+    figures: list[tuple[float, float]]
+    tensors: list[Tensor]
+    early: list[Tensor] = field(default_factory=list)
+    """What lay in host memory before the host waited for the last figures; empty on the CPU."""
+
+    def equals(self, other: Result) -> bool:
+        """Whether every bit is the same, NaN's too."""
+        pairs = list(zip(self.tensors, other.tensors, strict=True))
+        if self.early and other.early:
+            pairs += zip(self.early, other.early, strict=True)
+        return repr(self.figures) == repr(other.figures) and all(
+            a.dtype == b.dtype and _bits(a).equal(_bits(b)) for a, b in pairs
+        )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor[None].view(torch.uint8)
+
+
+def run(levers: Levers, device: str = "cuda") -> Result:
+    """Make the steps, reading figures one step late if the levers say so, then what a checkpoint reads."""
+    where = torch.device(device)
+    core = assembled(levers, where)
+    batches = Batches(_prepared(levers.accumulation), 0, where, modulation=core.modulation)
+    figures, pending = [], MetricsQueue(levers.ahead)
+    core.model.train()
+    early: list[Tensor] = []
+    with Prefetcher(batches, STEPS, on=levers.prefetch) as prefetcher:
+        for step in range(STEPS):
+            began = DeviceEvent(where)
+            given = prefetcher.step(step)
+            reseed_global(0, "step", step, 0)
+            key_draws(core.optimizer, 0, step)
+            loss, norm = core.step(given)
+            now = global_figures(loss, norm, core.accelerator, False)
+            pending.push(PendingStep.launched(step, 0.01, began, core, now))
+            if step + 1 == STEPS and device == "cuda":
+                early = [tensor.clone() for tensor in _left(core) if tensor.device.type == "cpu"]
+            figures += [done.read()[:2] for done in pending.pop(step + 1 == STEPS)]
+    return Result(figures, [tensor.cpu().clone() for tensor in _left(core)], early)
+
+
+def run_poisoned(levers: Levers) -> Result:
+    """A run whose slots are filled with NaN as soon as their block is done."""
+    build = BlockOffload.__init__
+    BlockOffload.__init__ = partialmethod(build, poison=True)  # type: ignore[assignment]
+    try:
+        return run(levers)
+    finally:
+        BlockOffload.__init__ = build  # type: ignore[method-assign]
+
+
+def run_paged() -> Result:
+    """One large matrix whose 8-bit state lies in managed memory, which the host reads as it stands."""
+    start = torch.randn(400, 300, generator=torch.Generator().manual_seed(1))
+    weight = torch.nn.Parameter(start.cuda())
+    optimizer = PagedAdamW8bit(lr=0.01).make([weight])
+    for _ in range(2):
+        weight.grad = weight.detach().sin()
+        optimizer.step()
+    tensors, _ = state_to_tensors(optimizer)
+    assert weight.numel() >= PAGED_FROM and any(tensor.device.type == "cpu" for tensor in tensors.values())
+    return Result([], [*(tensor.cpu().clone() for tensor in tensors.values()), weight.detach().cpu()])
+
+
+RUNS: dict[str, Callable[[], Result]] = {
+    **{name: partial(run, levers) for name, levers in (ALONE | TOGETHER).items()},
+    "LoRA poisoned": partial(run_poisoned, TOGETHER["LoRA"]),
+    "full poisoned": partial(run_poisoned, TOGETHER["full"]),
+    "paged": run_paged,
+}
+
+
+def _left(core: StepCore) -> Iterable[Tensor]:
+    """The trained weights and the optimizer's states."""
+    yield from (parameter.detach() for parameter in trained_parameters(core.model).values())
+    for state in core.optimizer.state.values():
+        yield from (value.detach() for value in state.values() if isinstance(value, Tensor))

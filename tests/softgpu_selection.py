@@ -1,0 +1,53 @@
+"""The GPU tests that the GPU in software cannot run, and why: pytest -p softgpu_selection (make softgpu)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+
+LEFT_OUT = {
+    r"test_compiled_blocks": "torch.compile's kernels are launched by Inductor, which the interpreter does not run",
+    r"test_speed_of_int8_products|test_a_row_of_the_speed_grid": "measures speed",
+    r"test_the_trace_holds": "reads the kernel events of CUPTI",
+    r"test_int8_products_are_those.*-(1024|4429|16384)\]": "slow in Triton's interpreter; 17 and 333 rows are run",
+}
+
+
+SOME_SEED = "test_copies_that_do_not_wait_show"
+"""A test of what a broken wait does: some order must show it, not every one."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip them, with the reason."""
+    for item in items:
+        for pattern, reason in LEFT_OUT.items():
+            if re.search(pattern, item.nodeid):
+                item.add_marker(pytest.mark.skip(reason=f"GPU in software: {reason}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Try orders until one shows it; the last one's failure stands."""
+    if not item.name.startswith(SOME_SEED):
+        return (yield)
+    from softgpu import queues
+
+    honest, before = item.obj, os.environ.get("SOFT_SEED", str(queues.AT_ONCE))
+
+    def some_seed(**arguments: object) -> None:
+        for seed in range(10):
+            queues.seed(seed)
+            with contextlib.suppress(pytest.fail.Exception):
+                return honest(**arguments)
+        raise AssertionError("no seed shows it")
+
+    item.obj = some_seed
+    try:
+        return (yield)
+    finally:
+        item.obj = honest
+        queues.seed(int(before))

@@ -1,0 +1,126 @@
+"""Take out every call that orders the device's work, one at a time: how many seeds of the GPU in software notice?
+
+    PYTHONPATH=. tests/softgpu/run python tests/softgpu_waits.py [--seeds 20] [--out waits.json]
+
+Prints docs/softgpu.md's table. Each call is tried in the runs with all their levers that reach it; a seed notices it if
+the figures, the weights or the optimizer's states differ in any bit, or the run fails. Results are kept in the file as
+they come, and calls that it has are not tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from softgpu.take_out import ORDERING, Call, calls_of, without
+
+if TYPE_CHECKING:
+    from softgpu_levers import Result
+
+ROOT = Path(__file__).resolve().parent.parent
+WRAPPERS = {"mark", "wait", "join", "_let_go"}
+EVENTS = {"_written"}
+FILES = ("simpletune.memory.", "simpletune.training.pending_steps")
+"""Where the wrappers are called; elsewhere these names mean something else."""
+TRIED = ("LoRA", "full", "LoRA poisoned", "full poisoned", "paged")
+ONLY_IN = {
+    "BlockOffload.updating": "full",
+    "BlockOffload._finish": "full",
+    "BlockOffload._give_up": "full poisoned",
+    "state_to_tensors": "paged",
+}
+"""The run that reaches a function's calls. Others are tried in LoRA's, and in the full one if no seed notices there."""
+ELSEWHERE = {
+    "simpletune.quant.int8_kernel": "times tiles; Triton's interpreter runs none of them twice",
+}
+"""Calls that these runs do not reach, and why: a module or a function's name."""
+
+
+def ordering_calls() -> list[Call]:
+    """Every call of the package that records, marks, waits or synchronises, with the events that are handed on."""
+    found = calls_of(ROOT / "simpletune", ORDERING | WRAPPERS, EVENTS)
+    ours = {call for call in found if call.module.startswith(FILES) and call.text.startswith("self.")}
+    return [call for call in found if call in ours or call.name in ORDERING]
+
+
+def why_not(call: Call) -> str | None:
+    """Why a call cannot be tried here; None if it can."""
+    return ELSEWHERE.get(call.module) or ELSEWHERE.get(call.function)
+
+
+def noticed(call: Call | None, seeds: range) -> dict[str, int]:
+    """How many of the seeds notice that a call is missing, by run; for None, how many differ with nothing missing."""
+    if call is None:
+        return {name: sum(_differs(None, name, seed) for seed in seeds) for name in TRIED}
+    only = ONLY_IN.get(call.function)
+    counts: dict[str, int] = {}
+    for name in (only,) if only else ("full",) if call.text == "self._written" else ("LoRA", "full"):
+        if not any(counts.values()):
+            counts[name] = sum(_differs(call, name, seed) for seed in seeds)
+    return counts
+
+
+@cache
+def _expected(name: str) -> Result:
+    """What a run gives without an adversary."""
+    import softgpu_levers
+    from softgpu import queues
+
+    queues.seed(queues.AT_ONCE)
+    return softgpu_levers.RUNS[name]()
+
+
+def _differs(call: Call | None, name: str, seed: int) -> bool:
+    import softgpu_levers
+    from softgpu import queues
+
+    expected = _expected(name)
+    queues.seed(seed)
+    try:
+        if call is None:
+            return not softgpu_levers.RUNS[name]().equals(expected)
+        with without(call):
+            return not softgpu_levers.RUNS[name]().equals(expected)
+    except (RuntimeError, TypeError, AttributeError, ValueError):
+        return True  # the missing call's result was needed
+    finally:
+        queues.seed(queues.AT_ONCE)
+
+
+def key_of(call: Call) -> str:
+    """A call's name in the file of results."""
+    return f"{call.module}:{call.line}:{call.column} {call.text}"
+
+
+def table(calls: list[Call], results: dict[str, dict[str, int]], seeds: int) -> Iterator[str]:
+    """The table in Markdown."""
+    yield f"| call | where | seeds of {seeds} that notice |"
+    yield "|---|---|---|"
+    for call in calls:
+        place = f"`{call.module.removeprefix('simpletune.')}`, `{call.function}`"
+        found = results.get(key_of(call), {})
+        counts = ", ".join(f"{name} {count}" for name, count in found.items())
+        yield f"| `{call.text}` | {place} | {counts or why_not(call) or 'not tried'} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--only", default="", help="only calls whose name contains this text")
+    parser.add_argument("--out", type=Path, default=ROOT / "waits.json")
+    args = parser.parse_args()
+    results = json.loads(args.out.read_text()) if args.out.exists() else {}
+    calls = ordering_calls()
+    for call in calls:
+        if key_of(call) not in results and why_not(call) is None and args.only in key_of(call):
+            results[key_of(call)] = noticed(call, range(args.seeds))
+            args.out.write_text(json.dumps(results, indent=1))
+    print("\n".join(table(calls, results, args.seeds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Runs on the GPU in software (make softgpu): every lever's values are the CPU's, and 200 seeds give the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import read_metrics
+
+HERE = Path(__file__).resolve().parent
+pytestmark = [
+    pytest.mark.softgpu,
+    pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "soft_push"), reason="needs tests/softgpu/run (make softgpu)"),
+]
+SEEDS, SEEDS_ALONE = 200, 25
+
+
+@pytest.fixture(autouse=True)
+def no_adversary() -> Iterator[None]:
+    from softgpu import queues
+
+    queues.seed(queues.AT_ONCE)
+    yield
+    queues.seed(queues.AT_ONCE)
+
+
+def wrong_seeds(name: str, seeds: int) -> list[int]:
+    """The seeds with which a run of softgpu_levers differs from one whose work is done at once."""
+    import softgpu_levers
+    from softgpu import queues
+
+    expected = softgpu_levers.RUNS[name]()
+    found = []
+    for seed in range(seeds):
+        queues.seed(seed)
+        if not softgpu_levers.RUNS[name]().equals(expected):
+            found.append(seed)
+    return found
+
+
+LEVERS = [
+    "plain", "streaming", "streaming nf4", "boundaries", "plan windows", "prefetched batches", "late figures",
+    "in-backward updates", "8-bit states",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*LEVERS, "LoRA", "full"])
+def test_every_lever_has_the_cpus_bits(name: str) -> None:
+    import softgpu_levers
+
+    levers = (softgpu_levers.ALONE | softgpu_levers.TOGETHER)[name]
+    assert softgpu_levers.run(levers).equals(softgpu_levers.run(levers, "cpu"))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", [*LEVERS, "LoRA poisoned", "full poisoned", "paged"])
+def test_no_seed_changes_a_lever_s_bits(name: str) -> None:
+    assert wrong_seeds(name, SEEDS_ALONE) == []
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["LoRA", "full"])
+def test_no_seed_changes_the_bits_of_all_levers_together(name: str) -> None:
+    assert wrong_seeds(name, SEEDS) == []
+
+
+def test_a_missing_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from simpletune.memory.copy_stream import CudaCopies
+
+    monkeypatch.setattr(CudaCopies, "wait", lambda self, event: None)
+    assert wrong_seeds("LoRA", 10)
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint.checkpoint_folder(run, step) / checkpoint.TRAINABLE)
+
+
+def trained(config: dict, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``simpletune train`` in a process of its own."""
+    import os
+
+    file = Path(config["output"]["runs"]).parent / f"{config['name']}.json"
+    file.write_text(json.dumps(config))
+    command = [sys.executable, "-m", "simpletune", "train", str(file), *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, env=os.environ | environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.timeout(900)
+def test_a_whole_run_with_pictures_report_and_resume(tiny_config: dict) -> None:
+    """Stopped after two steps and resumed, on the card and on the CPU."""
+    found = {}
+    for device in ("cpu", "cuda"):
+        config: dict[str, Any] = tiny_config | {"name": device, "device": device}
+        config["train"] = {"steps": 2}
+        config["validation"] = {"prompts": ["a red disc"], "steps": 2, "eval_samples": 2, "every": 2}
+        config["checkpoint"] = {"every": 2}
+        config["output"] = config["output"] | {"report": True, "cache": f"{config['output']['cache']}-{device}"}
+        trained(config)
+        trained(config | {"train": {"steps": 4}}, "--resume", "latest", SOFT_SEED="3" if device == "cuda" else "-1")
+        run = Path(config["output"]["runs"]) / device
+        assert (run / "report.html").exists() and list(run.rglob("*.png"))
+        found[device] = [row["loss"] for row in read_metrics(run)], weights(run, 4)
+    assert found["cuda"][0] == pytest.approx(found["cpu"][0], rel=1e-5)
+    torch.testing.assert_close(found["cuda"][1], found["cpu"][1], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", ["-1", "5"])
+def test_two_processes_on_two_devices_have_the_weights_of_two_on_the_cpu(seed: str, tiny_config: dict) -> None:
+    """gloo in place of NCCL."""
+    import os
+
+    losses = {}
+    for device in ("cpu", "cuda"):
+        config = tiny_config | {"name": device, "device": device}
+        file = Path(config["output"]["runs"]).parent / f"{device}.json"
+        file.write_text(json.dumps(config))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["-m", "simpletune", "train", str(file)]
+        environment = os.environ | {"DRY_DEVICES": "2", "SOFT_SEED": seed if device == "cuda" else "-1"}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses[device] = [row["loss"] for row in read_metrics(Path(config["output"]["runs"]) / device)]
+    assert len(losses["cuda"]) == 4 and losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-5)
