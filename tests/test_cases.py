@@ -52,11 +52,12 @@ def pairs(case: Case) -> set[frozenset[tuple[str, str]]]:
 
 def covering(cases: Sequence[Case]) -> list[Case]:
     """A few of the cases, in which every pair of choices occurs that occurs in any; always the same ones."""
-    missing, found = set().union(*map(pairs, cases)), []
+    made = [(case, pairs(case)) for case in cases]
+    missing, found = set().union(*(of for _, of in made)), []
     while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        best, of = max(made, key=lambda each: len(each[1] & missing))
         found.append(best)
-        missing -= pairs(best)
+        missing -= of
     return found
 
 

@@ -229,7 +229,7 @@ def test_every_verb_with_json_prints_nothing_else(
     with_json = {
         name for name, verb in parser()._subparsers._group_actions[0].choices.items() if "--json" in verb.format_help()
     }
-    assert with_json == {"estimate", "plan", "data", "inspect"}  # inspect reads no configuration
+    assert with_json == {"estimate", "plan", "data", "inspect", "doctor"}  # the last two read no configuration
 
 
 @pytest.mark.parametrize("verb", [["estimate"], ["plan"], ["plan", "--batches"]], ids=" ".join)

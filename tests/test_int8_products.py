@@ -459,7 +459,7 @@ def test_check_says_which_products_are_used(tiny_config: dict) -> None:
         "both": {"products": "int8", "input_gradient": "int8"},
     }.items():
         told[name] = explain(validate(tiny_config | {"precision": {"weights": "int8", **changes}}, name))
-    assert "int8, products in bf16, with dequantised weights" in told["plain"]
+    assert re.search(r"int8, products in bf16 \(fp16 .*\), with dequantised weights", told["plain"])
     assert "products in int8 by Triton (dequantised for 16 rows or fewer), input gradients in bf16" in told["int8"]
     assert "input gradients too, everything else in bf16" in told["both"]
 
