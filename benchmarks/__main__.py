@@ -109,7 +109,8 @@ def parser() -> argparse.ArgumentParser:
     for grid, names in GRIDS.items():
         sub = grids.add_parser(grid.__name__, help=grid.__doc__, description=grid.__doc__)
         sub.set_defaults(run=grid)
-        sub.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu"), help="folder for the results")
+        out = Path("benchmarks/results") if grid is dry else Path("benchmarks/results/cpu")  # dry: a folder per card
+        sub.add_argument("--out", type=Path, default=out, help="folder for the results")
         sub.add_argument("--minutes", type=float, default=8.0, help="start no row after this many minutes (default: 8)")
         for name in names:
             flag = name if name == "overrides" else f"--{name}"

@@ -13,7 +13,7 @@ import shutil
 import statistics
 import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,15 @@ MEDIAN, WORST = 0.005, 0.02  # goals for the error of the prediction
 COLUMNS = {
     "what": "", "predicted_mib": "predicted, MiB", "allocated_mib": "allocated, MiB", "error": "error, %",
     "reserved_mib": "reserved, MiB", "needed_mib": "a card must have, MiB", "spare_mib": "spare, MiB",
+    "squeezed_mib": "reserved with no more than that, MiB",
     "attention": "attention", "at": "predicted peak at",
 }  # fmt: skip
 ABOUT = """\
 *Allocated* and *reserved*: peaks of torch's CUDA allocator on a simulated {card}, no hardware: torch's CUDA build over
 a stub of the CUDA runtime, on which kernels compute nothing. *Predicted*: what `simpletune estimate` counts on fake
 tensors for the same stage. *A card must have*: what it then tells users to have, with its allowances for the CUDA
-context and for fragmentation. *Spare*: what of it is neither reserved nor the context's 500 MiB. *Attention*: the
+context and for fragmentation. *Spare*: what of it is neither reserved nor the context's 500 MiB; a row with
+less than none was run again on a card that has no more than that. *Attention*: the
 kernel that torch chose for the stage. SD3 Medium at 1024 px, batch 1, gradient checkpointing of all blocks, LoRA on
 attention with an fp32 adapter and AdamW, unless a row says otherwise.
 
@@ -81,9 +83,12 @@ def of_card(card: Card, folder: Path, minutes: float, only: str, again: bool) ->
         wanted = dict(results.missing(rows, minutes, only))
         for name, found in measured(wanted, card, minutes):
             row = compared(predict(rows[name], card.capability) | found)
-            results.add(name, row)
+            results.add(name, row if row["spare_mib"] >= 0 else squeezed(name, rows[name], row, card, minutes))
             say(f"bench   {name}: predicted {row['predicted_mib']:,}, allocated {row['allocated_mib']:,} MiB")
-    results.rows = {name: results.rows[name] for name in rows if name in results.rows}
+    known, results.rows = results.rows, {}
+    for name in rows:
+        if name in known:
+            results.add(name, compared(known[name]))
     about = ABOUT.format(
         card=card.name, cudnn=CUDNN if card.capability[0] in (9, 10) else "", summary=summary(results.rows)
     )
@@ -92,7 +97,22 @@ def of_card(card: Card, folder: Path, minutes: float, only: str, again: bool) ->
 
 def measured_part(row: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of a row that do not depend on the prediction."""
-    return {key: row[key] for key in ("allocated_mib", "reserved_mib", "attention", "versions")}
+    own = ("allocated_mib", "reserved_mib", "attention", "versions", "squeezed_mib")
+    return {key: row[key] for key in own if key in row}
+
+
+def squeezed(name: str, row: Row, found: dict[str, Any], card: Card, minutes: float) -> dict[str, Any]:
+    """Measure a row that reserved more than the tool says again, on a card that has no more than that.
+
+    With memory to spare, torch keeps what an earlier phase freed; short of it, torch hands it back.
+
+    Raises:
+        UserError: it runs out of memory there.
+    """
+    room = found["needed_mib"] - CONTEXT / 2**20
+    small = replace(card, gib=room / 1024, found=1.0)
+    (_, again), *_ = measured({name: row}, small, minutes)
+    return found | {"squeezed_mib": again["reserved_mib"]}
 
 
 def compared(row: dict[str, Any]) -> dict[str, Any]:
