@@ -111,9 +111,10 @@ def test_a_driver_that_is_killed_has_said_what_it_did(tmp_path: Path) -> None:
 
 def test_a_signal_ends_the_stage_and_the_hour(tmp_path: Path) -> None:
     code = f"""
-        import sys
+        import signal, sys
         from pathlib import Path
         from benchmarks import first_hour
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
         first_hour.PATIENCE = 0.5
         stages = [first_hour.Stage(name, (sys.executable, "-c", "import time; time.sleep(60)"), 60) for name in "ab"]
         sys.exit(first_hour.run(stages, Path({str(tmp_path)!r}), 5))
