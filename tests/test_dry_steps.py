@@ -77,7 +77,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 TRAINED["all, in backward, streamed"] = TRAINED["all, in backward"] | {
     "memory": STREAMED | {"optimizer_in_backward": True}
 }
-WAITS = {"all, in backward, streamed": 2}  # a step: its pass ends when the updated weights are on the host
+WAITS = {"all, in backward, streamed": 1}  # a step: its pass ends when the updated weights are on the host
 
 
 def trained(config: dict, how: str, **changes: Any) -> None:
