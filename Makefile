@@ -30,12 +30,12 @@ slow: setup  ## run the tests that take minutes or many GiB; time not measured
 gpu: setup  ## what does this card do? 12 stages within 30 minutes, the most telling first; goes on where it stopped
 	$(PY) -m benchmarks.first_hour
 
-dry:  ## run what torch's CUDA build does on a simulated card (docs/dry_gpu.md); 29 min for 145 tests on 2 cores that others kept busy; makes .venv-cuda (5.7 GiB)
+dry: setup  ## run what torch's CUDA build does on a simulated card (docs/dry_gpu.md); 29 min for 145 tests on 2 cores that others kept busy; makes .venv-cuda (5.7 GiB)
 	@tests/dry_gpu/setup.sh
 	DRY_STRICT=1 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 		--timeout 900 -m "dry or (gpu and not values and not timing)"
 	DRY_STRICT=1 DRY_CC=75 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -m dry tests/test_dry_fp16.py
-	OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m benchmarks dry
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks dry
 
 kernels: setup  ## compile the int8 kernels for absent cards by both versions of Triton, check the code; 25 min with 2 busy cores
 	test -d .venv-triton36/triton || $(PY) -m pip install --no-deps --target .venv-triton36 triton==3.6.0
