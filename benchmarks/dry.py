@@ -24,6 +24,7 @@ from simpletune.cards import Card, card_of
 from simpletune.estimate.predict import CONTEXT, needed
 from simpletune.options import UserError
 from simpletune.system.console import say
+from simpletune.system.devices import sm
 
 LAUNCHER = "tests/dry_gpu/run"
 MEDIAN, WORST = 0.005, 0.02  # goals for the error of the prediction
@@ -185,5 +186,5 @@ def machine(card: Card, rows: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Describe the simulated card and the versions under it."""
     versions: dict[str, str] = next((row["versions"] for row in rows.values()), {})
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    device = f"none; simulated {card.name}, sm_{card.capability[0]}{card.capability[1]}, {card.bytes / 2**30:.2f} GiB"
+    device = f"none; simulated {card.name}, {sm(card.capability)}, {card.bytes / 2**30:.2f} GiB"
     return {"device": device, "versions on it": said}

@@ -134,7 +134,6 @@ def train(config: TrainConfig) -> tuple[Any, Any]:  # the core and its batches
     import torch
 
     from simpletune.pipeline.load import empty_base
-    from simpletune.step.attention import attention_by
     from simpletune.step.core import assemble
     from simpletune.step.synthetic import SingleProcess, SyntheticBatches
 
@@ -145,8 +144,7 @@ def train(config: TrainConfig) -> tuple[Any, Any]:  # the core and its batches
     transformer.train()
     torch.cuda.reset_peak_memory_stats()
     for step in range(STEPS):
-        with attention_by(config.speed.attention):
-            core.step(batches.step(step))
+        core.step(batches.step(step))
     return core, batches
 
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from simpletune.options import UserError
+from simpletune.system.devices import BF16_FROM
 
 GIB = 2**30
 FOUND = 0.965  # usable share on a consumer card: torch reports 11.75 GiB of 12, 5.80 of 6, 23.68 of 24
@@ -51,7 +52,7 @@ class Card:
     @property
     def has_bf16(self) -> bool:
         """Tell whether the tensor cores support bf16."""
-        return self.capability >= (8, 0)
+        return self.capability >= BF16_FROM
 
 
 # Dense figures from NVIDIA's data sheets and architecture papers; usable memory from users' error messages.

@@ -148,6 +148,15 @@ def test_a_run_begun_in_bf16_is_not_continued_without_it(tiny_config: dict) -> N
     assert compute_to_draw(settle_compute(config, T4), L4).precision.compute == "fp16"
 
 
+def test_a_run_begun_in_bf16_over_fp32_weights_goes_on_where_bf16_is(tiny_config: dict) -> None:
+    """There auto is fp32 on every device, which is no reason to refuse."""
+    config = validate(tiny_config | {"precision": {"weights": "fp32"}}, "auto")
+    for capability in (None, L4):
+        assert settle_compute(config, capability, "bf16").precision.compute == "bf16"
+    with pytest.raises(UserError, match="bf16, which sm_75 lacks"):
+        settle_compute(config, T4, "bf16")
+
+
 def test_what_fp16_cannot_train_is_refused_with_the_reason(tiny_config: dict) -> None:
     full = tiny_config | {"adapter": {"method": "full"}, "precision": {"weights": "bf16"}}
     with pytest.raises(ConfigError, match=r"(?s)fp16.*sm_75.*16-bit weights.*precision.weights fp32"):

@@ -344,6 +344,18 @@ def test_where_no_tile_runs_at_all_the_product_is_dequantised(gradient: bool, ke
 
 
 @needs_triton
+def test_the_dequantised_product_does_not_overflow_fp16(kernel: Any) -> None:
+    """Sums of x q, before q's small scale, exceed 65504."""
+    kernel({256, 128, 64, 32}, NOT_LOWERED)
+    (q, scale), (w, w_scale) = (
+        int8_products.int8_rows(torch.ones(40, 1024)),
+        int8_products.int8_rows(torch.ones(8, 1024)),
+    )
+    y = int8_products._product_on_cuda(q, scale, w, w_scale / 100, None, torch.float16)
+    torch.testing.assert_close(y, torch.full((40, 8), 10.24, dtype=torch.float16), rtol=1e-3, atol=0)
+
+
+@needs_triton
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), torch.AcceleratorError("illegal address", 1)])
 def test_a_full_or_broken_device_is_no_fault_of_a_tile(error: Exception, kernel: Any) -> None:
     _, said = kernel({128}, error)

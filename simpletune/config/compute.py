@@ -7,7 +7,7 @@ from typing import get_args
 from simpletune.config.schema import TrainConfig
 from simpletune.options import ConfigError, Json, UserError
 from simpletune.system.console import say
-from simpletune.system.devices import BF16_FROM
+from simpletune.system.devices import BF16_FROM, sm
 
 Capability = tuple[int, int]
 
@@ -35,7 +35,7 @@ def settle_compute(config: TrainConfig, capability: Capability | None, before: s
     settled = _with(config, chosen)
     kept = kept_compute(config, before)
     if kept.precision.compute not in ("auto", chosen):
-        if before == "bf16":
+        if before == "bf16" and not has_bf16(capability):
             raise UserError(
                 f"--resume: the run was started with precision.compute bf16, which {_device(capability)} lacks. "
                 "Continue on a card of sm_80 or newer, or start a new run under another name"
@@ -80,4 +80,4 @@ def compute_of(saved: Json | None) -> str | None:
 
 
 def _device(capability: Capability | None) -> str:
-    return "the CPU" if capability is None else f"sm_{capability[0]}{capability[1]}"
+    return "the CPU" if capability is None else sm(capability)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from simpletune.doctor.finding import OK, PROBLEM, WARNING, Finding
 from simpletune.doctor.machine import Machine
-from simpletune.options import Json
+from simpletune.system.devices import BF16_FROM, CUDA_13_FROM, sm
 from simpletune.system.disk import in_words
 
 DRIVERS = {13: 580, 12: 525}  # oldest driver of each CUDA version that torch is built for
@@ -79,7 +79,7 @@ def card(machine: Machine) -> Iterator[Finding]:
         return
     first = devices[0]
     free, total = first["free"], first["total"]
-    value = f"{first['name']}, {sm(first)}, {in_words(free)} of {in_words(total)} free"
+    value = f"{first['name']}, {sm(first['capability'])}, {in_words(free)} of {in_words(total)} free"
     if len(devices) > 1:
         value += f"; {len(devices)} cards, of which simpletune uses this one (choose with CUDA_VISIBLE_DEVICES)"
     if free >= LITTLE_FREE * total:
@@ -96,22 +96,17 @@ def users(machine: Machine) -> str:
     return "; ".join(f"{row[1].rpartition('/')[2]} (process {row[0]}, {row[2]})" for row in rows if len(row) == 3)
 
 
-def sm(device: Json) -> str:
-    """A device's compute capability: ``sm_89``."""
-    return f"sm_{device['capability'][0]}{device['capability'][1]}"
-
-
 def bf16(machine: Machine) -> Iterator[Finding]:
     """Whether the card multiplies in bf16."""
     for device in (machine.ask("torch").get("devices") or [])[:1]:
-        if tuple(device["capability"]) >= (8, 0):
-            yield Finding("bf16", OK, f"yes ({sm(device)})")
+        if tuple(device["capability"]) >= BF16_FROM:
+            yield Finding("bf16", OK, f"yes ({sm(device['capability'])})")
             continue
         why = "Cards before sm_80 have no bf16, in which SD3's weights are published; docs/models.md says what they do"
         remedy = "Leave precision.compute at auto, which is fp16 on this card"
-        if tuple(device["capability"]) < (7, 5):
+        if tuple(device["capability"]) < CUDA_13_FROM:
             remedy += ", and a torch built for CUDA 12.6: newer ones do not know this card. " + OTHER_BUILD
-        yield Finding("bf16", WARNING, f"no ({sm(device)})", why, remedy)
+        yield Finding("bf16", WARNING, f"no ({sm(device['capability'])})", why, remedy)
 
 
 def bitsandbytes(machine: Machine) -> Iterator[Finding]:

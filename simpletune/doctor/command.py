@@ -21,7 +21,6 @@ from simpletune.system.console import say
 from simpletune.system.environment import LIBRARIES
 from simpletune.system.redact import redact
 
-STEPS = 20
 FOUND = 1  # exit code: there are problems
 CHECKS = (
     system_checks.python, system_checks.system, system_checks.memory, system_checks.disks, system_checks.folders,
@@ -31,7 +30,7 @@ CHECKS = (
 )  # fmt: skip
 
 
-def doctor(out: Path, train: bool, as_json: bool, steps: int = STEPS) -> None:
+def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
     """Examine this machine.
 
     Args:

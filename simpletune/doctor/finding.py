@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from simpletune.printable import reason_of
+
 Level = Literal["ok", "warning", "problem"]
 OK: Level = "ok"
 WARNING: Level = "warning"
@@ -42,7 +44,7 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def examine(name: str, check: Check) -> Iterator[Finding]:
-    """Run a check; an exception of its own becomes a problem, with the last line of its traceback.
+    """Run a check; an exception of its own becomes a problem, with its reason and place.
 
     Args:
         name: for that problem.
@@ -51,8 +53,7 @@ def examine(name: str, check: Check) -> Iterator[Finding]:
     try:
         yield from check()
     except Exception as error:
-        last = traceback.format_exception_only(error)[-1].strip()
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
-        yield Finding(name, PROBLEM, f"the check failed: {last} ({where})", "Its answer is unknown",
+        yield Finding(name, PROBLEM, f"the check failed: {reason_of(error)} ({where})", "Its answer is unknown",
                       "Report it with this file attached")  # fmt: skip

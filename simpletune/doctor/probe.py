@@ -19,6 +19,7 @@ from importlib.metadata import version
 from typing import IO
 
 from simpletune.options import Json
+from simpletune.printable import reason_of
 
 MARK = "@doctor "
 COMMAND = (sys.executable, "-m", "simpletune.doctor.probe")
@@ -166,7 +167,7 @@ QUESTIONS: dict[str, Callable[[], Json]] = {
 
 
 def answer(question: str) -> Json:
-    """Answer one question; an exception becomes the last line of its traceback."""
+    """Answer one question; an exception becomes its reason, in one line."""
     try:
         if not question.startswith("steps "):
             return QUESTIONS[question]()
@@ -176,7 +177,7 @@ def answer(question: str) -> Json:
         return take_steps(weights, int(count))
     except Exception as error:
         traceback.print_exc()
-        return {"error": traceback.format_exception_only(error)[-1].strip()}
+        return {"error": reason_of(error)}
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from simpletune.pipeline.load import load_base
 from simpletune.step.batches import Batch
 from simpletune.step.core import StepCore, assemble
 from simpletune.step.synthetic import SingleProcess, SyntheticBatches
-from simpletune.system.devices import choose_device
+from simpletune.system.devices import capability_of, choose_device
 
 MIB = 2**20
 
@@ -47,11 +47,11 @@ def take_steps(weights: str, count: int) -> Json:
         Median seconds per step, losses, and peaks in MiB: predicted, and on a card measured and reserved.
     """
     device = choose_device("auto", "fp32", is_demo=True)[0]
-    on_card = device.type == "cuda"
-    config = config_of(weights, torch.cuda.get_device_capability(device) if on_card else None)
+    capability = capability_of(device)
+    config = config_of(weights, capability)
     found: Json = {"compute": config.precision.compute}
-    if on_card:
-        found["predicted_mib"] = simulate(config, capability=torch.cuda.get_device_capability(device)).peak.bytes / MIB
+    if capability:
+        found["predicted_mib"] = simulate(config, capability=capability).peak.bytes / MIB
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -61,7 +61,7 @@ def take_steps(weights: str, count: int) -> Json:
     transformer.train()
     losses, seconds = _losses(core, SyntheticBatches(config, core, device=device), count)
     found |= {"losses": losses, "seconds_per_step": statistics.median(seconds[1:] or seconds)}
-    if on_card:
+    if capability:
         found["measured_mib"] = torch.cuda.max_memory_allocated(device) / MIB
         found["reserved_mib"] = torch.cuda.max_memory_reserved(device) / MIB
     return found

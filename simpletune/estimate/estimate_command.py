@@ -20,9 +20,9 @@ from simpletune.estimate.terminal import as_text, comparison
 from simpletune.models.buckets import Size
 from simpletune.options import UserError
 from simpletune.system.console import note, silent
+from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
 
 REFERENCE = "L4"  # if no card is named, count the library workspaces of this one
-BUILT_FROM = (7, 5)  # the oldest card of torch's CUDA 13 builds
 GIB = 2**30
 
 
@@ -79,12 +79,11 @@ def unfit(config: TrainConfig, card: Card | None) -> list[str]:
 
 def needed_build(card: Card | None) -> list[str]:
     """Say which build of torch a card needs that current builds do not support."""
-    if card is None or card.capability >= BUILT_FROM:
+    if card is None or card.capability >= CUDA_13_FROM:
         return []
-    old = "".join(map(str, card.capability))
     return [
-        f"  {card.name} is sm_{old}, and torch's CUDA 13 builds start at sm_75: install a CUDA 12.6 build "
-        "(SIMPLETUNE_TORCH_INDEX=https://download.pytorch.org/whl/cu126)"
+        f"  {card.name} is {sm(card.capability)}, and torch's CUDA 13 builds start at {sm(CUDA_13_FROM)}: install a "
+        f"CUDA 12.6 build ({CUDA_12_6})"
     ]
 
 

@@ -84,7 +84,7 @@ def simulate_stages(
         parts = {name: size for name, size, _ in texts} | {"vae": bytes_in_16_bit(vae)}
         train, validate = train_and_validate(config, size, capability)
         snapshots = {
-            "text": max((snapshot for _, _, snapshot in texts), key=lambda snapshot: snapshot.bytes),
+            "text": largest(texts),
             "latents": of_encoding(config.model, vae, size),
             "train": train.peak,
             **({} if validate is None else {"validate": validate}),
@@ -106,7 +106,7 @@ def predict_stage(config: TrainConfig, stage: str, capability: tuple[int, int]) 
     size = config.data.resolution, config.data.resolution
     with fake_tensors(), without_collection(), silent():
         if stage == "text":
-            snapshot = max((snapshot for _, _, snapshot in text_snapshots(config)), key=lambda found: found.bytes)
+            snapshot = largest(text_snapshots(config))
         elif stage == "latents":
             snapshot = of_encoding(config.model, empty_autoencoder(config), size)
         else:
@@ -136,6 +136,11 @@ def accounting_of(weights: Iterable[Tensor]) -> Iterator[Accounting]:
     with CudaLayouts("flash"), Accounting(temporaries()) as accounting, accounting.allocating("activations"):
         accounting.register(weights, "weights")
         yield accounting
+
+
+def largest(texts: Iterable[tuple[str, int, MemorySnapshot]]) -> MemorySnapshot:
+    """Return the largest snapshot of ``text_snapshots``."""
+    return max((snapshot for _, _, snapshot in texts), key=lambda snapshot: snapshot.bytes)
 
 
 def text_snapshots(config: TrainConfig) -> Iterator[tuple[str, int, MemorySnapshot]]:

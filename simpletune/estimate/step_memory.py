@@ -11,7 +11,9 @@ from simpletune.pipeline.load import empty_base
 from simpletune.system.startup import without_collection
 
 
-def snapshots_of_step(config: TrainConfig, size: Size) -> list[MemorySnapshot]:
+def snapshots_of_step(
+    config: TrainConfig, size: Size, capability: tuple[int, int] | None = None
+) -> list[MemorySnapshot]:
     """Record device memory after every allocation of a step with optimizer states.
 
     Counting every allocation would slow a real step many times over, so the step runs on fake tensors, as in
@@ -20,9 +22,10 @@ def snapshots_of_step(config: TrainConfig, size: Size) -> list[MemorySnapshot]:
     Args:
         config: of the run, demo names and ``checkpointing: auto`` resolved.
         size: (width, height) in pixels.
+        capability: of the CUDA device, for its attention; None: an L4's.
     """
     with fake_tensors(), without_collection():
         transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
-        with accounting_like_cuda(config, keep=True) as accounting:
+        with accounting_like_cuda(config, capability, keep=True) as accounting:
             take_steps(accounting, config, transformer, size)
     return accounting.snapshots or []

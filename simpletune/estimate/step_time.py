@@ -64,8 +64,7 @@ def predict_step_time(config: TrainConfig, report: StepReport, card: Card, size:
         / 1e9
     )
     hidden = products + again + unpacking
-    patch = 8 * config.model.known_config()["patch_size"]
-    tokens = batch * (size[0] // patch * (size[1] // patch) + text)
+    tokens = batch * (config.model.image_tokens(size) + text)
     transfer = max(0.0, _moved(config, report, tokens) / card.link / 1e9 - hidden)
     update = UPDATED * report.trained_bytes / (card.bandwidth or BANDWIDTH) / 1e9
     micro = config.train.gradient_accumulation

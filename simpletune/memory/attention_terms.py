@@ -56,10 +56,8 @@ def flash_backward(
         grad_out: [b, h, S, d].
         query: [b, h, S, d]; so are ``key``, ``value`` and ``out``.
     """
-    b, heads, rows, width = query.shape
-    rows, width = _up(rows, FLASH_ROWS), _up(width, FLASH_WIDTH)
     copied = [tensor for tensor in (grad_out, out) if not tensor.transpose(1, 2).is_contiguous()]
-    return 4 * b * heads * rows * (width + 1) + sum(tensor.numel() * tensor.element_size() for tensor in copied)
+    return _flash_sums(query) + sum(tensor.numel() * tensor.element_size() for tensor in copied)
 
 
 def cudnn_backward(
@@ -75,9 +73,13 @@ def cudnn_backward(
         grad_out: [b, h, S, d]; so are the others.
     """
     copied = grad_out.stride() != out.stride()
+    return _flash_sums(query) + copied * grad_out.numel() * grad_out.element_size()
+
+
+def _flash_sums(query: Tensor) -> int:
+    """Bytes of fp32 sums of grad q [b, S, h, d], rounded up, and one fp32 per row."""
     b, heads, rows, width = query.shape
-    sums = 4 * b * heads * _up(rows, FLASH_ROWS) * (_up(width, FLASH_WIDTH) + 1)
-    return sums + copied * grad_out.numel() * grad_out.element_size()
+    return 4 * b * heads * _up(rows, FLASH_ROWS) * (_up(width, FLASH_WIDTH) + 1)
 
 
 def efficient_forward(query: Tensor, *_: object, **__: object) -> int:

@@ -70,7 +70,8 @@ class Fp16Blocks:
         """Blocks found outside of training; they affect only passes outside of training."""
         self.count = len(transformer.transformer_blocks)
         self._flags: Tensor | None = None
-        self.passes = [BlockPass(self, *entry) for entry in enumerate(transformer.transformer_blocks)]
+        for index, block in enumerate(transformer.transformer_blocks):
+            BlockPass(self, index, block)
         self._wrap_output(transformer.norm_out)  # type: ignore[arg-type]
 
     def _wrap_output(self, norm_out: nn.Module) -> None:

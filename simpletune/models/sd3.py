@@ -106,6 +106,15 @@ class SD3(Option):
         """The number of text tokens that the transformer sees: CLIP's, then T5's."""
         return CLIP_TOKENS + self.t5_length
 
+    def image_tokens(self, size: Size) -> int:
+        """The number of image tokens of a picture.
+
+        Args:
+            size: (width, height) in pixels.
+        """
+        pixels = 8 * int(self.known_config()["patch_size"])
+        return math.prod(side // pixels for side in size)
+
     def blocks(self) -> int:
         """The number of transformer blocks."""
         return int(self.known_config()["num_layers"])

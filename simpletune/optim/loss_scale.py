@@ -120,7 +120,7 @@ def _restore_if(overflow: Tensor, state: State, earlier: dict[str, Tensor]) -> N
     """Restore a parameter's state; new step counters become 0."""
     for name, value in _on_device(state, overflow.device):
         if name in earlier:
-            state[name] = value.copy_(torch.where(overflow, earlier[name], value))
+            value.copy_(torch.where(overflow, earlier[name], value))
         elif name == "step":
             value.masked_fill_(overflow, 0)
 

@@ -181,10 +181,11 @@ def rows(x: Tensor, columns: Tensor | None, least: float) -> tuple[Tensor, Tenso
     q, scale = x.new_empty((count, k), dtype=torch.int8), x.new_empty((count,), dtype=torch.float32)
     if count:
         block = min(triton.next_power_of_2(k), LONGEST_BLOCK)
-        _rows[(count,)](
-            parts, columns, q, scale, parts.shape[1], k, parts.stride(0), parts.stride(1), LEAST=least, BLOCK=block,
-            num_warps=4 if block <= 2048 else 8, enable_fp_fusion=False,
-        )  # fmt: skip
+        with torch.cuda.device_of(x):
+            _rows[(count,)](
+                parts, columns, q, scale, parts.shape[1], k, parts.stride(0), parts.stride(1), LEAST=least, BLOCK=block,
+                num_warps=4 if block <= 2048 else 8, enable_fp_fusion=False,
+            )  # fmt: skip
     return q, scale
 
 
@@ -219,7 +220,8 @@ def product(
     shape = (bucket, n, k, weight.stride(1), x.device)
     if tile is None and shape not in _untunable:
         try:
-            _tuned[grid](*given, enable_fp_fusion=False)
+            with torch.cuda.device_of(x):
+                _tuned[grid](*given, enable_fp_fusion=False)
             return y
         except Exception as error:
             if not is_of_the_kernel(error):
@@ -228,7 +230,8 @@ def product(
                 f"{reason_of(error)}")  # fmt: skip
             _untunable.add(shape)
     tile = tile or SAFE_TILE
-    _product[grid](*given, **_blocks(tile), num_warps=tile[3], num_stages=tile[4], enable_fp_fusion=False)
+    with torch.cuda.device_of(x):
+        _product[grid](*given, **_blocks(tile), num_warps=tile[3], num_stages=tile[4], enable_fp_fusion=False)
     return y
 
 

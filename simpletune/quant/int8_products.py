@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from simpletune.printable import reason_of
 from simpletune.system.console import say
+from simpletune.system.devices import sm
 
 FEW_ROWS = 16
 """Up to this many rows the weights are dequantised, because a tile of the kernel would be mostly empty."""
@@ -135,8 +136,7 @@ def _rows_on_cuda(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
 
     if x.device not in _given_up:
         try:
-            with torch.cuda.device_of(x):
-                return int8_kernel.rows(x, columns, LEAST)
+            return int8_kernel.rows(x, columns, LEAST)
         except Exception as error:
             _give_up(x.device, error)
     return _rows_on_cpu(x, columns)  # torch's operators, with the same results anywhere
@@ -150,10 +150,11 @@ def _product_on_cuda(
 
     if x.device not in _given_up:
         try:
-            with torch.cuda.device_of(x):
-                return int8_kernel.product((x, x_scale), weight, scale, bias, dtype)
+            return int8_kernel.product((x, x_scale), weight, scale, bias, dtype)
         except Exception as error:
             _give_up(x.device, error)
+    if scale is not None and dtype == torch.float16:  # x @ q would overflow
+        weight, scale = dequantised(weight, scale, dtype), None
     y = (x.to(dtype) * x_scale[:, None].to(dtype)) @ weight.to(dtype).t()
     y = y if scale is None else y.mul_(scale)
     return y if bias is None else y.add_(bias)
@@ -277,7 +278,7 @@ def _why_not(device: torch.device) -> str | None:
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST:
-            return f"it is sm_{capability[0]}{capability[1]}, and int8 products need sm_{OLDEST[0]}{OLDEST[1]} or newer"
+            return f"it is {sm(capability)}, and int8 products need {sm(OLDEST)} or newer"
     elif device.type != "cpu":
         return f"there is no kernel for {device.type}"
     try:
@@ -294,8 +295,11 @@ def _tried(device: torch.device) -> str | None:
     numbers = torch.arange(33 * 96).remainder(255).sub(127).to(torch.int8).view(33, 96)
     weight = torch.full((40, 96), -127, dtype=torch.int8)
     weight[::3] = numbers[:14]
-    for ours, theirs in zip(int8_rows(weight.to(device).float()), int8_rows(weight.float()), strict=True):
-        if not torch.equal(ours.cpu(), theirs):
+    if device.type == "cuda":
+        from simpletune.quant import int8_kernel  # not the operator, which would hide a failure
+
+        rows = int8_kernel.rows(weight.to(device).float(), None, LEAST)
+        if not all(torch.equal(a.cpu(), b) for a, b in zip(rows, int8_rows(weight.float()), strict=True)):
             return "the kernel's rows are not those of the CPU"
     ones = torch.ones(33, device=device)
     for laid in (weight, weight.t().contiguous().t()):
@@ -311,5 +315,4 @@ def _plain_product(x: Tensor, x_scale: Tensor, weight: Tensor) -> Tensor:
         return int8_product(x, x_scale, weight, None, None, torch.float32)
     from simpletune.quant import int8_kernel
 
-    with torch.cuda.device_of(x):
-        return int8_kernel.product((x, x_scale), weight, None, None, torch.float32, int8_kernel.SAFE_TILE)
+    return int8_kernel.product((x, x_scale), weight, None, None, torch.float32, int8_kernel.SAFE_TILE)

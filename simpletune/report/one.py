@@ -17,7 +17,7 @@ from simpletune.report.peaks import memory_section
 from simpletune.report.profile import profile_sections
 from simpletune.report.recorded import Json, RunRecord
 from simpletune.report.settings import Setting, plain_settings, settings_of
-from simpletune.runs.summary import overflow_words
+from simpletune.runs.folder import overflow_words
 from simpletune.system.console import duration
 
 STEPS_SHOWN = 12  # maximum of steps whose pictures are on the page

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
-from simpletune.options import Json, UserError, shortened
+from simpletune.options import Json, UserError, plural, shortened
 from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
 from simpletune.runs.mending import NUMBER, parse_row, read_own, read_own_rows, require_kinds, say_missing
 from simpletune.system.atomic import remove, write_text
@@ -244,3 +244,10 @@ def read_json_or_none(file: Path) -> Json | None:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}). Remove it; the run writes it again") from None
     return value
+
+
+def overflow_words(summary: Json) -> str:
+    """Describe the steps that fp16 made undo, and the blocks that compute in fp32; empty if there are none."""
+    steps, blocks = summary.get("overflow_steps", 0), summary.get("fp32_blocks", [])
+    wide = f", {plural(len(blocks), 'block')} in fp32 since ({', '.join(map(str, blocks))})" if blocks else ""
+    return f"{plural(steps, 'step')} undone{wide}" if steps else ""

@@ -29,6 +29,7 @@ from simpletune.runs.folder import (
     EVALUATIONS,
     OVERFLOWS,
     SKIPPED,
+    overflow_words,
     read_json_or_none,
     read_metrics,
     read_rows,
@@ -117,13 +118,6 @@ def left_out(run: Path, step: int) -> Json:
         "fp32_blocks": sorted({block for row in rows for block in row.get("blocks", [])}),
     }
     return {name: value for name, value in counts.items() if value}
-
-
-def overflow_words(summary: Json) -> str:
-    """Describe the steps that fp16 made undo, and the blocks that compute in fp32; empty if there are none."""
-    steps, blocks = summary.get("overflow_steps", 0), summary.get("fp32_blocks", [])
-    wide = f", {plural(len(blocks), 'block')} in fp32 since ({', '.join(map(str, blocks))})" if blocks else ""
-    return f"{plural(steps, 'step')} undone{wide}" if steps else ""
 
 
 def _paced(rows: Sequence[Json], attempts: Sequence[Attempt], samples: float) -> Json:

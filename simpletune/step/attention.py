@@ -6,7 +6,6 @@ and cuDNN cannot compute, so PyTorch always chooses there and in the text encode
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -75,7 +74,7 @@ def shapes_of(config: TrainConfig, sizes: Iterable[Size]) -> list[Shape]:
     known, text = config.model.known_config(), config.model.text_tokens
     found: dict[Shape, None] = {}
     for size, batch, trained, what in passes:
-        image = math.prod(side // (8 * known["patch_size"]) for side in size)
+        image = config.model.image_tokens(size)
         for tokens in (text + image, image) if known.get("dual_attention_layers") else (text + image,):
             heads, width = known["num_attention_heads"], known["attention_head_dim"]
             found[Shape(batch, heads, tokens, width, trained, f"{what} of {size[0]}x{size[1]} px")] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from simpletune.options import UserError
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 BF16_FROM = (8, 0)  # the lowest CUDA compute capability whose tensor cores multiply bf16
+CUDA_13_FROM = (7, 5)  # the lowest that torch's CUDA 13 builds support
+CUDA_12_6 = "SIMPLETUNE_TORCH_INDEX=https://download.pytorch.org/whl/cu126"  # the builds for older cards
 
 
 def prepare_environment() -> None:
@@ -66,7 +69,7 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
         _require_compute_type(compute, (major, minor), torch.cuda.get_device_name())
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
         return torch.device("cuda", torch.cuda.current_device()), (
-            f"{torch.cuda.get_device_name()} (sm_{major}{minor}, {gib:.1f} GiB)"
+            f"{torch.cuda.get_device_name()} ({sm((major, minor))}, {gib:.1f} GiB)"
         )
     driver = driver_version()
     if driver is not None:
@@ -83,6 +86,11 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
     )
 
 
+def sm(capability: Sequence[int]) -> str:
+    """Name a CUDA compute capability: (8, 9) is sm_89."""
+    return "sm_" + "".join(map(str, capability))
+
+
 def capability_of(device: torch.device) -> tuple[int, int] | None:
     """Return the CUDA compute capability of a device; None for the CPU."""
     import torch
@@ -94,8 +102,8 @@ def _require_compute_type(compute: str, capability: tuple[int, int], name: str) 
     """Refuse bf16 on cards that lack it, because torch would emulate it many times slower."""
     if compute == "bf16" and capability < BF16_FROM:
         raise UserError(
-            f"precision.compute: bf16 needs a card of sm_80 or newer, but {name} is sm_{capability[0]}{capability[1]}. "
-            "Use precision.compute=auto or fp16; precision.weights=int8 takes the least memory"
+            f"precision.compute: bf16 needs a card of sm_80 or newer, but {name} is {sm(capability)}. "
+            "Use precision.compute=auto or fp16"
         )
 
 
@@ -118,12 +126,11 @@ def _require_known_card(capability: tuple[int, int], built_for: list[str], build
         return
     older = capability < min(of for _, of in known)
     remedy = (
-        "CUDA 13 builds support sm_75 (T4) and newer. Install a CUDA 12.6 build for older cards: "
-        "SIMPLETUNE_TORCH_INDEX=https://download.pytorch.org/whl/cu126 (see README)"
+        f"CUDA 13 builds support {sm(CUDA_13_FROM)} (T4) and newer. Install a CUDA 12.6 build for older cards: "
+        f"{CUDA_12_6} (see README)"
         if older
         else "Install a newer torch for this card (SIMPLETUNE_TORCH_INDEX, see README)"
     )
     raise UserError(
-        f"device: this GPU is sm_{capability[0]}{capability[1]}, but torch {build} is built for "
-        f"{', '.join(built_for)}. {remedy}"
+        f"device: this GPU is {sm(capability)}, but torch {build} is built for {', '.join(built_for)}. {remedy}"
     )

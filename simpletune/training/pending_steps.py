@@ -69,12 +69,12 @@ def global_figures(
     Returns:
         Mean loss, gradient norm, the share of processes that have received a signal, and the means of ``fp16``.
     """
-    more = loss.new_empty(0) if fp16 is None else fp16
     if accelerator.num_processes == 1:
-        return torch.cat([torch.stack([loss.float(), norm.float(), torch.zeros_like(loss)]), more])
-    own = torch.cat([torch.stack([loss, torch.full_like(loss, float(stop))]), more])
-    mean, share, *_ = reduced = accelerator.reduce(own, "mean")
-    return torch.cat([torch.stack([mean, norm.float(), share]), reduced[2:]])
+        figures = torch.stack([loss.float(), norm.float(), torch.zeros_like(loss)])
+        return figures if fp16 is None else torch.cat([figures, fp16])
+    own = torch.stack([loss, torch.full_like(loss, float(stop))])
+    mean, share, *more = accelerator.reduce(own if fp16 is None else torch.cat([own, fp16]), "mean")
+    return torch.stack([mean, norm.float(), share, *more])
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.models.buckets import Size
 from simpletune.models.flops import sd3_flops, trained_of
 from simpletune.profiling import EpochTraces, Facts
+from simpletune.system.devices import capability_of
 from simpletune.tensors import trained_parameters
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def add_memory(run: Run, traces: EpochTraces) -> None:
     """Add a step's predicted memory to the trace summaries, if any; takes a few seconds."""
 
     def predicted() -> list[MemorySnapshot]:
-        return snapshots_of_step(run.core.config, run.prepared.plan.largest())
+        device = run.accelerator.device
+        return snapshots_of_step(run.core.config, run.prepared.plan.largest(), capability_of(device))
 
     traces.add_memory(predicted)

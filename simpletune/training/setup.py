@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -233,8 +232,8 @@ def announce_kernel(config: TrainConfig, transformer: Transformer, device: torch
     """Say what tuning of the int8 kernel the first step will wait for; on CUDA only."""
     if device.type != "cuda":
         return
-    batch, pixels = config.train.batch_size, 8 * config.model.known_config()["patch_size"]
-    image_rows = [batch * math.prod(side // pixels for side in size) for size in plan.sizes()]
+    batch = config.train.batch_size
+    image_rows = [batch * config.model.image_tokens(size) for size in plan.sizes()]
     announce_tuning(transformer, image_rows, batch * config.model.text_tokens, device)
 
 
