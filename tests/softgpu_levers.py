@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from blocks import BLOCKS, CONFIG, STEPS, shake_updates
 from torch import Tensor
 
 from simpletune.config.load import validate
@@ -30,12 +31,8 @@ from simpletune.system.rng import reseed_global
 from simpletune.tensors import trained_parameters
 from simpletune.training.pending_steps import DeviceEvent, MetricsQueue, PendingStep, global_figures
 
-BLOCKS, STEPS, BATCH = 4, 3, 2
-SHAPES = {
-    "sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": BLOCKS,
-    "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 24, "caption_projection_dim": 64,
-    "pooled_projection_dim": 16, "pos_embed_max_size": 8,
-}  # fmt: skip
+BATCH = 2
+SHAPES = CONFIG | {"num_attention_heads": 4, "caption_projection_dim": 64}
 """Matrices of 4096 and more elements, the least that 8-bit optimizers and the streaming of their state take."""
 
 
@@ -152,10 +149,7 @@ def assembled(levers: Levers, device: torch.device) -> StepCore:
         on_host=lambda name: streams(name) or (levers.window is not None and is_conditioning(name)),
     )  # fmt: skip
     core = assemble(config, model, SingleProcess(device))  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(5)
-    for name, parameter in trained_parameters(model).items():
-        if "lora_B" in name:  # zeros, at which no update counts
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    shake_updates(model)
     return core
 
 

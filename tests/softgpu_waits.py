@@ -26,7 +26,6 @@ WRAPPERS = {"mark", "wait", "join", "_let_go"}
 EVENTS = {"_written"}
 FILES = ("simpletune.memory.", "simpletune.training.pending_steps")
 """Where the wrappers are called; elsewhere these names mean something else."""
-TRIED = ("LoRA", "full", "LoRA poisoned", "full poisoned", "paged")
 ONLY_IN = {
     "BlockOffload.updating": "full",
     "BlockOffload._finish": "full",
@@ -37,7 +36,7 @@ ONLY_IN = {
 ELSEWHERE = {
     "simpletune.quant.int8_kernel": "times tiles; Triton's interpreter runs none of them twice",
 }
-"""Calls that these runs do not reach, and why: a module or a function's name."""
+"""Modules whose calls these runs do not reach, and why."""
 
 
 def ordering_calls() -> list[Call]:
@@ -49,16 +48,14 @@ def ordering_calls() -> list[Call]:
 
 def why_not(call: Call) -> str | None:
     """Why a call cannot be tried here; None if it can."""
-    return ELSEWHERE.get(call.module) or ELSEWHERE.get(call.function)
+    return ELSEWHERE.get(call.module)
 
 
-def noticed(call: Call | None, seeds: range) -> dict[str, int]:
-    """How many of the seeds notice that a call is missing, by run; for None, how many differ with nothing missing."""
-    if call is None:
-        return {name: sum(_differs(None, name, seed) for seed in seeds) for name in TRIED}
+def noticed(call: Call, seeds: range) -> dict[str, int]:
+    """How many of the seeds notice that a call is missing, by run."""
     only = ONLY_IN.get(call.function)
     counts: dict[str, int] = {}
-    for name in (only,) if only else ("full",) if call.text == "self._written" else ("LoRA", "full"):
+    for name in (only,) if only else ("full",) if call.name in EVENTS else ("LoRA", "full"):
         if not any(counts.values()):
             counts[name] = sum(_differs(call, name, seed) for seed in seeds)
     return counts
@@ -74,15 +71,13 @@ def _expected(name: str) -> Result:
     return softgpu_levers.RUNS[name]()
 
 
-def _differs(call: Call | None, name: str, seed: int) -> bool:
+def _differs(call: Call, name: str, seed: int) -> bool:
     import softgpu_levers
     from softgpu import queues
 
     expected = _expected(name)
     queues.seed(seed)
     try:
-        if call is None:
-            return not softgpu_levers.RUNS[name]().equals(expected)
         with without(call):
             return not softgpu_levers.RUNS[name]().equals(expected)
     except (RuntimeError, TypeError, AttributeError, ValueError):

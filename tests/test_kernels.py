@@ -17,7 +17,7 @@ from simpletune.options import UserError
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 TABLE = json.loads(kernels.COMMITTED.read_text())["rows"]
-STALE = any(found["source"] != source_hash() for found in TABLE.values())
+STALE = {found["source"] for found in TABLE.values()} != {source_hash()}
 
 
 def installed() -> str:

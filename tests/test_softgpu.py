@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import softgpu_levers
 import torch
 from safetensors.torch import load_file
 
@@ -36,7 +38,6 @@ def no_adversary() -> Iterator[None]:
 
 def wrong_seeds(name: str, seeds: int) -> list[int]:
     """The seeds with which a run of softgpu_levers differs from one whose work is done at once."""
-    import softgpu_levers
     from softgpu import queues
 
     expected = softgpu_levers.RUNS[name]()
@@ -48,22 +49,14 @@ def wrong_seeds(name: str, seeds: int) -> list[int]:
     return found
 
 
-LEVERS = [
-    "plain", "streaming", "streaming nf4", "boundaries", "plan windows", "prefetched batches", "late figures",
-    "in-backward updates", "8-bit states",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [*LEVERS, "LoRA", "full"])
+@pytest.mark.parametrize("name", [*softgpu_levers.ALONE, *softgpu_levers.TOGETHER])
 def test_every_lever_has_the_cpus_bits(name: str) -> None:
-    import softgpu_levers
-
     levers = (softgpu_levers.ALONE | softgpu_levers.TOGETHER)[name]
     assert softgpu_levers.run(levers).equals(softgpu_levers.run(levers, "cpu"))
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", [*LEVERS, "LoRA poisoned", "full poisoned", "paged"])
+@pytest.mark.parametrize("name", [*softgpu_levers.ALONE, "LoRA poisoned", "full poisoned", "paged"])
 def test_no_seed_changes_a_lever_s_bits(name: str) -> None:
     assert wrong_seeds(name, SEEDS_ALONE) == []
 
@@ -85,16 +78,13 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(checkpoint.checkpoint_folder(run, step) / checkpoint.TRAINABLE)
 
 
-def trained(config: dict, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """``simpletune train`` in a process of its own."""
-    import os
-
+def trained(config: dict, *words: str, launcher: Sequence[str] = (), **environment: str) -> None:
+    """``simpletune train`` in a process of its own, or in those of a launcher."""
     file = Path(config["output"]["runs"]).parent / f"{config['name']}.json"
     file.write_text(json.dumps(config))
-    command = [sys.executable, "-m", "simpletune", "train", str(file), *words]
+    command = [sys.executable, *launcher, "-m", "simpletune", "train", str(file), *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, env=os.environ | environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done
 
 
 @pytest.mark.timeout(900)
@@ -120,17 +110,9 @@ def test_a_whole_run_with_pictures_report_and_resume(tiny_config: dict) -> None:
 @pytest.mark.parametrize("seed", ["-1", "5"])
 def test_two_processes_on_two_devices_have_the_weights_of_two_on_the_cpu(seed: str, tiny_config: dict) -> None:
     """gloo in place of NCCL."""
-    import os
-
-    losses = {}
+    losses, launcher = {}, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     for device in ("cpu", "cuda"):
         config = tiny_config | {"name": device, "device": device}
-        file = Path(config["output"]["runs"]).parent / f"{device}.json"
-        file.write_text(json.dumps(config))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["-m", "simpletune", "train", str(file)]
-        environment = os.environ | {"DRY_DEVICES": "2", "SOFT_SEED": seed if device == "cuda" else "-1"}
-        done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, env=environment)
-        assert done.returncode == 0, done.stdout + done.stderr
+        trained(config, launcher=launcher, DRY_DEVICES="2", SOFT_SEED=seed if device == "cuda" else "-1")
         losses[device] = [row["loss"] for row in read_metrics(Path(config["output"]["runs"]) / device)]
     assert len(losses["cuda"]) == 4 and losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-5)

@@ -25,7 +25,6 @@ def install() -> None:
     global _installed
     if _installed is not None:
         return
-    torch.backends.cudnn.enabled = False
     _installed = Values()
     _keep_in_threads()
     _keep_where_modes_are_disabled()

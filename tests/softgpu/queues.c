@@ -64,7 +64,6 @@ static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;   /* one request at a t
 static pthread_cond_t asked = PTHREAD_COND_INITIALIZER, answered = PTHREAD_COND_INITIALIZER;
 static bool queued;                                        /* false: everything is done at once */
 static uint64_t state = 1;
-static long done_items;
 static __thread int muted, last_error;
 static __thread long read_back;
 static void (*operate)(long);
@@ -157,7 +156,6 @@ static void do_first(struct stream *stream) {
     if (!stream->head)
         stream->tail = NULL;
     stream->busy = false;
-    done_items++;
     free(item);
 }
 
@@ -331,9 +329,7 @@ void soft_seed(long seed) { /* below 0: everything is done at once, in the host'
 
 void soft_push(void *stream, long number) { enqueue(stream, (struct item){.what = OPERATOR, .number = number}); }
 void soft_finish(void *stream) { finish_stream(stream); }
-void soft_finish_all(void) { ask_for(NULL, NULL, true); }
 int soft_is_queued(void) { return queued; }
-long soft_done(void) { return done_items; }
 int soft_place(void *address) { return place_of(address); }
 
 /* While an operator of PyTorch runs for its outputs, its launches and copies do nothing: Python computes the values. */

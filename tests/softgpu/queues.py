@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 
 import torch
@@ -19,7 +21,7 @@ _free.soft_push.argtypes = [ctypes.c_void_p, ctypes.c_long]
 _free.soft_finish.argtypes = [ctypes.c_void_p]
 _free.soft_seed.argtypes = [ctypes.c_long]
 _held.soft_place.argtypes = [ctypes.c_void_p]
-_held.soft_read_back.restype = _held.soft_done.restype = ctypes.c_long
+_held.soft_read_back.restype = ctypes.c_long
 _Operate = ctypes.CFUNCTYPE(None, ctypes.c_long)
 
 Work = Callable[[], object]
@@ -27,7 +29,7 @@ _numbers = count()
 _waiting: dict[int, Work] = {}
 _failures: list[BaseException] = []
 
-mute, read_back, done = _held.soft_mute, _held.soft_read_back, _held.soft_done
+read_back = _held.soft_read_back
 is_queued, place, current_stream = _held.soft_is_queued, _held.soft_place, torch._C._cuda_getCurrentRawStream
 
 
@@ -39,6 +41,16 @@ def _operate(number: int) -> None:
 
 
 _CALLBACK = _Operate(_operate)
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Let the operators' launches and copies do nothing; ``read_back`` counts their reads in the context."""
+    _held.soft_mute(1)
+    try:
+        yield
+    finally:
+        _held.soft_mute(-1)
 
 
 def raise_failures() -> None:
@@ -67,12 +79,6 @@ def finish(stream: int) -> None:
         raise_failures()
 
 
-def finish_all() -> None:
-    """Wait for all work."""
-    _free.soft_finish_all()
-    raise_failures()
-
-
 def seed(number: int) -> None:
     """Finish all work, and begin a new order of things.
 
@@ -91,6 +97,8 @@ def serve() -> None:
             _free.soft_serve(_CALLBACK)
 
     threading.Thread(target=run, name="softgpu", daemon=True).start()
+    while not _held.soft_is_serving():  # before that, nothing waits
+        time.sleep(1e-4)
 
 
 stop = _free.soft_stop

@@ -87,12 +87,13 @@ def calls_of(folder: Path, names: Collection[str] = ORDERING, events: Collection
 
 class _Remover(ast.NodeTransformer):
     def __init__(self, call: Call):
-        self.call = call
+        self.call, self.removed = call, False
 
     def visit(self, node: ast.AST) -> ast.AST:
         if not isinstance(node, (ast.Call, ast.Attribute)):
             return self.generic_visit(node)
         if (node.lineno, node.col_offset) == (self.call.line, self.call.column) and ast.unparse(node) == self.call.text:
+            self.removed = True
             return ast.copy_location(ast.Constant(None), node)
         return self.generic_visit(node)
 
@@ -116,7 +117,9 @@ def without(call: Call) -> Iterator[None]:
     module = importlib.import_module(call.module)
     file = inspect.getsourcefile(module)
     assert file is not None
-    tree = _Remover(call).visit(ast.parse(Path(file).read_text()))
+    remover = _Remover(call)
+    tree = remover.visit(ast.parse(Path(file).read_text()))
+    assert remover.removed, f"{call} is not in {file}"
     code = _code_of(compile(ast.fix_missing_locations(tree), file, "exec"), outer)
     function: Any = module
     for part in outer.split("."):

@@ -95,12 +95,9 @@ def _device_in(values: Any) -> int | None:
 
 def _outputs(function: OpOverload, args: tuple, kwargs: Kwargs) -> Any:
     """Run an operator of the device for its outputs; its launches and copies do nothing."""
-    queues.mute(1)
-    try:
+    with queues.muted():
         out = function(*args, **kwargs)
         read_back = queues.read_back()
-    finally:
-        queues.mute(-1)
     if read_back:
         raise NotImplementedError(f"softgpu: {function} reads values of the device on the host, and has no rule here")
     return out
@@ -190,11 +187,8 @@ def _copy(mode: Values, function: OpOverload, args: tuple, kwargs: Kwargs, devic
         given = source.detach().clone()  # staged before the call returns
     written = alias(target)
     queues.push(stream, lambda: written.copy_(given))
-    queues.mute(1)
-    try:
+    with queues.muted():
         out = function(*args, **kwargs)
-    finally:
-        queues.mute(-1)
     if to_host and queues.place(target.data_ptr()) == queues.PAGEABLE:
         queues.finish(stream)
     queues.raise_failures()
@@ -204,11 +198,8 @@ def _copy(mode: Values, function: OpOverload, args: tuple, kwargs: Kwargs, devic
 def _read(mode: Values, function: OpOverload, args: tuple, kwargs: Kwargs, device: int) -> Any:
     """Waits for the stream, computes on the CPU, and gives tensors of that shape."""
     if function._schema.name in ("aten::_local_scalar_dense", "aten::equal"):
-        queues.mute(1)
-        try:
+        with queues.muted():
             function(*args, **kwargs)  # PyTorch's own complaint about a wait (torch.cuda.set_sync_debug_mode)
-        finally:
-            queues.mute(-1)
     stream = queues.current_stream(device)
     queues.finish(stream)
     generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
@@ -220,9 +211,8 @@ def _read(mode: Values, function: OpOverload, args: tuple, kwargs: Kwargs, devic
         advance = torch.empty(1, device=torch.device("cuda", device))
         with Draw(generator, device) as own:
             result = function(*values, **kwargs, generator=own)
-            queues.mute(1)
-            advance.uniform_(generator=generator)
-            queues.mute(-1)
+            with queues.muted():
+                advance.uniform_(generator=generator)
     return _moved(result, torch.device("cuda", device))
 
 
