@@ -30,7 +30,7 @@ slow: setup  ## run the tests that take minutes or many GiB; time not measured
 gpu: setup  ## what does this card do? 12 stages within 30 minutes, the most telling first; goes on where it stopped
 	$(PY) -m benchmarks.first_hour
 
-dry: setup  ## run what torch's CUDA build does on a simulated card (docs/dry_gpu.md); 29 min for 145 tests on 2 cores that others kept busy; makes .venv-cuda (5.7 GiB)
+dry: setup  ## run what torch's CUDA build does on a simulated card (docs/dry_gpu.md); 3 min 15 s on 2 idle cores once .venv-cuda (5.7 GiB) is made, which it is first
 	@tests/dry_gpu/setup.sh
 	DRY_STRICT=1 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 		--timeout 900 -m "dry or (gpu and not values and not timing)"

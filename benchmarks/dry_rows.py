@@ -9,7 +9,7 @@ from benchmarks.memory import BATCH4, BF16, FULL, HOST, NF4, PLAN, PX512, SMALL,
 
 FP32 = ("precision.weights=fp32",)
 AUTOCAST = (*FP32, "precision.compute=bf16")
-NO_BF16 = ("precision.compute=fp32",)  # for cards without bf16
+NO_BF16 = ("precision.compute=fp32",)  # a card without bf16 computes so only when asked: auto is fp16 there
 UNCHECKED = ("memory.checkpointing=none",)
 
 # What tells SD3.5 Large's transformer from SD3 Medium's: its public config.json.

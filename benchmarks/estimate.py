@@ -32,8 +32,8 @@ ABOUT = """\
 The student study's peaks on an L4, predicted for the same levers; GB of 10^9 bytes. *Predicted* is the training stage's
 peak of allocated bytes, without the CUDA context; what the study's figures contain is not said there.
 
-- *Full*: five times the weights in bf16 (weights, gradients, three states) are 20.28 GB, the published figure. The
-  prediction has the activations too that live while the last gradients are made.
+- *Full*: five times the weights in bf16 (weights, gradients, three states) are 20.28 GB, close to the published 20.26.
+  The prediction has the activations too that live while the last gradients are made.
 - *LoRA*: what rank costs agrees, at 8 to 10 bytes a parameter: at the predicted peak few gradients are there yet. The
   rest is 0.7 GB more in the study, the same for every rank, so not the adapter's; its cause is not known to us."""
 GB = 10**9
