@@ -194,7 +194,7 @@ class Copy:
         # Compiled once, and checked by content: files that change within a second keep their time stamp.
         whole = ["-m", "compileall", "-q", "--invalidation-mode", "checked-hash", *names]
         subprocess.run([sys.executable, *whole], cwd=self.folder, check=True, capture_output=True)
-        code = "import importlib, sys; [print(importlib.import_module(name).__file__) for name in sys.argv[1:]]"
+        code = "import importlib, sys; [print(*importlib.import_module(name).__path__) for name in sys.argv[1:]]"
         with self._environment() as environment:
             words = [sys.executable, "-P", "-c", code, *names]
             done = subprocess.run(words, cwd=self.folder, env=environment, capture_output=True, text=True)
