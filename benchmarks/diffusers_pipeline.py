@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simpletune.models.sd3 import SD3
+from simpletune.families.sd3.option import SD3
 from simpletune.options import UserError
 from simpletune.pipeline.sample import Request
 

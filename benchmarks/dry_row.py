@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import memory
 from benchmarks.dry_rows import LARGE, Row
 from simpletune.config.schema import TrainConfig
-from simpletune.models.sd3_shapes import sd3_medium_config
+from simpletune.families.sd3.shapes import sd3_medium_config
 from simpletune.system.devices import prepare_environment
 from simpletune.system.environment import LIBRARIES
 
@@ -81,31 +81,29 @@ def chosen_attention(config: TrainConfig, stage: str) -> str:
     asked, width = config.speed.attention, 512 if stage == "latents" else 64
     if asked != "auto" and stage == "train":
         return asked
-    shape = Shape(1, 2, 64, width, stage == "train", stage)
+    shape = Shape(1, 2, 64, 64, width, stage == "train", stage)
     return usable("auto", shape, torch.device("cuda"), config.precision.product_dtype())
 
 
 def text(config: TrainConfig) -> None:
     """Encode prompts with each encoder, as ``simulate_stages.text_snapshots`` does."""
     import torch
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-    from simpletune.estimate.simulate_stages import known_part
-    from simpletune.models.sd3_text import BATCH, ENCODERS, clip_outputs
+    from simpletune.models.prompts import BATCH
     from simpletune.models.t5_layers import EmptyT5, LayeredT5
 
     device, dtype = torch.device("cuda"), config.precision.encoder_dtype()
-    for encoder in ENCODERS:
-        part = known_part(config.model, encoder.model)
+    for encoder in config.model.encoders():
+        part = config.model.known_part(encoder.model)
         if encoder.is_t5:
-            ids = torch.zeros((2 * BATCH, config.model.t5_length), dtype=torch.int64)
+            ids = torch.zeros((2 * BATCH, encoder.length or 0), dtype=torch.int64)
             outputs: Iterable[object] = LayeredT5(part, dtype, device, EmptyT5(part, dtype)).encode(ids, BATCH)
         else:
             with torch.device("meta"):
-                clip = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(part.config()))
+                clip: Any = config.model.empty_clip(part.config())
             clip = clip.eval().to(dtype).to_empty(device=device)
             ids = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
-            outputs = clip_outputs(clip, ids, device, BATCH)
+            outputs = config.model.clip_outputs(clip, ids, device, BATCH)
         with torch.no_grad():
             for _ in outputs:
                 pass
@@ -162,7 +160,7 @@ def validate(config: TrainConfig) -> None:
     vae = empty_vae(config)
     torch.cuda.reset_peak_memory_stats()
     request = Request("", 0, "", *config.picture_size(), option.steps, option.guidance)
-    sampler = Sampler(core.model, ShapesOnlyModel(batches.shapes["in_channels"]), config.precision, core.modulation)
+    sampler = Sampler(core.model, ShapesOnlyModel(config.model), config.precision, core.modulation)
     with torch.no_grad():
         z = sampler.denoise([request], [prompt], [prompt])
         config.model.decode_latents(vae, z)

@@ -29,8 +29,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.folder import Folder
 from simpletune.drawing.shared_base import SharedBase
 from simpletune.drawing.similarity import latent_distance
+from simpletune.families.sd3.option import SD3
 from simpletune.memory import Memory
-from simpletune.models.sd3 import SD3
 from simpletune.pipeline.encode import TextCache, free_memory
 from simpletune.pipeline.sample import Request, Sampler, decode
 from simpletune.quant import Precision

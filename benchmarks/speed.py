@@ -25,10 +25,8 @@ from simpletune.cards import peak_tflops
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_data_folder, resolve_model_folder
 from simpletune.config.schema import TrainConfig
-from simpletune.models.flops import Flops, sd3_flops, trained_of
-from simpletune.models.parts import bundled_configs
-from simpletune.models.sd3 import SD3_MEDIUM
-from simpletune.models.sd3_transformer import EmptyTensors, crop_to, empty_transformer, load
+from simpletune.models.flops import Flops, trained_of
+from simpletune.models.weights import TensorSource, fill
 from simpletune.options import UserError
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.load import stays_on_host
@@ -62,21 +60,20 @@ class Steps:
     optimizer: Any
 
 
-class Drawn(EmptyTensors):
+class Drawn:
     """Random weights of a transformer, created on the device: norms one, biases zero, the rest normal.
 
     Args:
-        config: the transformer's ``config.json``.
+        tensors: of the same shapes, without values.
         device: of the weights.
     """
 
-    def __init__(self, config: Mapping[str, Any], device: torch.device):
-        super().__init__(config)
-        self.device = device
+    def __init__(self, tensors: TensorSource, device: torch.device):
+        self._tensors, self.names, self.device = tensors, tensors.names, device
 
     def get(self, name: str) -> Tensor:
         """Create one tensor in fp32 on the device."""
-        tensor = torch.empty(super().get(name).shape, device=self.device)
+        tensor = torch.empty(self._tensors.get(name).shape, device=self.device)
         if tensor.dim() > 1:
             return tensor.normal_(0, tensor[0].numel() ** -0.5)
         return tensor.fill_(1.0 if "norm" in name and name.endswith(".weight") else 0.0)
@@ -181,10 +178,8 @@ def flops_of(config: TrainConfig, model: nn.Module) -> Flops:
     """Count the operations of a micro-batch of a row."""
     # accelerate and PEFT keep the transformer's parameter names and add the adapter's name to those of LoRA.
     trained = {name: tuple(value.shape) for name, value in trained_parameters(model).items()}
-    side, tokens = config.data.resolution, config.model.text_tokens
-    blocks = config.memory.checkpointed(config.model.blocks())
-    shapes, batch = config.model.known_config(), config.train.batch_size
-    return sd3_flops(shapes, trained_of(trained), (side, side), batch, tokens, blocks)
+    side, blocks = config.data.resolution, config.memory.checkpointed(config.model.blocks())
+    return config.model.flops(trained_of(trained), (side, side), config.train.batch_size, blocks)
 
 
 def traffic(steps: Steps, flops: Flops) -> float:
@@ -237,9 +232,10 @@ def ours(config: TrainConfig, device: torch.device) -> Any:
     """Set up the trainer's step on random latents and prompts."""
     side, shapes = config.data.resolution, config.model.known_config()
     on_host = stays_on_host(config.memory, config.model)
-    model = load(shapes, Drawn(shapes, device), config.precision, device, on_host)
+    family, empty = config.model, config.model.empty_tensors(shapes)
+    model = fill(family.empty_model(shapes), Drawn(empty, device), config.precision, device, on_host)
     if config.memory.crop_positions:
-        crop_to(model, [(side, side)], lambda: Drawn(shapes, device), config.precision.base_dtype())
+        family.fit_to(model, [(side, side)], lambda: Drawn(empty, device), config.precision.base_dtype())
     core = assemble(config, model, SingleProcess(device))
     synthetic, count = SyntheticBatches(config, core, device=device), iter(range(10**9))
     model.train()
@@ -264,14 +260,15 @@ def theirs(config: TrainConfig, device: torch.device) -> Any:
     shapes, batch, side = config.model.known_config(), config.train.batch_size, config.data.resolution
     rank = getattr(config.adapter, "rank", None)
     dtype = torch.float32 if rank is None else torch.bfloat16
-    model, tensors = nn.Module.to(empty_transformer(shapes), dtype).to_empty(device=device), Drawn(shapes, device)
+    model, tensors = (
+        nn.Module.to(config.model.empty_model(shapes), dtype),
+        Drawn(config.model.empty_tensors(shapes), device),
+    )
+    model = model.to_empty(device=device)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             tensor.copy_(tensors.get(name))
-    real = config.model.pretrained == SD3_MEDIUM  # its configurations ship with the tool, so nothing is fetched
-    parts = {
-        part: bundled_configs()[part] if real else config.model.part(part).config() for part in ("vae", "scheduler")
-    }
+    parts = {part: config.model.known_part(part).config() for part in ("vae", "scheduler")}
     with torch.device(device):
         vae = AutoencoderKL.from_config(parts["vae"])
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(parts["scheduler"])

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.adapters.lora import Lora
-from simpletune.flow import flow_loss
+from simpletune.families.sd3.option import SD3
+from simpletune.families.sd3.transformer import RandomTensors, empty_transformer
 from simpletune.memory.block_offload import BlockOffload
 from simpletune.memory.checkpointing import set_passes
 from simpletune.memory.copy_stream import CopyEvent
 from simpletune.memory.offload_inputs import CheckpointInputOffload
-from simpletune.models.sd3 import predict_velocity
-from simpletune.models.sd3_transformer import RandomTensors, load
+from simpletune.models.weights import TensorSource, fill
+from simpletune.objectives.flow import flow_loss
 from simpletune.pipeline.sample import autocast_of
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_quanto import Int8Quanto
@@ -25,6 +26,7 @@ from simpletune.quant.plain import BF16, FP32
 from simpletune.quant.precision import WeightPrecision
 
 BLOCKS = 4
+UNITS = tuple(f"transformer_blocks.{index}" for index in range(BLOCKS))
 CONFIG = {
     "sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": BLOCKS,
     "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 24, "caption_projection_dim": 32,
@@ -36,6 +38,23 @@ PRECISIONS = {
     "int8-quanto": Int8Quanto(compute="fp32"), "int8-quanto-bf16": Int8Quanto(),
 }  # fmt: skip
 STEPS, ACCUMULATION = 3, 2
+
+
+def load(
+    config: dict[str, Any],
+    tensors: TensorSource,
+    precision: WeightPrecision,
+    device: torch.device,
+    on_host: Callable[[str], bool] = lambda name: False,
+    place: str = "the model",
+) -> Any:
+    """An SD3 of a ``config.json`` with these tensors."""
+    return fill(empty_transformer(config), tensors, precision, device, on_host, place)
+
+
+def predict_velocity(model: nn.Module, z_t: Tensor, sigma: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """SD3's prediction at a noise level."""
+    return SD3().predict(model, z_t, 1000.0 * sigma, *rest, **named)
 
 
 def transformer(precision: WeightPrecision, device: str = "cpu") -> Any:

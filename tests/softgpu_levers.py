@@ -12,15 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from blocks import BLOCKS, CONFIG, STEPS, shake_updates
+from blocks import CONFIG, STEPS, UNITS, load, shake_updates
 from torch import Tensor
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Draw, View
+from simpletune.families.sd3.shapes import is_conditioning
+from simpletune.families.sd3.transformer import RandomTensors
 from simpletune.memory.block_offload import BlockOffload
-from simpletune.models.sd3_shapes import is_conditioning
-from simpletune.models.sd3_transformer import RandomTensors, load
 from simpletune.optim.eight_bit import PAGED_FROM, PagedAdamW8bit
 from simpletune.optim.optimizer import state_to_tensors
 from simpletune.optim.rounding import key_draws
@@ -143,7 +143,7 @@ def _prepared(accumulation: int) -> Any:
 def assembled(levers: Levers, device: torch.device) -> StepCore:
     """The model with its levers, and what makes its steps."""
     config = levers.config(device.type)
-    streams = config.memory.on_host(BLOCKS)
+    streams = config.memory.on_host(UNITS)
     model = load(
         SHAPES, RandomTensors(SHAPES, 3), config.precision, device,
         on_host=lambda name: streams(name) or (levers.window is not None and is_conditioning(name)),

@@ -20,7 +20,7 @@ from simpletune.drawing.generate import default_prompt, generate, weights_of
 from simpletune.drawing.same_weights import without_twins
 from simpletune.drawing.session import open_session
 from simpletune.drawing.similarity import Dino
-from simpletune.models.sd3 import SD3
+from simpletune.families.sd3.option import SD3
 from simpletune.options import UserError
 from simpletune.pipeline.png import drawn_as
 from simpletune.quant.plain import FP32

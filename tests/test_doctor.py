@@ -377,7 +377,7 @@ def test_the_surroundings_are_really_asked(tmp_path: Path, monkeypatch: pytest.M
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from huggingface_hub import constants
 
-    from simpletune.models import sd3
+    from simpletune.families.sd3.option import SD3_MEDIUM
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     monkeypatch.setattr(hub_checks, "SECONDS", 2.0)
@@ -386,7 +386,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     (tmp_path / "pipeline").mkdir()
     with fake_hub.serve(tmp_path / "pipeline", **{hub_checks.FILE: b"{}"}) as hub:
-        hub.name = sd3.SD3_MEDIUM
+        hub.name = SD3_MEDIUM
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/" + fake_hub.COMMIT + "/{filename}"
@@ -423,7 +423,7 @@ def test_the_file_holds_neither_secrets_nor_home_folders(monkeypatch: pytest.Mon
 
 
 def test_the_parent_imports_no_torch() -> None:
-    code = "import sys, simpletune.doctor.command, simpletune.models.sd3; sys.exit('torch' in sys.modules)"
+    code = "import sys, simpletune.doctor.command, simpletune.families.sd3; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blocks import predict_velocity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -18,7 +19,6 @@ from torch import Tensor
 from simpletune.config.load import validate
 from simpletune.config.schema import run_folder
 from simpletune.data.plan import Plan
-from simpletune.models.sd3 import predict_velocity
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
 from simpletune.step.synthetic import SyntheticBatches
@@ -145,10 +145,10 @@ def plain_mean(run: Run, step: int) -> tuple[float, dict[str, Tensor]]:
         for draw in plan.micro_batch(step, micro):
             if draw.weight:
                 one = run.batches.load([draw])
-                sigma = one.sigma.view(-1, 1, 1, 1)
+                sigma = one.level.view(-1, 1, 1, 1)
                 z_t = (1 - sigma) * one.z_0 + sigma * one.noise
                 velocity = predict_velocity(
-                    run.transformer, z_t, one.sigma, one.prompt_embeds, one.pooled, torch.float32
+                    run.transformer, z_t, one.level, one.prompt_embeds, one.pooled, torch.float32
                 )
                 losses.append((velocity - (one.noise - one.z_0)).square().mean())
     mean = torch.stack(losses).mean()

@@ -413,7 +413,7 @@ def test_cached_latents_that_are_not_finite_are_set_aside_and_made_again(tiny_co
 def test_a_picture_that_the_autoencoder_overflows_on_is_named(
     tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from simpletune.models.sd3 import SD3
+    from simpletune.families.sd3.option import SD3
 
     honest = SD3.encode_pictures
     monkeypatch.setattr(SD3, "encode_pictures", lambda *args: honest(*args) * math.inf)
@@ -424,7 +424,7 @@ def test_a_picture_that_the_autoencoder_overflows_on_is_named(
 def test_a_caption_that_a_text_encoder_overflows_on_is_named(
     tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from simpletune.models.sd3_text import Prompts
+    from simpletune.models.prompts import Prompts
 
     honest = Prompts.encode
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from blocks import load
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,10 +15,11 @@ from simpletune.adapters.lora import Lora
 from simpletune.adapters.partial import Partial
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
+from simpletune.families.sd3.flops import sd3_flops
+from simpletune.families.sd3.shapes import sd3_medium_config
+from simpletune.families.sd3.transformer import RandomTensors
 from simpletune.memory import Memory
-from simpletune.models.flops import Flops, sd3_flops, trained_of
-from simpletune.models.sd3_shapes import sd3_medium_config
-from simpletune.models.sd3_transformer import RandomTensors, load
+from simpletune.models.flops import Flops, trained_of
 from simpletune.quant.int8 import Int8
 from simpletune.quant.plain import BF16
 from simpletune.step.core import StepCore, assemble

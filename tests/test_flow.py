@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from simpletune.flow import Objective, flow_loss, interpolate, shift_sigma, velocity_target
+from simpletune.objectives.flow import Flow, flow_loss, interpolate, shift_sigma, velocity_target
 from simpletune.system.rng import key_of, reseed_global, stream
 
 EVEN = (np.arange(4000) + 0.5) / 4000
@@ -61,15 +61,15 @@ def test_shift_adds_its_logarithm_to_the_logit(sigma: float, shift: float) -> No
 
 @pytest.mark.parametrize(("resolution", "shift"), [(1024, 3.0), (512, 1.5), (2048, 6.0), (256, 1.0), (32, 1.0)])
 def test_auto_shift_follows_the_resolution(resolution: int, shift: float) -> None:
-    assert Objective().shift_at(resolution) == shift
-    assert Objective(shift=2.5).shift_at(resolution) == 2.5
+    assert Flow().shift_at(resolution) == shift
+    assert Flow(shift=2.5).shift_at(resolution) == 2.5
 
 
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (0.7, 0.5), (-1.0, 1.6)])
 def test_logits_of_logit_normal_draws_are_normal(mean: float, std: float) -> None:
-    objective = Objective(sigma="logit_normal", logit_mean=mean, logit_std=std)
+    objective = Flow(sigma="logit_normal", logit_mean=mean, logit_std=std)
     source = np.random.default_rng(5)
-    sigma = np.array([objective.draw_sigma(source, 1.0) for _ in range(20_000)])
+    sigma = np.array([objective.draw(source, 1.0) for _ in range(20_000)])
     logits = np.log(sigma / (1 - sigma))
     assert logits.mean() == pytest.approx(mean, abs=4 * std / math.sqrt(20_000))
     assert logits.std() == pytest.approx(std, rel=0.02)
@@ -77,8 +77,8 @@ def test_logits_of_logit_normal_draws_are_normal(mean: float, std: float) -> Non
 
 
 def test_shifted_logit_normal_is_logit_normal_about_log_of_the_shift() -> None:
-    objective, source = Objective(), np.random.default_rng(6)
-    sigma = np.array([objective.draw_sigma(source, 3.0) for _ in range(20_000)])
+    objective, source = Flow(), np.random.default_rng(6)
+    sigma = np.array([objective.draw(source, 3.0) for _ in range(20_000)])
     logits = np.log(sigma / (1 - sigma))
     assert logits.mean() == pytest.approx(math.log(3), abs=0.03)
     assert logits.std() == pytest.approx(1.0, rel=0.02)
@@ -86,29 +86,29 @@ def test_shifted_logit_normal_is_logit_normal_about_log_of_the_shift() -> None:
 
 def test_moments_of_uniform_draws() -> None:
     """Unshifted: 1/2 and 1/12. Shifted by s: the integral of s u / (1 + (s - 1) u) is s (s - 1 - ln s) / (s - 1)^2."""
-    objective, source = Objective(sigma="uniform"), np.random.default_rng(7)
-    sigma = np.array([objective.draw_sigma(source, 1.0) for _ in range(20_000)])
+    objective, source = Flow(sigma="uniform"), np.random.default_rng(7)
+    sigma = np.array([objective.draw(source, 1.0) for _ in range(20_000)])
     assert sigma.mean() == pytest.approx(0.5, abs=0.01)
     assert sigma.var() == pytest.approx(1 / 12, rel=0.03)
-    shifted = np.array([objective.draw_sigma(source, 3.0) for _ in range(20_000)])
+    shifted = np.array([objective.draw(source, 3.0) for _ in range(20_000)])
     assert shifted.mean() == pytest.approx(3 * (2 - math.log(3)) / 4, abs=0.01)
 
 
 @pytest.mark.parametrize("density", ["logit_normal", "uniform"])
 def test_quantiles_are_those_of_the_draws(density: str) -> None:
-    objective, source = Objective(sigma=density), np.random.default_rng(8)
-    drawn = np.sort([objective.draw_sigma(source, 1.5) for _ in range(20_000)])
+    objective, source = Flow(sigma=density), np.random.default_rng(8)
+    drawn = np.sort([objective.draw(source, 1.5) for _ in range(20_000)])
     for quantile in (0.05, 0.25, 0.5, 0.9):
-        assert objective.sigma_quantile(quantile, 1.5) == pytest.approx(drawn[int(quantile * 20_000)], abs=0.015)
+        assert objective.quantile(quantile, 1.5) == pytest.approx(drawn[int(quantile * 20_000)], abs=0.015)
 
 
 def test_quantiles_by_hand() -> None:
     """The median's logit is the mean; 0.8413 of a normal density lies below one standard deviation."""
-    objective = Objective(logit_mean=0.5, logit_std=2.0)
-    assert objective.sigma_quantile(0.5, 1.0) == pytest.approx(1 / (1 + math.exp(-0.5)), rel=1e-12)
-    assert objective.sigma_quantile(0.8413447460685429, 1.0) == pytest.approx(1 / (1 + math.exp(-2.5)), rel=1e-9)
-    assert Objective(sigma="uniform").sigma_quantile(0.5, 3.0) == pytest.approx(0.75)
-    mean = np.mean([Objective(sigma="uniform").sigma_quantile(q, 3.0) for q in EVEN])
+    objective = Flow(logit_mean=0.5, logit_std=2.0)
+    assert objective.quantile(0.5, 1.0) == pytest.approx(1 / (1 + math.exp(-0.5)), rel=1e-12)
+    assert objective.quantile(0.8413447460685429, 1.0) == pytest.approx(1 / (1 + math.exp(-2.5)), rel=1e-9)
+    assert Flow(sigma="uniform").quantile(0.5, 3.0) == pytest.approx(0.75)
+    mean = np.mean([Flow(sigma="uniform").quantile(q, 3.0) for q in EVEN])
     assert mean == pytest.approx(3 * (2 - math.log(3)) / 4, rel=1e-5)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from simpletune.config.load import validate
 from simpletune.demo import tiny_sd3
-from simpletune.models.sd3_shapes import sd3_medium_config
+from simpletune.families.sd3.shapes import sd3_medium_config
 from simpletune.training.loop import train
 
 pytestmark = pytest.mark.slow

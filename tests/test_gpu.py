@@ -16,8 +16,10 @@ from blocks import (
     STEPS,
     Setting,
     UpdateInBackward,
+    load,
     lora_run,
     loss_of,
+    predict_velocity,
     prepare,
     transformer,
     write_pipeline,
@@ -32,11 +34,11 @@ from simpletune.adapters.full import Full
 from simpletune.adapters.lora import Lora
 from simpletune.adapters.lora_product import add_update
 from simpletune.config.load import validate
+from simpletune.families.sd3.option import SD3
+from simpletune.families.sd3.shapes import is_conditioning
+from simpletune.families.sd3.transformer import RandomTensors
 from simpletune.memory.block_offload import BlockOffload
 from simpletune.memory.copy_stream import CudaCopies, host_bytes
-from simpletune.models.sd3 import SD3, predict_velocity
-from simpletune.models.sd3_shapes import is_conditioning
-from simpletune.models.sd3_transformer import RandomTensors, load
 from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.options import UserError
 from simpletune.pipeline.modulation_plan import detach_modulation
@@ -214,7 +216,7 @@ def test_the_modulation_plan_gives_the_losses_of_the_resident_path(weights: str,
 def test_the_modulation_plan_frees_the_device_of_its_weights(precision: WeightPrecision, tiny_pipeline: Path) -> None:
     """Wide enough layers that the allocator's rounding to 512 bytes does not count."""
     device = torch.device("cuda")
-    config = SD3(pretrained=str(tiny_pipeline)).transformer_config() | {"num_layers": 2, "num_attention_heads": 8}
+    config = SD3(pretrained=str(tiny_pipeline)).denoiser_config() | {"num_layers": 2, "num_attention_heads": 8}
     config |= {"caption_projection_dim": 512}
     allocated, parts = [], []
     for on_host in (lambda name: False, is_conditioning):

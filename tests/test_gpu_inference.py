@@ -11,8 +11,8 @@ from simpletune.adapters.lora import Lora
 from simpletune.config.schema import TrainConfig
 from simpletune.data.folder import Folder
 from simpletune.drawing.session import DrawingSpeed, InferenceSession
+from simpletune.families.sd3.option import SD3
 from simpletune.memory import Memory
-from simpletune.models.sd3 import SD3
 from simpletune.pipeline.sample import Request
 from simpletune.quant.plain import FP32
 from simpletune.runs.weights import BASE, Weights

@@ -17,7 +17,7 @@ from torch import nn
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.models.sd3_shapes import parameter_shapes, sd3_medium_config
+from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.adamw_bf16 import AdamWBF16
 from simpletune.optim.in_backward import step_in_backward

@@ -25,9 +25,9 @@ from simpletune.drawing.generate import generate
 from simpletune.drawing.session import DrawingSpeed, InferenceSession
 from simpletune.drawing.shared_base import SharedBase
 from simpletune.drawing.similarity import latent_distance
+from simpletune.families.sd3.option import SD3
 from simpletune.memory import Memory
 from simpletune.models.compile import compile_blocks
-from simpletune.models.sd3 import SD3
 from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.png import drawn_as

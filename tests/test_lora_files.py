@@ -17,13 +17,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from simpletune.cli.main import main
+from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
 from simpletune.lora.describe import describe, file_of, in_words
 from simpletune.lora.header import ADAPTER_METADATA, open_lora
 from simpletune.lora.layouts import KOHYA, WRITTEN, layers_of, layout_of, original_module
 from simpletune.lora.read import read_lora
 from simpletune.lora.updates import Update, fuse, split
 from simpletune.lora.write import in_original_names, tensors_of, write_lora
-from simpletune.models.sd3_shapes import parameter_shapes, sd3_medium_config
 from simpletune.options import UserError
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))

@@ -13,6 +13,7 @@ from pathlib import Path
 import original_layout
 import pytest
 import torch
+from blocks import predict_velocity
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors import safe_open
@@ -23,6 +24,7 @@ from simpletune.cli import lora as verbs
 from simpletune.cli.main import main
 from simpletune.config.load import validate
 from simpletune.demo import tiny_sd3
+from simpletune.families.sd3.option import SD3
 from simpletune.lora.attach import fold_lora, load_lora, load_loras, strengths
 from simpletune.lora.bases import Base
 from simpletune.lora.extract import extract
@@ -31,7 +33,6 @@ from simpletune.lora.mix import METHODS, Recipe, mix
 from simpletune.lora.read import read_lora
 from simpletune.lora.updates import Update
 from simpletune.lora.write import write_lora
-from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.options import UserError
 from simpletune.quant.int8 import Int8
 from simpletune.quant.nf4 import Nf4

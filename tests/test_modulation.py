@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blocks import predict_velocity
 from diffusers import SD3Transformer2DModel
 from PIL import Image
 from safetensors.torch import load_file
@@ -25,8 +26,8 @@ from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules
 from simpletune.demo import pictures, tiny_sd3
 from simpletune.drawing.generate import generate
-from simpletune.models.sd3 import SD3, predict_velocity
-from simpletune.models.sd3_shapes import is_adaln, is_conditioning, parameter_shapes, sd3_medium_config
+from simpletune.families.sd3.option import SD3
+from simpletune.families.sd3.shapes import is_adaln, is_conditioning, parameter_shapes, sd3_medium_config
 from simpletune.options import ConfigError
 from simpletune.pipeline.modulation_plan import Modulation, ModulationPlan, detach_modulation
 from simpletune.pipeline.sample import Request, Sampler, autocast_of
@@ -310,7 +311,7 @@ def test_one_layer_at_a_time_is_on_the_device_and_nothing_stays(name: str, input
 def test_pictures_are_those_of_the_resident_path(inputs: tuple[Path, Path]) -> None:
     family, precision = SD3(pretrained=str(inputs[0])), FP32()
     generator = torch.Generator().manual_seed(0)
-    width, pooled = (parameter_shapes(family.transformer_config())[f"{name}.weight"][1]
+    width, pooled = (parameter_shapes(family.denoiser_config())[f"{name}.weight"][1]
                      for name in ("context_embedder", "time_text_embed.text_embedder.linear_1"))  # fmt: skip
     prompts = [(torch.randn(7, width, generator=generator), torch.randn(pooled, generator=generator)) for _ in "ab"]
     for guidance, steps in itertools.product((1.0, 4.5), (3, 9)):

@@ -11,7 +11,7 @@ from torch import nn
 from simpletune.adapters.lora import Lora
 from simpletune.adapters.lora_layers import lora_layers
 from simpletune.config.load import validate
-from simpletune.models.sd3 import SD3
+from simpletune.families.sd3.option import SD3
 from simpletune.options import ConfigError
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.nf4 import Nf4

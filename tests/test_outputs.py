@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blocks import predict_velocity
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -18,8 +19,8 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.drawing.compare import compare
 from simpletune.drawing.generate import generate
+from simpletune.families.sd3.option import SD3
 from simpletune.lora.attach import load_lora
-from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.sample import Request, Sampler

@@ -14,7 +14,7 @@ from simpletune.data.cache import view_key
 from simpletune.data.folder import Folder
 from simpletune.data.plan import Draw, GlobalBatch, Plan, View, make_samples
 from simpletune.data.source import Picture
-from simpletune.flow import Objective
+from simpletune.objectives.flow import Flow
 
 SIZES = [(100, 100)] * 5 + [(48, 80)] * 3 + [(80, 48)]
 """At 64 px: five in the square bucket, three upright, one lying."""
@@ -35,7 +35,7 @@ def make_plan(
     batch_size: int = 2,
     accumulation: int = 1,
     processes: int = 1,
-    objective: Objective | None = None,
+    objective: Flow | None = None,
     **source: object,
 ) -> Plan:
     folder = Folder(**{"path": "x", "resolution": 64, **source})
@@ -43,7 +43,7 @@ def make_plan(
     return Plan(
         samples,
         folder,
-        objective or Objective(),
+        objective or Flow(),
         seed,
         GlobalBatch(batch_size, accumulation, processes),
     )
@@ -184,16 +184,16 @@ def test_captions_to_encode_are_each_once_and_the_empty_one_only_with_dropout() 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_sigmas_of_the_plan_are_shifted_logit_normal(shift: float) -> None:
-    draws = first_draws(make_plan(objective=Objective(shift=shift)), 2000)
-    sigma = np.array([draw.sigma for draw in draws])
+    draws = first_draws(make_plan(objective=Flow(shift=shift)), 2000)
+    sigma = np.array([draw.level for draw in draws])
     logits = np.log(sigma / (1 - sigma))
     assert logits.mean() == pytest.approx(math.log(shift), abs=0.07)
     assert logits.std() == pytest.approx(1.0, abs=0.05)
 
 
 def test_sigmas_of_the_plan_are_uniform_when_asked() -> None:
-    objective = Objective(sigma="uniform", shift=1.0)
-    sigma = np.array([draw.sigma for draw in first_draws(make_plan(objective=objective), 2000)])
+    objective = Flow(sigma="uniform", shift=1.0)
+    sigma = np.array([draw.level for draw in first_draws(make_plan(objective=objective), 2000)])
     assert sigma.mean() == pytest.approx(0.5, abs=0.02)
     assert sigma.var() == pytest.approx(1 / 12, rel=0.06)
 
@@ -204,7 +204,7 @@ def test_auto_shift_follows_the_resolution(resolution: int, shift: float) -> Non
     assert make_plan(resolution=resolution).shift == shift
     here, at_64 = make_plan(resolution=resolution, aspect="square"), make_plan(aspect="square")
     for plain, shifted in zip(first_draws(at_64, 20), first_draws(here, 20), strict=True):
-        assert shifted.sigma / (1 - shifted.sigma) == pytest.approx(shift * plain.sigma / (1 - plain.sigma))
+        assert shifted.level / (1 - shifted.level) == pytest.approx(shift * plain.level / (1 - plain.level))
 
 
 # Views
@@ -269,8 +269,8 @@ def test_evaluation_draws_are_fixed_whatever_the_batches_are() -> None:
 @pytest.mark.parametrize("count", [1, 4, 9, 20])
 def test_evaluation_covers_samples_and_noise_levels_evenly(count: int) -> None:
     """Uniform density without shift: the levels are (k + 1/2) / count."""
-    draws = make_plan(objective=Objective(sigma="uniform", shift=1.0)).evaluation(count)
-    levels = sorted(draw.sigma for draw in draws)
+    draws = make_plan(objective=Flow(sigma="uniform", shift=1.0)).evaluation(count)
+    levels = sorted(draw.level for draw in draws)
     assert levels == pytest.approx([(k + 0.5) / count for k in range(count)])
     seen = Counter(names(draws))
     assert len(seen) == min(count, len(SIZES))
@@ -282,8 +282,8 @@ def test_a_short_evaluation_is_spread_over_all_samples() -> None:
 
 
 def test_evaluation_noise_levels_do_not_follow_the_samples() -> None:
-    draws = make_plan(objective=Objective(sigma="uniform", shift=1.0)).evaluation(200)
-    assert abs(np.corrcoef(range(200), [draw.sigma for draw in draws])[0, 1]) < 0.2
+    draws = make_plan(objective=Flow(sigma="uniform", shift=1.0)).evaluation(200)
+    assert abs(np.corrcoef(range(200), [draw.level for draw in draws])[0, 1]) < 0.2
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.pictures import cut, decode
 from simpletune.demo import vocabulary
-from simpletune.models import sd3_text
-from simpletune.models.sd3 import SD3
+from simpletune.families.sd3.option import SD3
+from simpletune.models import prompts
 from simpletune.options import UserError
 from simpletune.pipeline.encode import Prepared, TextCache, prepare
 from simpletune.system.stage_timer import StageTimer
@@ -61,9 +61,9 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Counts what the real encoders do."""
-    found, encode, encode_pictures, load_vae = Calls(), sd3_text.Prompts.encode, SD3.encode_pictures, SD3.load_vae
+    found, encode, encode_pictures, load_vae = Calls(), prompts.Prompts.encode, SD3.encode_pictures, SD3.load_vae
 
-    def count_prompts(self: sd3_text.Prompts, encoder: sd3_text.Encoder, prompts: list[str], *rest: object) -> Iterator:
+    def count_prompts(self: prompts.Prompts, encoder: prompts.Encoder, prompts: list[str], *rest: object) -> Iterator:
         found.prompts += [(encoder.name, prompt) for prompt in prompts]
         return encode(self, encoder, prompts, *rest)
 
@@ -76,7 +76,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         return load_vae(self, *rest)
 
     monkeypatch.setattr(SD3, "load_vae", count_autoencoders)
-    monkeypatch.setattr(sd3_text.Prompts, "encode", count_prompts)
+    monkeypatch.setattr(prompts.Prompts, "encode", count_prompts)
     monkeypatch.setattr(SD3, "encode_pictures", count_pictures)
     return found
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from simpletune.config.load import validate
 from simpletune.config.schema import cache_of_bases
-from simpletune.models import quantised_cache, sd3_transformer
-from simpletune.models.sd3 import SD3
+from simpletune.families.sd3.option import SD3
+from simpletune.models import quantised_cache, weights
 from simpletune.options import UserError
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_quanto import Int8Quanto
@@ -63,7 +63,7 @@ def no_quantising(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def fail(source: Path) -> None:
         raise AssertionError(f"{source} was opened")
 
-    return lambda: monkeypatch.setattr(sd3_transformer, "open_tensors", fail)
+    return lambda: monkeypatch.setattr(weights, "open_tensors", fail)
 
 
 def folders(cache: Path) -> list[Path]:
@@ -122,8 +122,8 @@ def test_modules_that_stay_on_the_host_are_asked_for_by_name(model: SD3, cache: 
 def test_modules_stay_on_the_host(model: SD3, cache: Path) -> None:
     """On the meta device as the device, what is elsewhere than on the host has no bytes."""
     meta = torch.device("meta")
-    part, config = model.part("transformer"), model.transformer_config()
-    base = quantised_cache.QuantisedBase(cache, config, part, Nf4(), CPU)
+    part, config = model.part("transformer"), model.denoiser_config()
+    base = quantised_cache.QuantisedBase(cache, config, lambda: model.empty_model(config), part, Nf4(), CPU)
     base.keep(model.load_transformer(Nf4(), CPU))
     base._device = meta
     loaded = base.load(lambda name: name.startswith("transformer_blocks.0.norm1"))

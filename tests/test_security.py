@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from simpletune.config.load import validate
+from simpletune.families.sd3.option import SD3
 from simpletune.models.parts import Part, load_autoencoder, load_text_model
-from simpletune.models.sd3_text import ENCODERS, _tokenizer
+from simpletune.models.prompts import read_tokenizer
 from simpletune.options import ConfigError, UserError
 from simpletune.system.locks import exclusive
 from simpletune.system.model_folder import weight_files
@@ -99,7 +100,7 @@ def test_a_foreign_class_is_refused(tiny_pipeline: Path, tmp_path: Path, name: o
     shutil.copytree(tiny_pipeline / "vae", tmp_path / "vae")
     config = json.loads((tmp_path / "vae" / "config.json").read_text())
     (tmp_path / "vae" / "config.json").write_text(json.dumps({**config, "_class_name": name}))
-    with pytest.raises(UserError, match="SD3 needs an AutoencoderKL"):
+    with pytest.raises(UserError, match="needs an AutoencoderKL"):
         load_autoencoder(Part("vae", tmp_path / "vae"), torch.float32)
 
 
@@ -297,4 +298,4 @@ def test_a_damaged_tokenizer_is_refused_in_words(
     else:
         (folder / file).write_text(text)
     with pytest.raises(UserError, match=said):
-        _tokenizer(next(each for each in ENCODERS if each.tokenizer == part), folder)
+        read_tokenizer(next(each for each in SD3().encoders() if each.tokenizer == part), folder)

@@ -10,7 +10,7 @@ from accelerate import init_empty_weights
 from diffusers import SD3Transformer2DModel
 
 from simpletune.adapters.lora import Lora
-from simpletune.models.sd3_shapes import parameter_shapes, sd3_medium_config
+from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
 
 SD35 = {"qk_norm": "rms_norm", "dual_attention_layers": list(range(13)), "pos_embed_max_size": 384}
 TINY = {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128, "joint_attention_dim": 96}

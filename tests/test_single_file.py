@@ -14,6 +14,7 @@ from pathlib import Path
 import original_layout
 import pytest
 import torch
+from blocks import load
 from diffusers import SD3Transformer2DModel
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors.torch import load_file, save_file
@@ -21,11 +22,10 @@ from safetensors.torch import load_file, save_file
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config, validate
 from simpletune.demo import tiny_sd3
-from simpletune.models.original_names import origin_of
-from simpletune.models.parts import bundled_configs
-from simpletune.models.sd3 import SD3
-from simpletune.models.sd3_shapes import parameter_shapes, sd3_medium_config
-from simpletune.models.sd3_transformer import load, open_tensors
+from simpletune.families.sd3.files import LAYOUT, bundled_configs
+from simpletune.families.sd3.option import SD3
+from simpletune.families.sd3.original_names import origin_of
+from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
 from simpletune.models.single_file import OriginalReader, open_file
 from simpletune.options import ConfigError, UserError
 from simpletune.quant.int8 import Int8
@@ -132,20 +132,20 @@ def test_tensors_equal_those_of_diffusers_converter(version: str, pipeline, pipe
     folder = pipeline if version == "sd3" else pipeline_35
     file = original_layout.write(folder, tmp_path / "sd3.safetensors", "transformer")
     theirs = convert_sd3_transformer_checkpoint_to_diffusers(load_file(file))
-    ours = OriginalReader(file)
+    ours = OriginalReader(file, LAYOUT)
     assert ours.names == set(theirs)
     torch.testing.assert_close({name: ours.get(name) for name in theirs}, theirs, rtol=0, atol=0)
     torch.testing.assert_close(theirs, original_layout.state_of(folder / "transformer"), rtol=0, atol=0)
     config = {"qk_norm": None, **SD3Transformer2DModel.load_config(folder / "transformer"), "sample_size": 128}
     config["dual_attention_layers"] = list(config.get("dual_attention_layers", []))
-    inferred = open_file(file).transformer_config
+    inferred = open_file(file, LAYOUT).denoiser_config
     assert inferred == {key: config[key] for key in inferred}
 
 
 def test_the_autoencoder_equals_diffusers(pipeline, whole_file, descriptions) -> None:
     from diffusers import AutoencoderKL
 
-    from simpletune.models.sd3 import SD3
+    from simpletune.families.sd3.option import SD3
 
     model = SD3().model_copy(update={"pretrained": str(whole_file), "text_encoders": str(descriptions)})
     ours = model.load_vae(CPU, torch.float32).state_dict()
@@ -159,7 +159,7 @@ def test_a_transformer_in_fp8_is_widened_exactly(dtype: torch.dtype, pipeline, t
     save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
     name = "transformer_blocks.1.attn.add_k_proj.weight"
     expected = original_layout.state_of(pipeline / "transformer")[name].to(dtype).float()
-    tensor = OriginalReader(file).get(name)
+    tensor = OriginalReader(file, LAYOUT).get(name)
     assert tensor.dtype == torch.bfloat16
     torch.testing.assert_close(tensor.float(), expected, rtol=0, atol=0)
 
@@ -172,7 +172,7 @@ def test_names_and_config_of_the_published_file(real_data: Path, tmp_path: Path)
     state = original_layout.mmdit({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, 24)
     assert {original_layout.MMDIT + name for name in state} == set(published)
     file = header_only(tmp_path / "sd3_medium.safetensors", {original_layout.MMDIT + k: v for k, v in state.items()})
-    inferred, known = open_file(file).transformer_config, sd3_medium_config()
+    inferred, known = open_file(file, LAYOUT).denoiser_config, sd3_medium_config()
     assert {k: inferred[k] for k in known if not k.startswith("_")} == {
         k: v for k, v in known.items() if not k.startswith("_")
     }
@@ -285,9 +285,7 @@ def test_scaled_fp8_is_refused(whole_file, descriptions, tiny_config, tmp_path: 
 def test_configs_that_do_not_fit_are_listed(whole_file, pipeline, tiny_config, tmp_path: Path) -> None:
     tokenizers = tmp_path / "tokenizers"
     shutil.copytree(pipeline, tokenizers, ignore=lambda folder, names: [n for n in names if n.startswith("text_e")])
-    with pytest.raises(
-        UserError, match=r"does not match its configuration \(SD3 Medium, bundled\)\. missing: .*wrong shape"
-    ):
+    with pytest.raises(UserError, match=r"does not match its configuration \(bundled\)\. missing: .*wrong shape"):
         losses(tiny_config, "odd", pretrained=str(whole_file), text_encoders=str(tokenizers))
 
 
@@ -295,7 +293,7 @@ def test_an_unknown_tensor_is_listed(pipeline, tmp_path: Path) -> None:
     file = original_layout.write(pipeline, tmp_path / "sd3.safetensors", "transformer")
     save_file({**load_file(file), original_layout.MMDIT + "extra.weight": torch.zeros(1)}, file)
     with pytest.raises(UserError, match="unexpected: extra.weight"):
-        load(open_file(file).transformer_config, open_tensors(file), FP32(), CPU, place=str(file))
+        load(open_file(file, LAYOUT).denoiser_config, OriginalReader(file, LAYOUT), FP32(), CPU, place=str(file))
 
 
 def test_check_reads_headers_only(whole_file, descriptions, tiny_config, write_config) -> None:

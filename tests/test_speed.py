@@ -155,7 +155,7 @@ def test_the_fused_update_is_the_plain_one_and_takes_its_state() -> None:
 def test_the_kernel_of_attention_is_found_out_or_refused(tiny_config: dict) -> None:
     run = run_with(tiny_config, speed={"attention": "math"})
     assert json.loads((Path(run) / "summary.json").read_text())["attention"] == "math"
-    shape = Shape(1, 2, 20, 64, True, "training")
+    shape = Shape(1, 2, 20, 20, 64, True, "training")
     assert usable("auto", shape, CPU, torch.bfloat16) == "flash"
     with pytest.raises(UserError, match="speed.attention: cudnn cannot compute 2 heads of 20 x 64 .*Use auto or math"):
         usable("cudnn", shape, CPU, torch.float32)

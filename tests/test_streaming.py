@@ -19,6 +19,7 @@ from blocks import (
     BLOCKS,
     PRECISIONS,
     STEPS,
+    UNITS,
     EagerCopies,
     LateCopies,
     Setting,
@@ -394,9 +395,9 @@ def test_weights_that_cannot_be_streamed_are_refused(config: dict, monkeypatch: 
 
 
 def test_streamed_blocks_never_stand_on_the_device() -> None:
-    stays = Memory(resident_blocks=1).on_host(BLOCKS)
+    stays = Memory(resident_blocks=1).on_host(UNITS)
     names = ("transformer_blocks.0", "transformer_blocks.1.attn.to_q", "transformer_blocks.3.ff.net.0.proj")
     assert all(stays(name) for name in names)
     assert not any(stays(name) for name in ("transformer_blocks.2", "transformer_blocks", "proj_out", ""))
-    assert not any(Memory().on_host(BLOCKS)(name) for name in names)
+    assert not any(Memory().on_host(UNITS)(name) for name in names)
     assert streaming.SLOTS == 2

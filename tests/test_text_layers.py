@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import T5Config, T5EncoderModel
 from transformers.models.t5.modeling_t5 import T5Block
 
+from simpletune.families.sd3.files import LAYOUT
+from simpletune.families.sd3.option import SD3
+from simpletune.families.sd3.text import SD3Prompts
 from simpletune.models import t5_layers
 from simpletune.models.parts import Part
-from simpletune.models.sd3 import SD3
-from simpletune.models.sd3_text import Prompts
 from simpletune.models.t5_layers import LayeredT5
 from simpletune.options import UserError
 
@@ -44,7 +45,7 @@ def single_file(folder: Path, file: Path) -> Part:
     state = {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
     state["encoder.embed_tokens.weight"] = state["shared.weight"].clone()
     save_file({original_layout.T5 + name: tensor for name, tensor in state.items()}, file)
-    return Part("text_encoder_3", folder, file)
+    return Part("text_encoder_3", folder, file, LAYOUT)
 
 
 def token_ids(n: int = 5) -> torch.Tensor:
@@ -158,7 +159,8 @@ def test_a_prompts_embeddings_by_hand(t5: bool) -> None:
         "clip_g": {"hidden": torch.full((2, 2), 2.0), "pooled": torch.full((2,), 5.0)},
         "t5": {"hidden": torch.full((3, 5), 3.0)},
     }
-    text = Prompts(lambda name: pytest.fail(name), t5_length=3, t5=t5, width=5, dtype=torch.float32)
+    encoders = SD3(t5=t5).encoders()
+    text = SD3Prompts(lambda name: pytest.fail(name), encoders, torch.float32, t5_length=3, width=5)
     embeds, pooled = text.assemble(parts)
     assert embeds.tolist() == [[1, 2, 2, 0, 0]] * 2 + [[3.0 * t5] * 5] * 3
     assert pooled.tolist() == [4, 5, 5]

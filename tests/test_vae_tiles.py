@@ -15,8 +15,8 @@ from torch import Tensor
 
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
+from simpletune.families.sd3.option import SD3
 from simpletune.models.parts import use_tiles
-from simpletune.models.sd3 import SD3
 from simpletune.options import ConfigError
 from simpletune.pipeline.encode import Prepared, prepare
 from simpletune.system.stage_timer import StageTimer

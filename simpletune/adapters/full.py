@@ -44,7 +44,7 @@ class Full(TrainingMethod):
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write a diffusers ``transformer/`` folder: config.json and diffusion_pytorch_model.safetensors."""
-        from simpletune.models.positions import whole_positions
+        from simpletune.families.sd3.positions import whole_positions
         from simpletune.system.model_folder import write_model_folder
 
         return write_model_folder(model, folder / self.output_name, metadata, whole_positions(model))

@@ -220,7 +220,7 @@ def base_of(sources: list[NamedLora]) -> str:
         raise UserError("--base: name the model to merge into: a folder, a single file or a hub name")
     if config.model.init == "random":
         raise UserError(f"--base: {sources[0].run} trained on random weights, which were not saved. Name another base")
-    return config.model.transformer or config.model.pretrained
+    return config.model.weights_from
 
 
 def refuse_same(out: Path, source: Path) -> None:

@@ -70,7 +70,7 @@ def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]
     public = shareable(config)
     width, height = config.picture_size()
     terms = licence(config)
-    base = public_name(config.model.transformer or config.model.pretrained)
+    base = public_name(config.model.weights_from)
     train, adapter = config.train, config.adapter
     yield "modelspec.resolution", f"{width}x{height}"
     yield "modelspec.license", str(terms.get("license_name") or terms["license"])

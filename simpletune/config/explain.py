@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.evaluation import ON_TRAINING
 from simpletune.hub.fetch import is_hub_name
-from simpletune.models.sd3_shapes import Shape
-from simpletune.models.sd3_sources import is_single_file
+from simpletune.models.model_config import Shape
+from simpletune.models.sources import is_single_file
 from simpletune.options import plural
 
 HIGH_LR_FULL = 1e-4
@@ -28,8 +28,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     model, train = config.model, config.train
     local = "single file" if is_single_file(model.pretrained) else "local folder"
     source = "hub" if is_hub_name(model.pretrained) else "bundled" if config.is_demo else local
-    t5 = f"T5 with {plural(model.t5_length, 'token')}" if model.t5 else "no T5"
-    yield "model", f"{model.pretrained} ({source}), {t5}"
+    yield "model", f"{model.pretrained} ({source}), {model.describe_text()}"
     shapes = _shapes(config)
     if shapes is not None:
         total, trained = sum(math.prod(s) for s in shapes.values()), config.adapter.trainable(shapes)
@@ -121,9 +120,8 @@ def _checkpoints(config: TrainConfig) -> str:
 def _shapes(config: TrainConfig) -> dict[str, Shape] | None:
     if config.is_demo:
         from simpletune.demo import transformer_config
-        from simpletune.models.sd3_shapes import parameter_shapes
 
-        return parameter_shapes(transformer_config())
+        return config.model.shapes_of(transformer_config())
     shapes = config.model.shapes(fetch=False)
     return None if shapes is None else dict(shapes)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from simpletune.config.schema import TrainConfig
-from simpletune.models.sd3_shapes import parameter_shapes
 from simpletune.options import shortened
 from simpletune.system.console import say
 
@@ -31,9 +30,11 @@ def settle_modulation(config: TrainConfig, on_host: bool, before: str | None = N
 
 def _chosen(config: TrainConfig, on_host: bool) -> tuple[str, str]:
     """Choose the kind and give the reason."""
+    if not config.model.has_modulation:
+        return "resident", "the model has none to plan"
     if config.adapter.trains_base:
         return "resident", f"adapter.method {config.adapter.method} trains it"
-    trained = config.trained_modulation(parameter_shapes(config.model.known_config()))
+    trained = config.trained_modulation(config.model.known_shapes())
     if trained:
         return "resident", f"adapter.targets trains {shortened(trained, 1)}"
     if on_host:

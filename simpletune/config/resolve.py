@@ -6,7 +6,6 @@ from pathlib import Path
 
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.demo import resolve, transformer_config
-from simpletune.models.sd3_shapes import parameter_shapes
 from simpletune.options import ConfigError, Problem, UserError
 
 MODEL_DEMOS = ["demo:tiny-sd3"]
@@ -24,7 +23,7 @@ def file_problems(config: TrainConfig) -> list[Problem]:
     if unknown:
         return found + unknown
     if config.is_demo:
-        return found + list(config.shape_rules(parameter_shapes(transformer_config())))
+        return found + list(config.shape_rules(config.model.shapes_of(transformer_config())))
     config = resolve_model_folder(config)
     model = list(config.model.problems())
     if model:
@@ -36,7 +35,10 @@ def file_problems(config: TrainConfig) -> list[Problem]:
     except (KeyError, TypeError) as error:
         return [
             *found,
-            Problem("model.pretrained", f"the transformer's config.json lacks {error}. Name an SD3 model"),
+            Problem(
+                "model.pretrained",
+                f"the {config.model.denoiser}'s config.json lacks {error}. Name an {config.model.title} model",
+            ),
         ]
     return found + (list(config.shape_rules(dict(shapes))) if shapes else [])
 
@@ -50,7 +52,7 @@ def require_model_rules(config: TrainConfig) -> None:
     Raises:
         ConfigError: with every problem found.
     """
-    problems = list(config.shape_rules(parameter_shapes(config.model.known_config())))
+    problems = list(config.shape_rules(config.model.known_shapes()))
     if problems:
         raise ConfigError(problems)
 
@@ -92,6 +94,6 @@ def resolve_model_folder(config: TrainConfig) -> TrainConfig:
 def _demo_parts(config: TrainConfig) -> list[tuple[str, str]]:
     """List the fields of ``model`` that contain a ``demo:`` name."""
     model = config.model
-    found = {"pretrained": model.pretrained, "transformer": model.transformer, "vae": model.vae}
+    found = {"pretrained": model.pretrained, model.denoiser: getattr(model, model.denoiser), "vae": model.vae}
     found["text_encoders"] = model.text_encoders
     return [(part, name) for part, name in found.items() if name is not None and name.startswith(DEMO)]

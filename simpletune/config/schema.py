@@ -11,13 +11,14 @@ from pydantic import AfterValidator, Field
 from simpletune.adapters import Adapter
 from simpletune.adapters.lora import Lora
 from simpletune.config.checkpoints import Checkpoint
+from simpletune.config.family_rules import family_rules
 from simpletune.data import Data
 from simpletune.ema import Ema
-from simpletune.flow import Objective
+from simpletune.families import Model
 from simpletune.memory import Memory
-from simpletune.models import Model
 from simpletune.models.buckets import STEP
-from simpletune.models.sd3_shapes import Shape, is_conditioning
+from simpletune.models.model_config import Shape
+from simpletune.objectives import Objective
 from simpletune.optim import Optimizer
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.schedule import Constant, Schedule
@@ -148,7 +149,7 @@ class TrainConfig(Option):
     schedule: Schedule = Constant()
     """Learning-rate schedule."""
     objective: Objective = Objective()
-    """Density of noise levels."""
+    """Training objective and density of noise levels."""
     train: Train = Train()
     """Length of the run, batch size, seed and clipping."""
     ema: Ema | None = None
@@ -198,6 +199,7 @@ class TrainConfig(Option):
                 f"{self.adapter.method} trains and exports the whole model. Use memory.modulation resident, or "
                 "adapter.method lora",
             )
+        yield from family_rules(self)
         yield from self._fp16_rules()
         yield from self._streaming_rules()
         yield from self.memory.rules()
@@ -294,12 +296,12 @@ class TrainConfig(Option):
                 f"plan needs frozen modulation weights, but adapter.targets trains {shortened(trained, 1)}. Use "
                 "adapter.targets attention, or memory.modulation resident",
             )
-        yield from self.memory.shape_rules(shapes)
+        yield from self.memory.model_rules(len(self.model.units_among(shapes)), self.model.has_modulation)
 
     def trained_modulation(self, shapes: dict[str, Shape]) -> list[str]:
         """List the modulation modules that the adapter trains."""
         modules = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
-        return [name for name in modules if is_conditioning(name) and not self.adapter.is_untouched(name)]
+        return [name for name in modules if self.model.is_conditioning(name) and not self.adapter.is_untouched(name)]
 
 
 def run_folder(config: TrainConfig) -> Path:

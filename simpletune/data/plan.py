@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from simpletune.data.source import Picture, Rejected, Source
 from simpletune.data.split import split_pictures
-from simpletune.flow import Objective
-from simpletune.models.buckets import Size, nearest_bucket, upscaling
+from simpletune.models.buckets import STEP, Size, nearest_bucket, upscaling
+from simpletune.objectives import Objective
 from simpletune.options import Json, UserError
 from simpletune.system.rng import stream
 
@@ -54,30 +54,34 @@ class Draw:
     Args:
         view: the picture and its crop.
         caption: the prompt; empty if dropped.
-        sigma: the noise level in (0, 1), after the shift.
+        level: the noise level, after the shift: sigma in (0, 1) of a flow, the timestep of a diffusion.
         noise_key: the parts of the key that seeds the noise.
         weight: 1 for a sample of the epoch; 0 for a filler, which pads the micro-batch and is excluded from the loss.
     """
 
     view: View
     caption: str
-    sigma: float
+    level: float
     noise_key: tuple[int | str, ...]
     weight: int = 1
 
 
-def bucket_of(picture: Picture, source: Source) -> Size:
-    """The size in pixels that a picture is cropped to."""
+def bucket_of(picture: Picture, source: Source, step: int = STEP) -> Size:
+    """The size in pixels that a picture is cropped to, in multiples of ``step``."""
     if source.aspect == "square":
         return source.resolution, source.resolution
-    return nearest_bucket(picture.size, source.resolution, source.max_aspect)
+    return nearest_bucket(picture.size, source.resolution, source.max_aspect, step)
 
 
-def too_small(pictures: Sequence[Picture], source: Source) -> list[Rejected]:
-    """Reject pictures that would have to be scaled up by more than ``data.max_upscale``."""
+def too_small(pictures: Sequence[Picture], source: Source, step: int = STEP) -> list[Rejected]:
+    """Reject pictures that would have to be scaled up by more than ``data.max_upscale``.
+
+    Args:
+        step: sides of buckets are multiples of this, in pixels.
+    """
     rejected = []
     for picture in pictures if source.max_upscale is not None else ():
-        scale = upscaling(picture.size, bucket_of(picture, source))
+        scale = upscaling(picture.size, bucket_of(picture, source, step))
         if scale > source.max_upscale:  # type: ignore[operator]
             size = f"{picture.size[0]}x{picture.size[1]}"
             limit = f"the limit is data.max_upscale={source.max_upscale:g}"
@@ -93,17 +97,20 @@ def without(pictures: Sequence[Picture], rejected: Sequence[Rejected]) -> list[P
     return [picture for picture in pictures if picture.name not in bad]
 
 
-def make_samples(pictures: Sequence[Picture], source: Source, repeats: int | None = None) -> list[Sample]:
+def make_samples(
+    pictures: Sequence[Picture], source: Source, repeats: int | None = None, step: int = STEP
+) -> list[Sample]:
     """The samples of an epoch, sorted by picture name, with a picture's repetitions next to each other.
 
     Args:
         pictures: the pictures to sample.
         source: gives aspect, resolution and repeats.
         repeats: overrides the source's repeats.
+        step: sides of buckets are multiples of this, in pixels.
     """
     samples, repeats = [], source.repeats if repeats is None else repeats
     for picture in sorted(pictures, key=lambda picture: picture.name):
-        bucket = bucket_of(picture, source)
+        bucket = bucket_of(picture, source, step)
         samples += [Sample(picture, bucket, repeat) for repeat in range(repeats)]
     return samples
 
@@ -118,12 +125,12 @@ def make_plan(config: TrainConfig, pictures: Sequence[Picture], processes: int) 
         raise UserError(f"data.path: {config.data.path} contains no usable pictures. Add some")
     training, held_out = split_pictures(pictures, config.validation.split)
     return Plan(
-        make_samples(training, config.data),
+        make_samples(training, config.data, step=config.model.multiple),
         config.data,
         config.objective,
         config.train.seed,
         GlobalBatch(config.train.batch_size, config.train.gradient_accumulation, processes),
-        make_samples(held_out, config.data, repeats=1),
+        make_samples(held_out, config.data, 1, config.model.multiple),
     )
 
 
@@ -262,7 +269,7 @@ class Plan:
         return Draw(
             view=self.view(sample, (epoch * self.source.repeats + sample.repeat) % self.source.variants),
             caption="" if dropped else sample.picture.caption,
-            sigma=self.objective.draw_sigma(stream(self.seed, "sigma", *key), self.shift),
+            level=self.objective.draw(stream(self.seed, "sigma", *key), self.shift),
             noise_key=("noise", *key),
         )
 
@@ -293,8 +300,8 @@ class Plan:
         draws, samples = [], self.held_out or self.samples
         for index in range(count):
             sample = samples[index * len(samples) // count if count < len(samples) else index % len(samples)]
-            sigma = self.objective.sigma_quantile((levels[index] + 0.5) / count, self.shift)
-            draws.append(Draw(self.view(sample, 0), sample.picture.caption, sigma, ("evaluation-noise", index)))
+            level = self.objective.quantile((levels[index] + 0.5) / count, self.shift)
+            draws.append(Draw(self.view(sample, 0), sample.picture.caption, level, ("evaluation-noise", index)))
         return draws
 
     def manifest(self) -> list[Json]:

@@ -140,7 +140,7 @@ def scan_dataset(config: TrainConfig, shown: int, name: str = "") -> DatasetRepo
         UserError: the data cannot be scanned at all.
     """
     scan = config.data.scan(Path(config.data.path))
-    small = too_small(scan.pictures, config.data)
+    small = too_small(scan.pictures, config.data, config.model.multiple)
     pictures = without(scan.pictures, small)
     found = DatasetReport(name or config.data.path, scan.captions, [], [*scan.rejected, *small], dict(scan.left_alone))
     found.on_error, found.resolution, found.hints = config.data.on_error, config.data.resolution, scan.hints

@@ -9,7 +9,7 @@ from simpletune.config.resolve import MODEL_DEMOS, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.hub.download import Repository
 from simpletune.hub.fetch import HubPart, in_cache, is_hub_name
-from simpletune.models.sd3_sources import is_single_file, provider
+from simpletune.models.sources import is_single_file, provider
 from simpletune.options import UserError
 
 LIMIT = 77  # tokens that CLIP sees, including the start and end tokens

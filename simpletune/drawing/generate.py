@@ -170,7 +170,7 @@ def write_picture(save: Callable[[Path], object], file: Path | None, name: str, 
 def made_with(session: InferenceSession, weights: Weights) -> dict[str, object]:
     """Return a picture's metadata besides its request: model, LoRAs with strengths, precision, lossy settings."""
     own = weights.transformer or weights.trained
-    model = _name_of(own) if own else session.config.model.transformer or session.config.model.pretrained
+    model = _name_of(own) if own else session.config.model.weights_from
     loras = [(_name_of(file), scale) for file, scale in weights.loras]
     precision = precision_of(session.config, weights).weights
     return {"model": model, "loras": loras, "weights": weights.label, "precision": precision, **session.speed.lossy()}

@@ -14,7 +14,6 @@ from simpletune.lora.header import open_lora
 from simpletune.lora.read import updates_of
 from simpletune.models.buckets import Size
 from simpletune.models.compile import compile_blocks
-from simpletune.models.sd3_shapes import is_conditioning
 from simpletune.models.transformer import Transformer
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.modulation_plan import Modulation
@@ -77,6 +76,7 @@ class SharedBase:
         """Whether a LoRA changes layers that the modulation plan detached from the transformer."""
         if self.config.memory.modulation != "plan" or weights.lora is None:
             return False
+        is_conditioning = self.config.model.is_conditioning
         return any(is_conditioning(name) for file, _ in weights.loras for name in updates_of(open_lora(file)))
 
     def _apply(self, transformer: Transformer, weights: Weights) -> None:

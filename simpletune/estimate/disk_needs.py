@@ -11,7 +11,6 @@ from typing import NamedTuple
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.cache import view_key
 from simpletune.data.plan import Plan
-from simpletune.models.sd3_shapes import parameter_shapes
 from simpletune.pipeline.encode import LatentCache, TextCache, prompts_of, validation_requests
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.system.console import say
@@ -87,9 +86,8 @@ def disk_needs(config: TrainConfig, plan: Plan | None = None, start: int = 0, pi
         pixels, prompts = pictures * config.data.resolution**2, pictures
     else:
         pixels, prompts = _pixels_to_encode(config, plan), _prompts_to_encode(config, plan)
-    shapes = config.model.known_config()
-    prompt = config.model.text_tokens * shapes["joint_attention_dim"] * config.precision.encoder_dtype().itemsize
-    yield Need("cached pictures", cache, pixels // 64 * shapes["in_channels"] * LATENT_BYTES)
+    prompt = config.model.text_tokens * config.model.text_width * config.precision.encoder_dtype().itemsize
+    yield Need("cached pictures", cache, pixels // 64 * config.model.latent_channels * LATENT_BYTES)
     yield Need("cached prompts", cache, prompts * prompt)
 
 
@@ -130,7 +128,7 @@ def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:
         config: with folders resolved.
     """
     adapter = config.adapter
-    shapes = parameter_shapes(config.model.known_config())
+    shapes = config.model.known_shapes()
     count = adapter.trainable(shapes)
     wide = config.precision.base_dtype().itemsize
     trained = count * ({"fp32": 4, "bf16": 2}.get(getattr(adapter, "dtype", ""), wide))

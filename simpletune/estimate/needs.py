@@ -10,7 +10,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.estimate.disk_needs import disk_needs
 from simpletune.estimate.simulate_stages import JobReport
 from simpletune.hub.fetch import in_cache
-from simpletune.models.sd3_sources import hub_parts
+from simpletune.models.sources import hub_parts
 from simpletune.models.t5_layers import CHUNK_BYTES
 from simpletune.options import UserError
 
@@ -79,5 +79,5 @@ def quantised_base(config: TrainConfig, job: JobReport) -> int:
 
 def download(config: TrainConfig, job: JobReport) -> dict[str, int]:
     """Estimate the download of each missing part, at 2 bytes per parameter."""
-    sizes = {**job.part_bytes, "transformer": 2 * config.model.parameter_count()}
+    sizes = {**job.part_bytes, config.model.denoiser: 2 * config.model.parameter_count()}
     return {part.part: sizes[part.part] for part in hub_parts(config.model) if part.weights and in_cache(part) is None}

@@ -22,7 +22,7 @@ from simpletune.memory.device_terms import cublas_workspace, temporaries
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import HOST, MemorySnapshot
 from simpletune.models.buckets import Size
-from simpletune.models.sd3_shapes import Shape
+from simpletune.models.model_config import Shape
 from simpletune.models.transformer import Transformer
 from simpletune.pipeline.load import empty_base
 from simpletune.step.core import StepCore, assemble

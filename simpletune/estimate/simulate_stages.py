@@ -11,24 +11,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
 from simpletune.config.schema import TrainConfig
 from simpletune.ema import averaged
 from simpletune.estimate.simulate import SimulatedRun, StepReport, accounting_like_cuda, take_steps, with_workspace
+from simpletune.families import Model
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.attention_terms import CudaLayouts
 from simpletune.memory.device_terms import cublas_workspace, temporaries
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import HOST, MemorySnapshot
 from simpletune.models.buckets import Size
-from simpletune.models.parts import Part, use_tiles
-from simpletune.models.sd3 import SD3, SD3_MEDIUM
-from simpletune.models.sd3_sources import provider
-from simpletune.models.sd3_text import BATCH, ENCODERS, clip_outputs
+from simpletune.models.parts import use_tiles
+from simpletune.models.prompts import BATCH
 from simpletune.models.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
 from simpletune.models.transformer import Transformer
 from simpletune.pipeline.load import empty_base
@@ -125,11 +124,6 @@ def bytes_in_16_bit(model: nn.Module, without: str = "") -> int:
     return 2 * sum(parameter.numel() for name, parameter in model.named_parameters() if name != without)
 
 
-def known_part(model: SD3, name: str) -> Part:
-    """Locate a part's configuration; SD3 Medium's is bundled and not fetched."""
-    return Part(name, None) if provider(model, name)[1] == SD3_MEDIUM else model.part(name)
-
-
 @contextmanager
 def accounting_of(weights: Iterable[Tensor]) -> Iterator[Accounting]:
     """Count a stage without training: everything that it allocates is activations."""
@@ -146,23 +140,23 @@ def largest(texts: Iterable[tuple[str, int, MemorySnapshot]]) -> MemorySnapshot:
 def text_snapshots(config: TrainConfig) -> Iterator[tuple[str, int, MemorySnapshot]]:
     """Yield each text encoder's part, its size at 2 bytes per parameter, and its largest snapshot."""
     dtype = config.precision.encoder_dtype()
-    for encoder in ENCODERS[: 3 if config.model.t5 else 2]:
-        part = known_part(config.model, encoder.model)
+    for encoder in config.model.encoders():
+        part = config.model.known_part(encoder.model)
         if encoder.is_t5:
             t5 = LayeredT5(part, dtype, CPU, EmptyT5(part, dtype))
             t5.model.to("meta")  # accelerate creates its empty weights on the CPU under fake tensors
-            size, snapshot = bytes_in_16_bit(t5.model, EMBEDDINGS[1]), of_t5(t5, config.model.t5_length)
+            size, snapshot = bytes_in_16_bit(t5.model, EMBEDDINGS[1]), of_t5(t5, encoder.length or 0)
         else:
-            clip = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(part.config())).eval().to(dtype)
-            size, snapshot = bytes_in_16_bit(clip), of_clip(clip)
+            clip = config.model.empty_clip(part.config()).eval().to(dtype)
+            size, snapshot = bytes_in_16_bit(clip), of_clip(config.model, clip)
         yield encoder.model, size, replace(snapshot, phase="text", module=encoder.name)
 
 
-def of_clip(model: CLIPTextModelWithProjection) -> MemorySnapshot:
+def of_clip(model: Model, clip: Any) -> MemorySnapshot:
     """Run a CLIP encoder over two batches of prompts: the first batch's outputs live until the second's exist."""
-    with accounting_of(all_tensors(model)) as accounting:
-        ids = torch.zeros((2 * BATCH, model.config.max_position_embeddings), dtype=torch.int64)
-        for _ in clip_outputs(model, ids, CPU, BATCH):
+    with accounting_of(all_tensors(clip)) as accounting:
+        ids = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
+        for _ in model.clip_outputs(clip, ids, CPU, BATCH):
             pass
     return accounting.peak
 
@@ -181,7 +175,7 @@ def empty_autoencoder(config: TrainConfig) -> nn.Module:
     """Build the run's autoencoder like ``load_vae``, without values."""
     import diffusers
 
-    part = known_part(config.model, "vae").config()
+    part = config.model.known_part("vae").config()
     vae = getattr(diffusers, part["_class_name"]).from_config(part)
     nn.Module.to(vae, config.precision.encoder_dtype())  # diffusers' own .to() prints a warning that does not apply
     if config.memory.vae_tile is not None:
@@ -189,7 +183,7 @@ def empty_autoencoder(config: TrainConfig) -> nn.Module:
     return vae.eval().requires_grad_(False)
 
 
-def of_encoding(model: SD3, vae: nn.Module, size: Size) -> MemorySnapshot:
+def of_encoding(model: Model, vae: nn.Module, size: Size) -> MemorySnapshot:
     """Encode one picture with a loaded autoencoder."""
     with accounting_of(all_tensors(vae)) as accounting, torch.no_grad(), phase("encode"):
         model.encode_pictures(vae, torch.zeros(1, 3, size[1], size[0]))
@@ -233,7 +227,7 @@ def of_drawing(
     text = batch.prompt_embeds[0], batch.pooled[0]
     accounting.register(all_tensors(vae), "weights")
     accounting.forget_peak()
-    model, modulation = ShapesOnlyModel(batches.shapes["in_channels"]), batches.core.modulation
+    model, modulation = ShapesOnlyModel(config.model), batches.core.modulation
     whole = None if modulation is None else WholeWindowModulation(modulation, option.steps, request.steps)
     with accounting.allocating("activations"), torch.no_grad():
         with phase("sample"):
@@ -246,18 +240,14 @@ def of_drawing(
 
 
 class ShapesOnlyModel:
-    """A model for sampling that knows only the shape of its latents; its noise levels have no values.
+    """A family for sampling whose noise levels have no values.
 
     Args:
-        channels: of its latents.
+        family: the run's.
     """
 
-    def __init__(self, channels: int):
-        self.channels = channels
-
-    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """Return (c, h, w) of the latents of a picture in pixels."""
-        return self.channels, height // 8, width // 8
+    def __init__(self, family: Model):
+        self.latent_shape, self.predict = family.latent_shape, family.predict
 
     def scheduler(self) -> EmptyNoiseLevels:
         """Return a schedule without values."""

@@ -12,7 +12,7 @@ from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.simulate import StepReport
 from simpletune.models.buckets import Size
-from simpletune.models.flops import sd3_flops, trained_of
+from simpletune.models.flops import trained_of
 
 SUSTAINED = 0.5  # of a card's dense peak: 57 of an L4's 121 TFLOP/s in products of this model's size
 TFLOPS, BANDWIDTH = 60.0, 300.0  # sustained TFLOP/s and GB/s of a card known by its memory only: those of an L4
@@ -52,8 +52,7 @@ def predict_step_time(config: TrainConfig, report: StepReport, card: Card, size:
     size = size or (config.data.resolution, config.data.resolution)
     blocks = config.model.blocks()
     checkpointed = config.memory.checkpointed(blocks)
-    text, batch = config.model.text_tokens, config.train.batch_size
-    flops = sd3_flops(config.model.known_config(), trained_of(report.trained), size, batch, text, checkpointed)
+    flops = config.model.flops(trained_of(report.trained), size, config.train.batch_size, checkpointed)
     rate = (card.tflops * SUSTAINED if card.tflops else TFLOPS) * 1e12
     if config.precision.settled == "fp32":
         rate /= WITHOUT_TENSOR_CORES
@@ -64,8 +63,7 @@ def predict_step_time(config: TrainConfig, report: StepReport, card: Card, size:
         / 1e9
     )
     hidden = products + again + unpacking
-    tokens = batch * (config.model.image_tokens(size) + text)
-    transfer = max(0.0, _moved(config, report, tokens) / card.link / 1e9 - hidden)
+    transfer = max(0.0, _moved(config, report, size) / card.link / 1e9 - hidden)
     update = UPDATED * report.trained_bytes / (card.bandwidth or BANDWIDTH) / 1e9
     micro = config.train.gradient_accumulation
     return StepTime(micro * products, micro * again, micro * unpacking, micro * transfer, update)
@@ -80,16 +78,16 @@ def _unpacked(config: TrainConfig, passes: float) -> float:
     return work * config.model.parameter_count() * (each + COMPUTED) * passes
 
 
-def _moved(config: TrainConfig, report: StepReport, tokens: int) -> float:
+def _moved(config: TrainConfig, report: StepReport, size: Size) -> float:
     """Return the bytes over the link to the host: streamed weights in the forward and the backward pass, copied back
     with their states if they train; checkpoint inputs in both directions."""
-    blocks, shapes = config.model.blocks(), config.model.known_config()
-    hidden = shapes["num_attention_heads"] * shapes["attention_head_dim"]
+    blocks = config.model.blocks()
     share = len(config.memory.streamed(blocks)) / blocks
     weights = share * config.model.parameter_count() * config.precision.bytes_per_weight
     moved = 2 * weights
     if config.adapter.trains_base:
         moved += weights + 2 * share * report.state_bytes
     if config.memory.offload_checkpoint_inputs:
-        moved += 2 * config.memory.checkpointed(blocks) * tokens * hidden * COMPUTED
+        inputs = config.model.unit_inputs(size)[: config.memory.checkpointed(blocks)]
+        moved += 2 * config.train.batch_size * sum(inputs) * COMPUTED
     return moved

@@ -10,10 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from simpletune.models.original_names import origin_of
+from simpletune.families.sd3.option import SD3
+from simpletune.models.model_config import ModelConfig
 from simpletune.models.parts import Part
-from simpletune.models.sd3_shapes import ModelConfig, parameter_shapes
-from simpletune.models.single_file import open_file
 from simpletune.options import Json, UserError
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.nf4_linear import Nf4Linear
@@ -54,10 +53,10 @@ class Base:
             self._open_part(self.part)
 
     def _open_part(self, part: Part) -> None:
-        from simpletune.models.sd3_transformer import open_tensors
+        from simpletune.models.weights import open_tensors
 
         self.file = part.file
-        self.tensors: TensorReader = open_tensors(part.file or part.folder)  # type: ignore[arg-type]
+        self.tensors: TensorReader = open_tensors(part)
         if part.file is None:
             assert part.folder is not None
             self.config: ModelConfig = part.config()
@@ -65,11 +64,11 @@ class Base:
             self.kinds = {k: v["dtype"] for k, v in entries.items() if k != "__metadata__"}
             self.shapes = {k: tuple(v["shape"]) for k, v in entries.items() if k != "__metadata__"}
             return
-        single = open_file(part.file)
-        self.config = single.transformer_config
-        found, layers = single.tensors_of("transformer"), self.config["num_layers"]
-        self.shapes = {**parameter_shapes(self.config), TABLE: tuple(found["pos_embed"]["shape"])}
-        self.kinds = {k: found[origin_of(k, layers).name]["dtype"] for k in self.shapes}
+        single = part.single_file()
+        self.config = single.denoiser_config
+        found, origins = single.tensors_of(part.name), single.layout.origins(self.config)
+        self.shapes = {**SD3().shapes_of(self.config), TABLE: tuple(found["pos_embed"]["shape"])}
+        self.kinds = {k: found[origins[k].name]["dtype"] for k in self.shapes}
         self.kinds = {k: "BF16" if kind in FP8 else kind for k, kind in self.kinds.items()}
 
     def _open_kept(self, folder: Path) -> None:
@@ -107,14 +106,13 @@ class KeptTensors:
     def __init__(self, folder: Path):
         from pydantic import TypeAdapter
 
-        from simpletune.models.sd3_transformer import empty_transformer
         from simpletune.quant import Precision
 
         about: Json = json.loads((folder / KEPT).read_text())
         self.config: ModelConfig = about["config"]
         self._precision = TypeAdapter(Precision).validate_python(about["precision"])
         self._reader = WeightReader([folder / "transformer.safetensors"])
-        self._model = empty_transformer(self.config)
+        self._model = SD3().empty_model(self.config)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
 
     def kind(self, name: str) -> str:
@@ -148,8 +146,7 @@ def locate(name: str) -> Part:
         UserError: there is none.
     """
     from simpletune.demo import resolve
-    from simpletune.models import Model
-    from simpletune.models.sd3_sources import is_single_file
+    from simpletune.models.sources import is_single_file
 
     path = Path(name)
     if name.startswith("demo:"):
@@ -162,6 +159,6 @@ def locate(name: str) -> Part:
     if (path.is_absolute() or name.startswith(".")) and not path.exists():
         raise UserError(f"{name} does not exist. Give a folder, a .safetensors file or a Hub name (owner/name)")
     try:
-        return Model().model_copy(update={"pretrained": name}).part("transformer")
+        return SD3().model_copy(update={"pretrained": name}).part("transformer")
     except UserError as error:  # its message begins with the option of a configuration
         raise UserError(str(error).removeprefix("model.pretrained: "), error.code) from None

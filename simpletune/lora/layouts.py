@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from simpletune.models.original_names import FUSED, IN_BLOCK, OUTER
+from simpletune.families.sd3.original_names import FUSED, IN_BLOCK, OUTER
 
 DOWN, UP, ALPHA = "down", "up", "alpha"
 ROLES = {

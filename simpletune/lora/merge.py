@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from simpletune.families.sd3.files import LAYOUT
 from simpletune.lora.bases import Base
 from simpletune.lora.header import TensorEntry
 from simpletune.lora.updates import Updates
 from simpletune.lora.write import overflow
-from simpletune.models.original_names import Origin, origin_of
-from simpletune.models.single_file import open_file
+from simpletune.models.single_file import Origin, open_file
 from simpletune.options import UserError, plural, shortened
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.model_folder import NAMES
@@ -135,7 +135,7 @@ def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done:
     others: dict[str, TensorEntry] = {}
     old: dict[str, str] = {}
     if base.file is not None:
-        prefix = open_file(base.file).prefix
+        prefix = open_file(base.file, LAYOUT).prefix
         header = read_header(base.file)
         old = header.pop("__metadata__", None) or {}
         old = {k: v for k, v in old.items() if not k.startswith("modelspec.hash")}
@@ -158,8 +158,7 @@ def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done:
 def _groups(base: Base) -> dict[str, list[tuple[str, Origin]]]:
     """Map original names to diffusers' tensors that they consist of, in order."""
     found: dict[str, list[tuple[str, Origin]]] = {}
-    for name in base.shapes:
-        origin = origin_of(name, base.config["num_layers"])
+    for name, origin in LAYOUT.origins(base.config).items():
         found.setdefault(origin.name, []).append((name, origin))
     return {original: sorted(parts, key=lambda part: part[1].third or 0) for original, parts in found.items()}
 

@@ -5,7 +5,7 @@ May import options, tensors and system. Models, profiling and the packages above
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from simpletune.memory.block_offload import BlockOffload
-
-BLOCKS = "transformer_blocks"
 
 
 class Memory(Option):
@@ -74,9 +72,13 @@ class Memory(Option):
         stay = {(2 * number + 1) * blocks // (2 * self.resident_blocks) for number in range(self.resident_blocks)}
         return [index for index in range(blocks) if index not in stay]
 
-    def on_host(self, blocks: int) -> Callable[[str], bool]:
-        """Return a predicate: whether the module of a given name stays in host memory when the transformer loads."""
-        prefixes = tuple(f"{BLOCKS}.{index}." for index in self.streamed(blocks))
+    def on_host(self, units: Sequence[str]) -> Callable[[str], bool]:
+        """Return a predicate: whether the module of a given name stays in host memory when the model loads.
+
+        Args:
+            units: the names of the model's units, in order.
+        """
+        prefixes = tuple(f"{units[index]}." for index in self.streamed(len(units)))
         return lambda name: f"{name}.".startswith(prefixes)
 
     def attach(self, blocks: Sequence[nn.Module], device: torch.device, trained: bool = False) -> BlockOffload | None:
@@ -128,9 +130,15 @@ class Memory(Option):
                 "or offload_checkpoint_inputs false",
             )
 
-    def shape_rules(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-        """Report numbers of blocks that the model does not have."""
-        blocks = count_blocks(shapes)
+    def model_rules(self, blocks: int, has_modulation: bool) -> Iterator[Problem]:
+        """Report levers that the model does not have, and numbers of blocks beyond its own.
+
+        Args:
+            blocks: the number of the model's units.
+            has_modulation: whether it has modulations to plan.
+        """
+        if self.modulation == "plan" and not has_modulation:
+            yield Problem("memory.modulation", "plan, but the model has no adaLN modulations. Use auto or resident")
         if isinstance(self.checkpointing, int) and self.checkpointing > blocks:
             yield Problem(
                 "memory.checkpointing",
@@ -142,8 +150,3 @@ class Memory(Option):
                 f"{self.resident_blocks} leaves none of the model's {plural(blocks, 'block')} to offload. "
                 "Use fewer, or null",
             )
-
-
-def count_blocks(names: Iterable[str]) -> int:
-    """Count a transformer's blocks by its parameters' names."""
-    return len({name.split(".")[1] for name in names if name.startswith(f"{BLOCKS}.")})

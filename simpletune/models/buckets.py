@@ -1,40 +1,41 @@
-"""Aspect-ratio buckets: sizes of about equal area, in steps of 16 px (autoencoder's 8 times patch size 2)."""
+"""Aspect-ratio buckets: sizes of about equal area, in steps that the model can process."""
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
 
-STEP = 16
+STEP = 16  # pixels: the autoencoder's 8 times at least 2; some families need more
 
 Size = tuple[int, int]
 """(width, height) in pixels."""
 
 
 @lru_cache
-def bucket_sizes(resolution: int, max_aspect: float) -> tuple[Size, ...]:
+def bucket_sizes(resolution: int, max_aspect: float, step: int = STEP) -> tuple[Size, ...]:
     """All bucket sizes for a resolution: for each width the largest height within the area, and both transposed.
 
     Args:
         resolution: side of the square with the same area, in pixels.
         max_aspect: largest ratio of the longer to the shorter side.
+        step: sides are multiples of this, in pixels.
     """
     sizes = set()
-    for width in range(STEP, resolution * resolution // STEP + 1, STEP):
-        height = resolution * resolution // width // STEP * STEP
-        if height >= STEP and max(width / height, height / width) <= max_aspect:
+    for width in range(step, resolution * resolution // step + 1, step):
+        height = resolution * resolution // width // step * step
+        if height >= step and max(width / height, height / width) <= max_aspect:
             sizes |= {(width, height), (height, width)}
     return tuple(sorted(sizes))
 
 
-def nearest_bucket(picture: Size, resolution: int, max_aspect: float) -> Size:
+def nearest_bucket(picture: Size, resolution: int, max_aspect: float, step: int = STEP) -> Size:
     """The bucket with the aspect ratio nearest to a picture's; breaks ties by larger area, then smaller width."""
     aspect = math.log(picture[0] / picture[1])
 
     def distance(size: Size) -> tuple[float, int, int]:
         return abs(math.log(size[0] / size[1]) - aspect), -size[0] * size[1], size[0]
 
-    return min(bucket_sizes(resolution, max_aspect), key=distance)
+    return min(bucket_sizes(resolution, max_aspect, step), key=distance)
 
 
 def upscaling(picture: Size, bucket: Size) -> float:

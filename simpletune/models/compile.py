@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.models.fp16_blocks import block_pass_of
+from simpletune.models.transformer import units_of
 from simpletune.options import UserError
 from simpletune.system.console import say
 
@@ -39,7 +40,7 @@ def compile_blocks(transformer: nn.Module, device: torch.device) -> bool:
     """
     if not can_compile(device):
         return False
-    for block in transformer.transformer_blocks:  # type: ignore[union-attr]
+    for block in units_of(transformer):
         watched = block_pass_of(block)
         if watched is None:
             block.compile(dynamic=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from simpletune.models.sd3_shapes import ModelConfig
+from simpletune.models.model_config import ModelConfig
 from simpletune.options import UserError, shortened
 from simpletune.system import strict_json
 from simpletune.system.strict_json import JsonError, JsonValue

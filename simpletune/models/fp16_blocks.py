@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from simpletune.models.transformer import Transformer
+from simpletune.models.transformer import Transformer, units_of
 from simpletune.options import plural
 from simpletune.system.console import say
 
@@ -68,9 +68,10 @@ class Fp16Blocks:
         """The blocks that compute in fp32."""
         self.drawn_wide: frozenset[int] = frozenset()
         """Blocks found outside of training; they affect only passes outside of training."""
-        self.count = len(transformer.transformer_blocks)
+        blocks = units_of(transformer)
+        self.count = len(blocks)
         self._flags: Tensor | None = None
-        for index, block in enumerate(transformer.transformer_blocks):
+        for index, block in enumerate(blocks):
             BlockPass(self, index, block)
         self._wrap_output(transformer.norm_out)  # type: ignore[arg-type]
 

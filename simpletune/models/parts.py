@@ -6,13 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletune.models.config_limits import read_config
-from simpletune.models.sd3_shapes import ModelConfig
-from simpletune.models.single_file import PREFIXES, open_file
+from simpletune.models.model_config import ModelConfig
+from simpletune.models.single_file import FileLayout, SingleFile, open_file
 from simpletune.options import UserError, shortened
 from simpletune.system.model_folder import fingerprint, weight_files
 from simpletune.system.safetensors_file import read_header
@@ -22,10 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-@lru_cache(maxsize=1)
-def bundled_configs() -> Mapping[str, ModelConfig]:
-    """SD3 Medium's configurations for the parts that a single file stores without one."""
-    return json.loads((Path(__file__).parent / "sd3_medium_parts.json").read_text())
+LDM_VAE = "first_stage_model."  # the prefix that diffusers' converter expects
 
 
 @dataclass(frozen=True)
@@ -36,25 +32,39 @@ class Part:
         name: ``vae``, ``text_encoder``, ``tokenizer_2``, ``scheduler``, ...
         folder: the folder of its files; None uses the bundled configuration.
         file: the single file with the weights; None if they are in the folder.
+        layout: the layout of that file.
+        bundled: the configuration of a part without a folder, which ships with this package.
     """
 
     name: str
     folder: Path | None
     file: Path | None = None
+    layout: FileLayout | None = None
+    bundled: ModelConfig | None = None
 
     @property
     def place(self) -> str:
         """The location of the weights, for messages."""
         return f"{self.name} in {self.file}" if self.file else str(self.folder)
 
+    def single_file(self) -> SingleFile:
+        """The single file with the weights.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        assert self.file is not None and self.layout is not None
+        return open_file(self.file, self.layout)
+
     def config(self) -> ModelConfig:
-        """The part's ``config.json`` (the scheduler's ``scheduler_config.json``), or SD3 Medium's bundled one.
+        """The part's ``config.json`` (the scheduler's ``scheduler_config.json``), or the bundled one.
 
         Raises:
             UserError: it cannot be read, or contains a size beyond the limits.
         """
         if self.folder is None:
-            return bundled_configs()[self.name]
+            assert self.bundled is not None
+            return self.bundled
         file = self.folder / ("scheduler_config.json" if self.name == "scheduler" else "config.json")
         return read_config(file, self.name)
 
@@ -66,7 +76,7 @@ class Part:
         import hashlib
 
         config = json.dumps(self.config(), sort_keys=True)
-        return hashlib.sha256((config + open_file(self.file).fingerprint(self.name)).encode()).hexdigest()[:16]
+        return hashlib.sha256((config + self.single_file().fingerprint(self.name)).encode()).hexdigest()[:16]
 
 
 def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
@@ -80,7 +90,7 @@ def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
     config = part.config()
     name = config.get("_class_name")
     if name not in ("AutoencoderKL", "AutoencoderTiny"):
-        raise UserError(f"model.vae: {part.place} is a {name}; SD3 needs an AutoencoderKL or AutoencoderTiny")
+        raise UserError(f"model.vae: {part.place} is a {name}; the model needs an AutoencoderKL or AutoencoderTiny")
     from accelerate import init_empty_weights
 
     if part.file is None:
@@ -92,7 +102,7 @@ def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
             return kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True)
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 
-    original = {PREFIXES["vae"] + key: tensor for key, tensor in open_file(part.file).read("vae").items()}
+    original = {LDM_VAE + key: tensor for key, tensor in part.single_file().read("vae").items()}
     with init_empty_weights():
         vae = diffusers.AutoencoderKL.from_config(config)
     tensors = {key: tensor.to(dtype, copy=True) for key, tensor in convert_ldm_vae_checkpoint(original, config).items()}
@@ -160,8 +170,7 @@ def _clip_tensors(part: Part) -> dict[str, Tensor]:
     """
     import torch
 
-    assert part.file is not None
-    read = open_file(part.file).read(part.name)
+    read = part.single_file().read(part.name)
     unused = ("position_ids", "logit_scale")
     tensors = {key: tensor for key, tensor in read.items() if not key.endswith(unused)}
     if part.name == "text_encoder" and "text_projection.weight" not in tensors:
@@ -216,6 +225,5 @@ def require_tensor_shapes(part: Part, expected: Mapping[str, torch.Size], found:
         of_file = "Set model.text_encoders to a folder with the file's own configurations"
         remedy = of_file if part.file else "Download it again"
         raise UserError(
-            f"{part.place} does not match its configuration ({part.folder or 'SD3 Medium, bundled'}). "
-            f"{'; '.join(listed)}. {remedy}"
+            f"{part.place} does not match its configuration ({part.folder or 'bundled'}). {'; '.join(listed)}. {remedy}"
         )

@@ -19,10 +19,10 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from simpletune.models.model_config import ModelConfig
 from simpletune.models.parts import Part
-from simpletune.models.sd3_shapes import ModelConfig
-from simpletune.models.sd3_transformer import empty_transformer, put_module
 from simpletune.models.transformer import Transformer
+from simpletune.models.weights import put_module
 from simpletune.options import UserError, shortened
 from simpletune.quant.precision import WeightPrecision
 from simpletune.system.atomic import flush_to_disk, quarantine, remove, remove_stale, temporary_path
@@ -51,13 +51,22 @@ class QuantisedBase:
     Args:
         cache: the cache's root folder.
         config: the transformer's ``config.json``.
+        empty: builds the transformer on the meta device.
         part: the location of its full-precision weights.
         precision: the weight precision; must be ``cacheable``.
         device: the device that quantises.
     """
 
-    def __init__(self, cache: Path, config: ModelConfig, part: Part, precision: WeightPrecision, device: torch.device):
-        self._config, self._precision, self._device = config, precision, device
+    def __init__(
+        self,
+        cache: Path,
+        config: ModelConfig,
+        empty: Callable[[], Transformer],
+        part: Part,
+        precision: WeightPrecision,
+        device: torch.device,
+    ):
+        self._empty, self._precision, self._device = empty, precision, device
         self.made_from: dict[str, Any] = {
             "version": VERSION,
             "weights": _weights_of(part),
@@ -167,7 +176,7 @@ class QuantisedBase:
 
     def _read(self, on_host: Callable[[str], bool]) -> Transformer:
         """Build the model on the meta device with quantised layers, then load each tensor from the mapped file."""
-        model = empty_transformer(self._config)
+        model = self._empty()
         names = [name for name, _ in model.named_modules()]
         for name in names:
             module = model.get_submodule(name)

@@ -5,16 +5,15 @@ Imports torch only to read tensors.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.models.config_limits import require_sizes
-from simpletune.models.original_names import origin_of
-from simpletune.models.sd3_shapes import ModelConfig, parameter_shapes
+from simpletune.models.model_config import ModelConfig
 from simpletune.options import UserError, shortened
 from simpletune.system.checksums import fingerprint_of_range
 from simpletune.system.safetensors_file import read_header
@@ -22,15 +21,7 @@ from simpletune.system.safetensors_file import read_header
 if TYPE_CHECKING:
     from torch import Tensor
 
-PREFIXES = {
-    "vae": "first_stage_model.",
-    "text_encoder": "text_encoders.clip_l.transformer.",
-    "text_encoder_2": "text_encoders.clip_g.transformer.",
-    "text_encoder_3": "text_encoders.t5xxl.transformer.",
-}
-TRANSFORMER_PREFIXES = ("model.diffusion_model.", "")
-FIRST_BLOCK = "joint_blocks.0.x_block.attn.qkv.weight"
-HEAD_WIDTH = 64  # of SD3 models without a qk norm; the length of the norm gives it otherwise
+DENOISER_PREFIXES = ("model.diffusion_model.", "")
 
 # Kinds of files by the names of their tensors, most specific first.
 FOREIGN = (
@@ -49,27 +40,65 @@ FOREIGN = (
 )
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The source of one of diffusers' tensors in the original layout.
+
+    Args:
+        name: the original tensor's name, without the prefix.
+        third: which of three equal parts along the first axis to take (q, k, v); None takes the whole tensor.
+        swapped: whether to swap the two halves along the first axis.
+    """
+
+    name: str
+    third: int | None = None
+    swapped: bool = False
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: each family has one
+class FileLayout:
+    """How a family's single files are laid out.
+
+    Args:
+        family: the family's name for messages, such as SD3.
+        denoiser: the name of the part that is trained: ``transformer`` or ``unet``.
+        marker: a tensor that every file with that part contains, without its prefix.
+        prefixes: the prefix of every other part's tensors, by the part's name.
+        infer: derives the denoiser's ``config.json`` from its tensors' shapes, by original names.
+        origins: gives the source of each of the denoiser's tensors, by diffusers' name.
+    """
+
+    family: str
+    denoiser: str
+    marker: str
+    prefixes: Mapping[str, str]
+    infer: Callable[[Mapping[str, list[int]]], ModelConfig]
+    origins: Callable[[ModelConfig], Mapping[str, Origin]]
+
+
 class SingleFile:
     """A file in the original layout, of which only the header is read. Create it with ``open_file``.
 
     Args:
         path: the file.
+        layout: the family's layout.
 
     Raises:
-        UserError: it is damaged, or contains no SD3 model.
+        UserError: it is damaged, or contains no model of that family.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, layout: FileLayout):
         if path.suffix != ".safetensors":
             raise UserError(
                 f"{path} is not a .safetensors file. Pickled checkpoints (.ckpt, .pt) are not supported: convert it"
             )
-        self.path = path
+        self.path, self.layout = path, layout
         self.header = {name: entry for name, entry in read_header(path).items() if name != "__metadata__"}
-        self.prefix = next((prefix for prefix in TRANSFORMER_PREFIXES if prefix + FIRST_BLOCK in self.header), "")
-        if not self.has("transformer") and not any(self.has(part) for part in PREFIXES if part != "vae"):
+        self.prefix = next((prefix for prefix in DENOISER_PREFIXES if prefix + layout.marker in self.header), "")
+        if not self.has(layout.denoiser) and not any(self.has(part) for part in layout.prefixes if part != "vae"):
             seems = f"It seems to be {kind}" if (kind := self._kind()) else f"Its first tensors: {self._first_names()}"
-            raise UserError(f"{path} contains no SD3 model in the original layout (joint_blocks...). {seems}")
+            block = layout.marker.partition(".")[0]
+            raise UserError(f"{path} contains no {layout.family} model in the original layout ({block}...). {seems}")
 
     def _kind(self) -> str | None:
         found = (kind for pattern, kind in FOREIGN if any(re.search(pattern, name) for name in self.header))
@@ -80,9 +109,10 @@ class SingleFile:
 
     def has(self, part: str) -> bool:
         """Whether the file contains the weights of a part (``transformer``, ``vae``, ``text_encoder``, ...)."""
-        if part == "transformer":
-            return self.prefix + FIRST_BLOCK in self.header
-        return part in PREFIXES and any(name.startswith(PREFIXES[part]) for name in self.header)
+        prefixes = self.layout.prefixes
+        if part == self.layout.denoiser:
+            return self.prefix + self.layout.marker in self.header
+        return part in prefixes and any(name.startswith(prefixes[part]) for name in self.header)
 
     def tensors_of(self, part: str) -> ModelConfig:
         """Header entries of a part, by the name without its prefix.
@@ -90,8 +120,8 @@ class SingleFile:
         Raises:
             UserError: they have an unsupported type.
         """
-        prefix = self.prefix if part == "transformer" else PREFIXES[part]
-        others = () if prefix else tuple(PREFIXES.values())
+        prefix = self.prefix if part == self.layout.denoiser else self.layout.prefixes[part]
+        others = () if prefix else tuple(self.layout.prefixes.values())
         named = {name: entry for name, entry in self.header.items() if name.startswith(prefix)}
         found = {name.removeprefix(prefix): entry for name, entry in named.items() if not name.startswith(others)}
         types = sorted(
@@ -106,26 +136,26 @@ class SingleFile:
         return found
 
     @cached_property
-    def transformer_config(self) -> ModelConfig:
-        """The transformer's configuration, inferred from its tensors' shapes.
+    def denoiser_config(self) -> ModelConfig:
+        """The denoiser's configuration, inferred from its tensors' shapes.
 
         Raises:
             UserError: tensors are missing or have impossible shapes.
         """
-        found = self.tensors_of("transformer")
+        part = self.layout.denoiser
+        found = self.tensors_of(part)
         try:
-            config = _infer({name: entry["shape"] for name, entry in found.items()})
+            config = self.layout.infer({name: entry["shape"] for name, entry in found.items()})
         except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
             raise UserError(f"{self._incomplete()}: {error} is missing or invalid. Download it again") from None
-        require_sizes(config, "transformer", str(self.path))
-        layers = config["num_layers"]
-        wanted = {origin_of(name, layers).name for name in (*parameter_shapes(config), "pos_embed.pos_embed")}
+        require_sizes(config, part, str(self.path))
+        wanted = {origin.name for origin in self.layout.origins(config).values()}
         if missing := sorted(wanted - set(found)):
             raise UserError(f"{self._incomplete()}; missing: {shortened(missing)}. Download it again")
         return config
 
     def _incomplete(self) -> str:
-        return f"{self.path} is not a complete SD3 transformer"
+        return f"{self.path} is not a complete {self.layout.family} {self.layout.denoiser}"
 
     def check(self, part: str) -> None:
         """Check that a part can be read.
@@ -133,7 +163,7 @@ class SingleFile:
         Raises:
             UserError: tensors are missing, or have an unsupported type.
         """
-        _ = self.transformer_config if part == "transformer" else self.tensors_of(part)
+        _ = self.denoiser_config if part == self.layout.denoiser else self.tensors_of(part)
 
     def fingerprint(self, part: str) -> str:
         """A short hash of a part's names, types and shapes, and of samples spread over its bytes."""
@@ -149,67 +179,40 @@ class SingleFile:
         """Read a part's tensors, by the name without its prefix, as views of the memory-mapped file."""
         from safetensors import safe_open
 
-        prefix = PREFIXES[part]
+        prefix = self.layout.prefixes[part]
         with safe_open(self.path, framework="pt") as handle:
             return {name: handle.get_tensor(prefix + name) for name in self.tensors_of(part)}
 
 
-def open_file(path: Path) -> SingleFile:
+def open_file(path: Path, layout: FileLayout) -> SingleFile:
     """Open a file by its header, cached until the file changes.
 
     Raises:
-        UserError: it is damaged, or contains no SD3 model.
+        UserError: it is damaged, or contains no model of the layout's family.
     """
-    return _open(path, path.stat().st_mtime_ns)
+    return _open(path, layout, path.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=8)
-def _open(path: Path, _changed: int) -> SingleFile:
-    return SingleFile(path)
-
-
-def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
-    """Infer the transformer's configuration from its tensors' shapes, by original names."""
-    hidden, channels, patch, _ = shapes["x_embedder.proj.weight"]
-    numbers = [int(name.split(".")[1]) for name in shapes if name.startswith("joint_blocks.")]
-    qk_norm = shapes.get("joint_blocks.0.x_block.attn.ln_q.weight")
-    head = qk_norm[0] if qk_norm else HEAD_WIDTH
-    caption, text = shapes["context_embedder.weight"]
-    dual = sorted({int(name.split(".")[1]) for name in shapes if ".x_block.attn2.qkv.weight" in name})
-    return {
-        "_class_name": "SD3Transformer2DModel",
-        "sample_size": 128,
-        "patch_size": patch,
-        "in_channels": channels,
-        "out_channels": shapes["final_layer.linear.weight"][0] // patch**2,
-        "num_layers": max(numbers) + 1,
-        "num_attention_heads": hidden // head,
-        "attention_head_dim": head,
-        "joint_attention_dim": text,
-        "caption_projection_dim": caption,
-        "pooled_projection_dim": shapes["y_embedder.mlp.0.weight"][1],
-        "pos_embed_max_size": math.isqrt(shapes["pos_embed"][1]),
-        "dual_attention_layers": dual,
-        "qk_norm": "rms_norm" if qk_norm else None,
-    }
+def _open(path: Path, layout: FileLayout, _changed: int) -> SingleFile:
+    return SingleFile(path, layout)
 
 
 class OriginalReader:
-    """Reads the transformer of a memory-mapped single file on demand, under diffusers' names.
+    """Reads the denoiser of a memory-mapped single file on demand, under diffusers' names.
 
     Args:
         path: the file.
+        layout: the family's layout.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, layout: FileLayout):
         from safetensors import safe_open
 
-        file = open_file(path)
+        file = open_file(path, layout)
         self._prefix = file.prefix
-        layers = file.transformer_config["num_layers"]
-        targets = (*parameter_shapes(file.transformer_config), "pos_embed.pos_embed")
-        self._origins = {name: origin_of(name, layers) for name in targets}
-        self._unknown = set(file.tensors_of("transformer")) - {origin.name for origin in self._origins.values()}
+        self._origins = layout.origins(file.denoiser_config)
+        self._unknown = set(file.tensors_of(layout.denoiser)) - {origin.name for origin in self._origins.values()}
         self._file = safe_open(path, framework="pt")
 
     @property

@@ -20,7 +20,6 @@ from transformers.masking_utils import create_bidirectional_mask
 from simpletune.memory import accounting
 from simpletune.memory.snapshot import HOST
 from simpletune.models.parts import Part, loading, require_tensor_shapes
-from simpletune.models.single_file import PREFIXES, open_file
 from simpletune.system.console import progress
 from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import read_header
@@ -53,10 +52,10 @@ class PartTensors:
 
     def __init__(self, part: Part):
         if part.file is not None:
-            open_file(part.file).check(part.name)
+            part.single_file().check(part.name)
         assert part.file is not None or part.folder is not None
         files = [part.file] if part.file is not None else weight_files(part.folder)  # type: ignore[arg-type]
-        prefix = PREFIXES[part.name] if part.file is not None else ""
+        prefix = "" if part.layout is None else part.layout.prefixes[part.name]
         self._places = {
             name.removeprefix(prefix): (file, name, torch.Size(entry["shape"]))
             for file in files

@@ -1,19 +1,47 @@
-"""Type annotations for the attributes of SD3's transformer that this package uses; diffusers' class has none."""
+"""The trained model of a family as the levers see it: its units, and the layer that tells its device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import torch
 from torch import nn
 
 
 class Transformer(nn.Module):
-    """The protocol of SD3's transformer. A class rather than a ``Protocol``, because it must also be an ``nn.Module``.
+    """The protocol of a family's trained model (SD3's transformer, SD 1.5's UNet).
 
-    Never instantiated: ``SD3.load_transformer`` returns diffusers' SD3Transformer2DModel.
+    A class rather than a ``Protocol``, because it must also be an ``nn.Module``. Never instantiated: families load
+    diffusers' classes. Set ``units`` with ``set_units``.
     """
 
-    transformer_blocks: Sequence[nn.Module]
-    """The MMDiT blocks, in order."""
-    proj_out: nn.Linear
-    """The output layer. It is never streamed, so its device is the compute device."""
+    units: tuple[str, ...]
+    """The names of the modules that are checkpointed, streamed, compiled and quantised one by one, in the order of the
+    forward pass. Each runs once in a forward pass."""
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def set_units(model: Model, names: Sequence[str]) -> Model:
+    """Name the units of a model, and return it."""
+    model.units = tuple(names)  # type: ignore[assignment]
+    return model
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """The units of a model, in the order of the forward pass."""
+    return [model.get_submodule(name) for name in model.units]  # type: ignore[union-attr]
+
+
+def inside(units: Sequence[str]) -> Callable[[str], bool]:
+    """Return a predicate: whether the module or parameter of a given name belongs to one of these units."""
+    prefixes = tuple(f"{name}." for name in units)
+    return lambda name: f"{name}.".startswith(prefixes)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device on which a model computes: that of its parameters outside of the units, which are never streamed."""
+    within = inside(model.units)  # type: ignore[arg-type]
+    return next(parameter.device for name, parameter in model.named_parameters() if not within(name))

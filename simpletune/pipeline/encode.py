@@ -17,9 +17,9 @@ from simpletune.data.cache import Cache, view_key
 from simpletune.data.pictures import cut, decode
 from simpletune.data.plan import Plan, View, make_plan, without
 from simpletune.data.source import Rejected, UnusablePicture
-from simpletune.models import Model
+from simpletune.families import Model
 from simpletune.models.buckets import Size
-from simpletune.models.sd3_text import Encoder
+from simpletune.models.prompts import Encoder
 from simpletune.options import UserError
 from simpletune.pipeline.plan_data import PlannedData, plan_data, report_rejected
 from simpletune.pipeline.sample import Request
@@ -88,12 +88,13 @@ class TextCache:
         return self.prompts.assemble({name: cache.load(prompt) for name, cache in self.caches.items()})
 
     def pooled(self, prompt: str) -> Tensor:
-        """Load the pooled embedding [p] of one prompt without reading T5's part."""
-        return self.prompts.pool({name: self.caches[name].load(prompt) for name in ("clip_l", "clip_g")})
+        """Load the pooled embedding [p] of one prompt, reading only the encoders that give it."""
+        return self.prompts.pool({e.name: self.caches[e.name].load(prompt) for e in self.prompts.pooling})
 
     def too_long(self, prompts: Iterable[str], limit: int = 77) -> list[str]:
         """The prompts that CLIP truncates, at 77 tokens by default."""
-        return [prompt for prompt in prompts if int(self.caches["clip_l"].load(prompt)["tokens"]) > limit]
+        first = self.caches[self.prompts.encoders[0].name]
+        return [prompt for prompt in prompts if int(first.load(prompt)["tokens"]) > limit]
 
 
 class LatentCache:

@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 
 from simpletune.config.schema import TrainConfig
+from simpletune.families import Model
 from simpletune.memory import Memory
-from simpletune.models import Model
 from simpletune.models.buckets import Size
-from simpletune.models.sd3_shapes import is_conditioning
 from simpletune.models.transformer import Transformer
 from simpletune.pipeline.modulation_plan import Modulation, detach_modulation
 from simpletune.quant.precision import WeightPrecision
@@ -49,9 +48,9 @@ def empty_base(
 
 def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
     """Return a predicate: whether the module of a given name stays in host memory when the base is loaded."""
-    streamed = memory.on_host(model.blocks())
+    streamed = memory.on_host(model.units())
     planned = memory.modulation == "plan"
-    return lambda name: streamed(name) or (planned and is_conditioning(name))
+    return lambda name: streamed(name) or (planned and model.is_conditioning(name))
 
 
 def modulation_of(
@@ -61,8 +60,3 @@ def modulation_of(
     if memory.modulation != "plan":
         return None
     return detach_modulation(transformer, precision, device, memory.modulation_window)
-
-
-def device_of(transformer: Transformer) -> torch.device:
-    """The device on which a transformer computes: that of its output layer, which is never streamed."""
-    return transformer.proj_out.weight.device

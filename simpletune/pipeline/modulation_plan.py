@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from simpletune.data.plan import Draw
+from simpletune.families.sd3.shapes import is_adaln, timestep_of
 from simpletune.memory import accounting
 from simpletune.memory.copy_stream import host_like
 from simpletune.memory.snapshot import HOST
-from simpletune.models.sd3_shapes import is_adaln, timestep_of
 from simpletune.models.transformer import Transformer
 from simpletune.quant.precision import WeightPrecision
 from simpletune.tensors import own_tensors, set_tensor
@@ -175,7 +175,7 @@ class ModulationPlan:
 
     def of_draws(self, draws: Sequence[Draw]) -> Tensor:  # [n, m]
         """Compute the modulations of any draws at once."""
-        sigma = torch.tensor([draw.sigma for draw in draws], dtype=torch.float32)
+        sigma = torch.tensor([draw.level for draw in draws], dtype=torch.float32)
         return self.modulation(sigma, torch.stack([self.pooled(draw.caption) for draw in draws]))
 
 

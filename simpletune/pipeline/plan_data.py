@@ -44,7 +44,7 @@ def plan_data(config: TrainConfig, processes: int) -> PlannedData:
         UserError: entries are unusable and ``data.on_error`` is ``stop``, or no pictures are left.
     """
     scan = config.data.scan(Path(config.data.path))
-    small = too_small(scan.pictures, config.data)
+    small = too_small(scan.pictures, config.data, config.model.multiple)
     report_rejected([*scan.rejected, *small], config.data.on_error)
     for hint in scan.hints:
         say(f"hint    {hint}")

@@ -1,6 +1,6 @@
 """Draw pictures by Euler steps along the velocity, with classifier-free guidance, for previews and scripts alike.
 
-Shapes as in models/sd3.py: b pictures, c channels, h and w an eighth of the picture's, t tokens, e and p text widths;
+Shapes: b pictures, c channels, h and w an eighth of the picture's, t tokens, e and p text widths;
 r rows of the transformer's batch: b, or with guidance 2b with the negative prompts first.
 """
 
@@ -18,12 +18,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from simpletune.flow import interpolate
+from simpletune.families import Model
 from simpletune.models.fp16_blocks import finite_passes
-from simpletune.models.sd3 import SD3, predict_velocity
-from simpletune.models.transformer import Transformer
+from simpletune.models.transformer import Transformer, device_of
+from simpletune.objectives.flow import interpolate
 from simpletune.options import UserError
-from simpletune.pipeline.load import device_of
 from simpletune.pipeline.modulation_plan import ModulationSource
 from simpletune.quant.precision import WeightPrecision
 from simpletune.system.signals import poll
@@ -49,6 +48,11 @@ class SampledModel(Protocol):
 
     def scheduler(self) -> NoiseLevels:
         """The schedule of noise levels."""
+
+    def predict(
+        self, model: nn.Module, z_t: Tensor, time: Tensor, prompt_embeds: Tensor, pooled: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Predict the velocity [r, c, h, w] at z_t and the network's timestep [r]."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +183,8 @@ class Sampler:
                 skip = count if guided and not both else 0
                 level = sigma.expand(2 * count if both else count).to(device)
                 z_rows = torch.cat([z, z]) if both else z
-                velocity = predict_velocity(
-                    self.transformer, z_rows, level, prompt_embeds[skip:], condition[skip:], dtype
+                velocity = self.model.predict(
+                    self.transformer, z_rows, 1000.0 * level, prompt_embeds[skip:], condition[skip:], dtype
                 ).float()
                 if both:
                     away = velocity[count:] - velocity[:count]
@@ -237,7 +241,7 @@ def conditions_of(
 
 
 def draw(
-    sampler: Sampler, vae: nn.Module, model: SD3, requests: Sequence[Request], embeddings: Callable[[str], Embeddings]
+    sampler: Sampler, vae: nn.Module, model: Model, requests: Sequence[Request], embeddings: Callable[[str], Embeddings]
 ) -> list[Image.Image]:
     """Draw pictures for requests, in their order.
 
@@ -253,7 +257,7 @@ def draw(
 
 
 @torch.no_grad()
-def encode_starts(vae: nn.Module, model: SD3, requests: Sequence[Request]) -> list[Tensor | None]:  # [1, c, h, w]
+def encode_starts(vae: nn.Module, model: Model, requests: Sequence[Request]) -> list[Tensor | None]:  # [1, c, h, w]
     """Encode each request's starting picture to z_0 on the CPU; None for requests without one."""
     starts: list[Tensor | None] = []
     for request in requests:
@@ -291,7 +295,7 @@ def batches(requests: Sequence[Request], batch_size: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def decode(vae: nn.Module, model: SD3, latents: Sequence[Tensor]) -> list[Image.Image]:
+def decode(vae: nn.Module, model: Model, latents: Sequence[Tensor]) -> list[Image.Image]:
     """Decode latents [1, c, h, w] one at a time, to save memory and to keep each independent of the others."""
     device = next(vae.parameters()).device
     return [to_image(model.decode_latents(vae, z.to(device))[0]) for z in latents]

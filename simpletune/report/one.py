@@ -67,7 +67,7 @@ def summary_sentence(run: RunRecord) -> str:
     config = run.config
     if config is None:
         return plural(run.steps_done, "step")
-    base = config.model.transformer or config.model.pretrained
+    base = config.model.weights_from
     base = base if not os.path.isabs(base) else os.path.basename(base)
     method = f"LoRA r{config.adapter.rank}" if config.adapter.method == "lora" else config.adapter.method
     return (

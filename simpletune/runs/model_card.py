@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.evaluation import ON_TRAINING
+from simpletune.families.sd3.option import SD3_MEDIUM
 from simpletune.hub.fetch import is_hub_name
-from simpletune.models.sd3 import SD3_MEDIUM
 from simpletune.options import Json, plural
 from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
@@ -147,12 +147,12 @@ def public_name(name: str) -> str:
 
 def _hub_base(config: TrainConfig) -> str | None:
     """Return the base's hub name, or None."""
-    name = config.model.transformer or config.model.pretrained
+    name = config.model.weights_from
     return name if is_hub_name(name) and config.model.init == "pretrained" else None
 
 
 def _base_text(config: TrainConfig) -> str:
-    name = config.model.transformer or config.model.pretrained
+    name = config.model.weights_from
     if config.model.init == "random":
         return f"random weights with the architecture of {code(public_name(name))}"
     if config.is_demo:

@@ -165,7 +165,8 @@ def load_weights(
         The transformer, and its modulation if it was removed.
     """
     from simpletune.lora.attach import fold_lora, load_loras
-    from simpletune.pipeline.load import device_of, load_base, modulation_of
+    from simpletune.models.transformer import device_of, units_of
+    from simpletune.pipeline.load import load_base, modulation_of
 
     model, cache, precision = config.model, cache_of_bases(config), precision_of(config, weights)
     if weights.transformer is not None:
@@ -179,7 +180,7 @@ def load_weights(
     if weights.merged:
         fold_lora(transformer)
     modulation = modulation_of(transformer, config.memory, precision, device)
-    config.memory.attach(transformer.transformer_blocks, device_of(transformer))
+    config.memory.attach(units_of(transformer), device_of(transformer))
     return transformer, modulation
 
 

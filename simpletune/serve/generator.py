@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from simpletune.config.schema import TrainConfig
-from simpletune.models import Model
+from simpletune.families import Model
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Embeddings, Sampler, draw
@@ -125,7 +125,7 @@ class ImageGenerator:
 
 def to_png(picture: Image.Image, image: ImageRequest, config: TrainConfig, served: ServedModels) -> bytes:
     """Encode a PNG with the same text chunks as ``simpletune generate``."""
-    model, loras, label = config.model.transformer or config.model.pretrained, [], image.lora
+    model, loras, label = config.model.weights_from, [], image.lora
     if image.lora in served.loras:
         loras, label = [(image.lora, image.scale)], f"LoRA {image.lora} x {image.scale:g}"
     elif image.lora != BASE:

@@ -38,12 +38,13 @@ def attention_by(kernel: Kernel) -> Iterator[None]:
 
 
 class Shape(NamedTuple):
-    """One shape of SD3's attention, which has no mask and no dropout: [batch, heads, tokens, width].
+    """One shape of attention in a run, which has no mask and no dropout: queries [batch, heads, tokens, width].
 
     Args:
         batch: the number of samples.
         heads: the number of heads.
-        tokens: the number of image and text tokens.
+        tokens: the number of tokens that attend.
+        keys: the number of tokens that are attended to.
         width: the width of a head.
         trained: whether there is a backward pass.
         what: what needs it, in words.
@@ -52,6 +53,7 @@ class Shape(NamedTuple):
     batch: int
     heads: int
     tokens: int
+    keys: int
     width: int
     trained: bool
     what: str
@@ -71,18 +73,15 @@ def shapes_of(config: TrainConfig, sizes: Iterable[Size]) -> list[Shape]:
         passes += [(size, 1, False, "the evaluation loss") for size, *_ in passes]
     if drawn.prompts != []:
         passes.append((config.picture_size(), rows, False, "validation pictures"))
-    known, text = config.model.known_config(), config.model.text_tokens
     found: dict[Shape, None] = {}
     for size, batch, trained, what in passes:
-        image = config.model.image_tokens(size)
-        for tokens in (text + image, image) if known.get("dual_attention_layers") else (text + image,):
-            heads, width = known["num_attention_heads"], known["attention_head_dim"]
-            found[Shape(batch, heads, tokens, width, trained, f"{what} of {size[0]}x{size[1]} px")] = None
+        for shape in config.model.attentions(size):
+            found[Shape(batch, *shape, trained, f"{what} of {size[0]}x{size[1]} px")] = None
     return sorted(found, key=lambda shape: (shape.trained, shape.tokens), reverse=True)
 
 
 def usable(kernel: Kernel, shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
-    """Find the kernel for SD3's attention of a shape, by running it, with its backward pass if it has one.
+    """Find the kernel for the model's attention of a shape, by running it, with its backward pass if it has one.
 
     Args:
         kernel: the requested kernel, or auto.
@@ -100,10 +99,11 @@ def usable(kernel: Kernel, shape: Shape, device: torch.device, dtype: torch.dtyp
         return kernel  # always available; a trial would take memory quadratic in the tokens
     size = (shape.batch, shape.heads, shape.tokens, shape.width)
     q = torch.zeros(size, device=device, dtype=dtype, requires_grad=shape.trained)
+    k = torch.zeros((shape.batch, shape.heads, shape.keys, shape.width), device=device, dtype=dtype)
     if kernel != "auto":
         try:
             with attention_by(kernel):
-                y = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+                y = torch.nn.functional.scaled_dot_product_attention(q, k, k)
                 if shape.trained:
                     y.backward(torch.zeros_like(y))
         except RuntimeError as error:
@@ -114,7 +114,7 @@ def usable(kernel: Kernel, shape: Shape, device: torch.device, dtype: torch.dtyp
             ) from None
         return kernel
     by_number = {int(backend.value): name for name, backend in BACKENDS.items()}
-    return by_number.get(int(torch._fused_sdp_choice(q, q, q)), "math")
+    return by_number.get(int(torch._fused_sdp_choice(q, k, k)), "math")
 
 
 def settle_attention(config: TrainConfig, sizes: Iterable[Size], device: torch.device) -> str:

@@ -22,7 +22,7 @@ class Batch:
 
     z_0: Tensor  # [b, c, h, w]
     noise: Tensor  # [b, c, h, w]
-    sigma: Tensor  # [b]
+    level: Tensor  # [b]
     prompt_embeds: Tensor  # [b, t, e]
     pooled: Tensor  # [b, p]; with a modulation plan, its rows [b, m]
     names: tuple[str, ...]
@@ -34,9 +34,9 @@ class Batch:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every tensor of the batch."""
-        tensors = (self.z_0, self.noise, self.sigma, self.prompt_embeds, self.pooled)
-        z_0, noise, sigma, prompt_embeds, pooled = map(change, tensors)
-        return replace(self, z_0=z_0, noise=noise, sigma=sigma, prompt_embeds=prompt_embeds, pooled=pooled)
+        tensors = (self.z_0, self.noise, self.level, self.prompt_embeds, self.pooled)
+        z_0, noise, level, prompt_embeds, pooled = map(change, tensors)
+        return replace(self, z_0=z_0, noise=noise, level=level, prompt_embeds=prompt_embeds, pooled=pooled)
 
 
 class Batches:
@@ -112,7 +112,7 @@ class Batches:
         batch = Batch(
             z_0=z_0,
             noise=torch.stack([self._noise(draw, z_0.shape[1:]) for draw in draws]),
-            sigma=torch.tensor([draw.sigma for draw in draws], dtype=torch.float32),
+            level=torch.tensor([draw.level for draw in draws], dtype=torch.float32),
             prompt_embeds=torch.stack([embeds for embeds, _ in embeddings]),
             pooled=torch.stack([pooled for _, pooled in embeddings]),
             names=tuple(draw.view.picture.name for draw in draws),

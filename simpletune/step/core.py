@@ -13,16 +13,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.flow import flow_loss, interpolate, velocity_target
 from simpletune.models.compile import compile_training
 from simpletune.models.fp16_blocks import fp16_blocks_of
-from simpletune.models.sd3 import predict_velocity
-from simpletune.models.transformer import Transformer
+from simpletune.models.transformer import Transformer, device_of, units_of
 from simpletune.optim.in_backward import clip_each, step_in_backward
 from simpletune.optim.loss_scale import LossScale
 from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.options import plural
-from simpletune.pipeline.load import device_of, modulation_of
+from simpletune.pipeline.load import modulation_of
 from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.pipeline.sample import autocast_of
 from simpletune.profiling import phase
@@ -56,6 +54,7 @@ class StepCore:
     ):
         self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
         self.modulation, self.fp16 = modulation, fp16
+        self.process = config.objective.process(config.model.scheduler_config)
         self.parameters = list(trained_parameters(model).values())
         # Figures of the last step, on the device; read only to explain a failure.
         self.losses: list[Tensor] = []  # one per micro-batch
@@ -63,22 +62,22 @@ class StepCore:
         self.norms = torch.empty(0)  # norms of their gradients
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of one micro-batch: an fp32 scalar (arXiv:2403.03206, eq. 13 and section 2).
+        """The loss of one micro-batch: an fp32 scalar.
 
         It is the mean over the samples, or over the fillers if the micro-batch has nothing else.
         """
         precision = self.config.precision
         with phase("noise"):
-            z_t = interpolate(batch.z_0, batch.noise, batch.sigma)
+            z_t = self.process.noised(batch.z_0, batch.noise, batch.level)
         with autocast_of(precision, z_t.device), attention_by(self.config.speed.attention):
-            velocity = predict_velocity(
-                model, z_t, batch.sigma, batch.prompt_embeds, batch.pooled, precision.compute_dtype()
-            )
+            time, dtype = self.process.time(batch.level), precision.compute_dtype()
+            prediction = self.config.model.predict(model, z_t, time, batch.prompt_embeds, batch.pooled, dtype)
         with phase("loss"):
-            target = velocity_target(batch.z_0, batch.noise)
+            target, level = self.process.target(batch.z_0, batch.noise, batch.level), batch.level
             if 0 < batch.fillers < len(target):
-                velocity, target = velocity[: -batch.fillers], target[: -batch.fillers]
-            return flow_loss(velocity, target)
+                rows = slice(-batch.fillers)
+                prediction, target, level = prediction[rows], target[rows], level[rows]
+            return self.process.loss(prediction, target, level)
 
     def step(
         self, batches: list[Batch], allows_update: Callable[[Tensor, Tensor], bool] | None = None
@@ -191,7 +190,7 @@ def attach(
     """
     config.adapter.attach(transformer, config.train.seed)
     in_backward = config.memory.optimizer_in_backward
-    blocks, device = transformer.transformer_blocks, device_of(transformer)
+    blocks, device = units_of(transformer), device_of(transformer)
     if config.speed.compile and compile_training(blocks, device, sizes):
         say(f"compile the blocks for {plural(sizes, 'picture size')}; the first step takes at least 30 s longer")
     streamed = config.memory.attach(blocks, device, trained=in_backward and config.adapter.trains_base)

@@ -33,7 +33,7 @@ class SyntheticBatches:
     def __init__(self, config: TrainConfig, core: StepCore, size: Size | None = None, device: torch.device = CPU):
         self.core, self.config, self.device = core, config, device
         self.size = size or (config.data.resolution, config.data.resolution)
-        self.shapes, self.text = config.model.known_config(), config.precision.encoder_dtype()
+        self.text = config.precision.encoder_dtype()
         self.batch_size, self.accumulation = config.train.batch_size, config.train.gradient_accumulation
         self.modulations: ModulationPlan | None = None
         if core.modulation is not None:
@@ -52,7 +52,7 @@ class SyntheticBatches:
         return [DRAW] * self.batch_size
 
     def _pooled(self) -> Tensor:
-        return torch.zeros(self.shapes["pooled_projection_dim"], dtype=self.text)
+        return torch.zeros(self.config.model.pooled_width, dtype=self.text)
 
     def one_by_one(self) -> Batch:
         """Make a batch of one, like those of an evaluation."""
@@ -66,12 +66,12 @@ class SyntheticBatches:
             size: the number of samples; None uses the run's batch size.
         """
         b, (width, height) = size or self.batch_size, self.size
-        latents = b, self.shapes["in_channels"], height // 8, width // 8
-        text = b, self.config.model.text_tokens, self.shapes["joint_attention_dim"]
+        model = self.config.model
+        latents, text = (b, *model.latent_shape(width, height)), (b, model.text_tokens, model.text_width)
         return Batch(
             z_0=torch.zeros(latents, device=self.device),
             noise=torch.zeros(latents, device=self.device),
-            sigma=torch.full((b,), 0.5, device=self.device),
+            level=torch.full((b,), 0.5, device=self.device),
             prompt_embeds=torch.zeros(text, dtype=self.text, device=self.device),
             pooled=self._pooled().expand(b, -1).clone().to(self.device),
             names=tuple(str(number) for number in range(b)),
@@ -80,7 +80,7 @@ class SyntheticBatches:
 
 def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
     """The tensors of a micro-batch."""
-    return batch.z_0, batch.noise, batch.sigma, batch.prompt_embeds, batch.pooled
+    return batch.z_0, batch.noise, batch.level, batch.prompt_embeds, batch.pooled
 
 
 class SingleProcess:

@@ -9,7 +9,8 @@ from simpletune.config.schema import Profile, profile_folder
 from simpletune.estimate.step_memory import snapshots_of_step
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.models.buckets import Size
-from simpletune.models.flops import sd3_flops, trained_of
+from simpletune.models.flops import trained_of
+from simpletune.models.transformer import units_of
 from simpletune.profiling import EpochTraces, Facts
 from simpletune.system.devices import capability_of
 from simpletune.tensors import trained_parameters
@@ -26,7 +27,7 @@ def traces_of(run: Run, interrupted: Callable[[int], bool]) -> EpochTraces:
         interrupted: tells whether validation or saving follows a step.
     """
     option = run.config.profile if run.main else Profile(max_traces=0)
-    blocks = run.transformer.transformer_blocks
+    blocks = units_of(run.transformer)
     cuda = run.stages.cuda
     facts = Facts(cuda, device_name() if cuda else "", flops_of_steps(run), blocks, interrupted)
     folder, per_epoch = profile_folder(run.config), run.prepared.plan.steps_per_epoch
@@ -50,8 +51,7 @@ def flops_of_steps(run: Run) -> Callable[[int], float]:
         if size not in known:
             parameters = {name: tuple(value.shape) for name, value in trained_parameters(run.transformer).items()}
             model = run.core.config.model
-            batch = run.prepared.plan.batch_size
-            known[size] = sd3_flops(model.known_config(), trained_of(parameters), size, batch, model.text_tokens).model
+            known[size] = model.flops(trained_of(parameters), size, run.prepared.plan.batch_size).model
         return known[size]
 
     def of_step(step: int) -> float:

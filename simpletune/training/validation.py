@@ -13,9 +13,8 @@ from torch import nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.models.fp16_blocks import finite_passes
-from simpletune.models.transformer import Transformer
+from simpletune.models.transformer import Transformer, device_of
 from simpletune.pipeline.encode import TextCache, free_memory
-from simpletune.pipeline.load import device_of
 from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Request, Sampler, draw

@@ -12,20 +12,15 @@ from typing import TYPE_CHECKING
 
 from simpletune.hub.download import Repository
 from simpletune.hub.fetch import HubPart, is_hub_name, part_folder
-from simpletune.models.parts import Part, bundled_configs
+from simpletune.models.parts import Part
 from simpletune.models.single_file import open_file
 from simpletune.options import Problem, UserError
 
 if TYPE_CHECKING:
-    from simpletune.models.sd3 import SD3
+    from simpletune.models.family import Family
 
 WITHOUT_WEIGHTS = ("tokenizer", "scheduler")
-NAMES_OF = {"text_encoder": "CLIP-L", "text_encoder_2": "CLIP-G", "text_encoder_3": "T5", "vae": "autoencoder (VAE)"}
 PIPELINE = "a folder in diffusers' layout, or a Hub name (owner/name)"
-REMEDY = (
-    "Set model.text_encoders to a folder in diffusers' layout or to a Hub name "
-    "(such as stabilityai/stable-diffusion-3-medium-diffusers; only missing parts are downloaded)"
-)
 
 
 def is_single_file(name: str) -> bool:
@@ -33,31 +28,24 @@ def is_single_file(name: str) -> bool:
     return name.endswith((".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")) and not Path(name).is_dir()
 
 
-def part_names(model: SD3) -> list[str]:
-    """The names of all parts that the model needs."""
-    suffixes = ("", "_2", "_3") if model.t5 else ("", "_2")
-    text = [f"{kind}{suffix}" for suffix in suffixes for kind in ("tokenizer", "text_encoder")]
-    return ["scheduler", "transformer", "vae", *text]
-
-
-def provider(model: SD3, part: str) -> tuple[str, str | None]:
+def provider(model: Family, part: str) -> tuple[str, str | None]:
     """The option that provides a part, and its value; the value is None if only a bundled configuration can serve.
 
     Raises:
         UserError: a single file cannot be read.
     """
     single = is_single_file(model.pretrained)
-    if part in ("transformer", "vae") and getattr(model, part) is not None:
+    if part in (model.denoiser, "vae") and getattr(model, part) is not None:
         return part, getattr(model, part)
     if part.startswith(("tokenizer", "text_encoder")) and model.text_encoders is not None:
-        if not (single and open_file(Path(model.pretrained)).has(part)):
+        if not (single and open_file(Path(model.pretrained), model.layout).has(part)):
             return "text_encoders", model.text_encoders
     if single and part.startswith(WITHOUT_WEIGHTS):
         return "text_encoders", None
     return "pretrained", model.pretrained
 
 
-def locate(model: SD3, part: str) -> Part:
+def locate(model: Family, part: str) -> Part:
     """Locate a part, downloading it from the Hub if necessary.
 
     Raises:
@@ -67,9 +55,9 @@ def locate(model: SD3, part: str) -> Part:
     if value is None:
         return _without_file(model, part)
     if is_single_file(value):
-        if not open_file(Path(value)).has(part):
-            raise UserError(f"model.{field}: {_without_part(value, part)}")
-        return Part(part, _config_folder(model, part), Path(value))
+        if not open_file(Path(value), model.layout).has(part):
+            raise UserError(f"model.{field}: {_without_part(model, value, part)}")
+        return Part(part, _config_folder(model, part), Path(value), model.layout, model.bundled(part))
     if is_hub_name(value):
         return Part(part, part_folder(_hub_part(model, part, field, value)))
     if field == part and (Path(value) / "config.json").exists():
@@ -80,29 +68,36 @@ def locate(model: SD3, part: str) -> Part:
     return Part(part, folder)
 
 
-def _without_file(model: SD3, part: str) -> Part:
+def _without_file(model: Family, part: str) -> Part:
     """A single file's part without weights: the scheduler is bundled, tokenizers are missing."""
     if part != "scheduler":
         raise UserError(f"model.pretrained: {_without_text_parts(model, [part])}")
-    return Part(part, _config_folder(model, part))
+    return Part(part, _config_folder(model, part), bundled=model.bundled(part))
 
 
-def _config_folder(model: SD3, part: str) -> Path | None:
+def _config_folder(model: Family, part: str) -> Path | None:
     """The folder of a part's configuration in ``model.text_encoders``; None to use the bundled one."""
     folder = Path(model.text_encoders or "/nowhere") / part
-    known = part in bundled_configs() and any(folder.glob("*config.json"))
+    known = model.bundled(part) is not None and any(folder.glob("*config.json"))
     return folder if known else None
 
 
-def _without_part(file: str, part: str) -> str:
+def _remedy(model: Family) -> str:
+    return (
+        "Set model.text_encoders to a folder in diffusers' layout or to a Hub name "
+        f"(such as {type(model).model_fields['pretrained'].default}; only missing parts are downloaded)"
+    )
+
+
+def _without_part(model: Family, file: str, part: str) -> str:
     """The message for a single file without a part."""
-    remedy = "Set model.vae to a folder or Hub name that has one" if part == "vae" else REMEDY
-    return f"{file} contains no {NAMES_OF.get(part, part)}. {remedy}"
+    remedy = "Set model.vae to a folder or Hub name that has one" if part == "vae" else _remedy(model)
+    return f"{file} contains no {model.part_titles.get(part, part)}. {remedy}"
 
 
-def _without_text_parts(model: SD3, missing: list[str]) -> str:
+def _without_text_parts(model: Family, missing: list[str]) -> str:
     """The message for a single file without text encoders or tokenizers."""
-    return f"{model.pretrained} contains no {', '.join(missing)}. {REMEDY}"
+    return f"{model.pretrained} contains no {', '.join(missing)}. {_remedy(model)}"
 
 
 def _without_folder(folder: str, part: str) -> str:
@@ -110,90 +105,90 @@ def _without_folder(folder: str, part: str) -> str:
     return f"{folder} has no {part}/ folder. Give {PIPELINE}"
 
 
-def _hub_part(model: SD3, part: str, field: str, value: str) -> HubPart:
-    weights = not part.startswith(WITHOUT_WEIGHTS) and not (part == "transformer" and model.init == "random")
+def _hub_part(model: Family, part: str, field: str, value: str) -> HubPart:
+    weights = not part.startswith(WITHOUT_WEIGHTS) and not (part == model.denoiser and model.init == "random")
     return HubPart(Repository(value, model.revision if field == "pretrained" else None), part, weights)
 
 
-def hub_parts(model: SD3) -> list[HubPart]:
+def hub_parts(model: Family) -> list[HubPart]:
     """All parts that come from the Hub, so that their total size can be checked before the download."""
-    provided = [(part, *provider(model, part)) for part in part_names(model)]
+    provided = [(part, *provider(model, part)) for part in model.part_names()]
     return [_hub_part(model, part, f, value) for part, f, value in provided if value is not None and is_hub_name(value)]
 
 
-def problems(model: SD3) -> Iterator[Problem]:
-    """Report invalid paths, files without an SD3 model, and parts that no option provides."""
+def problems(model: Family) -> Iterator[Problem]:
+    """Report invalid paths, files of another family, and parts that no option provides."""
     unusable = list(_unusable_names(model))
     yield from unusable
     if any(problem.path == "model.pretrained" for problem in unusable):
         return
     named = {problem.path for problem in unusable}
-    provided = [(part, *provider(model, part)) for part in part_names(model)]
+    provided = [(part, *provider(model, part)) for part in model.part_names()]
     for field, value in dict.fromkeys((field, value) for _, field, value in provided):
         if value is not None and f"model.{field}" not in named and _is_bare(value, model):
             yield Problem(f"model.{field}", f"{value} contains no part of a model. Give {PIPELINE}")
             named.add(f"model.{field}")
     for part, field, value in provided:
         if value is not None and not is_hub_name(value) and f"model.{field}" not in named:
-            yield from _problems_of_part(field, value, part)
-    if lacking := list(_lacking_text_parts(provided)):
+            yield from _problems_of_part(model, field, value, part)
+    if lacking := list(_lacking_text_parts(model, provided)):
         yield Problem("model.pretrained", _without_text_parts(model, lacking))
 
 
-def _is_bare(folder: str, model: SD3) -> bool:
+def _is_bare(folder: str, model: Family) -> bool:
     """Whether a folder exists but contains no part of a model."""
     if not Path(folder).is_dir():
         return False
-    parts = any((Path(folder) / part).is_dir() for part in part_names(model))
+    parts = any((Path(folder) / part).is_dir() for part in model.part_names())
     return not parts and not (Path(folder) / "config.json").exists()
 
 
-def _lacking_text_parts(provided: list[tuple[str, str, str | None]]) -> Iterator[str]:
+def _lacking_text_parts(model: Family, provided: list[tuple[str, str, str | None]]) -> Iterator[str]:
     """The text encoders and tokenizers that the single file lacks and no other option provides."""
     for part, _, value in provided:
         if part.startswith("text_encoder") and value is not None and is_single_file(value):
-            if not open_file(Path(value)).has(part):
-                yield NAMES_OF[part]
+            if not open_file(Path(value), model.layout).has(part):
+                yield model.part_titles[part]
     if any(part.startswith("tokenizer") and value is None for part, _, value in provided):
         yield "tokenizers"
 
 
-def _problems_of_part(field: str, value: str, part: str) -> Iterator[Problem]:
+def _problems_of_part(model: Family, field: str, value: str, part: str) -> Iterator[Problem]:
     """Check that a local folder or file contains a readable part."""
     if not is_single_file(value):
-        yield from _problems_of_folder(field, Path(value), part)
+        yield from _problems_of_folder(model, field, Path(value), part)
         return
-    file = open_file(Path(value))
+    file = open_file(Path(value), model.layout)
     try:
         if file.has(part):
             file.check(part)
         elif not part.startswith("text_encoder"):
-            yield Problem(f"model.{field}", _without_part(value, part))
+            yield Problem(f"model.{field}", _without_part(model, value, part))
     except UserError as error:
         yield Problem(f"model.{field}", str(error))
 
 
-def _problems_of_folder(field: str, folder: Path, part: str) -> Iterator[Problem]:
-    """Check that a local folder contains a part. Skips the transformer's configuration, which is read elsewhere."""
+def _problems_of_folder(model: Family, field: str, folder: Path, part: str) -> Iterator[Problem]:
+    """Check that a local folder contains a part. Skips the denoiser's configuration, which is read elsewhere."""
     own = field == part and (folder / "config.json").exists()
     if not own and not (folder / part).is_dir():
         yield Problem(f"model.{field}", _without_folder(str(folder), part))
-    elif part != "transformer" and not part.startswith("tokenizer"):
+    elif part != model.denoiser and not part.startswith("tokenizer"):
         try:
             Part(part, folder if own else folder / part).config()
         except UserError as error:
             yield Problem(f"model.{field}", str(error))
 
 
-def _unusable_names(model: SD3) -> Iterator[Problem]:
+def _unusable_names(model: Family) -> Iterator[Problem]:
     """Report options that name neither a folder nor a usable file nor a Hub repository."""
-    for field in ("pretrained", "transformer", "vae", "text_encoders"):
+    for field in ("pretrained", model.denoiser, "vae", "text_encoders"):
         value = getattr(model, field)
         if value is None or is_hub_name(value) or Path(value).is_dir():
             continue
-        if is_single_file(value) and field in ("pretrained", "transformer"):
+        if is_single_file(value) and field in ("pretrained", model.denoiser):
             try:
-                open_file(Path(value))
+                open_file(Path(value), model.layout)
             except FileNotFoundError:
                 yield Problem(f"model.{field}", f"{value} does not exist. Check the path")
             except (UserError, OSError) as error:

@@ -6,23 +6,20 @@ Names and shapes are diffusers' (``SD3Transformer2DModel``); a test compares the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from simpletune.models.model_config import ModelConfig, Shape
 from simpletune.quant.precision import is_block_modulation
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Shape = tuple[int, ...]
-ModelConfig = Mapping[str, Any]
-"""A model's ``config.json``."""
-
 
 def sd3_medium_config() -> ModelConfig:
     """The bundled transformer configuration of SD3 Medium."""
-    return json.loads((Path(__file__).parent / "sd3_medium_transformer.json").read_text())
+    return json.loads((Path(__file__).parent / "medium_transformer.json").read_text())
 
 
 def is_adaln(module: str) -> bool:
@@ -65,6 +62,16 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     shapes |= _linear("norm_out.linear", hidden, 2 * hidden)
     shapes |= _linear("proj_out", hidden, config["patch_size"] ** 2 * (config["out_channels"] or config["in_channels"]))
     return shapes
+
+
+def unit_names(names: Iterable[str]) -> tuple[str, ...]:
+    """The names of the blocks, in order.
+
+    Args:
+        names: the names of the parameters.
+    """
+    blocks = (name.split(".")[:2] for name in names if name.startswith("transformer_blocks."))
+    return tuple(dict.fromkeys(".".join(block) for block in blocks))
 
 
 def _linear(name: str, inputs: int, outputs: int) -> dict[str, Shape]:

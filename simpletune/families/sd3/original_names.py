@@ -6,7 +6,7 @@ than scale before shift, in the two modulations without gates (``norm_out`` and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from simpletune.models.single_file import Origin
 
 OUTER = {
     "pos_embed.pos_embed": "pos_embed",
@@ -45,21 +45,6 @@ FUSED = {
     )
     for third, projection in enumerate(projections)
 }
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The source of one of diffusers' tensors in the original layout.
-
-    Args:
-        name: the original tensor's name, without the prefix.
-        third: which of three equal parts along the first axis to take (q, k, v); None takes the whole tensor.
-        swapped: whether to swap the two halves along the first axis.
-    """
-
-    name: str
-    third: int | None = None
-    swapped: bool = False
 
 
 def origin_of(name: str, layers: int) -> Origin:

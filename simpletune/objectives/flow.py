@@ -6,10 +6,12 @@ Shapes: b samples, c = 16 latent channels, h and w are the latent's height and w
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from simpletune.models.model_config import ModelConfig
 from simpletune.options import Option
 
 if TYPE_CHECKING:
@@ -17,9 +19,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Objective(Option):
-    """Sample noise levels. The loss is always the unweighted mean squared error of the velocity."""
+class Flow(Option):
+    """Rectified flow. The loss is the unweighted mean squared error of the velocity."""
 
+    name: Literal["flow"] = "flow"
+    """Rectified flow, the objective of Stable Diffusion 3."""
     sigma: Literal["logit_normal", "uniform"] = "logit_normal"
     """Density of the noise level sigma: logit-normal (the paper's best, arXiv:2403.03206 section 3.1) or uniform."""
     logit_mean: Annotated[float, Field(ge=-10, le=10)] = 0.0
@@ -34,7 +38,7 @@ class Objective(Option):
         """Return the timestep shift for a training resolution in pixels."""
         return max(1.0, 3.0 * resolution / 1024) if self.shift == "auto" else self.shift
 
-    def draw_sigma(self, stream: np.random.Generator, shift: float) -> float:
+    def draw(self, stream: np.random.Generator, shift: float) -> float:
         """Draw one shifted noise level in (0, 1), computed in float64."""
         if self.sigma == "uniform":
             sigma = stream.random()
@@ -42,7 +46,7 @@ class Objective(Option):
             sigma = 1.0 / (1.0 + math.exp(-(self.logit_mean + self.logit_std * stream.standard_normal())))
         return shift_sigma(sigma, shift)
 
-    def sigma_quantile(self, quantile: float, shift: float) -> float:
+    def quantile(self, quantile: float, shift: float) -> float:
         """Return the noise level at a quantile of the density; the evaluation loss uses these fixed levels."""
         if self.sigma == "uniform":
             return shift_sigma(quantile, shift)
@@ -50,6 +54,38 @@ class Objective(Option):
 
         z = NormalDist(self.logit_mean, self.logit_std).inv_cdf(quantile)
         return shift_sigma(1.0 / (1.0 + math.exp(-z)), shift)
+
+    def process(self, scheduler: Callable[[], ModelConfig]) -> FlowProcess:
+        """The objective's functions on tensors.
+
+        Args:
+            scheduler: gives the model's ``scheduler_config.json``, which a flow does not need.
+        """
+        return FlowProcess()
+
+
+class FlowProcess:
+    """Rectified flow on tensors; a noise level is sigma in (0, 1)."""
+
+    def noised(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """z_t of samples [b, c, h, w] at their levels [b]."""
+        return interpolate(z_0, noise, level)
+
+    def target(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """What the network should predict: the velocity."""
+        return velocity_target(z_0, noise)
+
+    def loss(self, prediction: Tensor, target: Tensor, level: Tensor) -> Tensor:
+        """The mean squared error, an fp32 scalar."""
+        return flow_loss(prediction, target)
+
+    def time(self, level: Tensor) -> Tensor:
+        """The timestep that the network receives: 1000 sigma."""
+        return 1000.0 * level
+
+    def clean(self, z_t: Tensor, prediction: Tensor, level: Tensor) -> Tensor:
+        """Estimate z_0 = z_t - sigma velocity."""
+        return z_t - level.view(-1, 1, 1, 1) * prediction
 
 
 def shift_sigma(sigma: float, shift: float) -> float:

@@ -58,8 +58,8 @@ def whole_positions(model: nn.Module) -> dict[str, Tensor]:
     Args:
         model: SD3's transformer.
     """
-    embed = model.pos_embed
-    if not hasattr(embed, "whole_table"):
+    embed = getattr(model, "pos_embed", None)
+    if embed is None or not hasattr(embed, "whole_table"):
         return {}
     with torch.no_grad():
-        return {TABLE: embed.whole_table()}  # type: ignore[operator]
+        return {TABLE: embed.whole_table()}

@@ -1,0 +1,232 @@
+"""Stable Diffusion 3: its option, what it tells of its shapes and parts, and its prediction.
+
+Shapes: b samples, c = 16 latent channels, h and w an eighth of the picture's, t text tokens (77 + T5's), e = 4096 text
+width, p = 2048 pooled width (for SD3 Medium; the configs give other sizes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from simpletune.families.sd3.files import LAYOUT, bundled_configs
+from simpletune.families.sd3.flops import sd3_flops
+from simpletune.families.sd3.shapes import is_conditioning, parameter_shapes, sd3_medium_config, unit_names
+from simpletune.models.buckets import Size
+from simpletune.models.family import DOWNSAMPLING, Family
+from simpletune.models.family_facts import Attention
+from simpletune.models.flops import Flops, Trained
+from simpletune.models.model_config import ModelConfig, Shape
+from simpletune.models.single_file import FileLayout
+from simpletune.options import plural
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from simpletune.families.sd3.text import SD3Prompts
+    from simpletune.models.prompts import Encoder
+    from simpletune.models.transformer import Transformer
+    from simpletune.models.weights import TensorSource
+
+SD3_MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
+CLIP_TOKENS = 77
+
+
+class SD3(Family):
+    """Stable Diffusion 3 and 3.5 Medium, from a folder in diffusers' layout, a single file or the Hub."""
+
+    family: Literal["sd3"] = "sd3"
+    """Stable Diffusion 3 (MMDiT)."""
+    pretrained: Annotated[str, Field(min_length=1)] = SD3_MEDIUM
+    """A Hub name (owner/name), a folder in diffusers' layout, a single .safetensors file, or demo:tiny-sd3."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """Start from the pretrained transformer, or from random weights (training from scratch; reads only its config)."""
+    transformer: str | None = None
+    """Replaces the transformer: its folder or single file, or the folder or Hub name of a pipeline."""
+    vae: str | None = None
+    """Replaces the autoencoder: its folder, or the folder or Hub name of a pipeline."""
+    text_encoders: str | None = None
+    """Folder or Hub name of a pipeline with tokenizers and text encoders; a single file's own encoders take
+    precedence."""
+    t5: bool = True
+    """Use the T5 text encoder. Without it, zeros replace its embeddings, which saves a download of 9.5 GB."""
+    t5_length: Annotated[int, Field(ge=1, le=512)] = 256
+    """Length of the T5 prompt in tokens; 77 to 256 are common."""
+
+    title: ClassVar[str] = "SD3"
+    denoiser: ClassVar[str] = "transformer"
+    part_titles: ClassVar[Mapping[str, str]] = {
+        "text_encoder": "CLIP-L",
+        "text_encoder_2": "CLIP-G",
+        "text_encoder_3": "T5",
+        "vae": "autoencoder (VAE)",
+    }
+    layout: ClassVar[FileLayout] = LAYOUT
+    multiple: ClassVar[int] = 16
+    objective: ClassVar[str] = "flow"
+    has_modulation: ClassVar[bool] = True
+
+    def part_names(self) -> list[str]:
+        """The names of all parts that the model needs."""
+        suffixes = ("", "_2", "_3") if self.t5 else ("", "_2")
+        text = [f"{kind}{suffix}" for suffix in suffixes for kind in ("tokenizer", "text_encoder")]
+        return ["scheduler", "transformer", "vae", *text]
+
+    def bundled(self, part: str) -> ModelConfig | None:
+        """SD3 Medium's configuration of a part other than the transformer and the tokenizers."""
+        return bundled_configs().get(part)
+
+    def bundled_config(self, hub_name: str) -> ModelConfig | None:
+        """SD3 Medium's transformer; None for another Hub name."""
+        return sd3_medium_config() if hub_name == SD3_MEDIUM else None
+
+    def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
+        """The shapes of the transformer's parameters."""
+        return parameter_shapes(config)
+
+    def units_among(self, names: Collection[str]) -> tuple[str, ...]:
+        """The blocks."""
+        return unit_names(names)
+
+    @property
+    def largest_side(self) -> int:
+        """Pixels of the longest side that the transformer has positions for."""
+        config = self.known_config()
+        return int(config["pos_embed_max_size"]) * int(config["patch_size"]) * DOWNSAMPLING
+
+    @property
+    def text_tokens(self) -> int:
+        """The number of text tokens that the transformer sees: CLIP's, then T5's."""
+        return CLIP_TOKENS + self.t5_length
+
+    @property
+    def text_width(self) -> int:
+        """e."""
+        return int(self.known_config()["joint_attention_dim"])
+
+    @property
+    def pooled_width(self) -> int:
+        """p."""
+        return int(self.known_config()["pooled_projection_dim"])
+
+    def image_tokens(self, size: Size) -> int:
+        """The number of image tokens of a picture."""
+        pixels = DOWNSAMPLING * int(self.known_config()["patch_size"])
+        return math.prod(side // pixels for side in size)
+
+    def attentions(self, size: Size) -> Sequence[Attention]:
+        """Joint attention, and that of image tokens alone where blocks have it (SD3.5 Medium)."""
+        config, image = self.known_config(), self.image_tokens(size)
+        heads, width, joint = config["num_attention_heads"], config["attention_head_dim"], self.text_tokens + image
+        both = (joint, image) if config.get("dual_attention_layers") else (joint,)
+        return [Attention(heads, tokens, tokens, width) for tokens in both]
+
+    def unit_inputs(self, size: Size) -> Sequence[int]:
+        """The tokens of both streams."""
+        config = self.known_config()
+        hidden = config["num_attention_heads"] * config["attention_head_dim"]
+        return [(self.image_tokens(size) + self.text_tokens) * hidden] * self.blocks()
+
+    def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
+        """Count the operations of one micro-batch."""
+        return sd3_flops(self.known_config(), trained, size, batch, self.text_tokens, checkpointed)
+
+    def is_conditioning(self, module: str) -> bool:
+        """Whether a module serves only to compute modulations."""
+        return is_conditioning(module)
+
+    def empty_model(self, config: ModelConfig) -> Transformer:
+        """Build the transformer on the meta device."""
+        from simpletune.families.sd3.transformer import empty_transformer
+
+        return empty_transformer(config)
+
+    def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None) -> TensorSource:
+        """Random weights, with the position table of the folder."""
+        from simpletune.families.sd3.transformer import RandomTensors
+
+        return RandomTensors(config, seed, folder)
+
+    def empty_tensors(self, config: ModelConfig) -> TensorSource:
+        """Uninitialised weights."""
+        from simpletune.families.sd3.transformer import empty_tensors
+
+        return empty_tensors(config)
+
+    def fit_to(
+        self, model: nn.Module, sizes: Collection[Size], whole: Callable[[], TensorSource], dtype: torch.dtype
+    ) -> None:
+        """Crop the position table."""
+        from simpletune.families.sd3.transformer import crop_to
+
+        crop_to(model, sizes, whole, dtype)
+
+    def describe_text(self) -> str:
+        """Say which text encoders are in use."""
+        return f"T5 with {plural(self.t5_length, 'token')}" if self.t5 else "no T5"
+
+    def encoders(self) -> tuple[Encoder, ...]:
+        """CLIP-L, CLIP-G and, if it is in use, T5."""
+        from simpletune.models.prompts import Encoder
+
+        clip = Encoder("clip_l", "tokenizer", "text_encoder"), Encoder("clip_g", "tokenizer_2", "text_encoder_2")
+        return (*clip, Encoder("t5", "tokenizer_3", "text_encoder_3", self.t5_length, is_t5=True)) if self.t5 else clip
+
+    def empty_clip(self, config: ModelConfig) -> nn.Module:
+        """Build CLIP-L or CLIP-G, which have a projection."""
+        from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+        return CLIPTextModelWithProjection(CLIPTextConfig.from_dict(config))
+
+    def clip_outputs(
+        self, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """The penultimate hidden states and pooled embeddings."""
+        from simpletune.families.sd3.text import clip_outputs
+
+        return clip_outputs(model, ids, device, batch_size)
+
+    def prompts(self, dtype: torch.dtype) -> SD3Prompts:
+        """The text encoders; each is loaded on demand."""
+        from simpletune.families.sd3.text import SD3Prompts
+
+        return SD3Prompts(self.part, self.encoders(), dtype, self.t5_length, self.text_width)
+
+    def scheduler(self) -> Any:
+        """The sampler's schedule of noise levels (diffusers' FlowMatchEulerDiscreteScheduler)."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        from simpletune.models.parts import loading
+
+        part = self.part("scheduler")
+        with loading(part):
+            return FlowMatchEulerDiscreteScheduler.from_config(part.config())
+
+    def predict(
+        self,
+        model: nn.Module,
+        z_t: Tensor,  # [b, c, h, w]
+        time: Tensor,  # [b], fp32: 1000 sigma
+        prompt_embeds: Tensor,  # [b, t, e]
+        pooled: Tensor,  # [b, p]; with a modulation plan, its rows [b, m]
+        dtype: torch.dtype,
+    ) -> Tensor:  # [b, c, h, w]
+        """Predict the velocity at z_t.
+
+        Args:
+            dtype: the type of the activations.
+        """
+        return model(
+            hidden_states=z_t.to(dtype),
+            timestep=time,
+            encoder_hidden_states=prompt_embeds.to(dtype),
+            pooled_projections=pooled.to(dtype),
+            return_dict=False,
+        )[0]

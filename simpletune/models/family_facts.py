@@ -1,0 +1,214 @@
+"""What a model family must tell: data and pure functions, with which everything else works for it.
+
+Shapes: b samples, c latent channels, h and w an eighth of the picture's, t text tokens, e text width, p pooled width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from simpletune.models.buckets import Size
+from simpletune.models.flops import Flops, Trained
+from simpletune.models.model_config import ModelConfig, Shape
+from simpletune.models.single_file import FileLayout
+from simpletune.options import Option
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from simpletune.models.prompts import Encoder, Prompts
+    from simpletune.models.transformer import Transformer
+    from simpletune.models.weights import TensorSource
+
+
+class Attention(NamedTuple):
+    """One shape of attention in the trained model, which has no mask and no dropout.
+
+    Args:
+        heads: the number of heads.
+        queries: tokens that attend.
+        keys: tokens that are attended to.
+        width: the width of a head.
+    """
+
+    heads: int
+    queries: int
+    keys: int
+    width: int
+
+
+class FamilyFacts(Option):
+    """What every model family tells. Members declare the fields below and override what raises NotImplementedError."""
+
+    if TYPE_CHECKING:  # every member declares them, so that its tag comes first in JSON
+        family: str
+        pretrained: str
+        revision: str | None
+        init: str
+        vae: str | None
+        text_encoders: str | None
+
+    title: ClassVar[str]
+    """The family's name for messages."""
+    denoiser: ClassVar[str]
+    """The part that is trained, and the option that replaces it: ``transformer`` or ``unet``."""
+    part_titles: ClassVar[Mapping[str, str]]
+    """The names of text encoders and autoencoder for messages, by part."""
+    layout: ClassVar[FileLayout]
+    """The layout of the family's single files."""
+    multiple: ClassVar[int]
+    """Sides of pictures are multiples of this, in pixels."""
+    objective: ClassVar[str]
+    """The ``name`` of the objective that the pretrained models were trained with."""
+    has_modulation: ClassVar[bool] = False
+    """Whether ``memory.modulation`` plan applies."""
+
+    # What a family must tell
+
+    def part_names(self) -> list[str]:
+        """The names of all parts that the model needs."""
+        raise NotImplementedError
+
+    def bundled(self, part: str) -> ModelConfig | None:
+        """The configuration that ships for a part which a single file stores without one; None if there is none."""
+        raise NotImplementedError
+
+    def bundled_config(self, hub_name: str) -> ModelConfig | None:
+        """The trained model's ``config.json`` for a Hub name whose configurations ship; None for another."""
+        raise NotImplementedError
+
+    def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
+        """The shapes of the trained model's parameters, in the order of the forward pass, without torch."""
+        raise NotImplementedError
+
+    def units_among(self, names: Collection[str]) -> tuple[str, ...]:
+        """The modules that levers treat one by one (checkpoint, stream, quantise), in the order of the forward pass.
+
+        Args:
+            names: the names of the parameters, as ``shapes`` gives them.
+        """
+        raise NotImplementedError
+
+    @property
+    def text_tokens(self) -> int:
+        """t, the number of text tokens that the trained model sees."""
+        raise NotImplementedError
+
+    @property
+    def text_width(self) -> int:
+        """e, the width of a text token."""
+        raise NotImplementedError
+
+    @property
+    def pooled_width(self) -> int:
+        """p, the width of the pooled prompt; 0 for a family without one."""
+        raise NotImplementedError
+
+    @property
+    def largest_side(self) -> int:
+        """Pixels of the longest side that the model can process."""
+        raise NotImplementedError
+
+    def image_tokens(self, size: Size) -> int:
+        """The number of image tokens of a picture at the model's highest resolution.
+
+        Args:
+            size: (width, height) in pixels.
+        """
+        raise NotImplementedError
+
+    def attentions(self, size: Size) -> Sequence[Attention]:
+        """The shapes of attention for a picture, each once, the largest first."""
+        raise NotImplementedError
+
+    def unit_inputs(self, size: Size) -> Sequence[int]:
+        """How many numbers each unit takes as input for one sample: what checkpointing stores."""
+        raise NotImplementedError
+
+    def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
+        """Count the operations of one micro-batch.
+
+        Args:
+            trained: the trained parameters.
+            size: (width, height) of the pictures in pixels.
+            batch: b.
+            checkpointed: how many units, from the first, are recomputed in the backward pass.
+        """
+        raise NotImplementedError
+
+    def empty_model(self, config: ModelConfig) -> Transformer:
+        """Build the trained model with all tensors on the meta device, its units set."""
+        raise NotImplementedError
+
+    def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None) -> TensorSource:
+        """Random weights, a function of the seed and each tensor's name.
+
+        Args:
+            folder: of the configuration, which may contain constants.
+        """
+        raise NotImplementedError
+
+    def empty_tensors(self, config: ModelConfig) -> TensorSource:
+        """Uninitialised weights."""
+        raise NotImplementedError
+
+    def describe_text(self) -> str:
+        """Say which text encoders are in use, for ``check``."""
+        raise NotImplementedError
+
+    def encoders(self) -> Sequence[Encoder]:
+        """The text encoders in use."""
+        raise NotImplementedError
+
+    def empty_clip(self, config: ModelConfig) -> nn.Module:
+        """Build a CLIP encoder of the family's class, with uninitialised weights.
+
+        Args:
+            config: the encoder's ``config.json``.
+        """
+        raise NotImplementedError
+
+    def clip_outputs(
+        self, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """Run a CLIP encoder as ``prompts`` does, for each of the token ids [n, L]."""
+        raise NotImplementedError
+
+    def prompts(self, dtype: torch.dtype) -> Prompts:
+        """The text side; each encoder is loaded on demand."""
+        raise NotImplementedError
+
+    def predict(
+        self, model: nn.Module, z_t: Tensor, time: Tensor, prompt_embeds: Tensor, pooled: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Predict the objective's target [b, c, h, w] at z_t.
+
+        Args:
+            model: the trained model.
+            z_t: [b, c, h, w].
+            time: the timestep that the model receives [b], fp32, by the objective.
+            prompt_embeds: [b, t, e].
+            pooled: [b, p]; with a modulation plan, its rows.
+            dtype: the type of the activations.
+        """
+        raise NotImplementedError
+
+    # What a family may override
+
+    def is_conditioning(self, module: str) -> bool:
+        """Whether a module serves only to compute modulations, which ``memory.modulation`` plan computes ahead."""
+        return False
+
+    def fit_to(
+        self, model: nn.Module, sizes: Collection[Size], whole: Callable[[], TensorSource], dtype: torch.dtype
+    ) -> None:
+        """Reduce a loaded model in place to what pictures of these sizes need (``memory.crop_positions``).
+
+        Args:
+            sizes: (width, height) of the pictures in pixels.
+            whole: opens the tensors again, for an export.
+            dtype: the type of unquantised weights.
+        """

@@ -1,0 +1,164 @@
+"""Encode prompts with a family's text encoders, one encoder at a time; families extend ``Prompts``.
+
+Shapes: n prompts, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from simpletune.models.parts import Part
+from simpletune.options import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_TOKENIZER_BYTES = 64 * 2**20  # per file; T5's has 2.4 MB
+MAX_TOKENS = 4096  # of a CLIP encoder
+BATCH = 1  # prompts encoded together; with more, the last bits of a prompt's embedding would depend on its neighbours
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A text encoder, with the names of its parts in a pipeline's folder.
+
+    Args:
+        name: names its cache.
+        tokenizer: the part with its tokenizer.
+        model: the part with its weights.
+        length: tokens of a padded prompt; None: as many as its tokenizer says.
+        is_t5: whether it is a T5 encoder rather than a CLIP one.
+    """
+
+    name: str
+    tokenizer: str
+    model: str
+    length: int | None = None
+    is_t5: bool = False
+
+
+class Prompts:
+    """The text side of a pipeline. A family says how an encoder runs and how the embeddings are put together.
+
+    Args:
+        part: locates a part by its name.
+        encoders: the encoders in use.
+        dtype: the type of the encoders' weights and of the embeddings.
+    """
+
+    def __init__(self, part: Callable[[str], Part], encoders: tuple[Encoder, ...], dtype: torch.dtype):
+        self.part, self.encoders, self.dtype = part, encoders, dtype
+
+    def run(self, encoder: Encoder, ids: Tensor, device: torch.device, batch_size: int) -> Iterator[dict[str, Tensor]]:
+        """Load an encoder and run it.
+
+        Args:
+            encoder: one of ``encoders``.
+            ids: token ids [n, L].
+            device: where it runs.
+            batch_size: prompts encoded together.
+
+        Yields:
+            For each prompt the tensors that ``assemble`` reads, without ``tokens``.
+        """
+        raise NotImplementedError
+
+    def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Combine the encoders' outputs into one prompt's embeddings.
+
+        Args:
+            parts: ``encode``'s output by the encoder's name.
+
+        Returns:
+            prompt_embeds [t, e] and pooled [p]; p is 0 for a family without a pooled embedding.
+        """
+        raise NotImplementedError
+
+    def pool(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
+        """The pooled embedding [p] of one prompt, from the outputs of the encoders in ``pooling``."""
+        raise NotImplementedError
+
+    @property
+    def pooling(self) -> tuple[Encoder, ...]:
+        """The encoders whose outputs ``pool`` reads."""
+        return tuple(encoder for encoder in self.encoders if not encoder.is_t5)
+
+    def _tokenizer_folder(self, encoder: Encoder) -> Path:
+        folder = self.part(encoder.tokenizer).folder
+        assert folder is not None  # single files never contain tokenizers
+        return folder
+
+    def fingerprint(self, encoder: Encoder) -> str:
+        """A name for everything an encoder's output depends on, apart from the prompt."""
+        length = "" if encoder.length is None else f"-{encoder.length}"
+        tokens = _folder_hash(self._tokenizer_folder(encoder))
+        weights = self.part(encoder.model).fingerprint()
+        return f"{encoder.name}-{weights}-{tokens}-{str(self.dtype).removeprefix('torch.')}{length}"
+
+    def encode(
+        self, encoder: Encoder, prompts: list[str], device: torch.device, batch_size: int = BATCH
+    ) -> Iterator[dict[str, Tensor]]:
+        """Load one encoder, encode prompts with it, and free it.
+
+        Yields:
+            For each prompt what ``run`` yields, in the encoders' type on the CPU, and ``tokens`` [1], the number of
+            tokens in the prompt before truncation.
+        """
+        tokenizer = read_tokenizer(encoder, self._tokenizer_folder(encoder))
+        length = encoder.length or tokenizer.model_max_length
+        counts = [len(ids) for ids in tokenizer(prompts).input_ids]
+        ids = tokenizer(
+            prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+        ).input_ids
+        outputs = self.run(encoder, ids, device, batch_size)
+        for output, count in zip(outputs, counts, strict=True):
+            parts = {name: tensor.to("cpu", self.dtype) for name, tensor in output.items()}
+            yield {**parts, "tokens": torch.tensor([count])}
+
+
+def read_tokenizer(encoder: Encoder, folder: Path) -> PreTrainedTokenizerBase:
+    """Read an encoder's tokenizer.
+
+    Raises:
+        UserError: its files are damaged or have impossible sizes.
+    """
+    from transformers import CLIPTokenizer, T5TokenizerFast
+
+    for file in folder.iterdir():
+        if file.is_file() and file.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise UserError(
+                f"{file} has {file.stat().st_size:,} bytes; the limit for a tokenizer's file is "
+                f"{MAX_TOKENIZER_BYTES:,}. Download it again"
+            )
+    kind = T5TokenizerFast if encoder.is_t5 else CLIPTokenizer
+    try:
+        tokenizer = kind.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        said = str(error).strip().partition("\n")[0][:300]
+        raise UserError(f"{folder} contains no readable tokenizer ({said}). Download it again") from error
+    if encoder.length is None and not 1 <= tokenizer.model_max_length <= MAX_TOKENS:
+        raise UserError(
+            f"{folder}: model_max_length is {tokenizer.model_max_length}; it must be from 1 to {MAX_TOKENS}. "
+            "Download the tokenizer again"
+        )
+    return tokenizer
+
+
+def _folder_hash(folder: Path) -> str:
+    """A short hash of a tokenizer's files."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            digest.update(file.name.encode())
+            with open(file, "rb") as stream:
+                while part := stream.read(2**20):
+                    digest.update(part)
+    return digest.hexdigest()[:8]
