@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from simpletune.options import Json, Problem
+from simpletune.families import Model
+from simpletune.models.family import Family
+from simpletune.options import Json, Problem, option_classes, tag_values
 
 if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig
@@ -29,18 +31,13 @@ def family_rules(config: TrainConfig) -> Iterator[Problem]:
             yield Problem(path, f"{side} is not a multiple of {model.multiple}, which {model.title} needs. Use {near}")
 
 
-def with_objective(given: object, objectives: dict[str, str]) -> object:
-    """Fill in the objective of the family in a configuration that names none.
-
-    Args:
-        given: the configuration as JSON; anything else is returned unchanged, for the validation to report.
-        objectives: the objective of each family.
-    """
-    if not isinstance(given, dict):
-        return given
-    model, objective = given.get("model", {}), given.get("objective", {})
+def with_objective(data: Json) -> Json:
+    """Fill in the family's objective in a configuration, as JSON, that names none; validation reports what is wrong."""
+    families = {tag: option for option in option_classes(Model) for tag in tag_values(option, "family")}
+    model, objective = data.get("model", {}), data.get("objective", {})
     if not isinstance(model, dict) or not isinstance(objective, dict) or "name" in objective:
-        return given
-    family = model.get("family", next(iter(objectives)))
-    filled: Json = {"name": objectives[family], **objective} if family in objectives else objective
-    return {**given, "objective": filled}
+        return data
+    family = families.get(model.get("family", next(iter(families))))
+    if family is None or not issubclass(family, Family):
+        return data
+    return {**data, "objective": {"name": family.objective, **objective}}

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from simpletune.config.error_text import did_you_mean, other_field, problems_of
+from simpletune.config.family_rules import with_objective
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.config.shipped import find_config, missing_config
 from simpletune.memory.profiles import with_profile
@@ -118,6 +119,8 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
     """Set one value in place; a change of a union's tag drops the fields that the new member lacks."""
     option: type[Option] | None = TrainConfig
     section, parts = merged, path.split(".")
+    if parts[0] == "objective":
+        merged |= with_objective(merged)
     for part in parts[:-1]:
         field = option.model_fields.get(part) if option else None
         child = section.get(part, {})
@@ -209,7 +212,7 @@ def validate(
         ConfigError: with every problem found.
     """
     found = [*(problems or []), *(Problem(path, _SECRET) for path in secret_paths(data))]
-    data = with_default_tags(TrainConfig, with_profile(data, _trains_base(data)))
+    data = with_default_tags(TrainConfig, with_objective(with_profile(data, _trains_base(data))))
     config = _attempt(data, found)
     unheard = list(found)
     for _ in range(REPAIRS):
