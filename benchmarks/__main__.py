@@ -59,6 +59,13 @@ def study(args: argparse.Namespace) -> object:
     return study.run(args.out, args.minutes, args.rows, args.model, args.overrides)
 
 
+def vertex(args: argparse.Namespace) -> object:
+    """Stable Diffusion 1.5: counted and predicted figures beside those of the Vertex report"""
+    from benchmarks import vertex
+
+    return vertex.run(args.out, args.minutes, args.rows)
+
+
 def int8(args: argparse.Namespace) -> object:
     """numerical error of int8 products"""
     from benchmarks import int8
@@ -95,6 +102,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     quality: ("rows", "prompts", "overrides"),
     inference: ("rows", "model", "price", "size", "steps", "rounds", "device"),
     study: ("rows", "model", "overrides"),
+    vertex: ("rows",),
     int8: ("rows", "overrides"),
     speed: ("rows", "model", "device"),
     kernels: ("rows",),

@@ -1,0 +1,302 @@
+"""``vertex``: the tables of the Stable Diffusion 1.5 report of Vertex Model Garden, beside what is predicted here.
+
+The report fine-tuned SD 1.5 by DreamBooth, in full and by LoRA on ``to_q`` and ``to_v``, on an A100 with 40 GB, with
+diffusers' scripts. Counts follow from shapes and must equal the published ones. Memory is predicted by executing our
+step without values; nothing here ran on a card, and rows that need one say so.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.table import Results
+from simpletune.cards import Card, card_of
+from simpletune.config.load import read_config
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.predict import estimate, needed
+from simpletune.report import write_report
+from simpletune.report.content import Chart, Fact, Report, Section, Table
+from simpletune.system.console import say
+
+CONFIG = Path("configs/sd15_lora.json")
+TITLE = "Stable Diffusion 1.5: the tables of the Vertex report"
+LEAD = (
+    "Published: Stable Diffusion v1-5 by DreamBooth and DreamBooth with LoRA on Vertex Model Garden (A100 40 GB, batch "
+    "4, rank 8, 512 px unless said). Counted: from the model's shapes. Predicted: our own training step run without "
+    "values, on no card."
+)
+MIB = 2**20
+GB = 1e9
+NOT_MEASURED = "needs a card"
+
+COUNTS = {4: (398_592, 859_919_556, 1.57), 8: (797_184, 860_318_148, 3.09), 16: (1_594_368, 861_115_332, 6.13),
+          32: (3_188_736, 862_709_700, 12.21)}  # fmt: skip
+"""Published by rank: trainable parameters, all parameters, MiB of the file."""
+
+BASE = ("data.resolution=512", "train.batch_size=4", "adapter.targets=attention_qv", "adapter.rank=8")
+PLAIN = ("memory.checkpointing=none",)
+CHECKPOINTED = ("memory.checkpointing=all",)
+FULL = ("adapter.method=full", "precision.weights=fp32", "precision.compute=bf16", "optimizer.name=adamw")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A row of the memory table.
+
+    Args:
+        name: what is trained and how.
+        published: peak in GB (10^9), as the report's charts label it; None if it has no such row.
+        overrides: of ``CONFIG``.
+    """
+
+    name: str
+    published: float | None
+    overrides: tuple[str, ...]
+
+
+PEAKS = (
+    Peak("DreamBooth (full)", 25.09, (*FULL, *PLAIN)),
+    Peak("DreamBooth with LoRA r8", 14.45, (*BASE, *PLAIN)),
+    Peak("with LoRA r4, checkpointing", 9.98, (*BASE, *CHECKPOINTED, "adapter.rank=4")),
+    Peak("with LoRA r8, checkpointing", 9.98, (*BASE, *CHECKPOINTED)),
+    Peak("with LoRA r16, checkpointing", 9.99, (*BASE, *CHECKPOINTED, "adapter.rank=16")),
+    Peak("LoRA r8, checkpointing, batch 1", None, (*BASE, *CHECKPOINTED, "train.batch_size=1")),
+    Peak("LoRA r8, int8 weights, checkpointing, batch 1", None,
+         (*BASE, *CHECKPOINTED, "train.batch_size=1", "precision.weights=int8")),
+    Peak("LoRA r8, int8 weights, streamed, batch 1", None,
+         (*BASE, *CHECKPOINTED, "train.batch_size=1", "precision.weights=int8", "memory.resident_blocks=0")),
+)  # fmt: skip
+LARGEST = {
+    ("A100-40GB", 256): 128, ("A100-40GB", 512): 32, ("A100-40GB", 1024): 8, ("A100-40GB", 2048): 2,
+    ("V100-16GB", 256): 32, ("V100-16GB", 512): 8, ("V100-16GB", 1024): 2, ("V100-16GB", 2048): None,
+}  # fmt: skip
+"""Published: the suggested largest batch by card and side in pixels."""
+SPEED = (
+    ("batch 2", "1.24 it/s, 2.48 samples/s"), ("batch 4", "1.17 it/s, 4.68 samples/s"),
+    ("batch 8", "1.14 it/s, 9.12 samples/s"), ("batch 16", "0.87 it/s, 13.9 samples/s"),
+    ("256 px", "1.32 it/s"), ("512 px", "1.18 it/s"), ("1024 px", "0.249 it/s"),
+    ("10, 100, 1000 steps", "$0.06, $0.12, $0.79"),
+    ("serving 4 pictures, plain: T4, V100, A100", "28.6 s, 8.8 s, 4.2 s"),
+    ("serving 4 pictures, optimised: T4, V100, A100", "12.6 s, 4.1 s, 1.7 s"),
+)  # fmt: skip
+"""Published figures that only a card can be compared with."""
+WHY = [
+    "The report's scripts hold the text encoder and the autoencoder on the card while they train, and encode every "
+    "picture in every step; here the text and latents stages come first and free their models, so the training stage "
+    "holds the UNet alone.",
+    "The report's full fine-tuning kept fp32 weights and AdamW states (16 bytes a parameter), as predicted here; its "
+    "attention may have stored score matrices, which flash attention does not.",
+    "Predicted figures are what our step allocates. The allocator's fragmentation and the CUDA context, which the "
+    "report's charts include, come on top: the last column has them. cuDNN's convolution workspaces are an allowance.",
+]
+
+
+def run(folder: Path, minutes: float, only: str) -> Path:
+    """Predict the rows that are missing, then write the page.
+
+    Args:
+        folder: of the results.
+        minutes: start no row after this many.
+        only: text that row names must contain.
+
+    Returns:
+        The page; its Markdown version is beside it.
+    """
+    results = Results(folder / "vertex", {})
+    for name, row in results.missing(rows(), minutes, only):
+        say(f"bench   {name}")
+        began = time.perf_counter()
+        results.add(name, {**row(), "seconds": round(time.perf_counter() - began, 1)})
+    return write_report(page(results.rows), folder / "vertex.html")[0]
+
+
+def rows() -> dict[str, Callable[[], dict[str, object]]]:
+    """Name every row and what computes it."""
+    found: dict[str, Callable[[], dict[str, object]]] = {}
+    for rank in COUNTS:
+        found[f"rank {rank}"] = partial(counts, rank)
+    for peak in PEAKS:
+        found[f"peak: {peak.name}"] = partial(peak_row, peak)
+    for card, side in LARGEST:
+        found[f"largest batch: {card}, {side} px"] = partial(largest_row, card, side)
+    return found
+
+
+def config_of(*overrides: str) -> TrainConfig:
+    """Configure a row; ``BASE`` holds unless overridden."""
+    return read_config(CONFIG, [*overrides, "validation.prompts=[]", "validation.eval_samples=0"])[0]
+
+
+def counts(rank: int) -> dict[str, object]:
+    """Count the parameters of a LoRA by shapes, and weigh the file that would be written."""
+    config = config_of(*BASE, f"adapter.rank={rank}")
+    shapes = config.model.known_shapes()
+    trained = config.adapter.trainable(shapes)
+    total = sum(math.prod(shape) for shape in shapes.values()) + trained
+    return {"trained": trained, "total": total, "tensor_bytes": 4 * trained, "file_bytes": file_bytes(config)}
+
+
+def file_bytes(config: TrainConfig) -> int:
+    """Return the size of the LoRA file that a run of this configuration exports."""
+    import torch
+
+    model = config.model.empty_model(config.model.known_config())
+    config.adapter.attach(model, seed=0)
+    for name, parameter in list(model.named_parameters()):
+        if parameter.requires_grad:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(torch.zeros(parameter.shape)))
+    with tempfile.TemporaryDirectory() as folder:
+        return config.adapter.export(model, Path(folder), {}).stat().st_size
+
+
+def peak_row(peak: Peak) -> dict[str, object]:
+    """Predict the peak of a row's training stage, and what an A100 must have for the whole job."""
+    config, card = config_of(*peak.overrides), card_of("A100-40GB")
+    found = estimate(config, card.capability)
+    stages = {name: round(snapshot.bytes / MIB, 1) for name, snapshot in found.stages.items()}
+    return {"stages_mib": stages, "train_mib": stages["train"], "job_mib": max(stages.values()),
+            "needed_mib": round(found.needed() / MIB, 1), "published_gb": peak.published}  # fmt: skip
+
+
+def largest_row(name: str, side: int) -> dict[str, object]:
+    """Find the largest batch whose predicted job fits on a card: LoRA r8 with checkpointing."""
+    card = card_of(name)
+    compute = "auto" if card.has_bf16 else "fp16"
+
+    def job(batch: int) -> int:
+        overrides = [*BASE, *CHECKPOINTED, f"data.resolution={side}", f"train.batch_size={batch}"]
+        return estimate(config_of(*overrides, f"precision.compute={compute}"), card.capability).peak.bytes
+
+    return {"largest": largest_batch(job, card), "published": LARGEST[name, side]}
+
+
+def largest_batch(job: Callable[[int], int], card: Card) -> int:
+    """Find the largest batch whose job fits on a card, with few predictions; 0 if none does.
+
+    Args:
+        job: predicts the peak in bytes for a batch; rises with it, and beyond some batch by the same for each sample.
+        card: to fit on.
+    """
+    known: dict[int, int] = {}
+
+    def fits(batch: int) -> bool:
+        if batch not in known:
+            known[batch] = job(batch)
+        return needed(known[batch]) <= card.bytes
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        rise = (known[high] - known[low]) / (high - low)
+        room = (card.bytes - needed(known[low])) / 1.05
+        guess = low + int(room / rise) if rise > 0 else (low + high) // 2
+        middle = min(max(guess, low + 1), high - 1)
+        if fits(middle):
+            low = middle
+            if low + 1 < high and not fits(low + 1):
+                high = low + 1
+        else:
+            high = middle
+    return low
+
+
+def page(found: dict[str, dict[str, object]]) -> Report:
+    """Lay out the page from the rows that are there."""
+    ranks = [rank for rank in COUNTS if f"rank {rank}" in found]
+    facts = [Fact("trainable at rank 8", f"{found['rank 8']['trained']:,}", "published 797,184")] if 8 in ranks else []
+    lean = found.get("peak: LoRA r8, checkpointing, batch 1")
+    if lean is not None:
+        facts.append(
+            Fact("LoRA r8, 512 px, batch 1", f"{lean['train_mib']:,.0f} MiB", "predicted training stage, bf16")
+        )
+    sections = [counts_section(found, ranks), memory_section(found), batch_section(found), speed_section()]
+    return Report(TITLE, LEAD, "", [], facts, sections)
+
+
+def counts_section(found: dict[str, dict[str, object]], ranks: list[int]) -> Section:
+    """Trainable parameters and file size by rank."""
+    body = []
+    for rank in ranks:
+        row, (trained, total, size) = found[f"rank {rank}"], COUNTS[rank]
+        tensors, file = int(str(row["tensor_bytes"])), int(str(row["file_bytes"]))
+        body.append((
+            str(rank), f"{row['trained']:,}", f"{trained:,}", f"{row['total']:,}", f"{total:,}",
+            f"{tensors / MIB:.2f}", f"{file / MIB:.2f}", f"{size:.2f}",
+        ))  # fmt: skip
+    head = ("rank", "trainable, counted", "published", "all, counted", "published", "tensors, MiB", "our file, MiB",
+            "published file, MiB")  # fmt: skip
+    notes = ["LoRA on to_q and to_v of every attention (adapter.targets attention_qv): 99,648 parameters a rank. The "
+             "published files hold the same fp32 tensors and a longer header."]  # fmt: skip
+    return Section("counts", "Trainable parameters and files", notes, tables=[Table("By rank", head, body)])
+
+
+def memory_section(found: dict[str, dict[str, object]]) -> Section:
+    """Peak memory by algorithm and rank."""
+    body, bars = [], []
+    for peak in PEAKS:
+        row = found.get(f"peak: {peak.name}")
+        if row is None:
+            continue
+        train, job, need = (float(str(row[key])) for key in ("train_mib", "job_mib", "needed_mib"))
+        published = "" if peak.published is None else f"{peak.published:.2f} GB"
+        body.append(
+            (peak.name, published, f"{train * MIB / GB:.2f} GB", f"{train:,.0f}", f"{job:,.0f}", f"{need:,.0f}")
+        )
+        bars += [{"row": peak.name, "source": "predicted here", "GB": round(train * MIB / GB, 2)}]
+        bars += [] if peak.published is None else [{"row": peak.name, "source": "published", "GB": peak.published}]
+    head = ("row", "published peak", "training stage, predicted", "the same, MiB", "whole job, MiB",
+            "with allowances, MiB")  # fmt: skip
+    charts = [bar_chart(bars, [peak.name for peak in PEAKS])] if bars else []
+    return Section("memory", "Peak memory", WHY, charts=charts, tables=[Table("A100 40 GB, 512 px", head, body)])
+
+
+def bar_chart(bars: list[dict[str, object]], order: list[str]) -> Chart:
+    """Bars of published and predicted peaks."""
+    spec = {
+        "data": {"values": bars},
+        "mark": {"type": "bar", "tooltip": True},
+        "encoding": {
+            "y": {"field": "row", "type": "nominal", "sort": order, "title": None, "axis": {"labelLimit": 260}},
+            "yOffset": {"field": "source", "sort": ["published", "predicted here"]},
+            "x": {"field": "GB", "type": "quantitative", "title": "peak, GB (10^9 bytes)"},
+            "color": {"field": "source", "type": "nominal", "title": None, "legend": {"orient": "bottom"}},
+        },
+        "height": {"step": 14},
+        "width": "container",
+    }
+    says = "; ".join(f"{bar['row']}, {bar['source']}: {bar['GB']} GB" for bar in bars)
+    return Chart("peaks", "Peak memory, published and predicted", says, spec)
+
+
+def batch_section(found: dict[str, dict[str, object]]) -> Section:
+    """The largest batch by card and size."""
+    body: list[tuple[str, ...]] = []
+    for (card, side), published in LARGEST.items():
+        row = found.get(f"largest batch: {card}, {side} px")
+        if row is not None:
+            body.append((f"{card}, {side} px", "-" if published is None else str(published), str(row["largest"])))
+    notes = [
+        "LoRA r8 with checkpointing, bf16 weights on the A100 and fp16 products on the V100. Published figures are "
+        "powers of two that the report suggests; ours is the largest batch predicted to fit."
+    ]
+    return Section(
+        "batch", "Largest batch", notes, tables=[Table("By card and size", ("job", "published", "predicted"), body)]
+    )
+
+
+def speed_section() -> Section:
+    """Published speeds and costs, which need a card to compare with."""
+    body = [(name, published, NOT_MEASURED) for name, published in SPEED]
+    notes = ["Speed and cost are not predicted here. The published speeds seem to include warm-up."]
+    table = Table("A100 40 GB, DreamBooth with LoRA", ("row", "published", "here"), body)
+    return Section("speed", "Speed and cost", notes, tables=[table])
