@@ -111,6 +111,11 @@ def test_known_values_of_stable_diffusion() -> None:
     assert all(a > b for a, b in zip(rescaled, rescaled[1:], strict=False))
 
 
+def test_a_scheduler_config_without_fields_means_diffusers_defaults() -> None:
+    close(torch.tensor(schedule_of({})), DDPMScheduler().alphas_cumprod)
+    assert Ddpm().prediction_of({}) == "epsilon"
+
+
 def test_at_zero_snr_z_t_is_the_noise_and_v_is_minus_z_0() -> None:
     z_0, noise, _, _ = batch()
     process, last = Ddpm(zero_terminal_snr=True).process(SD21), torch.full((len(z_0),), 999.0)
