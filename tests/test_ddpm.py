@@ -69,7 +69,7 @@ def close(actual: Tensor, wanted: Any, atol: float = 1e-6) -> None:
 def test_equals_the_reference(case: str) -> None:
     objective, config = CASES[case]
     z_0, noise, prediction, level = batch()
-    process, wanted = objective.process(config), expected(objective, config)
+    process, wanted = objective.process(lambda: config), expected(objective, config)
     z_t = process.noised(z_0, noise, level)
     target = process.target(z_0, noise, level)
     close(z_t, wanted.noised(z_0.numpy(), noise.numpy()))
@@ -86,7 +86,7 @@ def test_equals_diffusers(case: str) -> None:
     """Their tables are cumulative products in fp32, which are off by up to 2e-6."""
     objective, config = CASES[case]
     theirs, (z_0, noise, prediction, level) = scheduler(objective, config), batch()
-    process, t = objective.process(config), level.long()
+    process, t = objective.process(lambda: config), level.long()
     close(process.noised(z_0, noise, level), theirs.add_noise(z_0, noise, t), 1e-5)
     v = theirs.config.prediction_type == "v_prediction"
     target = theirs.get_velocity(z_0, noise, t) if v else noise
@@ -118,7 +118,7 @@ def test_a_scheduler_config_without_fields_means_diffusers_defaults() -> None:
 
 def test_at_zero_snr_z_t_is_the_noise_and_v_is_minus_z_0() -> None:
     z_0, noise, _, _ = batch()
-    process, last = Ddpm(zero_terminal_snr=True).process(SD21), torch.full((len(z_0),), 999.0)
+    process, last = Ddpm(zero_terminal_snr=True).process(lambda: SD21), torch.full((len(z_0),), 999.0)
     assert torch.equal(process.noised(z_0, noise, last), noise)
     assert torch.equal(process.target(z_0, noise, last), -z_0)
     assert torch.equal(process.clean(noise, -z_0, last), z_0)
@@ -126,7 +126,7 @@ def test_at_zero_snr_z_t_is_the_noise_and_v_is_minus_z_0() -> None:
 
 def test_every_row_has_the_weight_of_its_own_timestep() -> None:
     """Gamma 5 leaves timesteps of SNR below 5 alone with noise prediction, and damps the others to 5 / SNR."""
-    process, alphas_bar = Ddpm(min_snr_gamma=5.0).process(SD15), schedule_of(SD15)
+    process, alphas_bar = Ddpm(min_snr_gamma=5.0).process(lambda: SD15), schedule_of(SD15)
     zero, levels = torch.zeros(2, 1, 1, 2), (100, 900)
     for place in (0, 1):
         error = zero.clone()
@@ -139,7 +139,7 @@ def test_every_row_has_the_weight_of_its_own_timestep() -> None:
 
 def test_loss_of_16_bit_predictions_is_in_fp32() -> None:
     near_one = torch.full((1, 1, 10, 100), 1.0078125, dtype=torch.bfloat16)
-    for process in (Ddpm().process(SD15), Ddpm(prediction="v", min_snr_gamma=1e9).process(SD15)):
+    for process in (Ddpm().process(lambda: SD15), Ddpm(prediction="v", min_snr_gamma=1e9).process(lambda: SD15)):
         loss = process.loss(near_one, torch.zeros_like(near_one), torch.zeros(1))
         share = 1.0 if not process.v else schedule_of(SD15)[0]  # SNR / (SNR + 1) = abar
         assert loss.dtype == torch.float32 and loss.item() == pytest.approx(share * 1.0078125**2, rel=1e-6)
@@ -195,13 +195,13 @@ def test_offset_noise_adds_one_number_a_channel_and_leaves_the_rest() -> None:
 )
 def test_what_does_not_fit_is_refused_with_its_reason(changes: dict, config: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
-        Ddpm(**changes).process(config)
+        Ddpm(**changes).process(lambda: config)
     assert len(refused.value.problems) == 1
 
 
 def test_reads_nothing_from_the_device_and_copies_its_tables_once() -> None:
     z_0, noise, prediction, level = batch()
-    process = Ddpm(min_snr_gamma=5.0).process(SD21)
+    process = Ddpm(min_snr_gamma=5.0).process(lambda: SD21)
     meta = [tensor.to("meta") for tensor in (z_0, noise, prediction, level)]  # a read of these raises
     for z_0, noise, prediction, level in (batch(), meta):
         z_t = process.noised(z_0, noise, level)
@@ -212,6 +212,6 @@ def test_reads_nothing_from_the_device_and_copies_its_tables_once() -> None:
     assert tables.keys() == {torch.device("cpu"), torch.device("meta")}
     assert all(process._tables[device] is table for device, table in tables.items())
     with fake_tensors():
-        fake = Ddpm(min_snr_gamma=5.0).process(SD21)
+        fake = Ddpm(min_snr_gamma=5.0).process(lambda: SD21)
         one = torch.zeros(2, 4, 8, 8)
         assert fake.loss(one, fake.target(one, one, torch.zeros(2)), torch.zeros(2)).shape == ()

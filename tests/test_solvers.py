@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from diffusers import (
 from torch import Tensor, nn
 
 from simpletune.objectives.ddpm import Ddpm
-from simpletune.objectives.solvers import DpmSolver, Euler
+from simpletune.objectives.objective import TrainingObjective
+from simpletune.objectives.solvers import Euler, Solver
 from simpletune.pipeline.sample import Request, Sampler, noises
 from simpletune.quant.plain import FP32
 from tests.test_ddpm import SD15, SD21
@@ -32,12 +33,13 @@ class Family:
     """The part of a family that sampling uses, around a small UNet."""
 
     config: dict[str, Any]
+    objective: ClassVar[str] = "ddpm"
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         return 4, height // 8, width // 8
 
-    def solver(self, steps: int, skipped: int, objective: Ddpm | None) -> DpmSolver:
-        return (objective or Ddpm()).solver(self.config, steps, skipped)
+    def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Solver:
+        return objective.solver(self.config, steps, skipped)
 
     def predict(
         self, model: nn.Module, z_t: Tensor, time: Tensor, prompt_embeds: Tensor, pooled: Tensor, dtype: torch.dtype
@@ -54,6 +56,7 @@ def unet() -> UNet2DConditionModel:
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     )  # fmt: skip
     unet.requires_grad_(False).conv_out.weight.mul_(4)
+    unet.units = ()
     return unet
 
 
@@ -126,6 +129,15 @@ def test_one_guidance_difference_for_two_steps(unet) -> None:
     hook.remove()
     assert rows == [2, 2, 2, 2, 2, 1, 2, 1]
     assert 0 < (exact - lossy).abs().max() < exact.std()
+    scheduler = DPMSolverMultistepScheduler.from_config(SD15)
+    scheduler.set_timesteps(4)
+    z, (positive, negative) = noises(request, Family(SD15))[0], prompts()
+    for index, t in enumerate(scheduler.timesteps):
+        prediction = unet(z, t, positive[None]).sample
+        if index % 2 == 0:
+            away = prediction - unet(z, t, negative[None]).sample
+        z = scheduler.step(prediction + 2 * away, t, z).prev_sample
+    torch.testing.assert_close(lossy, z, rtol=0, atol=5e-4)
 
 
 def test_a_drawing_does_not_depend_on_the_one_before(unet) -> None:
@@ -142,7 +154,7 @@ def test_a_drawing_does_not_depend_on_the_one_before(unet) -> None:
 def test_the_solver_finds_the_picture_that_every_prediction_means(schedule: str) -> None:
     """If the network always predicts the noise and v that lead to one z_0, any number of steps ends there."""
     config, steps = SCHEDULES[schedule], 7
-    process = Ddpm().process(config)
+    process = Ddpm().process(lambda: config)
     z_0, noise = (torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
     solver = Ddpm().solver(config, steps)
     z = solver.start(noise, None)

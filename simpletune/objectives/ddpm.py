@@ -7,14 +7,16 @@ timesteps. abar_t is the cumulative product of 1 - beta up to timestep t; SNR = 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from simpletune.options import ConfigError, Option, Problem
+from simpletune.models.model_config import ModelConfig
+from simpletune.objectives.objective import TrainingObjective
+from simpletune.options import ConfigError, Problem
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,15 +25,12 @@ if TYPE_CHECKING:
 
     from simpletune.objectives.solvers import DpmSolver
 
-SchedulerConfig = Mapping[str, Any]
-"""A model's ``scheduler_config.json`` in diffusers' format."""
-
 TIMESTEPS = 1000
 PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}  # diffusers' names and ours
 NEEDS_V = "needs v-prediction: at an SNR of zero, z_t is the noise itself, and predicting it teaches nothing."
 
 
-class Ddpm(Option):
+class Ddpm(TrainingObjective):
     """Noise prediction or v-prediction at uniformly drawn timesteps."""
 
     name: Literal["ddpm"] = "ddpm"
@@ -63,12 +62,9 @@ class Ddpm(Option):
         if self.zero_terminal_snr and self.prediction == "epsilon":
             yield Problem("objective.zero_terminal_snr", f"true {NEEDS_V} Use objective.prediction v, or false")
 
-    def problems(self, config: SchedulerConfig) -> Iterator[Problem]:
-        """Check the model's schedule.
-
-        Args:
-            config: the model's scheduler config.
-        """
+    def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
+        """Check the model's schedule, and what it says that the network predicts."""
+        config = scheduler()
         predicted = config.get("prediction_type", "epsilon")
         if self.prediction == "auto" and predicted not in PREDICTIONS:
             yield Problem(
@@ -99,87 +95,62 @@ class Ddpm(Option):
         """Return the timestep at a quantile in [0, 1) of the density; the evaluation loss uses these fixed levels."""
         return float(self.min_timestep + math.floor(quantile * (self.max_timestep + 1 - self.min_timestep)))
 
-    def shift_at(self, resolution: int) -> float:
-        """Return 1: timesteps are not shifted."""
-        return 1.0
-
     def noise(self, stream: np.random.Generator, shape: Sequence[int]) -> np.ndarray:  # [c, h, w]
         """Draw a sample's noise in fp32: one normal number per element, then, from the same stream, those of
-        ``offset_noise``, one per channel. So the former do not depend on the option.
-
-        Args:
-            stream: seeded by the sample's key.
-            shape: (c, h, w).
-        """
-        noise = stream.standard_normal(tuple(shape), dtype="float32")
+        ``offset_noise``, one per channel. So the former do not depend on the option."""
+        noise = super().noise(stream, shape)
         if self.offset_noise:
             noise += self.offset_noise * stream.standard_normal((shape[0], 1, 1), dtype="float32")
         return noise
 
-    def prediction_of(self, config: SchedulerConfig) -> str:
-        """Return what the network predicts: ``epsilon`` or ``v``.
-
-        Args:
-            config: the model's scheduler config.
-        """
+    def prediction_of(self, scheduler: ModelConfig) -> str:
+        """Return what the network predicts: ``epsilon`` or ``v``."""
         if self.prediction != "auto":
             return self.prediction
-        return PREDICTIONS[config.get("prediction_type", "epsilon")]
+        return PREDICTIONS[scheduler.get("prediction_type", "epsilon")]
 
-    def scheduler_config(self, config: SchedulerConfig) -> dict[str, Any]:
-        """Return the scheduler config of the trained model, in diffusers' format.
+    def scheduler_config(self, scheduler: ModelConfig) -> dict[str, Any]:
+        """Return the scheduler config of the trained model from that of its base, in diffusers' format."""
+        prediction = "v_prediction" if self.prediction_of(scheduler) == "v" else "epsilon"
+        zero = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"} if self._zero_snr(scheduler) else {}
+        return {**scheduler, "prediction_type": prediction, **zero}
 
-        Args:
-            config: the base model's scheduler config.
-        """
-        prediction = "v_prediction" if self.prediction_of(config) == "v" else "epsilon"
-        zero = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"} if self._zero_snr(config) else {}
-        return {**config, "prediction_type": prediction, **zero}
-
-    def process(self, config: SchedulerConfig) -> DdpmProcess:
-        """Build the noising process.
-
-        Args:
-            config: the model's scheduler config.
-
-        Raises:
-            ConfigError: the objective does not fit the model.
-        """
-        problems = [*self.rules(), *self.problems(config)]
-        if problems:
-            raise ConfigError(problems)
+    def process(self, scheduler: Callable[[], ModelConfig]) -> DdpmProcess:
+        """Build the noising process."""
+        config = scheduler()
+        self._require(config)
         alphas_bar = schedule_of(config)
         if self._zero_snr(config):
             alphas_bar = rescale_to_zero_snr(alphas_bar)
         return DdpmProcess(alphas_bar, self.prediction_of(config) == "v", self.min_snr_gamma)
 
-    def solver(self, config: SchedulerConfig, steps: int, skipped: int = 0) -> DpmSolver:
-        """Build the solver that draws pictures: DPM-Solver++ of second order (arXiv:2211.01095).
-
-        Args:
-            config: the model's scheduler config.
-            steps: number of steps.
-            skipped: how many of the first, noisiest steps to leave out.
-        """
+    def solver(self, scheduler: ModelConfig, steps: int, skipped: int = 0) -> DpmSolver:
+        """Build DPM-Solver++ of second order (arXiv:2211.01095)."""
         from simpletune.objectives.solvers import DpmSolver
 
-        return DpmSolver(self.scheduler_config(config), steps, skipped)
+        self._require(scheduler)
+        return DpmSolver(self.scheduler_config(scheduler), steps, skipped)
 
-    def _zero_snr(self, config: SchedulerConfig) -> bool:
-        return self.zero_terminal_snr or bool(config.get("rescale_betas_zero_snr"))
+    def _require(self, scheduler: ModelConfig) -> None:
+        problems = [*self.rules(), *self.problems(lambda: scheduler)]
+        if problems:
+            raise ConfigError(problems)
+
+    def _zero_snr(self, scheduler: ModelConfig) -> bool:
+        return self.zero_terminal_snr or bool(scheduler.get("rescale_betas_zero_snr"))
 
 
-def schedule_of(config: SchedulerConfig) -> list[float]:  # [T]
+def schedule_of(scheduler: ModelConfig) -> list[float]:  # [T]
     """Compute abar of every timestep in float64 from the betas of a scheduler config, with diffusers' defaults.
 
     Raises:
         ValueError: the schedule is unknown.
     """
-    kind, count = config.get("beta_schedule", "linear"), config.get("num_train_timesteps", TIMESTEPS)
-    first, last = config.get("beta_start", 0.0001), config.get("beta_end", 0.02)
+    kind, count = scheduler.get("beta_schedule", "linear"), scheduler.get("num_train_timesteps", TIMESTEPS)
+    first, last = scheduler.get("beta_start", 0.0001), scheduler.get("beta_end", 0.02)
     if count != TIMESTEPS:
         raise ValueError(f"num_train_timesteps {count} is not {TIMESTEPS}")
-    if config.get("trained_betas") is not None:
+    if scheduler.get("trained_betas") is not None:
         raise ValueError("trained_betas are not supported. Name a beta_schedule")
     if kind not in ("linear", "scaled_linear"):
         raise ValueError(f"beta_schedule {kind!r} is neither linear nor scaled_linear")

@@ -5,10 +5,12 @@ Shapes: b pictures, c channels, h and w an eighth of the picture's, s steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
+
+from simpletune.models.model_config import ModelConfig
+from simpletune.objectives.flow import FlowProcess, interpolate
 
 
 class Solver(Protocol):
@@ -35,12 +37,12 @@ class Euler:
 
     def __init__(self, sigmas: Tensor):
         self.sigmas, self.levels = sigmas, sigmas[:-1]
-        self.times = 1000.0 * self.levels
+        self.times = FlowProcess().time(self.levels)
 
     def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:
         """Return the noise, or (1 - sigma) z_0 + sigma noise at the first sigma."""
-        sigma = self.sigmas[0].to(noise.device)
-        return noise if z_0 is None else (1 - sigma) * z_0 + sigma * noise
+        sigma = self.sigmas[:1].to(noise.device)
+        return noise if z_0 is None else interpolate(z_0, noise, sigma)
 
     def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:
         """z + (sigma_next - sigma) velocity."""
@@ -56,7 +58,7 @@ class DpmSolver:
         skipped: how many of the first, noisiest steps to leave out.
     """
 
-    def __init__(self, config: Mapping[str, Any], steps: int, skipped: int = 0):
+    def __init__(self, config: ModelConfig, steps: int, skipped: int = 0):
         from diffusers import DPMSolverMultistepScheduler
 
         chosen = {"algorithm_type": "dpmsolver++", "solver_order": 2}
@@ -65,7 +67,6 @@ class DpmSolver:
         self._scheduler.set_begin_index(skipped)
         self.times = self._scheduler.timesteps[skipped:]
         self.levels = self.times.float()
-        self._skipped = skipped
 
     def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:
         """Return the noise, or sqrt(abar) z_0 + sqrt(1 - abar) noise at the first timestep."""
