@@ -46,10 +46,10 @@ def quality(args: argparse.Namespace) -> object:
 
 def inference(args: argparse.Namespace) -> object:
     """seconds, memory and cost of a picture, compared with plain diffusers"""
-    from benchmarks import inference
+    from benchmarks import inference, prices
 
     workload = inference.Workload(args.model or inference.DEMO, args.size, args.steps, args.rounds, args.device)
-    return inference.run(args.out, args.minutes, args.rows, dict(args.price), workload)
+    return inference.run(args.out, args.minutes, args.rows, prices.gathered(args.price, args.prices), workload)
 
 
 def study(args: argparse.Namespace) -> object:
@@ -100,7 +100,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     estimate: ("rows",),
     dry: ("rows", "card", "predict"),
     quality: ("rows", "prompts", "overrides"),
-    inference: ("rows", "model", "price", "size", "steps", "rounds", "device"),
+    inference: ("rows", "model", "price", "prices", "size", "steps", "rounds", "device"),
     study: ("rows", "model", "overrides"),
     vertex: ("rows",),
     int8: ("rows", "overrides"),
@@ -157,6 +157,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # argparse's own keywords
         "metavar": "NAME=PRICE",
         "help": "price of this machine per hour: adds a table with the cost of 1000 pictures; repeatable",
     },
+    "prices": {"type": Path, "metavar": "FILE", "help": "JSON file of more prices: {NAME: {per_hour, as_of, source}}"},
 }
 
 

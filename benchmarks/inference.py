@@ -10,7 +10,7 @@ import gc
 import io
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.diffusers_pipeline import Plain
 from benchmarks.inference_rows import ABOUT, BASELINE, BASELINE_LORA, COLUMNS, PICTURES, ROWS, Way
+from benchmarks.prices import Prices, cost_of_picture, page_of
 from benchmarks.table import Results, describe_machine, no_such_row, table
 from simpletune.adapters.lora import Lora
 from simpletune.config.resolve import resolve_folders
@@ -107,7 +108,7 @@ def run(
     folder: Path,
     minutes: float = 8.0,
     only: str = "",
-    prices: Mapping[str, float] | None = None,
+    prices: Prices | None = None,
     workload: Workload = Workload(),
 ) -> Path:
     """Measure all rows, and write JSON and Markdown.
@@ -116,7 +117,7 @@ def run(
         folder: of the results.
         minutes: start no row after this many.
         only: text that row names must contain; diffusers is always measured.
-        prices: of this machine per hour, by name, for the cost table.
+        prices: of this machine, for the cost table.
         workload: of every row.
 
     Returns:
@@ -125,8 +126,10 @@ def run(
     Raises:
         UserError: no row name contains ``only``.
     """
-    if not any(only in name for name in ROWS):
+    asked = {name for name in ROWS if only in name}
+    if not asked:
         raise no_such_row(ROWS, only)
+    asked |= {BASELINE, BASELINE_LORA, *(ROWS[name].more_steps for name in asked)}
     results = Results(folder / "inference", COLUMNS)
     results.rows.clear()  # compare every row with diffusers in the same process
     started = time.monotonic()
@@ -135,8 +138,7 @@ def run(
         baselines: dict[bool, Round] = {}
         beside = Beside(job)
         for name, way in ROWS.items():
-            wanted = only in name or name in (BASELINE, BASELINE_LORA)
-            if not wanted or time.monotonic() - started > 60 * minutes:
+            if name not in asked or time.monotonic() - started > 60 * minutes:
                 say(f"bench   {name}: skipped")
                 continue
             row, best = measure(job, way, beside)
@@ -148,7 +150,7 @@ def run(
     return write_page(results, job, workload.model, prices or {})
 
 
-def write_page(results: Results, job: Job, model: str, prices: Mapping[str, float]) -> Path:
+def write_page(results: Results, job: Job, model: str, prices: Prices) -> Path:
     """Write the Markdown table, and a table of costs if prices are given."""
     first = job.requests[0]
     about = ABOUT.format(
@@ -157,15 +159,15 @@ def write_page(results: Results, job: Job, model: str, prices: Mapping[str, floa
     )  # fmt: skip
     page = results.write_table("Inference", about, describe_machine())
     if prices:
-        columns = {"what": "", **{name: f"{name}, at {price:g} per hour" for name, price in prices.items()}}
-        costs = table(columns, {name: row["cost"] for name, row in results.rows.items()})
-        text = "\n".join(["", "## Cost of 1000 pictures, in the currency of the prices", "", *costs, ""])
+        columns = {"what": "", **{name: name for name in prices}}
+        costs = {name: {key: 1000 * cost for key, cost in row["cost"].items()} for name, row in results.rows.items()}
+        text = page_of(prices, table(columns, costs))
         page.write_text(page.read_text(encoding="utf-8") + text, encoding="utf-8")
     return page
 
 
-def finish(results: Results, prices: Mapping[str, float]) -> None:
-    """Add to every row its speed relative to diffusers, and its cost."""
+def finish(results: Results, prices: Prices) -> None:
+    """Add to every row its speed relative to diffusers at equal steps, what fewer steps add to that, and its cost."""
     rows = results.rows
     fastest = {
         lora: min(r["seconds_per_picture"] for n, r in rows.items() if n.startswith("diffusers") and r["lora"] == lora)
@@ -173,8 +175,11 @@ def finish(results: Results, prices: Mapping[str, float]) -> None:
     }
     for name, row in list(rows.items()):
         seconds = row["seconds_per_picture"]
-        cost = {key: 1000 * seconds * price / 3600 for key, price in prices.items()}
-        results.add(name, {**row, "faster": (row["beside"] or fastest[row["lora"]]) / seconds, "cost": cost})
+        faster, fewer = (row["beside"] or fastest[row["lora"]]) / seconds, None
+        if ROWS[name].more_steps:
+            faster, fewer = rows[ROWS[name].more_steps]["faster"], faster / rows[ROWS[name].more_steps]["faster"]
+        cost = {key: cost_of_picture(seconds, price.per_hour) for key, price in prices.items()}
+        results.add(name, {**row, "faster": faster, "fewer_steps": fewer, "cost": cost})
 
 
 def peak_words(device: torch.device) -> str:
@@ -305,6 +310,7 @@ def own_round(job: Job, way: Way) -> Callable[[], Round]:
     transformer, modulation = shared.use(weights)
     vae = config.model.load_vae(job.device, config.precision.encoder_dtype())
     requests = job.requests if way.guided else unguided(job.requests)
+    requests = [replace(request, steps=max(1, round(way.steps * request.steps))) for request in requests]
 
     def one_round() -> Round:
         clock = time.perf_counter()

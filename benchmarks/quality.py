@@ -131,8 +131,9 @@ class Easel:
         """Draw one picture per prompt."""
         self.text.fill([prompt.text for prompt in prompts] + [""], self.device)
         requests = [Request(p.text, p.seed, "", 64, 64, STEPS, GUIDANCE) for p in prompts]
-        sampler = Sampler(self.transformer, self.config.model, self.config.precision, self.modulation)
-        return draw(sampler, self.vae, self.config.model, requests, self.text.load)
+        config = self.config
+        sampler = Sampler(self.transformer, config.model, config.precision, self.modulation, objective=config.objective)
+        return draw(sampler, self.vae, config.model, requests, self.text.load)
 
 
 def accuracies(images: list[Image.Image], prompts: list[Prompt]) -> dict[str, float]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from PIL import Image
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import estimate, inference, int8, memory, memory_row, quality
+from benchmarks import estimate, inference, int8, memory, memory_row, prices, quality
 from benchmarks.table import Results, shown
 from simpletune.options import UserError
 
@@ -83,7 +85,8 @@ def test_the_quality_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: 
 
 LOSSY = "lossy: guidance difference for 2 steps"
 FEW = ["diffusers", "simpletune, prompts new", LOSSY]
-MORE = ["diffusers", "simpletune, prompts new", "modulation plan", LOSSY, "diffusers, LoRA r16", "LoRA r16, fused"]
+MORE = ["diffusers", "simpletune, prompts new", "simpletune", "modulation plan", LOSSY, "half the steps",
+        "diffusers, LoRA r16", "LoRA r16, fused"]  # fmt: skip
 
 
 @pytest.mark.parametrize("wanted", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
@@ -94,7 +97,7 @@ def test_inference_is_measured_against_diffusers_in_one_process(
     with pytest.raises(UserError, match=f"none of the {len(wanted)} rows .*'nothing'"):
         inference.run(tmp_path, only="nothing")
     workload = inference.Workload(size=(32, 32), steps=2, rounds=1, device="cpu")
-    page = inference.run(tmp_path, prices={"spot": 0.36}, workload=workload).read_text()
+    page = inference.run(tmp_path, prices=prices.own([("spot", 0.36)]), workload=workload).read_text()
     rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
     assert list(rows) == wanted
     for name in {"simpletune, prompts new", "modulation plan", "LoRA r16, fused"} & set(wanted):
@@ -102,8 +105,65 @@ def test_inference_is_measured_against_diffusers_in_one_process(
     assert float(rows[LOSSY]["differs"]) > 1e-4
     for row in rows.values():
         assert row["seconds_per_picture"] == pytest.approx(row["encode"] + row["denoise"] + row["decode"])
-        assert row["cost"]["spot"] == pytest.approx(0.1 * row["seconds_per_picture"])
-    assert 0.2 < rows["diffusers"]["faster"] < 5 and "spot, at 0.36 per hour" in page
+        assert row["cost"]["spot"] == pytest.approx(0.0001 * row["seconds_per_picture"])
+    assert 0.2 < rows["diffusers"]["faster"] < 5 and re.search(r"- spot: 0.36 per hour, as of 20\d\d-", page)
+
+
+def test_speed_at_equal_steps_is_reported_apart_from_fewer_steps(tmp_path: Path) -> None:
+    """4 s of diffusers, 2 s of ours, 0.8 s with half the steps: twice as fast, and 2.5 times by fewer steps."""
+    results = Results(tmp_path / "inference", inference.COLUMNS)
+    for name, seconds, beside in [("diffusers", 4.0, None), ("simpletune", 2.0, 4.0), ("half the steps", 0.8, 4.0)]:
+        results.add(name, {"seconds_per_picture": seconds, "beside": beside, "lora": False})
+    inference.finish(results, prices.own([("mine", 3600.0)]))
+    found = {name: (row["faster"], row["fewer_steps"], row["cost"]["mine"]) for name, row in results.rows.items()}
+    assert found["diffusers"] == (1.0, None, 4.0) and found["simpletune"] == (2.0, None, 2.0)
+    assert found["half the steps"] == pytest.approx((2.0, 2.5, 0.8))
+    for name, way in inference.ROWS.items():
+        if way.steps < 1:
+            more = list(inference.ROWS).index(way.more_steps)
+            assert more < list(inference.ROWS).index(name), "a row is compared with an earlier one"
+            assert replace(way, steps=1.0, more_steps="") == inference.ROWS[way.more_steps]
+        else:
+            assert not way.more_steps
+
+
+PUBLISHED = [  # (seconds for 4 pictures, price per hour, cost of a picture) of the Vertex report: T4, V100, A100
+    (28.6, 0.4025, 0.00080), (8.8, 2.852, 0.00174), (4.2, 4.2245, 0.00123),
+    (12.6, 0.4025, 0.00035), (4.1, 2.852, 0.00081), (1.7, 4.2245, 0.00050),
+]  # fmt: skip
+
+
+def test_the_cost_of_a_picture_is_that_of_the_published_table() -> None:
+    for seconds, per_hour, cost in PUBLISHED:
+        assert prices.cost_of_picture(seconds / 4, per_hour) == pytest.approx(cost, abs=5.1e-6)
+
+
+def test_the_users_own_prices_come_first(tmp_path: Path) -> None:
+    file = tmp_path / "prices.json"
+    listed = {"per_hour": 0.7068, "as_of": "2026-04", "source": "GCP g2-standard-4", "currency": "USD"}
+    file.write_text(json.dumps({"l4": listed, "mine": listed}))
+    found = prices.gathered([("mine", 0.3), ("spot", 0.2)], file)
+    assert list(found) == ["mine", "spot", "l4"] and found["mine"].per_hour == 0.3
+    assert found["l4"].words == "0.7068 USD per hour, as of 2026-04, GCP g2-standard-4"
+    page = prices.page_of(found, ["| table |"])
+    assert "- l4: 0.7068 USD per hour" in page and page.index("mine") < page.index("l4") < page.index("| table |")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"l4": {"per_hour": 0.7, "source": "GCP"}}', "l4.as_of: Field required. A price has per_hour, as_of"),
+        ('{"l4": {"per_hour": 0.7, "as_of": "2026-04", "source": ""}}', "l4.source"),
+        ('{"l4": {"per_hour": -1, "as_of": "2026-04", "source": "GCP"}}', "l4.per_hour"),
+        ('{"l4": {"per_hour": 1, "as_of": "April", "source": "GCP"}}', "l4.as_of"),
+        ('{"l4": 0.7}', "l4: "),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_file_of_prices_needs_dates_and_sources(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "prices.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        prices.gathered([], tmp_path / "prices.json")
 
 
 def test_int8_products_are_measured_beside_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +196,7 @@ def test_the_command_runs_the_grid_that_is_named(grid: str, tmp_path: Path, monk
     said = capsys.readouterr().out
     assert said.startswith(f"{grid} ({tmp_path!r}, ") and "3.0" in said and ("'base'" in said) == (grid != "pair")
     assert ("train.steps=2" in said) == (grid in ("quality", "study", "int8", "pair"))
-    assert ("{'spot': 0.5}" in said) == (grid == "inference")
+    assert ("'spot': Price(per_hour=0.5, " in said) == (grid == "inference")
     assert ("some/model" in said) == (grid in ("inference", "study", "speed"))
 
 

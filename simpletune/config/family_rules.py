@@ -22,6 +22,7 @@ def family_rules(config: TrainConfig) -> Iterator[Problem]:
             f"{name}, but {model.title} models are trained with {model.objective}. Leave it out, or use "
             f"{model.objective}",
         )
+    yield from config.objective.rules()
     sides = {"data.resolution": config.data.resolution}
     sides |= {f"validation.{side}": getattr(config.validation, side) for side in ("width", "height")}
     for path, side in sides.items():

@@ -40,11 +40,20 @@ def file_problems(config: TrainConfig) -> list[Problem]:
                 f"the {config.model.denoiser}'s config.json lacks {error}. Name an {config.model.title} model",
             ),
         ]
-    return found + (list(config.shape_rules(dict(shapes))) if shapes else [])
+    return found + (list(config.shape_rules(dict(shapes))) if shapes else []) + _schedule_problems(config)
+
+
+def _schedule_problems(config: TrainConfig) -> list[Problem]:
+    """List why the objective does not fit the model's schedule, if that is known without a download."""
+    try:
+        known = config.model.is_schedule_known()
+        return list(config.objective.problems(config.model.scheduler_config)) if known else []
+    except UserError as error:
+        return [Problem("model.pretrained", str(error))]
 
 
 def require_model_rules(config: TrainConfig) -> None:
-    """Check the rules that need the model's shapes, which ``check`` may not know before the download.
+    """Check the rules that need the model's shapes and schedule, which ``check`` may not know before the download.
 
     Args:
         config: configuration with folders resolved.
@@ -53,6 +62,7 @@ def require_model_rules(config: TrainConfig) -> None:
         ConfigError: with every problem found.
     """
     problems = list(config.shape_rules(config.model.known_shapes()))
+    problems += config.objective.problems(config.model.scheduler_config)
     if problems:
         raise ConfigError(problems)
 

@@ -19,6 +19,7 @@ from simpletune.memory import Memory
 from simpletune.models.buckets import STEP
 from simpletune.models.model_config import Shape
 from simpletune.objectives import Objective
+from simpletune.objectives.flow import Flow
 from simpletune.optim import Optimizer
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.schedule import Constant, Schedule
@@ -148,7 +149,7 @@ class TrainConfig(Option):
     """Optimizer."""
     schedule: Schedule = Constant()
     """Learning-rate schedule."""
-    objective: Objective = Objective()
+    objective: Objective = Flow()
     """Training objective and density of noise levels."""
     train: Train = Train()
     """Length of the run, batch size, seed and clipping."""

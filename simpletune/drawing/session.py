@@ -127,8 +127,9 @@ class InferenceSession:
                 clock = time.perf_counter()
                 precision = precision_of(config, weights)
                 sampler = Sampler(
-                    transformer, config.model, precision, modulation, speed.batch_size, speed.reuse_guidance
-                )
+                    transformer, config.model, precision, modulation, speed.batch_size, speed.reuse_guidance,
+                    objective=config.objective,
+                )  # fmt: skip
                 latents[weights] = sampler.latents(requests, text.load, starts), (time.perf_counter() - clock) / count
             del transformer, modulation, sampler
         shared.free()

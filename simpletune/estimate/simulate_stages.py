@@ -30,6 +30,8 @@ from simpletune.models.parts import use_tiles
 from simpletune.models.prompts import BATCH
 from simpletune.models.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
 from simpletune.models.transformer import Transformer
+from simpletune.objectives.objective import TrainingObjective
+from simpletune.objectives.solvers import Euler
 from simpletune.pipeline.load import empty_base
 from simpletune.pipeline.modulation_plan import ModulationSource
 from simpletune.pipeline.sample import Request, Sampler
@@ -247,22 +249,11 @@ class ShapesOnlyModel:
     """
 
     def __init__(self, family: Model):
-        self.latent_shape, self.predict = family.latent_shape, family.predict
+        self.latent_shape, self.predict, self.objective = family.latent_shape, family.predict, family.objective
 
-    def scheduler(self) -> EmptyNoiseLevels:
-        """Return a schedule without values."""
-        return EmptyNoiseLevels()
-
-
-class EmptyNoiseLevels:
-    """Noise levels without values."""
-
-    def __init__(self) -> None:
-        self.sigmas = torch.empty(0)
-
-    def set_timesteps(self, steps: int, /) -> None:
-        """Allocate the levels of ``steps`` steps."""
-        self.sigmas = torch.zeros(steps + 1)
+    def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Euler:
+        """Return a solver whose levels have no values; another one keeps at most two more latents."""
+        return Euler(torch.zeros(steps + 1 - skipped))
 
 
 class WholeWindowModulation:

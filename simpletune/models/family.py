@@ -19,7 +19,7 @@ from simpletune.models import sources
 from simpletune.models.buckets import Size
 from simpletune.models.family_facts import FamilyFacts
 from simpletune.models.model_config import ModelConfig, Shape, Shapes
-from simpletune.models.parts import Part, load_autoencoder, use_tiles
+from simpletune.models.parts import Part, load_autoencoder, loading, use_tiles
 from simpletune.models.single_file import open_file
 from simpletune.options import Problem
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from simpletune.models.transformer import Transformer
     from simpletune.models.weights import TensorSource
+    from simpletune.objectives.objective import TrainingObjective
+    from simpletune.objectives.solvers import Solver
     from simpletune.quant.precision import WeightPrecision
 
 DOWNSAMPLING = 8  # of every family's autoencoder, in each direction
@@ -91,6 +93,24 @@ class Family(FamilyFacts):
     def scheduler_config(self) -> ModelConfig:
         """The scheduler's configuration."""
         return self.known_part("scheduler").config()
+
+    def is_schedule_known(self) -> bool:
+        """Whether ``scheduler_config`` needs no download."""
+        value = sources.provider(self, "scheduler")[1]
+        return value is None or not is_hub_name(value) or self.bundled_config(value) is not None
+
+    def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Solver:
+        """A new solver for a drawing of ``steps`` steps without the first, noisiest ``skipped`` of them.
+
+        Args:
+            objective: what the weights were trained with.
+
+        Raises:
+            UserError: the scheduler's configuration is damaged, or does not fit the objective.
+        """
+        part = self.part("scheduler")
+        with loading(part):
+            return objective.solver(part.config(), steps, skipped)
 
     def shapes(self, fetch: bool = True) -> Shapes | None:
         """The shapes of the trained model's parameters, without torch; None if that needs a download."""

@@ -7,7 +7,17 @@ one.
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
+
+from simpletune.objectives.ddpm import Ddpm
 from simpletune.objectives.flow import Flow
 
-Objective = Flow
-"""The type of ``objective``; a union discriminated by ``name`` once there are two."""
+Objective = Annotated[Flow | Ddpm, Field(discriminator="name")]
+"""The type of ``objective``."""
+
+
+def default_objective(name: str) -> Flow | Ddpm:
+    """Return an objective with its defaults by name; a family's ``objective`` is such a name."""
+    return TypeAdapter[Flow | Ddpm](Objective).validate_python({"name": name})

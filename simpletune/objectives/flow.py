@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from simpletune.models.model_config import ModelConfig
-from simpletune.options import Option
+from simpletune.objectives.objective import TrainingObjective
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from simpletune.objectives.solvers import Euler
 
-class Flow(Option):
+
+class Flow(TrainingObjective):
     """Rectified flow. The loss is the unweighted mean squared error of the velocity."""
 
     name: Literal["flow"] = "flow"
@@ -62,6 +64,17 @@ class Flow(Option):
             scheduler: gives the model's ``scheduler_config.json``, which a flow does not need.
         """
         return FlowProcess()
+
+    def solver(self, scheduler: ModelConfig, steps: int, skipped: int = 0) -> Euler:
+        """Build Euler's method at the noise levels of diffusers' FlowMatchEulerDiscreteScheduler."""
+        import torch
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        from simpletune.objectives.solvers import Euler
+
+        levels = FlowMatchEulerDiscreteScheduler.from_config(dict(scheduler))
+        levels.set_timesteps(steps)
+        return Euler(levels.sigmas.to(torch.float32)[skipped:])
 
 
 class FlowProcess:

@@ -1,4 +1,4 @@
-"""Draw pictures by Euler steps along the velocity, with classifier-free guidance, for previews and scripts alike.
+"""Draw pictures with the family's solver and classifier-free guidance, for previews and scripts alike.
 
 Shapes: b pictures, c channels, h and w an eighth of the picture's, t tokens, e and p text widths;
 r rows of the transformer's batch: b, or with guidance 2b with the negative prompts first.
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from simpletune.families import Model
 from simpletune.models.fp16_blocks import finite_passes
 from simpletune.models.transformer import Transformer, device_of
-from simpletune.objectives.flow import interpolate
+from simpletune.objectives import default_objective
+from simpletune.objectives.objective import TrainingObjective
+from simpletune.objectives.solvers import Solver
 from simpletune.options import UserError
 from simpletune.pipeline.modulation_plan import ModulationSource
 from simpletune.quant.precision import WeightPrecision
@@ -31,28 +33,24 @@ Embeddings = tuple[Tensor, Tensor]
 """(prompt_embeds [t, e], pooled [p])."""
 
 
-class NoiseLevels(Protocol):
-    """The part of diffusers' scheduler that sampling uses."""
-
-    sigmas: Tensor  # [steps + 1]
-
-    def set_timesteps(self, steps: int, /) -> None:
-        """Compute ``sigmas`` for a number of steps."""
-
-
 class SampledModel(Protocol):
     """The part of a model that sampling uses."""
+
+    @property
+    def objective(self) -> str:
+        """The name of the objective that the model was trained with."""
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """(c, h, w) of the latents of a picture whose size is given in pixels."""
 
-    def scheduler(self) -> NoiseLevels:
-        """The schedule of noise levels."""
+    def solver(self, objective: TrainingObjective, steps: int, skipped: int) -> Solver:
+        """A new solver for ``steps`` steps without the first, noisiest ``skipped`` of them, for weights that were
+        trained with an objective."""
 
     def predict(
         self, model: nn.Module, z_t: Tensor, time: Tensor, prompt_embeds: Tensor, pooled: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """Predict the velocity [r, c, h, w] at z_t and the network's timestep [r]."""
+        """What the network predicts [r, c, h, w] at z_t and the timestep that it receives [r]."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +119,11 @@ class Sampler:
         modulation: the transformer's modulation if detached.
         batch_size: how many pictures to draw together. The noise of a picture does not depend on the batch, but the
             last bits of products depend on the number of rows.
-        reuse_guidance: recompute the difference v_positive - v_negative only every this many steps. Values above 1 save
-            passes and change the pictures.
+        reuse_guidance: recompute the difference of the predictions for prompt and negative prompt only every this many
+            steps. Values above 1 save passes and change the pictures.
         attention: gives a context for the transformer's passes, which may restrict PyTorch's choice of an attention
             kernel there; the autoencoder's is not restricted.
+        objective: what the weights were trained with, which may change the solver's schedule; None: the model's own.
     """
 
     transformer: Transformer
@@ -134,6 +133,7 @@ class Sampler:
     batch_size: int = 1
     reuse_guidance: int = 1
     attention: Callable[[], AbstractContextManager[object]] = nullcontext
+    objective: TrainingObjective | None = None
 
     @torch.no_grad()
     def denoise(
@@ -143,11 +143,10 @@ class Sampler:
         negative: Sequence[Embeddings],
         start: Tensor | None = None,  # [b, c, h, w]
     ) -> Tensor:  # [b, c, h, w], fp32
-        """Integrate dz/dsigma = velocity from noise to latents by Euler's method (arXiv:2206.00364, alg. 1).
+        """Take the family's solver from noise to latents, with z in fp32.
 
-        Uses the noise levels of diffusers' scheduler and keeps z in fp32. With guidance g the velocity is
-        v_negative + g (v_positive - v_negative) (arXiv:2207.12598), with both halves in one batch. In fp16, draws again
-        with fp32 in the blocks that overflowed.
+        With guidance g the prediction is p_negative + g (p_positive - p_negative) (arXiv:2207.12598), with both halves
+        in one batch. In fp16, draws again with fp32 in the blocks that overflowed.
 
         Args:
             requests: requests with equal ``Request.batch_key``.
@@ -166,39 +165,32 @@ class Sampler:
     ) -> Tensor:
         device, dtype = device_of(self.transformer), self.precision.compute_dtype()
         first = requests[0]
-        sigmas = self.sigmas(first)
+        objective = self.objective or default_objective(self.model.objective)
+        solver = self.model.solver(objective, first.steps, first.skipped)
         guided, count = first.guidance > 1, len(requests)
         rows = [*negative, *positive] if guided else list(positive)
         prompt_embeds = torch.stack([embeds for embeds, _ in rows]).to(device)
         pooled = torch.stack([vector for _, vector in rows]).to(device)
-        z = torch.cat([noises(request, self.model)[0] for request in requests])
-        z = (z if start is None else interpolate(start, z, sigmas[:1])).to(device)
-        conditions = conditions_of(pooled, sigmas[:-1], self.modulation)
+        z = solver.start(torch.cat([noises(request, self.model)[0] for request in requests]), start).to(device)
+        conditions = conditions_of(pooled, solver.levels, self.modulation)
         away: Tensor | float = 0.0
         with autocast_of(self.precision, device), self.attention():
-            levels = zip(sigmas[:-1], sigmas[1:], conditions, strict=True)
-            for step, (sigma, sigma_next, condition) in enumerate(levels):
+            for step, (time, condition) in enumerate(zip(solver.times, conditions, strict=True)):
                 poll()
                 both = guided and step % self.reuse_guidance == 0
                 skip = count if guided and not both else 0
-                level = sigma.expand(2 * count if both else count).to(device)
+                times = time.expand(2 * count if both else count).to(device)
                 z_rows = torch.cat([z, z]) if both else z
-                velocity = self.model.predict(
-                    self.transformer, z_rows, 1000.0 * level, prompt_embeds[skip:], condition[skip:], dtype
+                prediction = self.model.predict(
+                    self.transformer, z_rows, times, prompt_embeds[skip:], condition[skip:], dtype
                 ).float()
                 if both:
-                    away = velocity[count:] - velocity[:count]
-                    velocity = velocity[:count] + first.guidance * away
+                    away = prediction[count:] - prediction[:count]
+                    prediction = prediction[:count] + first.guidance * away
                 elif guided:
-                    velocity = velocity + (first.guidance - 1) * away
-                z = z + (sigma_next - sigma).to(device) * velocity
+                    prediction = prediction + (first.guidance - 1) * away
+                z = solver.step(prediction, step, z)
         return z
-
-    def sigmas(self, request: Request) -> Tensor:  # [s + 1], fp32, on the CPU
-        """The noise levels of a request's steps, followed by 0."""
-        scheduler = self.model.scheduler()
-        scheduler.set_timesteps(request.steps)
-        return scheduler.sigmas.to(torch.float32)[request.skipped :]
 
     def latents(
         self,

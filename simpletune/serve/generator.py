@@ -109,8 +109,9 @@ class ImageGenerator:
         transformer, modulation = self.models.use(image.lora, image.scale)
         self._check_cancelled = check_cancelled
         try:
-            sampler = Sampler(transformer, self.config.model, self.config.precision, modulation)
-            pictures = draw(sampler, self.vae, self.config.model, [image.request], self.text.load)
+            config = self.config
+            sampler = Sampler(transformer, config.model, config.precision, modulation, objective=config.objective)
+            pictures = draw(sampler, self.vae, config.model, [image.request], self.text.load)
         finally:
             self._check_cancelled = lambda: None
         return to_png(pictures[0], image, self.config, self.served)

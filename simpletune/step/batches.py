@@ -124,7 +124,7 @@ class Batches:
         return batch.map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def _noise(self, draw: Draw, shape: torch.Size) -> Tensor:
-        return torch.from_numpy(stream(self.seed, *draw.noise_key).standard_normal(tuple(shape), dtype="float32"))
+        return torch.from_numpy(self.plan.objective.noise(stream(self.seed, *draw.noise_key), shape))
 
 
 class Prefetcher:

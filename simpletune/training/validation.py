@@ -76,7 +76,9 @@ class Previews:
         transformer.eval()
         config = self.config
         kernel = partial(attention_by, config.speed.attention)
-        sampler = Sampler(transformer, config.model, config.precision, self.modulation, attention=kernel)
+        sampler = Sampler(
+            transformer, config.model, config.precision, self.modulation, attention=kernel, objective=config.objective
+        )
         vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
         try:
             pictures = draw(sampler, vae, config.model, self.requests, self.text.load)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -198,16 +198,6 @@ class SD3(Family):
         from simpletune.families.sd3.text import SD3Prompts
 
         return SD3Prompts(self.part, self.encoders(), dtype, self.t5_length, self.text_width)
-
-    def scheduler(self) -> Any:
-        """The sampler's schedule of noise levels (diffusers' FlowMatchEulerDiscreteScheduler)."""
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        from simpletune.models.parts import loading
-
-        part = self.part("scheduler")
-        with loading(part):
-            return FlowMatchEulerDiscreteScheduler.from_config(part.config())
 
     def predict(
         self,
