@@ -27,6 +27,11 @@ LIMITS: Mapping[str, Mapping[str, Range]] = {
         "in_channels": CHANNELS, "out_channels": CHANNELS, "joint_attention_dim": WIDTH, "sample_size": (1, 8192),
         "caption_projection_dim": WIDTH, "pooled_projection_dim": WIDTH, "pos_embed_max_size": (1, 1024),
     },
+    "unet": {
+        "in_channels": CHANNELS, "out_channels": CHANNELS, "block_out_channels": WIDTH, "layers_per_block": (1, 16),
+        "transformer_layers_per_block": (1, 64), "attention_head_dim": (1, 1024), "cross_attention_dim": WIDTH,
+        "norm_num_groups": (1, 1024), "sample_size": (1, 8192),
+    },
     "vae": {
         "block_out_channels": WIDTH, "layers_per_block": (1, 16), "norm_num_groups": (1, 1024), "in_channels": CHANNELS,
         "out_channels": CHANNELS, "latent_channels": CHANNELS, "encoder_block_out_channels": WIDTH,

@@ -198,6 +198,11 @@ class FamilyFacts(Option):
 
     # What a family may override
 
+    @property
+    def text_example(self) -> str:
+        """A Hub name with tokenizers and text encoders for this model, for messages."""
+        return str(type(self).model_fields["pretrained"].default)
+
     def is_conditioning(self, module: str) -> bool:
         """Whether a module serves only to compute modulations, which ``memory.modulation`` plan computes ahead."""
         return False

@@ -76,10 +76,26 @@ class Count:
 
     def attention(self, batch: int, tokens: int, width: int, grad: bool) -> bool:
         """softmax(q k^T) v: two products forward, four backward."""
-        product = 2 * batch * tokens * tokens * width
+        return self.cross_attention(batch, (tokens, tokens), width, (grad, grad, grad))
+
+    def cross_attention(self, batch: int, tokens: tuple[int, int], width: int, grads: tuple[bool, bool, bool]) -> bool:
+        """softmax(q k^T) v, of which only some carry gradients.
+
+        Backward, v, q and k take a product each, and the scores that q and k share another one.
+
+        Args:
+            tokens: of queries, and of keys and values.
+            grads: whether q, k and v carry gradients.
+        """
+        product = 2 * batch * tokens[0] * tokens[1] * width
+        query, key, value = grads
         self.flops.forward += 2 * product
-        self.flops.backward += 4 * product * grad
-        return grad
+        self.flops.backward += product * (query + key + value + (query or key))
+        return any(grads)
+
+    def norm(self, name: str, grad: bool) -> bool:
+        """A norm with weight and bias, which adds no products, but may be trained."""
+        return grad or self.trains(f"{name}.weight") or self.trains(f"{name}.bias")
 
     def trains(self, name: str) -> bool:
         """Whether a base parameter is trained."""

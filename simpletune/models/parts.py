@@ -129,27 +129,32 @@ def use_tiles(vae: Any, pixels: int) -> None:
     vae.tile_latent_min_size = pixels // 2 ** (len(vae.config.block_out_channels) - 1)
 
 
-def load_text_model(part: Part, dtype: torch.dtype) -> Any:
-    """Load a CLIP text encoder (CLIPTextModelWithProjection) on the CPU. (t5_layers.py loads T5 layer by layer.)
+def load_text_model(part: Part, dtype: torch.dtype, projected: bool = True) -> Any:
+    """Load a CLIP text encoder on the CPU. (t5_layers.py loads T5 layer by layer.)
 
     Copies the weights out of the memory-mapped file: a matrix-vector product selects its kernel by the weight's
     alignment, so otherwise the last bits of an embedding would depend on the weight's offset in the file.
+
+    Args:
+        part: where it is.
+        dtype: of its weights.
+        projected: whether it has a projection (CLIPTextModelWithProjection rather than CLIPTextModel).
 
     Raises:
         UserError: the weights do not match the configuration.
     """
     from accelerate import init_empty_weights
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    kind = CLIPTextModelWithProjection
+    kind = CLIPTextModelWithProjection if projected else CLIPTextModel
     with loading(part), init_empty_weights():
         config = CLIPTextConfig.from_dict(part.config())
         expected = _shapes(kind(config).state_dict())
     if part.file is None:
         with loading(part):
-            _require_weights(part, expected)
+            _require_weights(part, expected, "" if projected else "text_model.")
             return _copied(kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True))
     tensors = _clip_tensors(part)
     require_tensor_shapes(part, expected, _shapes(tensors))
@@ -170,7 +175,10 @@ def _clip_tensors(part: Part) -> dict[str, Tensor]:
     """
     import torch
 
-    read = part.single_file().read(part.name)
+    file = part.single_file()
+    read = file.read(part.name)
+    if file.layout.text is not None:
+        return file.layout.text(read, part.config())
     unused = ("position_ids", "logit_scale")
     tensors = {key: tensor for key, tensor in read.items() if not key.endswith(unused)}
     if part.name == "text_encoder" and "text_projection.weight" not in tensors:
@@ -199,11 +207,16 @@ def loading(part: Part) -> Iterator[None]:
         ) from error
 
 
-def _require_weights(part: Part, expected: Mapping[str, torch.Size]) -> None:
-    """Compare the names and shapes in a folder's headers with its configuration's before allocating anything."""
+def _require_weights(part: Part, expected: Mapping[str, torch.Size], prefix: str = "") -> None:
+    """Compare the names and shapes in a folder's headers with its configuration's before allocating anything.
+
+    Args:
+        prefix: which names may begin with in the file, but not in the model: transformers 5 no longer writes it.
+    """
     assert part.folder is not None
     headers = [read_header(file) for file in weight_files(part.folder)]
-    found = {name: tuple(entry["shape"]) for header in headers for name, entry in header.items() if name in expected}
+    entries = [(name.removeprefix(prefix), entry) for header in headers for name, entry in header.items()]
+    found = {name: tuple(entry["shape"]) for name, entry in entries if name in expected}
     require_tensor_shapes(part, expected, found)
 
 

@@ -28,8 +28,12 @@ FOREIGN = (
     (r"\.lora_(A|B|up|down)\b|^lora_unet_|^lora_te", "a LoRA: pass it to inference/lora_inference.py as --lora"),
     (r"^(model\.diffusion_model\.)?double_blocks\.\d+\.img_attn", "Flux"),
     (r"^conditioner\.embedders\.|diffusion_model\.label_emb\.", "Stable Diffusion XL"),
-    (r"^cond_stage_model\.model\.", "Stable Diffusion 2"),
-    (r"^cond_stage_model\.transformer\.|diffusion_model\.input_blocks\.", "Stable Diffusion 1.5"),
+    (r"^cond_stage_model\.model\.", "Stable Diffusion 2: set model.family to sd15"),
+    (
+        r"^cond_stage_model\.transformer\.|diffusion_model\.input_blocks\.",
+        "Stable Diffusion 1.5: set model.family to sd15",
+    ),
+    (r"joint_blocks\.\d+\.x_block\.", "Stable Diffusion 3: set model.family to sd3"),
     (r"^double_layers\.\d+\.attn", "AuraFlow"),
     (
         r"^transformer_blocks\.\d+\.attn\.add_q_proj",
@@ -66,6 +70,8 @@ class FileLayout:
         prefixes: the prefix of every other part's tensors, by the part's name.
         infer: derives the denoiser's ``config.json`` from its tensors' shapes, by original names.
         origins: gives the source of each of the denoiser's tensors, by diffusers' name.
+        text: gives a text encoder's tensors under transformers' names, by their names in the file without the prefix
+            and the encoder's ``config.json``; None if the file has these names.
     """
 
     family: str
@@ -74,6 +80,7 @@ class FileLayout:
     prefixes: Mapping[str, str]
     infer: Callable[[Mapping[str, list[int]]], ModelConfig]
     origins: Callable[[ModelConfig], Mapping[str, Origin]]
+    text: Callable[[Mapping[str, Tensor], ModelConfig], dict[str, Tensor]] | None = None
 
 
 class SingleFile:

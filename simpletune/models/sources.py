@@ -41,7 +41,8 @@ def provider(model: Family, part: str) -> tuple[str, str | None]:
         if not (single and open_file(Path(model.pretrained), model.layout).has(part)):
             return "text_encoders", model.text_encoders
     if single and part.startswith(WITHOUT_WEIGHTS):
-        return "text_encoders", None
+        on_hub = model.text_encoders is not None and is_hub_name(model.text_encoders)
+        return "text_encoders", model.text_encoders if on_hub else None
     return "pretrained", model.pretrained
 
 
@@ -85,7 +86,7 @@ def _config_folder(model: Family, part: str) -> Path | None:
 def _remedy(model: Family) -> str:
     return (
         "Set model.text_encoders to a folder in diffusers' layout or to a Hub name "
-        f"(such as {type(model).model_fields['pretrained'].default}; only missing parts are downloaded)"
+        f"(such as {model.text_example}; only missing parts are downloaded)"
     )
 
 

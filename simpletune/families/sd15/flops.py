@@ -1,0 +1,80 @@
+"""Count the floating-point operations of a training step of the UNet from shapes alone (see ``models/flops.py``).
+
+Convolutions are matrix products with a row for each output pixel.
+
+Shapes: b samples, n pixels of the latent at a level, t text tokens.
+"""
+
+from __future__ import annotations
+
+from simpletune.families.sd15.shapes import Unit, parameter_shapes, units_of
+from simpletune.models.flops import Count, Flops, Trained
+from simpletune.models.model_config import ModelConfig
+
+DOWNSAMPLING = 8  # of the autoencoder
+
+
+def unet_flops(
+    config: ModelConfig, trained: Trained, size: tuple[int, int], batch: int, text: int, checkpointed: int = 0
+) -> Flops:
+    """Count the operations of one micro-batch.
+
+    Args:
+        config: the UNet's ``config.json``.
+        trained: the trained parameters.
+        size: (width, height) of the pictures in pixels.
+        batch: b.
+        text: t.
+        checkpointed: how many units, from the first, are recomputed in the backward pass.
+    """
+    count = Count(parameter_shapes(config), trained)
+
+    def rows(halvings: int) -> int:
+        width, height = (-(-side // DOWNSAMPLING // 2**halvings) for side in size)
+        return batch * width * height
+
+    time = count.chain(["time_embedding.linear_1", "time_embedding.linear_2"], batch, False)
+    x = count.linear("conv_in", rows(0), False)
+    skips = [x]
+    for number, unit in enumerate(units_of(config)):
+        before = count.flops.forward
+        if unit.kind == "resnet":
+            x = _resnet(count, unit, rows(unit.halvings), batch, x | (unit.pops and skips.pop()), time)
+        elif unit.kind == "attention":
+            x = _attention(count, unit, rows(unit.halvings), batch, text, x)
+        else:
+            x = count.linear(f"{unit.name}.conv", rows(unit.halvings), x)
+        if unit.pushes:
+            skips.append(x)
+        if number < checkpointed:
+            count.flops.recomputed += count.flops.forward - before
+    count.linear("conv_out", rows(0), count.norm("conv_norm_out", x))
+    return count.flops
+
+
+def _resnet(count: Count, unit: Unit, rows: int, batch: int, x: bool, time: bool) -> bool:
+    """Two convolutions with the time's projection between them, added to the input."""
+    h = count.linear(f"{unit.name}.conv1", rows, count.norm(f"{unit.name}.norm1", x))
+    h |= count.linear(f"{unit.name}.time_emb_proj", batch, time)
+    h = count.linear(f"{unit.name}.conv2", rows, count.norm(f"{unit.name}.norm2", h))
+    return h | (x if unit.inputs == unit.outputs else count.linear(f"{unit.name}.conv_shortcut", rows, x))
+
+
+def _attention(count: Count, unit: Unit, rows: int, batch: int, text: int, x: bool) -> bool:
+    """Self-attention, attention to the text and the feed-forward of each transformer block, added to the input."""
+    h = count.linear(f"{unit.name}.proj_in", rows, count.norm(f"{unit.name}.norm", x))
+    pixels = rows // batch
+    for number in range(unit.level.depth):
+        block = f"{unit.name}.transformer_blocks.{number}"
+
+        def inside(name: str, rows: int, grad: bool, block: str = block) -> bool:
+            return count.linear(f"{block}.{name}", rows, grad)
+
+        normed = count.norm(f"{block}.norm1", h)
+        q, k, v = (inside(f"attn1.{name}", rows, normed) for name in ("to_q", "to_k", "to_v"))
+        h |= inside("attn1.to_out.0", rows, count.cross_attention(batch, (pixels, pixels), unit.outputs, (q, k, v)))
+        q = inside("attn2.to_q", rows, count.norm(f"{block}.norm2", h))
+        k, v = (inside(f"attn2.{name}", batch * text, False) for name in ("to_k", "to_v"))
+        h |= inside("attn2.to_out.0", rows, count.cross_attention(batch, (pixels, text), unit.outputs, (q, k, v)))
+        h |= inside("ff.net.2", rows, inside("ff.net.0.proj", rows, count.norm(f"{block}.norm3", h)))
+    return x | count.linear(f"{unit.name}.proj_out", rows, h)

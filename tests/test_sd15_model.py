@@ -1,0 +1,244 @@
+"""Stable Diffusion 1.5 and 2: loading, prediction, text and what the family tells, against diffusers' own pipeline."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_sd15
+import torch
+from diffusers import StableDiffusionPipeline
+from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from simpletune.families.sd15.option import SD15
+from simpletune.families.sd15.unet_config import HUB_NAMES
+from simpletune.models.flops import trained_of
+from simpletune.models.transformer import Transformer, units_of
+from simpletune.options import UserError
+from simpletune.quant.plain import BF16, FP32
+
+CPU = torch.device("cpu")
+SIZE = (128, 64)
+PROMPTS = ["a red disc", "", "a blue square above a green disc!", "disc " * 90]
+
+
+@pytest.fixture(scope="module", params=["sd15", "sd2"])
+def version(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(version: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_sd15.build(tmp_path_factory.mktemp(version) / "pipeline", version, seed=1)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def family(folder: Path) -> SD15:
+    return SD15(pretrained=str(folder))
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder: Path) -> StableDiffusionPipeline:
+    return StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def unet(family: SD15) -> Transformer:
+    """Shared by the module's tests: leave it without hooks."""
+    return family.load_transformer(FP32(), CPU)
+
+
+def inputs(family: SD15) -> dict[str, Any]:
+    torch.manual_seed(3)
+    return {
+        "z_t": torch.randn(2, *family.latent_shape(*SIZE)),
+        "time": torch.tensor([0.0, 999.0]),
+        "prompt_embeds": torch.randn(2, family.text_tokens, family.text_width),
+        "pooled": torch.zeros(2, family.pooled_width),
+    }
+
+
+def test_the_loaded_unet_predicts_what_diffusers_does(
+    family: SD15, unet: Transformer, pipeline: StableDiffusionPipeline
+) -> None:
+    assert not any(parameter.requires_grad for parameter in unet.parameters())
+    given = inputs(family)
+    with torch.no_grad():
+        ours = family.predict(unet, **given, dtype=torch.float32)
+        theirs = pipeline.unet(given["z_t"], torch.tensor([0, 999]), given["prompt_embeds"]).sample
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert ours.std() > 0.1
+
+
+def test_times_stay_whole_numbers_in_bf16(family: SD15) -> None:
+    """bf16 holds 996 and 1000, but no number between them: the embedding of the time has to be computed in fp32."""
+    model, seen = family.load_transformer(BF16(), CPU), list[torch.Tensor]()
+    model.time_proj.register_forward_hook(lambda module, args, output: seen.append(output))  # type: ignore[union-attr]
+    given = inputs(family) | {"time": torch.tensor([997.0, 998.0])}
+    with torch.no_grad():
+        assert family.predict(model, **given, dtype=torch.bfloat16).dtype == torch.bfloat16
+    expected = model.time_proj(torch.tensor([997, 998]))  # type: ignore[operator]
+    torch.testing.assert_close(seen[0], expected, rtol=0, atol=0)
+    assert not torch.equal(expected[0], expected[1])
+
+
+def test_prompts_are_encoded_as_the_pipeline_does(family: SD15, pipeline: StableDiffusionPipeline) -> None:
+    prompts = family.prompts(torch.float32)
+    (encoder,) = prompts.encoders
+    for text, parts in zip(PROMPTS, prompts.encode(encoder, PROMPTS, CPU), strict=True):
+        embeds, pooled = prompts.assemble({encoder.name: parts})
+        theirs = pipeline.encode_prompt(text, CPU, 1, False)[0][0]
+        torch.testing.assert_close(embeds, theirs, rtol=0, atol=1e-6)
+        assert embeds.shape == (family.text_tokens, family.text_width) and pooled.shape == (family.pooled_width,)
+        assert parts["tokens"] == len(pipeline.tokenizer(text).input_ids)
+    assert encoder.name in prompts.fingerprint(encoder)
+
+
+def test_weights_of_the_text_encoder_are_those_of_the_file(family: SD15, folder: Path) -> None:
+    """Published files name the tensors with a prefix that transformers 5 no longer writes."""
+    from simpletune.models.parts import load_text_model
+
+    file = load_file(folder / "text_encoder" / "model.safetensors")
+    expected = {name.removeprefix("text_model."): tensor for name, tensor in file.items() if "position_ids" not in name}
+    ours = load_text_model(family.part("text_encoder"), torch.float32, projected=False).state_dict()
+    torch.testing.assert_close(dict(ours), expected, rtol=0, atol=0)
+    assert family.empty_clip(family.part("text_encoder").config()).state_dict().keys() == expected.keys()
+
+
+def test_latents_are_those_of_the_pipeline(family: SD15, pipeline: StableDiffusionPipeline) -> None:
+    vae, pixels = family.load_vae(CPU, torch.float32), torch.rand(1, 3, 64, 128) * 2 - 1
+    with torch.no_grad():
+        z_0 = family.encode_pictures(vae, pixels)
+        expected = pipeline.vae.encode(pixels).latent_dist.mode() * 0.18215
+        torch.testing.assert_close(z_0, expected, rtol=0, atol=1e-7)
+        decoded = pipeline.vae.decode(z_0 / 0.18215).sample
+    assert z_0.shape == (1, *family.latent_shape(128, 64))
+    shown = family.decode_latents(vae, z_0).detach()
+    torch.testing.assert_close(shown, (decoded / 2 + 0.5).clamp(0, 1), rtol=0, atol=1e-6)
+
+
+def test_the_version_is_told_by_the_models_own_configuration(family: SD15, version: str) -> None:
+    assert family.text_width == tiny_sd15.TEXT[version]
+    assert family.scheduler_config().get("prediction_type", "epsilon") == ("epsilon", "v_prediction")[version == "sd2"]
+    assert (family.latent_channels, family.multiple, family.has_modulation) == (4, 64, False)
+
+
+def test_units_shapes_and_parameters_agree(family: SD15) -> None:
+    model = family.empty_model(family.known_config())
+    assert model.units == family.units() and family.blocks() == len(units_of(model)) > 20
+    assert family.known_shapes() == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert family.parameter_count() == sum(parameter.numel() for parameter in model.parameters())
+    outside = [name for name in family.known_shapes() if not name.startswith(tuple(f"{u}." for u in model.units))]
+    assert {name.split(".")[0] for name in outside} == {"conv_in", "time_embedding", "conv_norm_out", "conv_out"}
+
+
+def test_what_units_and_attentions_read(family: SD15, unet: Transformer) -> None:
+    given, sizes, shapes = inputs(family), [], set()
+    hooks = [
+        unit.register_forward_hook(lambda module, args, output: sizes.append(args[0][0].numel()))
+        for unit in units_of(unet)
+    ]
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any) -> torch.Tensor:
+        shapes.add((query.shape[1], query.shape[2], key.shape[2], query.shape[3]))
+        return honest(query, key, value, **more)
+
+    honest = torch.nn.functional.scaled_dot_product_attention
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+        family.predict(unet, **given, dtype=torch.float32)
+    for hook in hooks:
+        hook.remove()
+    assert list(family.unit_inputs(SIZE)) == sizes
+    attentions = family.attentions(SIZE)
+    assert {tuple(shape) for shape in attentions} == shapes and len(attentions) == len(shapes)
+    assert attentions[0].queries == family.image_tokens(SIZE) == 16 * 8
+
+
+def test_random_weights_depend_on_seed_and_name(folder: Path) -> None:
+    family = SD15(pretrained=str(folder), init="random")
+    models = [family.load_transformer(FP32(), CPU, seed=seed).state_dict() for seed in (1, 1, 2)]
+    torch.testing.assert_close(models[0], models[1], rtol=0, atol=0)
+    name = "down_blocks.0.resnets.0.conv1.weight"
+    assert not torch.equal(models[0][name], models[2][name])
+    small = models[0]["down_blocks.0.resnets.0.conv2.weight"].std() / models[0][name].std()
+    assert 0.005 < small < 0.02
+    assert models[0]["conv_norm_out.weight"].eq(1).all() and models[0]["conv_out.bias"].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [""],
+        ["attn1.to_v"],
+        ["down_blocks.2.attentions.0.transformer_blocks.0.attn2.to_k"],
+        ["down_blocks.2.attentions.0.transformer_blocks.0.attn2.to_q"],
+        ["up_blocks.3.resnets.1.time_emb_proj.bias"],
+        ["up_blocks.1.attentions.0.norm.weight", "downsamplers"],
+        ["time_embedding.linear_2.bias"],
+    ],
+    ids=lambda names: names[0] or "all",
+)
+def test_operations_of_the_backward_pass_are_those_that_torch_counts(
+    names: list[str], family: SD15, unet: Transformer
+) -> None:
+    chosen = {name: p for name, p in unet.named_parameters() if any(part in name for part in names)}
+    for parameter in chosen.values():
+        parameter.requires_grad_(True)
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = family.predict(unet, **inputs(family), dtype=torch.float32).sum()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+    for parameter in chosen.values():
+        parameter.requires_grad_(False).grad = None
+    expected = family.flops(trained_of({name: tuple(p.shape) for name, p in chosen.items()}), SIZE, 2)
+    assert counter.get_total_flops() == expected.backward > 0
+
+
+def test_operations_of_the_forward_pass_are_those_that_torch_counts(family: SD15, unet: Transformer) -> None:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        family.predict(unet, **inputs(family), dtype=torch.float32)
+    assert counter.get_total_flops() == family.flops(trained_of({}), SIZE, 2).forward
+
+
+def test_recomputed_operations_are_those_of_the_first_units(family: SD15) -> None:
+    nothing, units = trained_of({}), family.blocks()
+    counts = [family.flops(nothing, SIZE, 1, checkpointed=number) for number in range(units + 1)]
+    assert counts[0].recomputed == 0 and [flops.forward for flops in counts] == [counts[0].forward] * (units + 1)
+    steps = [later.recomputed - first.recomputed for first, later in zip(counts, counts[1:], strict=False)]
+    assert min(steps) > 0 and counts[-1].recomputed < counts[0].forward
+    shapes = family.known_shapes()
+    rows = 16 * 8
+    convolutions = sum(2 * rows * 9 * shapes[f"{family.units()[0]}.conv{n}.weight"][0] ** 2 for n in (1, 2))
+    time = 2 * shapes["down_blocks.0.resnets.0.time_emb_proj.weight"][0] * shapes["time_embedding.linear_1.bias"][0]
+    assert steps[0] == convolutions + time
+
+
+def test_known_hub_names_need_no_network() -> None:
+    counts = {}
+    for name, version in HUB_NAMES.items():
+        family = SD15(pretrained=name)
+        assert list(family.problems()) == []
+        counts[version] = family.parameter_count(), family.text_width
+        predicts = family.scheduler_config()["prediction_type"]
+        assert predicts == ("v_prediction" if version == "sd2" else "epsilon")
+        assert family.known_part("vae").config()["scaling_factor"] == 0.18215
+        assert family.known_part("text_encoder").config()["hidden_size"] == family.text_width
+    assert counts == {"sd15": (859_520_964, 768), "sd2": (865_910_724, 1024), "sd2_base": (865_910_724, 1024)}
+    assert SD15(pretrained="someone/finetuned").denoiser_config(fetch=False) is None
+
+
+def test_a_unet_of_another_family_is_refused(folder: Path, tmp_path: Path) -> None:
+    import json
+
+    config = json.loads((folder / "unet" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**copy.deepcopy(config), "addition_embed_type": "text_time"}))
+    with pytest.raises(UserError, match="addition_embed_type 'text_time'.*It seems to be Stable Diffusion XL"):
+        SD15(pretrained=str(folder), unet=str(tmp_path)).known_config()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "block_out_channels": [32, 10**9]}))
+    with pytest.raises(UserError, match=r"sizes outside the allowed range for a unet: block_out_channels \[32, 10"):
+        SD15(pretrained=str(folder), unet=str(tmp_path)).known_config()
