@@ -281,6 +281,7 @@ def measure(job: Job, way: Way, beside: Beside) -> tuple[dict[str, Any], Round]:
 def diffusers_round(job: Job, way: Way) -> Callable[[], Round]:
     """Rounds with diffusers' own pipeline."""
     config = job.config
+    assert isinstance(config.model, SD3)  # the baseline is its pipeline
     plain = Plain(config.model, config.precision.compute_dtype(), job.device, job.lora if way.lora else None)
 
     def one_round() -> Round:

@@ -7,7 +7,12 @@ above may import this one; a family imports no other.
 
 from __future__ import annotations
 
-from simpletune.families.sd3.option import SD3
+from typing import Annotated
 
-Model = SD3
-"""The type of ``model``; a union discriminated by ``family`` once there are two families."""
+from pydantic import Field
+
+from simpletune.families.sd3.option import SD3
+from simpletune.families.sd15.option import SD15
+
+Model = Annotated[SD3 | SD15, Field(discriminator="family")]
+"""The type of ``model``."""

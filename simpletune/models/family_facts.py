@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypedDict
 
 from simpletune.models.buckets import Size
 from simpletune.models.flops import Flops, Trained
@@ -40,6 +40,28 @@ class Attention(NamedTuple):
     width: int
 
 
+class Licence(TypedDict, total=False):
+    """Licence fields of a model card's front matter, with the Hub's names."""
+
+    license: str
+    license_name: str
+    license_link: str
+
+
+class DiffusersNames(NamedTuple):
+    """What diffusers calls a family's classes.
+
+    Args:
+        model: the class of the trained model.
+        pipeline: the class of its pipeline.
+        tag: the Hub's tag of the family.
+    """
+
+    model: str
+    pipeline: str
+    tag: str
+
+
 class FamilyFacts(Option):
     """What every model family tells. Members declare the fields below and override what raises NotImplementedError."""
 
@@ -63,6 +85,8 @@ class FamilyFacts(Option):
     """Sides of pictures are multiples of this, in pixels."""
     objective: ClassVar[str]
     """The ``name`` of the objective that the pretrained models were trained with."""
+    diffusers: ClassVar[DiffusersNames]
+    """The names of diffusers' classes."""
     has_modulation: ClassVar[bool] = False
     """Whether ``memory.modulation`` plan applies."""
 
@@ -196,7 +220,19 @@ class FamilyFacts(Option):
         """
         raise NotImplementedError
 
+    def licence_of(self, hub_name: str) -> Licence | None:
+        """The licence of a known Hub name, as fields of a model card; None for another."""
+        raise NotImplementedError
+
     # What a family may override
+
+    def pipeline_arguments(self) -> dict[str, str]:
+        """Arguments of diffusers' ``from_pretrained`` that this model needs, as Python."""
+        return {}
+
+    def call_arguments(self) -> dict[str, object]:
+        """Arguments of diffusers' pipeline, beside those of every family, that draw as this model does."""
+        return {}
 
     @property
     def text_example(self) -> str:

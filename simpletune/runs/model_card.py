@@ -10,12 +10,12 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.evaluation import ON_TRAINING
-from simpletune.families.sd3.option import SD3_MEDIUM
 from simpletune.hub.fetch import is_hub_name
+from simpletune.models.family_facts import Licence
 from simpletune.options import Json, plural
 from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
@@ -24,18 +24,7 @@ if TYPE_CHECKING:
     from simpletune.pipeline.sample import Request
 
 CARD, GRID = "README.md", "samples/grid.png"
-STABILITY_LICENCE = "stabilityai-ai-community"
-MEDIUM_LICENCE = "https://huggingface.co/stabilityai/stable-diffusion-3-medium/blob/main/LICENSE.md"
-MODEL_PATHS = ("pretrained", "transformer", "vae", "text_encoders")
 RESULT_LINE = re.compile(r'^RESULT = ".*$', re.MULTILINE)
-
-
-class Licence(TypedDict, total=False):
-    """Licence fields of a card's front matter, with the hub's names."""
-
-    license: str
-    license_name: str
-    license_link: str
 
 
 def write_card(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence[Json]) -> Path:
@@ -98,7 +87,7 @@ def front_matter(config: TrainConfig) -> str:
         base_model_relation=("finetune" if config.adapter.trains_base else "adapter") if base else None,
         library_name="diffusers",
         pipeline_tag="text-to-image",
-        tags=["text-to-image", "diffusers", "stable-diffusion-3", config.adapter.method, "simpletune"],
+        tags=["text-to-image", "diffusers", config.model.diffusers.tag, config.adapter.method, "simpletune"],
         instance_prompt=config.data.prompt,
         ignore_metadata_errors=False,
         **licence(config),
@@ -111,16 +100,17 @@ def licence(config: TrainConfig) -> Licence:
     base = _hub_base(config)
     if base is None:
         return {"license": "other"}
-    if base.startswith("stabilityai/stable-diffusion-3"):
-        link = f"https://huggingface.co/{base}/blob/main/LICENSE.md"
-        link = MEDIUM_LICENCE if base == SD3_MEDIUM else link
-        return {"license": "other", "license_name": STABILITY_LICENCE, "license_link": link}
-    return {"license": "other", "license_link": f"https://huggingface.co/{base}"}
+    known = config.model.licence_of(base)
+    return {"license": "other", "license_link": f"https://huggingface.co/{base}"} if known is None else known
 
 
 def shareable(config: TrainConfig) -> TrainConfig:
     """Remove local paths from a configuration: keep the last names of folders, and reset outputs to defaults."""
-    model = {name: public_name(value) for name in MODEL_PATHS if (value := getattr(config.model, name)) is not None}
+    model = {
+        name: public_name(value)
+        for name in ("pretrained", config.model.denoiser, "vae", "text_encoders")
+        if (value := getattr(config.model, name)) is not None
+    }
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
@@ -224,21 +214,22 @@ def snippet(config: TrainConfig, example: Request) -> str:
     model, precision = config.model, config.precision
     whole = precision.encoder_dtype() if precision.settled == "fp16" else precision.compute_dtype()  # fp16: see there
     dtype = f"dtype={whole}"
-    own = None if config.adapter.trains_base else model.transformer
-    extra = ["transformer=transformer"] if own or config.adapter.trains_base else []
-    extra += [] if model.t5 else ["text_encoder_3=None", "tokenizer_3=None"]
+    own = None if config.adapter.trains_base else getattr(model, model.denoiser)
+    part, (kind, pipeline, _) = model.denoiser, model.diffusers
+    extra = [f"{part}={part}"] if own or config.adapter.trains_base else []
+    classes = f"{kind}, {pipeline}" if extra else pipeline
+    extra += [f"{name}={value}" for name, value in model.pipeline_arguments().items()]
     extra += [f"revision={model.revision!r}"] if model.revision and is_hub_name(model.pretrained) else []
-    classes = "SD3Transformer2DModel, StableDiffusion3Pipeline" if extra[:1] == ["transformer=transformer"] else ""
-    lines = ["import torch", f"from diffusers import {classes or 'StableDiffusion3Pipeline'}", ""]
-    lines += [f"BASE = {_source(model.pretrained)}", *([f"TRANSFORMER = {_source(own)}"] if own else [])]
+    lines = ["import torch", f"from diffusers import {classes}", ""]
+    lines += [f"BASE = {_source(model.pretrained)}", *([f"{part.upper()} = {_source(own)}"] if own else [])]
     lines += ['RESULT = "."  # the folder of this file, or the name of its repository on the hub', ""]
     if config.adapter.trains_base:
         folder = f'"{config.adapter.output_name}"'
-        lines += [f"transformer = SD3Transformer2DModel.from_pretrained(RESULT, subfolder={folder}, {dtype})"]
+        lines += [f"{part} = {kind}.from_pretrained(RESULT, subfolder={folder}, {dtype})"]
     elif own:
-        inside = ', subfolder="transformer"' if is_hub_name(own) else ""
-        lines += [f"transformer = SD3Transformer2DModel.from_pretrained(TRANSFORMER{inside}, {dtype})"]
-    lines += [f"pipeline = StableDiffusion3Pipeline.from_pretrained({', '.join(['BASE', *extra, dtype])})"]
+        inside = f', subfolder="{part}"' if is_hub_name(own) else ""
+        lines += [f"{part} = {kind}.from_pretrained({part.upper()}{inside}, {dtype})"]
+    lines += [f"pipeline = {pipeline}.from_pretrained({', '.join(['BASE', *extra, dtype])})"]
     if not config.adapter.trains_base:
         lines += [f'pipeline.load_lora_weights(RESULT, weight_name="{config.adapter.output_name}")']
     arguments = {
@@ -248,7 +239,7 @@ def snippet(config: TrainConfig, example: Request) -> str:
         "height": example.height,
         "num_inference_steps": example.steps,
         "guidance_scale": example.guidance,
-        "max_sequence_length": model.t5_length,
+        **model.call_arguments(),
     }
     lines += ['pipeline.to("cuda" if torch.cuda.is_available() else "cpu")', "picture = pipeline("]
     lines += [f"    {name}={value!r}," for name, value in arguments.items()]
@@ -281,6 +272,8 @@ def _licence_text(config: TrainConfig) -> str:
             f"The base's licence ([{fields['license_name']}]({fields['license_link']})) also binds derived models. "
             "Read it before you use or share this one."
         )
+    if fields["license"] != "other":
+        return f"The base's licence ({fields['license']}) also binds derived models. Read it before you use this one."
     return "The base's licence also binds derived models. Name it in the front matter before you share this one."
 
 

@@ -19,7 +19,7 @@ from simpletune.families.sd15.shapes import ATTENTION, parameter_shapes, unit_na
 from simpletune.families.sd15.unet_config import HUB_NAMES, SD15_NAME, bundled, levels_of, require_supported
 from simpletune.models.buckets import Size
 from simpletune.models.family import DOWNSAMPLING, Family
-from simpletune.models.family_facts import Attention
+from simpletune.models.family_facts import Attention, DiffusersNames, Licence
 from simpletune.models.flops import Flops, Trained
 from simpletune.models.model_config import ModelConfig, Shape
 from simpletune.models.parts import Part
@@ -29,7 +29,6 @@ from simpletune.options import Problem, UserError
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import DPMSolverMultistepScheduler
     from torch import Tensor, nn
 
     from simpletune.families.sd15.text import ClipPrompts
@@ -73,6 +72,9 @@ class SD15(Family):
     layout: ClassVar[FileLayout] = LAYOUT
     multiple: ClassVar[int] = 64
     objective: ClassVar[str] = "ddpm"
+    diffusers: ClassVar[DiffusersNames] = DiffusersNames(
+        "UNet2DConditionModel", "StableDiffusionPipeline", "stable-diffusion"
+    )
 
     def problems(self) -> Iterator[Problem]:
         """Also report text of another version of Stable Diffusion than the UNet's."""
@@ -134,6 +136,12 @@ class SD15(Family):
         if config is not None:
             require_supported(config, self.weights_from)
         return config
+
+    def licence_of(self, hub_name: str) -> Licence | None:
+        """CreativeML Open RAIL-M of 1.x, Open RAIL++-M of 2.x."""
+        if hub_name not in HUB_NAMES:
+            return None
+        return {"license": "creativeml-openrail-m" if HUB_NAMES[hub_name] == "sd15" else "openrail++"}
 
     def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
         """The shapes of the UNet's parameters."""
@@ -236,16 +244,6 @@ class SD15(Family):
         from simpletune.families.sd15.text import ClipPrompts
 
         return ClipPrompts(self.part, self.encoders(), dtype)
-
-    def scheduler(self) -> DPMSolverMultistepScheduler:
-        """The sampler's schedule of noise levels (diffusers' DPMSolverMultistepScheduler, DPM-Solver++)."""
-        from diffusers import DPMSolverMultistepScheduler
-
-        from simpletune.models.parts import loading
-
-        part = self.part("scheduler")
-        with loading(part):
-            return DPMSolverMultistepScheduler.from_config(part.config())
 
     def predict(
         self,

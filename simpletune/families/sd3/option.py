@@ -18,7 +18,7 @@ from simpletune.families.sd3.flops import sd3_flops
 from simpletune.families.sd3.shapes import is_conditioning, parameter_shapes, sd3_medium_config, unit_names
 from simpletune.models.buckets import Size
 from simpletune.models.family import DOWNSAMPLING, Family
-from simpletune.models.family_facts import Attention
+from simpletune.models.family_facts import Attention, DiffusersNames, Licence
 from simpletune.models.flops import Flops, Trained
 from simpletune.models.model_config import ModelConfig, Shape
 from simpletune.models.single_file import FileLayout
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 SD3_MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
 CLIP_TOKENS = 77
+STABILITY_LICENCE = "stabilityai-ai-community"
+MEDIUM_LICENCE = "https://huggingface.co/stabilityai/stable-diffusion-3-medium/blob/main/LICENSE.md"
 
 
 class SD3(Family):
@@ -71,6 +73,9 @@ class SD3(Family):
     layout: ClassVar[FileLayout] = LAYOUT
     multiple: ClassVar[int] = 16
     objective: ClassVar[str] = "flow"
+    diffusers: ClassVar[DiffusersNames] = DiffusersNames(
+        "SD3Transformer2DModel", "StableDiffusion3Pipeline", "stable-diffusion-3"
+    )
     has_modulation: ClassVar[bool] = True
 
     def part_names(self) -> list[str]:
@@ -137,6 +142,21 @@ class SD3(Family):
     def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
         """Count the operations of one micro-batch."""
         return sd3_flops(self.known_config(), trained, size, batch, self.text_tokens, checkpointed)
+
+    def licence_of(self, hub_name: str) -> Licence | None:
+        """Stability AI's community licence."""
+        if not hub_name.startswith("stabilityai/stable-diffusion-3"):
+            return None
+        link = MEDIUM_LICENCE if hub_name == SD3_MEDIUM else f"https://huggingface.co/{hub_name}/blob/main/LICENSE.md"
+        return {"license": "other", "license_name": STABILITY_LICENCE, "license_link": link}
+
+    def pipeline_arguments(self) -> dict[str, str]:
+        """No T5 where it is not in use."""
+        return {} if self.t5 else {"text_encoder_3": "None", "tokenizer_3": "None"}
+
+    def call_arguments(self) -> dict[str, object]:
+        """The length of T5's prompt."""
+        return {"max_sequence_length": self.t5_length}
 
     def is_conditioning(self, module: str) -> bool:
         """Whether a module serves only to compute modulations."""
