@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_sd15
 import torch
 from safetensors.torch import load_file
 
@@ -37,8 +40,10 @@ def members(field: str) -> list[dict]:
     return found
 
 
+MODELS = [{"family": "sd3"}, {"family": "sd15", "version": "sd15"}, {"family": "sd15", "version": "sd2"}]
+
 Case = tuple[dict, ...]
-CASES: list[Case] = list(itertools.product(members("adapter"), members("precision"), members("optimizer")))
+CASES: list[Case] = list(itertools.product(members("adapter"), members("precision"), members("optimizer"), MODELS))
 
 
 def pairs(case: Case) -> set[frozenset[tuple[str, str]]]:
@@ -71,13 +76,22 @@ def name_of(case: Case) -> str:
 
 
 def case_json(tiny_config: dict, case: Case) -> dict:
-    """The tiny run with one case's adapter, precision and optimizer."""
-    adapter, precision, optimizer = case
+    """The tiny run with one case's adapter, precision, optimizer and model."""
+    adapter, precision, optimizer, model = case
     data = copy.deepcopy(tiny_config)
+    if model["family"] == "sd15":
+        data["model"] = {"family": "sd15", "pretrained": str(tiny_unet(model["version"]))}
+        data["data"]["resolution"] = 64
     data["adapter"] = adapter | ({"rank": 2} if adapter.get("method") == "lora" else {})
     data["precision"] = precision
     data["optimizer"] = {"lr": 0.001} | optimizer
     return data
+
+
+@functools.cache
+def tiny_unet(version: tiny_sd15.Version) -> Path:
+    """A tiny pipeline of Stable Diffusion 1.5 or 2, built once in a session."""
+    return tiny_sd15.build(Path(tempfile.mkdtemp(prefix="simpletune-unet-")) / version, version)
 
 
 def member(field: str, case_part: dict) -> type:
@@ -113,14 +127,18 @@ REASONS = {(case[0]["method"], case[1]["weights"]): case for case in reversed(RE
 
 def test_the_few_cases_hold_every_option_class_and_every_pair(tiny_config: dict) -> None:
     configs = [validate(case_json(tiny_config, case), "case") for case in FEW]
-    for field in ("adapter", "precision", "optimizer"):
+    for field in ("adapter", "precision", "optimizer", "model"):
         classes = option_classes(TrainConfig.model_fields[field].annotation)
         assert {type(getattr(config, field)) for config in configs} == set(classes)
     for of in (
-        lambda adapter, precision, optimizer: (*adapter.values(), *precision.values()),
-        lambda adapter, precision, optimizer: (*adapter.values(), *optimizer.values()),
-        lambda adapter, precision, optimizer: (precision["weights"], *optimizer.values()),
-        lambda adapter, precision, optimizer: (precision.get("compute"), *optimizer.values()),
+        lambda adapter, precision, optimizer, model: (*adapter.values(), *precision.values()),
+        lambda adapter, precision, optimizer, model: (*adapter.values(), *optimizer.values()),
+        lambda adapter, precision, optimizer, model: (precision["weights"], *optimizer.values()),
+        lambda adapter, precision, optimizer, model: (precision.get("compute"), *optimizer.values()),
+        lambda adapter, precision, optimizer, model: (*model.values(), *adapter.values()),
+        lambda adapter, precision, optimizer, model: (*model.values(), precision["weights"]),
+        lambda adapter, precision, optimizer, model: (*model.values(), precision.get("compute")),
+        lambda adapter, precision, optimizer, model: (*model.values(), *optimizer.values()),
     ):
         assert {of(*case) for case in FEW} == {of(*case) for case in ALLOWED}
     assert len(FEW) < len(ALLOWED)

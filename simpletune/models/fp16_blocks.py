@@ -5,7 +5,7 @@ not. The host reads the flags late and decides which blocks compute in fp32 from
 as they are, widens them for each pass, and passes its outputs on in fp32. A block in fp16 narrows its inputs, so it
 flags itself if they exceed fp16.
 
-Shapes: b samples, n tokens, d width.
+Shapes: b samples, n tokens, d width; c channels, h and w of a UNet's features.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from simpletune.options import plural
 from simpletune.system.console import say
 
 T = TypeVar("T")
-TOKENS = 3  # dimensions of [b, n, d]
+TOKENS = 3  # dimensions of [b, n, d]; latents have more, [b, c, h, w]
 
 
 class BlockPass:
@@ -73,16 +73,16 @@ class Fp16Blocks:
         self._flags: Tensor | None = None
         for index, block in enumerate(blocks):
             BlockPass(self, index, block)
-        self._wrap_output(transformer.norm_out)  # type: ignore[arg-type]
+        self._wrap_output(transformer.get_submodule(transformer.after_units))
 
     def _wrap_output(self, norm_out: nn.Module) -> None:
         """Let the output norm take fp32 from a last block in fp32; normalised activations fit into fp16 again."""
         plain = norm_out.forward
 
-        def forward(x: Tensor, condition: Tensor) -> Tensor:  # [b, n, d], [b, m] -> [b, n, d]
+        def forward(x: Tensor, *condition: Tensor) -> Tensor:  # [b, n, d] and [b, m], or [b, c, h, w]
             if x.dtype != torch.float32:
-                return plain(x, condition)
-            result: Tensor = in_fp32(norm_out, plain, (x, condition), {})
+                return plain(x, *condition)
+            result: Tensor = in_fp32(norm_out, plain, (x, *condition), {})
             return result.half()
 
         norm_out.forward = forward
@@ -224,7 +224,7 @@ def _floating(values: Sequence[object]) -> Iterator[Tensor]:
 
 
 def _narrowed(value: object) -> object:
-    if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() == TOKENS:
+    if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() >= TOKENS:
         return value.half()
     return value
 

@@ -19,14 +19,16 @@ class Transformer(nn.Module):
     units: tuple[str, ...]
     """The names of the modules that are checkpointed, streamed, compiled and quantised one by one, in the order of the
     forward pass. Each runs once in a forward pass."""
+    after_units: str
+    """The name of the module that takes the last unit's output: a norm."""
 
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def set_units(model: Model, names: Sequence[str]) -> Model:
-    """Name the units of a model, and return it."""
-    model.units = tuple(names)  # type: ignore[assignment]
+def set_units(model: Model, names: Sequence[str], after: str) -> Model:
+    """Name the units of a model and the module after them, and return it."""
+    model.units, model.after_units = tuple(names), after  # type: ignore[assignment]
     return model
 
 

@@ -54,7 +54,7 @@ def empty_unet(config: ModelConfig) -> Transformer:
     """
     with init_empty_weights(include_buffers=True):
         model = UNet2DConditionModel.from_config(config)
-    return set_units(cast(Transformer, model), [unit.name for unit in units_of(config)])
+    return set_units(cast(Transformer, model), [unit.name for unit in units_of(config)], "conv_norm_out")
 
 
 def predict(

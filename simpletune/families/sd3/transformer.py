@@ -72,7 +72,7 @@ def empty_transformer(config: ModelConfig) -> Transformer:
     """
     with init_empty_weights(include_buffers=True):
         model = SD3Transformer2DModel.from_config(config)
-    return set_units(cast(Transformer, model), unit_names(parameter_shapes(config)))
+    return set_units(cast(Transformer, model), unit_names(parameter_shapes(config)), "norm_out")
 
 
 def crop_to(model: nn.Module, sizes: Collection[Size], whole: Callable[[], TensorSource], dtype: torch.dtype) -> None:
