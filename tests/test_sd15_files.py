@@ -171,6 +171,7 @@ def test_names_of_the_whole_unet_are_those_that_diffusers_reads(version: str) ->
     config = bundled()[version]["unet"]
     shapes, sources = parameter_shapes(config), origins(config)
     prefix = original_sd15.UNET
+    assert {name: original_sd15.unet_name(name, config) for name in shapes} == {n: o.name for n, o in sources.items()}
     original = {prefix + sources[name].name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     theirs = convert_ldm_unet_checkpoint(dict(original), config)
     assert set(theirs) == set(shapes)

@@ -18,7 +18,12 @@ from simpletune.families.sd15.unet_config import bundled, require_supported
 from simpletune.options import UserError
 from simpletune.system import strict_json
 
-KINDS = {"ResnetBlock2D": "resnet", "Transformer2DModel": "attention", "Downsample2D": "resize", "Upsample2D": "resize"}
+KINDS = {
+    "ResnetBlock2D": "resnet",
+    "Transformer2DModel": "attention",
+    "Downsample2D": "downsampler",
+    "Upsample2D": "upsampler",
+}
 UNEVEN = {
     "block_out_channels": [32, 64, 96],
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],

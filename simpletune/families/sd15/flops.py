@@ -1,6 +1,7 @@
 """Count the floating-point operations of a training step of the UNet from shapes alone (see ``models/flops.py``).
 
-Convolutions are matrix products with a row for each output pixel.
+Convolutions are matrix products with a row for each output pixel. Skip connections add no products, and carry a
+gradient only where the way through the middle does too.
 
 Shapes: b samples, n pixels of the latent at a level, t text tokens.
 """
@@ -35,17 +36,14 @@ def unet_flops(
 
     time = count.chain(["time_embedding.linear_1", "time_embedding.linear_2"], batch, False)
     x = count.linear("conv_in", rows(0), False)
-    skips = [x]
     for number, unit in enumerate(units_of(config)):
         before = count.flops.forward
         if unit.kind == "resnet":
-            x = _resnet(count, unit, rows(unit.halvings), batch, x | (unit.pops and skips.pop()), time)
+            x = _resnet(count, unit, rows(unit.halvings), batch, x, time)
         elif unit.kind == "attention":
             x = _attention(count, unit, rows(unit.halvings), batch, text, x)
         else:
             x = count.linear(f"{unit.name}.conv", rows(unit.halvings), x)
-        if unit.pushes:
-            skips.append(x)
         if number < checkpointed:
             count.flops.recomputed += count.flops.forward - before
     count.linear("conv_out", rows(0), count.norm("conv_norm_out", x))

@@ -6,7 +6,7 @@ residual block, then an attention, then an upsampler. Inside an attention both u
 
 from __future__ import annotations
 
-from simpletune.families.sd15.shapes import ATTENTION, RESNET, parameter_shapes, units_of
+from simpletune.families.sd15.shapes import DOWNSAMPLER, RESNET, parameter_shapes, units_of
 from simpletune.models.model_config import ModelConfig
 from simpletune.models.single_file import Origin
 
@@ -42,7 +42,7 @@ def original_modules(config: ModelConfig) -> dict[str, str]:
             steps["mid"] += 1
             found[unit.name] = f"middle_block.{steps['mid']}"
             continue
-        if unit.kind == RESNET or unit.pushes and unit.kind != ATTENTION:
+        if unit.kind in (RESNET, DOWNSAMPLER):
             steps[way], inside = steps[way] + 1, 0
         blocks = "input_blocks" if way == "down" else "output_blocks"
         found[unit.name] = f"{blocks}.{steps[way]}.{inside}"

@@ -16,10 +16,11 @@ from typing import Literal
 from simpletune.families.sd15.unet_config import Level, levels_of, whole
 from simpletune.models.model_config import ModelConfig, Shape
 
-Kind = Literal["resnet", "attention", "resize"]
+Kind = Literal["resnet", "attention", "downsampler", "upsampler"]
 RESNET: Kind = "resnet"
 ATTENTION: Kind = "attention"
-RESIZE: Kind = "resize"
+DOWNSAMPLER: Kind = "downsampler"
+UPSAMPLER: Kind = "upsampler"
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,6 @@ class Unit:
         outputs: the channels it writes.
         halvings: how often the sides of the latents have been halved in its output.
         level: the channels, heads and depth of its level.
-        pushes: whether a skip connection takes its output to the way up.
-        pops: whether it reads the last skip connection.
     """
 
     name: str
@@ -45,15 +44,11 @@ class Unit:
     outputs: int
     halvings: int
     level: Level
-    pushes: bool = False
-    pops: bool = False
 
     @property
     def input_halvings(self) -> int:
         """How often the sides of the latents have been halved in its input."""
-        if self.kind != RESIZE:
-            return self.halvings
-        return self.halvings - 1 if self.pushes else self.halvings + 1
+        return self.halvings + {DOWNSAMPLER: -1, UPSAMPLER: 1}.get(self.kind, 0)
 
 
 def units_of(config: ModelConfig) -> list[Unit]:
@@ -76,18 +71,18 @@ def _way_down(levels: list[Level]) -> tuple[list[Unit], list[int]]:
     width = levels[0].channels
     units, widths = list[Unit](), [width]
     for number, level in enumerate(levels):
-        block, attends = f"down_blocks.{number}", level.attends_down
+        block = f"down_blocks.{number}"
         for layer in range(level.layers):
             name = f"{block}.resnets.{layer}"
-            units.append(Unit(name, RESNET, width, level.channels, number, level, pushes=not attends))
+            units.append(Unit(name, RESNET, width, level.channels, number, level))
             width = level.channels
-            if attends:
+            if level.attends_down:
                 name = f"{block}.attentions.{layer}"
-                units.append(Unit(name, ATTENTION, width, width, number, level, pushes=True))
+                units.append(Unit(name, ATTENTION, width, width, number, level))
             widths.append(width)
         if number < len(levels) - 1:
             name = f"{block}.downsamplers.0"
-            units.append(Unit(name, RESIZE, width, width, number + 1, level, pushes=True))
+            units.append(Unit(name, DOWNSAMPLER, width, width, number + 1, level))
             widths.append(width)
     return units, widths
 
@@ -99,12 +94,12 @@ def _way_up(levels: list[Level], skips: list[int]) -> list[Unit]:
         block, halvings = f"up_blocks.{number}", len(levels) - 1 - number
         for layer in range(level.layers + 1):
             inputs = width + waiting.pop()
-            units.append(Unit(f"{block}.resnets.{layer}", RESNET, inputs, level.channels, halvings, level, pops=True))
+            units.append(Unit(f"{block}.resnets.{layer}", RESNET, inputs, level.channels, halvings, level))
             width = level.channels
             if level.attends_up:
                 units.append(Unit(f"{block}.attentions.{layer}", ATTENTION, width, width, halvings, level))
         if halvings:
-            units.append(Unit(f"{block}.upsamplers.0", RESIZE, width, width, halvings - 1, level))
+            units.append(Unit(f"{block}.upsamplers.0", UPSAMPLER, width, width, halvings - 1, level))
     return units
 
 
