@@ -219,9 +219,12 @@ class _Int8Product(torch.autograd.Function):
         return grad_x, None, None, None, None, None, None
 
 
-def dequantised(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # [o, i], [o] -> [o, i]
+def dequantised(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # [o, ...], [o] -> [o, ...]
     """Unpack a weight, rounding once. In fp16, a product with q itself exceeds 65504, and the scale is subnormal."""
-    return torch.mul(q, scale[:, None], out=torch.empty(q.shape, dtype=dtype, device=q.device))
+    column = scale.view(-1, *[1] * (q.dim() - 1))
+    if dtype == torch.float16:
+        return torch.mul(q, column, out=torch.empty_like(q, dtype=dtype))
+    return q * column.to(dtype)  # exact factors: scales are bf16 numbers
 
 
 def input_gradient(grad_y: Tensor, q: Tensor, scale: Tensor) -> Tensor:  # [..., o], [o, i], [o] -> [..., i]
