@@ -161,7 +161,9 @@ def test_a_step_holds_one_dequantised_weight_at_a_time(fake: bool) -> None:
         grad = torch.ones_like(y)
         with phase("backward"):
             y.backward(grad)
-        assert count.peaks["backward"].by_kind["activations"] - 4 * KIB == (9 + 2 * 4) * KIB + 512  # and 1 number of the input's shape
+        assert (
+            count.peaks["backward"].by_kind["activations"] - 4 * KIB == (9 + 2 * 4) * KIB + 512
+        )  # and 1 number of the input's shape
 
 
 class Resnet(nn.Module):

@@ -2,13 +2,13 @@
 
 Shapes: b samples, i input and o output channels, h x w pixels, kh x kw the kernel.
 
-torch's convolution saves its input for the backward pass even if its weight is frozen. This one saves only references to
-the int8 weight and the scale.
+torch's convolution saves its input for the backward pass even if its weight is frozen. This one saves only references
+to the int8 weight and the scale.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,8 @@ from torch.nn.grad import conv2d_input
 from simpletune.quant.int8_linear import quantise_rows
 from simpletune.quant.int8_products import dequantised
 
-Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+Pair = tuple[int, int]
+Geometry = tuple[Pair, Pair, Pair, int]
 """Stride, padding and dilation of both dimensions, and the number of groups."""
 
 
@@ -26,9 +27,7 @@ class _FrozenInt8Convolution(torch.autograd.Function):
     """y = x * (q scale) + bias; saves only references to q and scale for the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None, geometry: Geometry
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
         ctx.save_for_backward(q, scale)
         ctx.size, ctx.geometry = x.shape, geometry
         bias = None if bias is None else bias.to(x.dtype)
@@ -47,9 +46,9 @@ class _FrozenInt8Convolution(torch.autograd.Function):
 class Int8Conv2d(nn.Conv2d):
     """A frozen ``nn.Conv2d`` with int8 weight [o, i / groups, kh, kw], fp32 ``scale`` [o] and an optional bias [o].
 
-    PEFT wraps it like any convolution, but builds the factors by calling the layer's class (peft/tuners/lora/layer.py,
-    ``_ConvNd.update_layer``). So one that ``from_conv`` has not made is a plain convolution. ``to(dtype)`` does not cast
-    the int8 weight.
+    PEFT wraps it like any convolution and builds the factors by calling the layer's class (peft/tuners/lora/layer.py,
+    ``_ConvNd.update_layer``). So one that ``from_conv`` has not made is a plain convolution. ``to(dtype)`` does not
+    cast the int8 weight.
     """
 
     scale: Tensor
@@ -69,10 +68,11 @@ class Int8Conv2d(nn.Conv2d):
             raise ValueError(
                 f"padding {conv.padding} of {conv.padding_mode} cannot be quantised: it must be a number of zeros"
             )
-        twin = cls(
-            conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups,
-            bias=False, device="meta",
-        )  # fmt: skip
+        kernel, stride, padding, dilation = (
+            cast(Pair, each) for each in (conv.kernel_size, conv.stride, conv.padding, conv.dilation)
+        )
+        channels = conv.in_channels, conv.out_channels
+        twin = cls(*channels, kernel, stride, padding, dilation, conv.groups, bias=False, device="meta")
         q, scale = quantise_rows(conv.weight.detach().flatten(1))
         twin.weight = nn.Parameter(q.view_as(conv.weight), requires_grad=False)
         twin.register_buffer("scale", scale)
