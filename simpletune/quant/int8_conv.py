@@ -34,8 +34,7 @@ class _FrozenInt8Convolution(torch.autograd.Function):
         return F.conv2d(x, dequantised(q, scale, x.dtype), bias, *geometry)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None]:
-        (grad_y,) = grads  # [b, o, h', w']
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # [b, o, h', w']
         q, scale = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
