@@ -73,6 +73,13 @@ def int8(args: argparse.Namespace) -> object:
     return int8.run(args.out, args.minutes, args.rows, args.overrides)
 
 
+def convolutions(args: argparse.Namespace) -> object:
+    """seconds and memory of frozen int8 convolutions"""
+    from benchmarks import convolutions
+
+    return convolutions.run(args.out, args.minutes, args.rows)
+
+
 def speed(args: argparse.Namespace) -> object:
     """seconds per step, compared with the device's rates and diffusers' recipe"""
     from benchmarks import speed
@@ -104,6 +111,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     study: ("rows", "model", "overrides"),
     vertex: ("rows",),
     int8: ("rows", "overrides"),
+    convolutions: ("rows",),
     speed: ("rows", "model", "device"),
     kernels: ("rows",),
     pair: ("steps", "rounds", "overrides"),

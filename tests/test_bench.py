@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import estimate, inference, int8, memory, memory_row, prices, quality
+from benchmarks import convolutions, estimate, inference, int8, memory, memory_row, prices, quality
 from benchmarks.table import Results, shown
 from simpletune.options import UserError
 
@@ -249,3 +249,16 @@ def test_the_memory_grid_and_the_study_are_predicted(
     full, last = json.loads((tmp_path / "study_predicted.json").read_text())["rows"].values()
     assert full["published_gb"] == 20.26 and full["difference_gb"] < -20
     assert "published less r1's" in told and "| 16.8 |" in told and full["predicted_gb"] > last["predicted_gb"]
+
+
+def test_convolutions_are_measured_beside_frozen_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolutions, "RESNETS", {"small": (32, 8)})
+    monkeypatch.setattr(convolutions, "ROUNDS", 2)
+    page = convolutions.run(tmp_path, 60, "batch 1").read_text()
+    rows = json.loads((tmp_path / "convolutions.json").read_text())["rows"]
+    assert set(rows) == {"small, batch 1, fp32", "small, batch 1, bf16"}
+    one = 32 * 8 * 8 * 4 / 2**20  # MiB of an activation in fp32
+    row = rows["small, batch 1, fp32"]
+    assert row["plain_mib"] - row["int8_mib"] == pytest.approx(2 * one) and row["int8_mib"] >= 4 * one
+    assert 0 < row["error"] < rows["small, batch 1, bf16"]["error"] < 2 and row["ratio"] > 0
+    assert "| small, batch 1, bf16 |" in page

@@ -127,10 +127,11 @@ def test_gradients_are_those_of_the_plain_fp32_model(precision: str) -> None:
     setting = Setting(RESIDENT["K=1"], host=True, poison=True, queue=LateCopies)
     _, ours = lora_run(option, setting)
     model = transformer(option)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and option.quantises(name):
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, dequantised(module))
+    for block in model.transformer_blocks:
+        for name, module in list(block.named_modules()):
+            if option.quantises(module):
+                parent, _, leaf = name.rpartition(".")
+                setattr(block.get_submodule(parent), leaf, dequantised(module))
     Lora(rank=2, targets="all_linear").attach(model, 7)
     shake_updates(model)
     for micro in range(ACCUMULATION):

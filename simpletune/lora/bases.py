@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from simpletune.families.sd3.option import SD3
 from simpletune.models.model_config import ModelConfig
 from simpletune.models.parts import Part
+from simpletune.models.transformer import quantised_layers
 from simpletune.options import Json, UserError
+from simpletune.quant.int8_conv import Int8Conv2d
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.nf4_linear import Nf4Linear
 from simpletune.system.model_folder import weight_files
@@ -113,6 +115,7 @@ class KeptTensors:
         self._precision = TypeAdapter(Precision).validate_python(about["precision"])
         self._reader = WeightReader([folder / "transformer.safetensors"])
         self._model = SD3().empty_model(self.config)
+        self._layers = quantised_layers(self._model, self._precision)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
 
     def kind(self, name: str) -> str:
@@ -124,19 +127,14 @@ class KeptTensors:
         if not self._quantised(name):
             return self._reader.get(name)
         owner = name.removesuffix(".weight")
-        linear = self._model.get_submodule(owner)
-        assert isinstance(linear, nn.Linear)  # only linear layers are quantised
-        twin = self._precision.convert(owner, linear)
+        twin = self._precision.convert(owner, self._model.get_submodule(owner))
         twin.load_state_dict({own: self._reader.get(f"{owner}.{own}") for own in twin.state_dict()}, assign=True)
-        if isinstance(twin, Int8Linear | Nf4Linear):
+        if isinstance(twin, Int8Linear | Int8Conv2d | Nf4Linear):
             return twin.dequantise()
         return twin.get_parameter("weight").dequantize().float()  # quanto's
 
     def _quantised(self, name: str) -> bool:
-        owner = name.removesuffix(".weight")
-        if owner == name or not self._precision.quantises(owner):
-            return False
-        return isinstance(self._model.get_submodule(owner), nn.Linear)
+        return name.endswith(".weight") and name.removesuffix(".weight") in self._layers
 
 
 def locate(name: str) -> Part:

@@ -21,7 +21,7 @@ from torch import nn
 
 from simpletune.models.model_config import ModelConfig
 from simpletune.models.parts import Part
-from simpletune.models.transformer import Transformer
+from simpletune.models.transformer import Transformer, quantised_layers
 from simpletune.models.weights import put_module
 from simpletune.options import UserError, shortened
 from simpletune.quant.precision import WeightPrecision
@@ -177,19 +177,16 @@ class QuantisedBase:
     def _read(self, on_host: Callable[[str], bool]) -> Transformer:
         """Build the model on the meta device with quantised layers, then load each tensor from the mapped file."""
         model = self._empty()
-        names = [name for name, _ in model.named_modules()]
-        for name in names:
-            module = model.get_submodule(name)
-            if isinstance(module, nn.Linear) and self._precision.quantises(name):
-                put_module(model, name, self._precision.convert(name, module))
+        names = {name for name, _ in model.named_modules()}
+        for name in quantised_layers(model, self._precision):
+            put_module(model, name, self._precision.convert(name, model.get_submodule(name)))
         reader = WeightReader([self.folder / FILE])
         expected = model.state_dict()
         if odd := sorted(reader.names ^ set(expected)):
             raise _DamagedBase(f"{FILE} has missing or unexpected tensors: {shortened(odd, 4)}")
-        host, owners = torch.device("cpu"), set(names)
-        tensors = {}
+        host, tensors = torch.device("cpu"), {}
         for name, shaped in expected.items():
-            tensors[name] = to_device(reader.get(name), host if on_host(_owner(name, owners)) else self._device)
+            tensors[name] = to_device(reader.get(name), host if on_host(_owner(name, names)) else self._device)
             if tensors[name].shape != shaped.shape:
                 raise _DamagedBase(f"{FILE}: {name} has shape {list(tensors[name].shape)}, not {list(shaped.shape)}")
         model.load_state_dict(tensors, assign=True)

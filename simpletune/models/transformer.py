@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from simpletune.quant.precision import WeightPrecision
+
 
 class Transformer(nn.Module):
     """The protocol of a family's trained model (SD3's transformer, SD 1.5's UNet).
@@ -41,6 +43,12 @@ def inside(units: Sequence[str]) -> Callable[[str], bool]:
     """Return a predicate: whether the module or parameter of a given name belongs to one of these units."""
     prefixes = tuple(f"{name}." for name in units)
     return lambda name: f"{name}.".startswith(prefixes)
+
+
+def quantised_layers(model: nn.Module, precision: WeightPrecision) -> frozenset[str]:
+    """The names of the layers inside of a model's units that a precision quantises, before any of them is."""
+    within = inside(model.units)  # type: ignore[arg-type]
+    return frozenset(name for name, layer in model.named_modules() if within(name) and precision.quantises(layer))
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from simpletune.models.model_config import Shape
 from simpletune.models.parts import Part
 from simpletune.models.single_file import OriginalReader
+from simpletune.models.transformer import quantised_layers
 from simpletune.options import UserError, shortened
 from simpletune.quant.precision import WeightPrecision
 from simpletune.system.model_folder import weight_files
@@ -77,7 +78,7 @@ def fill(
     Args:
         model: the model, changed in place.
         tensors: its weights.
-        precision: the weight precision; a quantised layer replaces each linear layer as soon as it is loaded.
+        precision: the weight precision; a quantised layer replaces each of its layers as soon as it is loaded.
         device: the target device.
         on_host: whether the module of a given name stays in host memory; it is still quantised on the device.
         place: the location of the weights, for messages.
@@ -86,17 +87,18 @@ def fill(
         UserError: tensors are missing, unexpected, or have the wrong shape.
     """
     _compare(model, tensors, place)
+    quantised = quantised_layers(model, precision)
     for name in [name for name, _ in model.named_modules()]:  # names only, so that replaced layers are freed
         module = model.get_submodule(name)
-        linear = module if isinstance(module, nn.Linear) and precision.quantises(name) else None
+        dtype = None if name in quantised else precision.base_dtype()
         for own, expected in own_tensors(module):
             tensor = tensors.get(f"{name}.{own}")
             if tensor.shape != expected.shape:
                 shapes = f"{list(tensor.shape)}; its config.json requires {list(expected.shape)}"
                 raise UserError(f"{place}: {name}.{own} has shape {shapes}. Download the model again")
-            set_tensor(module, own, to_device(tensor, device, precision.base_dtype() if linear is None else None))
-        if linear is not None:
-            module = precision.convert(name, linear)
+            set_tensor(module, own, to_device(tensor, device, dtype))
+        if name in quantised:
+            module = precision.convert(name, module)
             put_module(model, name, module)
         if on_host(name):
             move_own_tensors(module, torch.device("cpu"))

@@ -1,8 +1,8 @@
 """int8 weights with one scale per output channel, for a frozen base.
 
-Stock int8 linear layers save their input, or a dequantised copy of their weight, for the backward pass. This one saves
-only references to the int8 weight and the scale: a frozen weight needs no gradient, and the gradient of the input
-dequantises the weight again.
+Stock int8 layers save their input, or a dequantised copy of their weight, for the backward pass. These linear layers
+and convolutions save only references to the int8 weight and the scale: a frozen weight needs no gradient, and the
+gradient of the input dequantises the weight again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Int8(QuantisedPrecision):
     """How the blocks' linear layers multiply. dequantised: every pass converts the weight to the compute type first;
     int8: activations are quantised to int8 row by row, and a Triton kernel multiplies int8 x int8. int8 is meant to be
     faster, which has not been measured on a GPU yet; a product's error grows from 0.8 to 1.2%, and more if activations
-    have outliers. LoRA's own products stay in the compute type."""
+    have outliers. LoRA's own products stay in the compute type, and convolutions dequantise."""
     input_gradient: Literal["dequantised", "int8"] = "dequantised"
     """How the backward pass computes these layers' input gradients. int8: gradients are quantised like activations;
     needs products int8."""
@@ -34,15 +34,21 @@ class Int8(QuantisedPrecision):
     bytes_per_weight: ClassVar[float] = 1
     arithmetic: ClassVar[frozenset[str]] = frozenset({"products", "input_gradient"})
 
-    def convert(self, name: str, linear: nn.Linear) -> nn.Module:
-        """Quantise a linear layer to int8.
+    def convert(self, name: str, layer: nn.Module) -> nn.Module:
+        """Quantise a linear layer or a convolution to int8.
 
         Modulation layers always multiply dequantised weights: they have one row per sample, and all of its tokens would
         share the error.
         """
+        from torch import nn
+
+        from simpletune.quant.int8_conv import Int8Conv2d
         from simpletune.quant.int8_linear import Int8Linear
 
-        twin = Int8Linear.from_linear(linear, self.compute_dtype())
+        if isinstance(layer, nn.Conv2d):
+            return Int8Conv2d.from_conv(layer, self.compute_dtype())
+        assert isinstance(layer, nn.Linear)
+        twin = Int8Linear.from_linear(layer, self.compute_dtype())
         twin.int8_products = self.products == "int8" and not is_block_modulation(name)
         twin.int8_gradient = self.input_gradient == "int8"
         return twin

@@ -45,8 +45,7 @@ class _FrozenInt8Product(torch.autograd.Function):
         return y if bias is None else y.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None]:
-        (grad_y,) = grads  # [..., o]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None]:  # [..., o]
         q, scale = ctx.saved_tensors
         grad_x = int8_products.input_gradient(grad_y, q, scale) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None

@@ -210,8 +210,7 @@ class _Int8Product(torch.autograd.Function):
         return int8_product(x_q, x_scale, q, scale, bias, x.dtype).view(*x.shape[:-1], len(q))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None, None, None]:
-        (grad_y,) = grads  # [..., o]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None]:  # [..., o]
         q, scale = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
@@ -219,9 +218,12 @@ class _Int8Product(torch.autograd.Function):
         return grad_x, None, None, None, None, None, None
 
 
-def dequantised(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # [o, i], [o] -> [o, i]
+def dequantised(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # [o, ...], [o] -> [o, ...]
     """Unpack a weight, rounding once. In fp16, a product with q itself exceeds 65504, and the scale is subnormal."""
-    return torch.mul(q, scale[:, None], out=torch.empty(q.shape, dtype=dtype, device=q.device))
+    scale = scale.view(-1, *[1] * (q.dim() - 1))
+    if dtype == torch.float16:
+        return torch.mul(q, scale, out=torch.empty_like(q, dtype=dtype))
+    return q * scale.to(dtype)  # exact factors: scales are bf16 numbers
 
 
 def input_gradient(grad_y: Tensor, q: Tensor, scale: Tensor) -> Tensor:  # [..., o], [o, i], [o] -> [..., i]

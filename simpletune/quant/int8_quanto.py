@@ -1,7 +1,8 @@
 """int8 weights by optimum-quanto (qint8), an alternative back end to ``int8``.
 
 Its linear layer saves input and weight for the backward pass, so it needs more memory than ``int8`` without
-checkpointing. Order matters: quantise, freeze, then add the adapter.
+checkpointing. Order matters: quantise, freeze, then add the adapter. Convolutions stay in the compute type: PEFT 0.21
+builds the factors of quanto's own as layers of quanto without a weight.
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ if TYPE_CHECKING:
 
 
 class Int8Quanto(QuantisedPrecision):
-    """int8 weights in the blocks by optimum-quanto, for a frozen base."""
+    """int8 weights in the blocks' linear layers by optimum-quanto, for a frozen base."""
 
     weights: Literal["int8-quanto"] = "int8-quanto"
-    """int8 weights by optimum-quanto, 1 byte each, for a frozen base."""
+    """int8 weights by optimum-quanto, 1 byte each, for a frozen base. Convolutions stay in the compute type."""
 
     bytes_per_weight: ClassVar[float] = 1
 
-    def convert(self, name: str, linear: nn.Linear) -> nn.Module:
+    def quantises(self, layer: nn.Module) -> bool:
+        """Quantise linear layers only."""
+        from torch import nn
+
+        return isinstance(layer, nn.Linear)
+
+    def convert(self, name: str, layer: nn.Module) -> nn.Module:
         """Quantise a linear layer with quanto and freeze it, which leaves only the int8 weight and its scales."""
         from optimum.quanto import QLinear, qint8
 
-        twin = QLinear.from_module(linear.to(self.compute_dtype()), weights=qint8)
+        twin = QLinear.from_module(layer.to(self.compute_dtype()), weights=qint8)
         twin.freeze()
         return twin.requires_grad_(False)

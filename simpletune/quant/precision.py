@@ -108,18 +108,18 @@ class WeightPrecision(Option):
         """The options that determine the bytes of the weights, as JSON."""
         return self.model_dump(mode="json", exclude=set(self.arithmetic)) | {"compute": self.settled}
 
-    def quantises(self, name: str) -> bool:
-        """Whether to quantise the linear layer of that name."""
+    def quantises(self, layer: nn.Module) -> bool:
+        """Whether to quantise layers of this kind inside the model's units."""
         return False
 
-    def convert(self, name: str, linear: nn.Linear) -> nn.Module:
-        """Quantise a linear layer on its device.
+    def convert(self, name: str, layer: nn.Module) -> nn.Module:
+        """Quantise a layer on its device.
 
         On the meta device, creates the quantised layer's tensors for a cached base to fill.
 
         Args:
-            name: the layer's name inside the transformer; ``quantises`` must be true for it.
-            linear: the layer, in its type on disk.
+            name: the layer's name inside the model.
+            layer: the layer, in its type on disk; ``quantises`` must be true for it.
         """
         raise TypeError(f"{type(self).__name__} does not quantise")
 
@@ -135,15 +135,22 @@ class QuantisedPrecision(WeightPrecision):
     trainable: ClassVar[bool] = False
     cacheable: ClassVar[bool] = True
 
-    def quantises(self, name: str) -> bool:
-        """Quantise every linear layer inside the blocks.
+    def quantises(self, layer: nn.Module) -> bool:
+        """Quantise linear layers and 2D convolutions.
 
-        Layers outside (patch and text embedders, norm_out, proj_out; 1% of the weights) stay in the compute type,
-        because each of their errors would reach all tokens.
+        Layers outside the units stay in the compute type, because each of their errors would reach all tokens or
+        pixels: of SD3 the patch and text embedders, norm_out and proj_out (1% of the weights), of SD 1.5 conv_in,
+        conv_out and the time embedding (0.2%).
         """
-        return name.startswith("transformer_blocks.")
+        from torch import nn
+
+        return isinstance(layer, nn.Linear | nn.Conv2d)
 
 
 def is_block_modulation(name: str) -> bool:
-    """Whether a layer computes a block's adaLN modulation (shifts, scales and gates; arXiv:2212.09748, section 3.2)."""
-    return name.startswith("transformer_blocks.") and name.endswith((".norm1.linear", ".norm1_context.linear"))
+    """Whether a layer inside a unit computes its modulation from the noise level, one row for each sample.
+
+    These are adaLN's shifts, scales and gates (arXiv:2212.09748, section 3.2), and the shift that a resnet of a UNet
+    adds to each channel.
+    """
+    return name.endswith((".norm1.linear", ".norm1_context.linear", ".time_emb_proj"))

@@ -1,0 +1,167 @@
+"""Quantised UNets: which layers are held how, their bytes, the cached base, and how near they come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from diffusers import UNet2DConditionModel
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.upsampling import Upsample2D
+from optimum.quanto import QLinear
+from torch import Tensor, nn
+
+from simpletune.families.sd3.option import SD3
+from simpletune.lora.bases import KeptTensors
+from simpletune.models.parts import Part
+from simpletune.models.quantised_cache import QuantisedBase
+from simpletune.models.transformer import set_units
+from simpletune.models.weights import fill
+from simpletune.quant.int8 import Int8
+from simpletune.quant.int8_conv import Int8Conv2d
+from simpletune.quant.int8_linear import Int8Linear
+from simpletune.quant.int8_quanto import Int8Quanto
+from simpletune.quant.nf4 import Nf4
+from simpletune.quant.nf4_linear import Nf4Linear
+from simpletune.quant.plain import FP32
+from simpletune.quant.precision import WeightPrecision
+from simpletune.system.safetensors_file import WeightReader
+
+CPU = torch.device("cpu")
+UNITS = ResnetBlock2D, Transformer2DModel, Downsample2D, Upsample2D
+TINY: dict[str, Any] = {
+    "sample_size": 8, "in_channels": 4, "out_channels": 4, "layers_per_block": 1, "block_out_channels": [32, 64],
+    "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"], "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    "cross_attention_dim": 32, "attention_head_dim": 4,
+}  # fmt: skip
+SD15: dict[str, Any] = {"cross_attention_dim": 768, "attention_head_dim": 8}  # the rest are diffusers' defaults
+MIB = 2**20
+
+
+def empty(config: dict[str, Any]) -> Any:
+    with init_empty_weights(include_buffers=True):
+        model = UNet2DConditionModel(**config)
+    return set_units(model, [name for name, module in model.named_modules() if isinstance(module, UNITS)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny UNet on disk."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        path = tmp_path_factory.mktemp("unet")
+        UNet2DConditionModel(**TINY).save_pretrained(path)
+    return path
+
+
+def loaded(folder: Path, precision: WeightPrecision) -> Any:
+    return fill(empty(TINY), WeightReader([*folder.glob("*.safetensors")]), precision, CPU)
+
+
+def kinds(model: nn.Module) -> dict[str, type[nn.Module]]:
+    return {name: type(m) for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+
+
+@pytest.mark.parametrize(
+    ("precision", "convolution", "linear", "modulation"),
+    [
+        (Int8(), Int8Conv2d, Int8Linear, Int8Linear),
+        (Nf4(), Int8Conv2d, Nf4Linear, Int8Linear),
+        (Nf4(modulation="nf4"), Int8Conv2d, Nf4Linear, Nf4Linear),
+        (Int8Quanto(), nn.Conv2d, QLinear, QLinear),
+        (FP32(), nn.Conv2d, nn.Linear, nn.Linear),
+    ],
+)
+def test_which_layers_are_held_how(
+    precision: WeightPrecision, convolution: type, linear: type, modulation: type, folder: Path
+) -> None:
+    found, plain = kinds(loaded(folder, precision)), kinds(empty(TINY))
+    outside = {"conv_in", "conv_out", "time_embedding.linear_1", "time_embedding.linear_2"}
+    assert set(found) == set(plain) and outside < set(found)
+    for name, kind in found.items():
+        if name in outside:
+            assert kind is plain[name], name
+        elif plain[name] is not nn.Linear:
+            assert kind is convolution, name
+        else:
+            assert kind is (modulation if name.endswith("time_emb_proj") else linear), name
+    assert {"down_blocks.0.downsamplers.0.conv", "up_blocks.1.attentions.0.proj_in"} < set(found)
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def int8_bytes(model: nn.Module) -> int:
+    """A byte for every weight of the layers inside the units, 4 for each of their outputs, and bf16 for the rest."""
+    total = 2 * sum(tensor.numel() for tensor in tensors_of(model))
+    for unit in model.units:
+        for layer in model.get_submodule(unit).modules():
+            if isinstance(layer, nn.Linear | nn.Conv2d):
+                total += 4 * len(layer.weight) - layer.weight.numel()
+    return total
+
+
+def test_int8_weights_take_a_byte(folder: Path) -> None:
+    assert sum(tensor.nbytes for tensor in tensors_of(loaded(folder, Int8()))) == int8_bytes(empty(TINY))
+
+
+def test_the_unet_of_sd15_takes_half() -> None:
+    model = empty(SD15)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert parameters == 859_520_964
+    assert round(2 * parameters / MIB) == 1639 and round(int8_bytes(model) / MIB) == 823
+
+
+def noise_predicted(model: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    z_t, prompts = (torch.randn(shape, generator=generator).to(dtype) for shape in ((2, 4, 8, 8), (2, 7, 32)))
+    with torch.no_grad():
+        prediction: Tensor = model(z_t, torch.tensor([10, 900]), prompts).sample
+    return prediction.float()
+
+
+@pytest.mark.parametrize(
+    ("precision", "most"), [(Int8(compute="fp32"), 0.015), (Int8(), 0.03), (Nf4(compute="fp32"), 0.1)], ids=str
+)
+def test_predictions_come_near(precision: WeightPrecision, most: float, folder: Path) -> None:
+    exact = noise_predicted(loaded(folder, FP32()))
+    ours = noise_predicted(loaded(folder, precision), precision.compute_dtype())
+    assert 0 < (ours - exact).norm() / exact.norm() < most
+
+
+@pytest.mark.parametrize("precision", [Int8(), Nf4(), Int8Quanto()], ids=lambda option: option.weights)
+def test_a_cached_base_is_the_quantised_one_bit_for_bit(
+    precision: WeightPrecision, folder: Path, tmp_path: Path
+) -> None:
+    fresh = loaded(folder, precision)
+    base = QuantisedBase(tmp_path, TINY, lambda: empty(TINY), Part("unet", folder), precision, CPU)
+    assert base.load(lambda name: False) is None
+    again = base.make(lambda name: False, lambda: fresh) and base.load(lambda name: False)
+    assert again is not None and kinds(again) == kinds(fresh)
+    state = fresh.state_dict()
+    assert list(again.state_dict()) == list(state)
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, state[name]) and tensor.dtype == state[name].dtype, name
+    assert torch.equal(*(noise_predicted(model, precision.compute_dtype()) for model in (again, fresh)))
+
+
+@pytest.mark.parametrize("precision", [Int8(), Nf4()], ids=lambda option: option.weights)
+def test_a_cached_base_is_dequantised_for_tools(
+    precision: WeightPrecision, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = QuantisedBase(tmp_path, TINY, lambda: empty(TINY), Part("unet", folder), precision, CPU)
+    base.keep(loaded(folder, precision))
+    monkeypatch.setattr(SD3, "empty_model", lambda self, config: empty(config))
+    kept, plain = KeptTensors(base.folder), loaded(folder, FP32()).state_dict()
+    assert kept.shapes == {name: tuple(tensor.shape) for name, tensor in plain.items()}
+    name = "down_blocks.0.resnets.0.conv1"
+    assert kept.kind(f"{name}.weight") == "F32" and kept.kind(f"{name}.bias") == kept.kind("conv_in.weight") == "BF16"
+    weight, ours = plain[f"{name}.weight"], kept.get(f"{name}.weight")
+    largest = weight.abs().amax((1, 2, 3), keepdim=True)
+    assert ours.shape == weight.shape and ((ours - weight).abs() <= largest / 127 * 0.51).all()
