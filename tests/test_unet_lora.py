@@ -24,15 +24,16 @@ from simpletune.adapters.lora_layers import lora_layers
 from simpletune.adapters.lora_product import add_pointwise_update
 from simpletune.cli.main import main
 from simpletune.families.lora_names import LAYOUTS
+from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
 from simpletune.families.sd15.lora_names import NAMES
 from simpletune.lora.attach import fold_lora, load_lora, load_loras
-from simpletune.lora.describe import describe
+from simpletune.lora.describe import describe, file_of
 from simpletune.lora.mix import Recipe, mix
 from simpletune.lora.read import read_lora
 from simpletune.lora.updates import Update
 from simpletune.lora.write import tensors_of, write_lora
-from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
 from simpletune.options import UserError
+from simpletune.runs.names import find_named
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
 import unet_lora_readers  # noqa: E402
@@ -450,3 +451,5 @@ def test_full_fine_tuning_exports_a_u_nets_folder(tmp_path: Path) -> None:
     written = Full().export(model, tmp_path, {"format": "pt"})
     assert written == tmp_path / "unet"
     close(predict(UNet2DConditionModel.from_pretrained(written)), predict(model))
+    assert find_named(str(tmp_path)).transformer == written and file_of(tmp_path).parent == written
+    assert Full().result("unet") == "unet" and Lora().result("unet") == "pytorch_lora_weights.safetensors"

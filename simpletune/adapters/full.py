@@ -21,7 +21,6 @@ class Full(TrainingMethod):
     """Full fine-tuning: train every parameter of the transformer."""
 
     trains_base: ClassVar[bool] = True
-    output_name: ClassVar[str] = "transformer"
 
     def describe(self, shapes: Shapes) -> str:
         """Describe what is trained."""

@@ -30,7 +30,7 @@ class _Added(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads  # [..., o]
         x, down, a, b = ctx.saved_tensors
         _, wants_x, wants_a, wants_b, _ = ctx.needs_input_grad
@@ -56,7 +56,7 @@ class _AddedPointwise(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads  # [b, o, h, w]
         x, down, a, b = ctx.saved_tensors
         _, wants_x, wants_a, wants_b, _ = ctx.needs_input_grad

@@ -232,15 +232,15 @@ def snippet(config: TrainConfig, example: Request) -> str:
     lines = ["import torch", f"from diffusers import {classes or 'StableDiffusion3Pipeline'}", ""]
     lines += [f"BASE = {_source(model.pretrained)}", *([f"TRANSFORMER = {_source(own)}"] if own else [])]
     lines += ['RESULT = "."  # the folder of this file, or the name of its repository on the hub', ""]
+    result = config.adapter.result(model.denoiser)
     if config.adapter.trains_base:
-        folder = f'"{config.adapter.output_name}"'
-        lines += [f"transformer = SD3Transformer2DModel.from_pretrained(RESULT, subfolder={folder}, {dtype})"]
+        lines += [f'transformer = SD3Transformer2DModel.from_pretrained(RESULT, subfolder="{result}", {dtype})']
     elif own:
         inside = ', subfolder="transformer"' if is_hub_name(own) else ""
         lines += [f"transformer = SD3Transformer2DModel.from_pretrained(TRANSFORMER{inside}, {dtype})"]
     lines += [f"pipeline = StableDiffusion3Pipeline.from_pretrained({', '.join(['BASE', *extra, dtype])})"]
     if not config.adapter.trains_base:
-        lines += [f'pipeline.load_lora_weights(RESULT, weight_name="{config.adapter.output_name}")']
+        lines += [f'pipeline.load_lora_weights(RESULT, weight_name="{result}")']
     arguments = {
         "prompt": example.prompt,
         "negative_prompt": example.negative_prompt,

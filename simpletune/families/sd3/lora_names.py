@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from simpletune.models.lora_names import Layout, LoraNames
 from simpletune.families.sd3.original_names import FUSED, IN_BLOCK, OUTER
+from simpletune.models.lora_names import Layout, LoraNames
 
 _BLOCK = r"^transformer_blocks\.\d+\."  # from the start: a U-Net's names end in the same words
 # SD3.5 Medium has a second attention of the image stream alone.
