@@ -165,7 +165,7 @@ def test_trains_saves_resumes_reloads(case: Case, tiny_config: dict) -> None:
     optimizer = attach(config, model)
     checkpoint.restore(checkpoint.find("latest", whole), model, optimizer, config.optimizer)
     torch.testing.assert_close(trained_parameters(model), weights(whole, 4), rtol=0, atol=0)
-    assert (whole / config.adapter.output_name).exists()
+    assert (whole / config.adapter.result(config.model.denoiser)).exists()
 
 
 REFUSAL = "precision.weights: .* weights are frozen.*Use precision.weights bf16"

@@ -25,7 +25,7 @@ from simpletune.options import UserError
 from simpletune.pipeline.png import drawn_as
 from simpletune.quant.plain import FP32
 from simpletune.runs import checkpoint
-from simpletune.runs.names import LORA_FILE, TRANSFORMER
+from simpletune.runs.names import LORA_FILE
 from simpletune.runs.weights import BASE, checkpoints_of, overwrite
 from simpletune.training.loop import train
 
@@ -76,7 +76,7 @@ def test_a_full_result_is_its_last_checkpoint_too(runs: Path, tmp_path: Path, ca
     (result,) = named(str(full))
     kept = without_twins([BASE, result, first, last])
     assert [each.title for each in kept] == ["base", "full step 2", "full step 4"]
-    assert kept[2].transformer == full / TRANSFORMER, (
+    assert kept[2].transformer == full / "transformer", (
         "a checkpoint's weights would not be held in the precision asked for"
     )
     assert "full full and full step 4 have the same weights" in capsys.readouterr().out
@@ -170,10 +170,10 @@ def test_models_that_cannot_be_held_alike_are_told(runs: Path, tmp_path: Path, c
 
 def test_what_a_name_stands_for(runs: Path, tmp_path: Path) -> None:
     transformer = tmp_path / "a_model"
-    shutil.copytree(runs / "full" / TRANSFORMER, transformer)
+    shutil.copytree(runs / "full" / "transformer", transformer)
     assert named("base") == [BASE]
     assert named(f"{runs / 'lora'}:0.3")[0].loras == [(runs / "lora" / LORA_FILE, 0.3)]
-    assert named(str(runs / "full"))[0].transformer == runs / "full" / TRANSFORMER
+    assert named(str(runs / "full"))[0].transformer == runs / "full" / "transformer"
     assert named(str(saved(runs / "full", 2)))[0].trained == saved(runs / "full", 2) / checkpoint.AVERAGE
     assert named(str(transformer))[0].transformer == transformer
     for place in (runs / "full", transformer, saved(runs / "full", 2)):
@@ -213,7 +213,7 @@ def test_the_full_model_of_a_run_is_its_own_or_the_base_with_its_lora(runs: Path
         return weights_of(open_session(args), args)
 
     name, full = asked("--run", runs / "full", "--full")
-    assert (name, full.transformer, full.merged) == ("full", runs / "full" / TRANSFORMER, False)
+    assert (name, full.transformer, full.merged) == ("full", runs / "full" / "transformer", False)
     folded = asked("--run", runs / "lora", "--full")[1]
     assert folded.merged and folded.lora == runs / "lora" / LORA_FILE
     with pytest.raises(UserError, match="neither a run nor a LoRA is named. Use --run RUN"):

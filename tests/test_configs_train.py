@@ -47,7 +47,7 @@ def test_trains_scaled_down(file: Path, tiny_config: dict, capsys: pytest.Captur
     run = train(config)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["eval_loss_after"] is not None
-    assert (run / config.adapter.output_name).exists()
+    assert (run / config.adapter.result(config.model.denoiser)).exists()
     assert (run / "samples" / "grid.png").exists()
     traces = list((run.parents[1] / "profiles").rglob("*.pt.trace.json.gz"))
     assert len(traces) == (file.name == TRACED)

@@ -17,10 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from simpletune.cli.main import main
+from simpletune.families.sd3.lora_names import LAYOUTS, NAMES
 from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
 from simpletune.lora.describe import describe, file_of, in_words
 from simpletune.lora.header import ADAPTER_METADATA, open_lora
-from simpletune.lora.layouts import KOHYA, WRITTEN, layers_of, layout_of, original_module
+from simpletune.lora.layouts import layout_of
 from simpletune.lora.read import read_lora
 from simpletune.lora.updates import Update, fuse, split
 from simpletune.lora.write import in_original_names, tensors_of, write_lora
@@ -29,6 +30,8 @@ from simpletune.options import UserError
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
 import lora_readers  # noqa: E402
 
+WRITTEN = {layout.name: layout for layout in LAYOUTS if layout.name in ("diffusers", "kohya", "comfy")}
+KOHYA = WRITTEN["kohya"]
 TINY = {
     "sample_size": 8, "patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 3, "attention_head_dim": 8,
     "num_attention_heads": 2, "joint_attention_dim": 24, "caption_projection_dim": 16, "pooled_projection_dim": 14,
@@ -192,7 +195,7 @@ def test_exported_keys_match_sd3_mediums_own(layout: str) -> None:
         updates[name] = Update(torch.zeros(1, inputs), torch.zeros(outputs, 1))
     real = KEYS["diffusers" if layout == "diffusers" else "original"]
     chosen = WRITTEN[layout]
-    named = updates if layout == "diffusers" else in_original_names(updates)
+    named = updates if layout == "diffusers" else in_original_names(updates, NAMES)
     matrices = {name for name in named}
     assert matrices < {key.removesuffix(".weight") for key in real}
     biases = {key.removesuffix(".bias") for key in real if key.endswith(".bias")} - {
@@ -204,7 +207,7 @@ def test_exported_keys_match_sd3_mediums_own(layout: str) -> None:
     known = lora_readers.targets(state, config["num_layers"])
     modules = {chosen.key(name, "down").removesuffix("." + chosen.down) for name in named}
     assert modules <= set(known)
-    assert {layer for module in modules for layer in layers_of(chosen, module)} == set(updates)
+    assert {layer for module in modules for layer in chosen.layers(module)} == set(updates)
 
 
 def test_the_real_key_lists_are_those_of_the_data(request: pytest.FixtureRequest) -> None:
@@ -314,10 +317,25 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("family", FOREIGN)
+UNETS = ("Stable Diffusion 1.5", "Stable Diffusion 2", "Stable Diffusion 1.5 or 2", "a U-Net")
+UNETS = tuple(family for family in FOREIGN if family.strip() in UNETS)
+
+
+@pytest.mark.parametrize("family", UNETS)
+def test_a_lora_of_a_u_net_is_read_and_named(family: str, tmp_path: Path) -> None:
+    save_file(FOREIGN[family], tmp_path / "x.safetensors")
+    assert len(read_lora(tmp_path / "x.safetensors")) * 2 == len(FOREIGN[family])
+    about = describe(tmp_path / "x.safetensors")
+    assert about["family"].startswith(family.strip())
+    assert {tool["tool"]: tool["loads"] for tool in about["tools"]} == dict.fromkeys(
+        ("diffusers", "ComfyUI", "Forge", "simpletune"), "yes"
+    )
+
+
+@pytest.mark.parametrize("family", sorted(set(FOREIGN) - set(UNETS)))
 def test_a_lora_of_another_model_is_refused_by_its_name(family: str, tmp_path: Path) -> None:
     save_file(FOREIGN[family], tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match=f"is a LoRA for {family.strip()} .*Give one for Stable Diffusion 3"):
+    with pytest.raises(UserError, match=f"is a LoRA for {family.strip()} .*Give one for Stable Diffusion 3, Stable"):
         read_lora(tmp_path / "x.safetensors")
     assert describe(tmp_path / "x.safetensors")["family"].startswith(family.strip())
 
@@ -385,8 +403,7 @@ def test_the_sd3s_are_told_apart(family: str, tensors: dict, tmp_path: Path) -> 
     [
         ({"lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight": None}, "lacks one of its two factors"),
         ({"lora_unet_joint_blocks_0_x_block_mlp_fc3.lora_up.weight": torch.ones(2, 2)}, "1 of 4 keys match no .*fc3"),
-        ({"lora_te1_text_model_encoder.lora_up.weight": torch.ones(2, 2)}, "text encoder updates"),
-        ({"something.else": torch.ones(1)}, "1 of 4 keys match no layer of SD3: something.else"),
+        ({"something.else": torch.ones(1)}, "1 of 4 keys match no layer of Stable Diffusion 3: something.else"),
         ({"lora_unet_joint_blocks_0_x_block_attn_qkv.dora_scale": torch.ones(4608, 1)}, "is DoRA, which is not"),
         ({"lora_unet_joint_blocks_0_x_block_mlp_fc1.hada_w1_a": torch.ones(4, 2)}, "is LoHa, which is not supported"),
         ({"lora_unet_joint_blocks_0_x_block_mlp_fc1.lokr_w1": torch.ones(4, 4)}, "is LoKr, which is not supported"),
@@ -399,7 +416,7 @@ def test_the_sd3s_are_told_apart(family: str, tensors: dict, tmp_path: Path) -> 
                 "lora_unet_x_embedder_proj.lora_down.weight": torch.ones(1, 16, 2, 2),
                 "lora_unet_x_embedder_proj.lora_up.weight": torch.ones(1536, 1, 1, 1),
             },
-            "updates a convolution .the patch embedding., which is not supported",
+            "x_embedder_proj updates a 2x2 convolution, which is not supported",
         ),
         ({"lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight": torch.full((4608, 2), torch.nan)}, "NaN or"),
         ({"lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight": torch.ones(4608, 2).char()}, "not supported"),
@@ -412,6 +429,20 @@ def test_damaged_and_strange_files_are_refused(changes: dict, message: str, tmp_
     with pytest.raises(UserError, match=message):
         read_lora(file)
     assert describe(file)["kind"] == "lora"  # and inspect says what it is all the same
+
+
+def test_updates_of_text_encoders_are_named_and_not_applied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = pair("lora_te1_text_model_encoder_layers_0_mlp_fc1", 768, 3072)
+    file = sd3_file(tmp_path, **text)
+    plain = read_lora(sd3_file(tmp_path))
+    assert capsys.readouterr().out == ""
+    assert set(read_lora(sd3_file(tmp_path, **text))) == set(plain) and len(plain) == 3
+    said = capsys.readouterr().out
+    assert "2 keys of text encoders, such as lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight, are" in said
+    assert "text       2 keys of text encoders, which simpletune does not apply" in in_words(describe(file))
+    save_file(text, file)
+    with pytest.raises(UserError, match="updates only text encoders .lora_te1_text_model.*which simpletune does not"):
+        read_lora(file)
 
 
 def test_files_that_are_no_lora(tmp_path: Path) -> None:
@@ -510,10 +541,10 @@ def test_inspect_finds_the_result_of_a_full_run(tmp_path: Path) -> None:
 
 def test_names_of_layers_go_back_and_forth() -> None:
     for layer in linears(DUAL):
-        module, _ = original_module(layer)
+        module, _ = NAMES.original(layer)
         for layout in (WRITTEN["kohya"], WRITTEN["comfy"]):
             name = layout.key(module, "alpha").removesuffix(".alpha")
-            assert layer in layers_of(layout, name)
+            assert layer in layout.layers(name)
     assert layout_of(["lora_unet_x"]) is KOHYA and layout_of(["lora_unet_x", "transformer.y"]) is not KOHYA
 
 
@@ -555,5 +586,5 @@ def test_what_other_tools_make_of_it(tmp_path: Path) -> None:
     large = {"transformer_blocks.0.attn.to_q": Update(torch.full((1, 8), 1e38), torch.ones(8, 1), 1.0)}
     with pytest.raises(UserError, match="lora_A.weight overflows fp16.*--dtype bf16"):
         write_lora(large, tmp_path / "large.safetensors", dtype="fp16")
-    with pytest.raises(UserError, match="conv is not a layer of SD3"):
-        in_original_names({"conv": large["transformer_blocks.0.attn.to_q"]})
+    with pytest.raises(UserError, match="conv is not a layer of Stable Diffusion 3"):
+        in_original_names({"conv": large["transformer_blocks.0.attn.to_q"]}, NAMES)

@@ -97,7 +97,7 @@ def test_what_exists_and_has_such_a_name_is_itself(here: Path, tmp_path: Path) -
         ("q@2:nan", "q@2:nan: .*'nan' is not a number"),
         ("nowhere", "nowhere does not exist. Give a LoRA file, a run's folder"),
         ("q", "q has no result, .*`simpletune finish q`, .*: q@4, q@2$"),
-        ("c", "c contains neither pytorch_lora_weights.safetensors nor transformer/. Give a LoRA file"),
+        ("c", "c contains neither pytorch_lora_weights.safetensors nor transformer/ nor unet/. Give a LoRA file"),
     ],
 )
 def test_what_is_not_there_is_said(name: str, message: str, here: Path) -> None:

@@ -21,8 +21,12 @@ class TrainingMethod(Option):
 
     trains_base: ClassVar[bool] = False
     """Whether base weights change, which requires a trainable precision."""
-    output_name: ClassVar[str]
-    """File or folder of the result inside the run's folder."""
+    output_name: ClassVar[str | None] = None
+    """File of the result inside the run's folder; None: the folder of the denoiser, ``transformer`` or ``unet``."""
+
+    def result(self, denoiser: str) -> str:
+        """Return the file or folder of the result inside the run's folder."""
+        return self.output_name or denoiser
 
     def describe(self, shapes: Shapes) -> str:
         """Describe what is trained."""
@@ -59,7 +63,7 @@ class TrainingMethod(Option):
 
         Args:
             model: trained transformer.
-            folder: folder for ``output_name``.
+            folder: folder for the result.
             metadata: strings for the safetensors header.
 
         Returns:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.adapters.adapter import Shapes, TrainingMethod
+from simpletune.families.lora_names import names_of_class
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +21,6 @@ class Full(TrainingMethod):
     """Full fine-tuning: train every parameter of the transformer."""
 
     trains_base: ClassVar[bool] = True
-    output_name: ClassVar[str] = "transformer"
 
     def describe(self, shapes: Shapes) -> str:
         """Describe what is trained."""
@@ -43,8 +43,10 @@ class Full(TrainingMethod):
         raise TypeError("full fine-tuning changes the base weights: load the base again instead")
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
-        """Write a diffusers ``transformer/`` folder: config.json and diffusion_pytorch_model.safetensors."""
+        """Write diffusers' folder of the denoiser, ``transformer/`` or ``unet/``: config.json and
+        diffusion_pytorch_model.safetensors."""
         from simpletune.families.sd3.positions import whole_positions
         from simpletune.system.model_folder import write_model_folder
 
-        return write_model_folder(model, folder / self.output_name, metadata, whole_positions(model))
+        names = names_of_class(type(model).__name__)
+        return write_model_folder(model, folder / names.denoiser, metadata, whole_positions(model))

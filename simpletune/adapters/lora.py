@@ -1,4 +1,4 @@
-"""LoRA: low-rank updates of frozen linear layers (arXiv:2106.09685), with PEFT."""
+"""LoRA: low-rank updates of frozen linear layers and 1x1 convolutions (arXiv:2106.09685), with PEFT."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.adapters.adapter import Shapes, TrainingMethod
+from simpletune.families.lora_names import TARGETS, is_target, result_layout
+from simpletune.models.lora_names import ALPHA, DOWN, UP
 from simpletune.options import Problem
 
 if TYPE_CHECKING:
     from torch import nn
 
-ATTENTION_IMAGE = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
-ATTENTION_TEXT = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out")
-NAMED_TARGETS = {"attention": ATTENTION_IMAGE + ATTENTION_TEXT, "attention_image": ATTENTION_IMAGE}
 OUTPUT = "pytorch_lora_weights.safetensors"
 
 
 class Lora(TrainingMethod):
-    """Train low-rank updates of frozen linear layers."""
+    """Train low-rank updates of frozen linear layers and 1x1 convolutions."""
 
     method: Literal["lora"] = "lora"
     """LoRA: train low-rank updates of frozen weights; the result is a small file that other tools load."""
@@ -30,11 +29,14 @@ class Lora(TrainingMethod):
     """Rank of each update. A higher rank gives more capacity and a larger file."""
     alpha: Annotated[float, Field(gt=0)] | None = None
     """Numerator of the scale alpha / rank that multiplies each update; null: alpha = rank, so the scale is 1."""
-    targets: Literal["attention", "attention_image", "all_linear"] | Annotated[list[str], Field(min_length=1)] = (
-        "attention"
-    )
-    """Linear layers to update. attention: the eight projections of each attention; attention_image: the four of the
-    image stream; all_linear: every linear layer of the blocks; or a list of name endings such as
+    targets: (
+        Literal["attention", "attention_qv", "attention_image", "attention_mlp", "all_linear"]
+        | Annotated[list[str], Field(min_length=1)]
+    ) = "attention"
+    """Layers to update. attention: every projection of the attention (to_q, to_k, to_v, to_out.0 and, in SD3, the text
+    stream's); attention_qv: only its queries and values; attention_image: the image stream's projections (SD3);
+    attention_mlp: attention and feed-forward; all_linear: every linear layer of the transformer blocks, and of a U-Net
+    also proj_in and proj_out (1x1 convolutions in SD 1.5), as kohya's scripts do; or a list of name endings such as
     ["attn.to_q", "ff.net.2"]."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the input of each update."""
@@ -51,15 +53,13 @@ class Lora(TrainingMethod):
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def modules(self, shapes: Shapes) -> list[str]:
-        """List the linear layers that get an update, from the base model's shapes."""
-        linears = [name.removesuffix(".weight") for name, shape in shapes.items() if _is_linear(name, shape)]
-        return [name for name in linears if self._is_target(name)]
+        """List the layers that get an update, from the base model's shapes."""
+        return [name for name in _layers(shapes) if self._is_target(name)]
 
-    def _is_target(self, linear: str) -> bool:
-        if self.targets == "all_linear":
-            return linear.startswith("transformer_blocks.")
-        endings = NAMED_TARGETS[self.targets] if isinstance(self.targets, str) else self.targets
-        return any(linear == e or linear.endswith("." + e) for e in endings)
+    def _is_target(self, layer: str) -> bool:
+        if isinstance(self.targets, str):
+            return is_target(self.targets, layer)
+        return any(layer == ending or layer.endswith("." + ending) for ending in self.targets)
 
     def is_untouched(self, module: str) -> bool:
         """Tell whether a module gets no update."""
@@ -68,35 +68,44 @@ class Lora(TrainingMethod):
     def describe(self, shapes: Shapes) -> str:
         """Describe what is trained."""
         targets = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
+        modules = self.modules(shapes)
+        pointwise = sum(len(shapes[f"{name}.weight"]) == 4 for name in modules)
+        convolutions = f" and {pointwise} 1x1 convolutions" if pointwise else ""
         return (
-            f"LoRA of rank {self.rank}, scale {self.scale:g}, on {len(self.modules(shapes))} linear layers ({targets})"
+            f"LoRA of rank {self.rank}, scale {self.scale:g}, on {len(modules) - pointwise} linear layers"
+            f"{convolutions} ({targets})"
         )
 
     def trainable(self, shapes: Shapes) -> int:
         """Sum rank x (inputs + outputs) over all targets."""
-        return sum(self.rank * sum(shapes[f"{name}.weight"]) for name in self.modules(shapes))
+        return sum(self.rank * sum(shapes[f"{name}.weight"][:2]) for name in self.modules(shapes))
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
-        """Report target endings that match no linear layer."""
+        """Report named targets that this model lacks, and endings that match no layer."""
+        layers = _layers(shapes)
         if isinstance(self.targets, str):
+            if not self.modules(shapes):
+                known = [name for name in TARGETS if any(is_target(name, layer) for layer in layers)]
+                remedy = f"Use {', '.join(known)}" if known else "Use a list of name endings"
+                yield Problem("adapter.targets", f"{self.targets!r} names no layer of this model. {remedy}")
             return
+        examples = dict.fromkeys(".".join(la.split(".")[-2:]) for la in layers if is_target("attention", la))
         for ending in self.targets:
             if not Lora(targets=[ending]).modules(shapes):
-                yield Problem(
-                    "adapter.targets", f"{ending!r} matches no linear layer. Use endings such as attn.to_q, ff.net.2"
-                )
+                remedy = f"Use endings such as {', '.join(list(examples)[:3])}"
+                yield Problem("adapter.targets", f"{ending!r} matches no linear layer or 1x1 convolution. {remedy}")
 
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and add the updates, with weights in ``dtype`` and matmuls in the activations' type."""
         import torch
         from peft import LoraConfig, inject_adapter_in_model
 
-        from simpletune.adapters.lora_layers import compute_in_output_type
+        from simpletune.adapters.lora_layers import compute_in_output_type, shapes_of
         from simpletune.system.rng import reseed_global
 
         model.requires_grad_(False)
         reseed_global(seed, "adapter")
-        shapes = {f"{name}.weight": (module.out_features, module.in_features) for name, module in _linears(model)}
+        shapes = {f"{name}.weight": shape for name, shape in shapes_of(model).items()}
         config = LoraConfig(
             r=self.rank,
             lora_alpha=self.scale * self.rank,
@@ -113,26 +122,31 @@ class Lora(TrainingMethod):
         return updates_disabled(model)
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
-        """Write pytorch_lora_weights.safetensors in diffusers' layout, with the scale folded into lora_B.
+        """Write pytorch_lora_weights.safetensors in the layout that most tools read: diffusers' for SD3, with the scale
+        folded into lora_B; kohya's for a U-Net, with the scale as alpha.
 
-        Other tools silently ignore a scale in the header; when folded in, all of them apply it. In bf16, a scale that
-        is not a power of two rounds lora_B once more.
+        Other tools silently ignore a scale in the header of diffusers' layout; when folded in, all of them apply it. In
+        bf16, a scale that is not a power of two rounds lora_B once more.
         """
+        import torch
+
         from simpletune.adapters.lora_layers import lora_state
         from simpletune.system.safetensors_file import write_safetensors
 
+        factors = lora_state(model)
+        modules = [name.removesuffix(".lora_A.weight") for name in factors if name.endswith(".lora_A.weight")]
+        layout = result_layout(modules)
         state = {}
-        for name, tensor in lora_state(model).items():
-            folded = (tensor.float() * self.scale).to(tensor.dtype) if ".lora_B." in name else tensor
-            state[f"transformer.{name}"] = folded
+        for name in modules:
+            down, up = (factors[f"{name}.lora_{letter}.weight"] for letter in "AB")
+            state[layout.key(name, DOWN)] = down
+            state[layout.key(name, UP)] = up if layout.alpha else (up.float() * self.scale).to(up.dtype)
+            if layout.alpha:
+                state[layout.key(name, ALPHA)] = torch.tensor(self.scale * self.rank)
         return write_safetensors(state, folder / OUTPUT, metadata)
 
 
-def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    return name.endswith(".weight") and len(shape) == 2
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    from torch import nn
-
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+def _layers(shapes: Shapes) -> list[str]:
+    """Names of the linear layers and 1x1 convolutions, by their weights' shapes."""
+    weights = (name for name, shape in shapes.items() if len(shape) == 2 or len(shape) == 4 and shape[2:] == (1, 1))
+    return [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]

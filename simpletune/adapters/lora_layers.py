@@ -14,6 +14,24 @@ from simpletune.adapters.lora_product import InPlaceLoraVariant
 ADAPTER = "default"  # PEFT's name for the first adapter, the only one in training
 
 
+def shape_of(module: nn.Module) -> tuple[int, ...] | None:
+    """The logical shape of the weight of a linear layer, [o, i], or a 1x1 convolution, [o, i, 1, 1]; None for others.
+
+    A quantised layer's weight may be stored in another shape.
+    """
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride == (1, 1) and module.groups == 1:
+        return module.out_channels, module.in_channels, 1, 1
+    return None
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of the layers that can have an update, by name."""
+    found = {name: shape_of(module) for name, module in model.named_modules()}
+    return {name: shape for name, shape in found.items() if shape is not None}
+
+
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
     """Yield the layers that have an update, with their names."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
@@ -33,7 +51,10 @@ def compute_in_output_type(model: nn.Module, dtype: torch.dtype = torch.float32)
 
 
 def lora_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the updates' weights: ``{layer}.lora_A.weight`` [rank, i] and ``{layer}.lora_B.weight`` [o, rank]."""
+    """Return the updates' weights: ``{layer}.lora_A.weight`` [rank, i] and ``{layer}.lora_B.weight`` [o, rank].
+
+    Those of a convolution have two more sides, of 1.
+    """
     state = {}
     for name, layer in lora_layers(model):
         state[f"{name}.lora_A.weight"] = layer.lora_A[ADAPTER].weight.detach()

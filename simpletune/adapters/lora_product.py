@@ -4,7 +4,7 @@ PEFT computes the update, multiplies it by its scale and adds it to the layer's 
 tensors of the output's size. Here the matmul with the second factor adds to the output in place and rounds once. With
 checkpointing, a layer's update reads or writes 13 tensors of the activations' size per step instead of 23.
 
-Shapes: n rows (samples x tokens), i inputs, o outputs, r rank.
+Shapes: n rows (samples x tokens), i inputs, o outputs, r rank; of convolutions b samples, p pixels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Added(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads  # [..., o]
         x, down, a, b = ctx.saved_tensors
         _, wants_x, wants_a, wants_b, _ = ctx.needs_input_grad
@@ -39,6 +39,32 @@ class _Added(torch.autograd.Function):
         grad_x = (grad_down @ a).view(x.shape) if wants_x else None
         grad_a = grad_down.t() @ x.flatten(0, -2) if wants_a else None
         grad_b = _scaled(rows.t() @ down, ctx.scale) if wants_b else None
+        return grad_y, grad_x, grad_a, grad_b, None
+
+
+class _AddedPointwise(torch.autograd.Function):
+    """Compute y += scale B (A x) for a 1x1 convolution, under the conditions of ``_Added``."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
+        down = a @ x.flatten(2)  # [b, r, p]
+        batch = b.expand(len(x), *b.shape)
+        y.detach().view(*y.shape[:2], -1).baddbmm_(batch, down, alpha=scale)
+        ctx.save_for_backward(x, down, a, b)
+        ctx.scale = scale
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_y,) = grads  # [b, o, h, w]
+        x, down, a, b = ctx.saved_tensors
+        _, wants_x, wants_a, wants_b, _ = ctx.needs_input_grad
+        pixels = grad_y.flatten(2)  # [b, o, p]
+        grad_down = _scaled(b.t() @ pixels, ctx.scale)  # [b, r, p]
+        grad_x = (a.t() @ grad_down).view(x.shape) if wants_x else None
+        grad_a = (grad_down @ x.flatten(2).transpose(1, 2)).sum(0) if wants_a else None
+        grad_b = _scaled((pixels @ down.transpose(1, 2)).sum(0), ctx.scale) if wants_b else None
         return grad_y, grad_x, grad_a, grad_b, None
 
 
@@ -76,12 +102,30 @@ def add_update(
     return added
 
 
+def add_pointwise_update(
+    y: Tensor,  # [b, o, h, w]
+    x: Tensor,  # [b, i, h, w]
+    a: Tensor,  # [r, i]
+    b: Tensor,  # [o, r]
+    scale: float,
+) -> Tensor:  # [b, o, h, w]
+    """Add a LoRA update to the output of a 1x1 convolution: ``add_update`` at every pixel, with the channels first.
+
+    Channels-last tensors take ``add_update`` itself, whose last side is then the channels.
+    """
+    if y.is_contiguous() and not torch.compiler.is_compiling():
+        added: Tensor = _AddedPointwise.apply(y, x, a, b, scale)
+        return added
+    return add_update(y.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1), a, b, scale).permute(0, 3, 1, 2)
+
+
 class InPlaceLoraVariant(LoraVariant):
     """Apply an update through PEFT's hook, which calls ``forward`` with the layer's output."""
 
     @staticmethod
     def forward(module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **more: Any) -> Tensor:
-        """Return the output [..., o] with one adapter's update."""
+        """Return the output, [..., o] or that of a 1x1 convolution [b, o, h, w], with one adapter's update."""
         a, b = module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight
         dropped = module.lora_dropout[active_adapter](x)
-        return add_update(result, dropped, a, b, module.scaling[active_adapter])
+        add = add_update if a.ndim == 2 else add_pointwise_update
+        return add(result, dropped, a.flatten(1), b.flatten(1), module.scaling[active_adapter])

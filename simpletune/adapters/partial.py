@@ -28,7 +28,6 @@ class Partial(TrainingMethod):
     """Glob patterns of parameter names, such as transformer_blocks.*.attn.* or transformer_blocks.1?.ff.*."""
 
     trains_base: ClassVar[bool] = True
-    output_name: ClassVar[str] = Full.output_name
 
     def names(self, shapes: Shapes) -> list[str]:
         """List the trained parameters."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from simpletune import __version__
 from simpletune.config.schema import TrainConfig
+from simpletune.lora.families import LARGE_35, MEDIUM_35, SD2, SD15, family_of_updates, is_sd3
 from simpletune.options import Json
 from simpletune.runs.folder import CONFIG
 from simpletune.runs.model_card import licence, public_name, shareable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from simpletune.lora.updates import Updates
 
 EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
-ARCHITECTURE = "stable-diffusion-3-m/lora"  # sd-scripts' name for SD3 Medium
+SD3_MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; all others are SD3 Medium's, "m"
 
 
 def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
@@ -34,14 +35,13 @@ def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: i
     common = {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": ARCHITECTURE,
         "modelspec.implementation": "diffusers",
         "modelspec.title": title,
         "modelspec.date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S"),
-        "ss_network_module": "networks.lora_sd3",
-        "ss_base_model_version": "sd3_m",
         "ss_training_comment": f"simpletune {__version__}",
     }
+    family = family_of_updates({name: update.shape for name, update in updates.items()})
+    common |= model_fields(family)
     ranks = {update.rank for update in updates.values()}
     alphas = {update.rank * update.scale for update in updates.values()}
     common["ss_network_dim"] = f"{ranks.pop()}" if len(ranks) == 1 else "Dynamic"  # sd-scripts' term
@@ -49,6 +49,30 @@ def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: i
     if config is None:
         return common
     return common | dict(_of_run(config, steps))
+
+
+def model_fields(family: str) -> dict[str, str]:
+    """Name the model in the words of sd-scripts.
+
+    Args:
+        family: model that the updates are for, by their layers and widths. Updates do not tell which of SD 2's
+            architectures they are for, and some not even which U-Net.
+    """
+    if is_sd3(family):
+        model = SD3_MODELS.get(family, "m")
+        return {
+            "modelspec.architecture": f"stable-diffusion-3-{model}/lora",
+            "ss_network_module": "networks.lora_sd3",
+            "ss_base_model_version": f"sd3_{model}",
+        }
+    fields = {"ss_network_module": "networks.lora"}
+    if family == SD15:
+        fields |= {"modelspec.architecture": "stable-diffusion-v1/lora", "ss_base_model_version": "sd_v1"}
+    if family in (SD15, SD2):
+        fields["ss_v2"] = str(family == SD2)  # by which A1111 recognises SD 2
+    if family == SD2:
+        fields["ss_base_model_version"] = "sd_v2"
+    return fields
 
 
 def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | None:

@@ -53,7 +53,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
         "data",
         f"{data.path} ({data.source}), {captions}, {data.resolution} px in {data.aspect}, on_error {data.on_error}",
     )
-    yield "saves", f"{run_folder(config) / config.adapter.output_name}, {_checkpoints(config)}"
+    yield "saves", f"{run_folder(config) / config.adapter.result(config.model.denoiser)}, {_checkpoints(config)}"
     yield "evaluates", _evaluates(config)
     drawn = "no pictures (validation.prompts is empty)"
     drawn = drawn if config.validation.prompts == [] else str(run_folder(config) / "samples")

@@ -14,7 +14,7 @@ from simpletune.options import UserError, plural
 from simpletune.pipeline.png import drawn_as, save_png
 from simpletune.pipeline.sample import Request
 from simpletune.runs.folder import CHECKPOINTS
-from simpletune.runs.names import LORA_FILE, TRANSFORMER
+from simpletune.runs.names import DENOISERS, LORA_FILE
 from simpletune.runs.outputs import require_new, write_numbered
 from simpletune.runs.weights import (
     BASE,
@@ -181,4 +181,4 @@ def _name_of(weights: Path) -> str:
     place = weights.resolve()
     if place.parent.parent.name == CHECKPOINTS:
         return f"{place.parents[2].name}-{place.parent.name}"
-    return place.parent.name if place.name in (LORA_FILE, TRANSFORMER) else place.stem
+    return place.parent.name if place.name in (LORA_FILE, *DENOISERS) else place.stem

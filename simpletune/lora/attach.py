@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,12 +11,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from simpletune.adapters.lora_layers import ADAPTER, compute_in_output_type, lora_layers
+from simpletune.adapters.lora_layers import ADAPTER, compute_in_output_type, lora_layers, shapes_of
+from simpletune.families.lora_names import title_of
 from simpletune.lora.families import MEDIUM_35
 from simpletune.lora.header import open_lora
 from simpletune.lora.read import updates_of
 from simpletune.lora.updates import Updates
 from simpletune.options import UserError, plural, shortened
+
+DUAL_LAYER = re.compile(r"transformer_blocks\.\d+\.attn2\.")
 
 
 def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
@@ -81,17 +85,18 @@ def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
     Raises:
         UserError: layers are missing or have another shape.
     """
-    modules = {name.replace(".base_layer", ""): module for name, module in model.named_modules()}
-    linears = {name: modules[name] for name in updates if name in modules}
-    lost = [name for name in updates if not hasattr(linears.get(name), "in_features")]
+    shapes = {name.replace(".base_layer", ""): shape for name, shape in shapes_of(model).items()}
+    lost = [name for name in updates if name not in shapes]
+    if len(lost) == len(updates) and (own := title_of(shapes)) != title_of(updates):
+        raise UserError(f"{place} belongs to another model: this is {own}. Give a LoRA for {own}")
     if lost:
-        dual = f". {MEDIUM_35} has these layers" if any(".attn2." in name for name in lost) else ""
+        dual = f". {MEDIUM_35} has these layers" if any(DUAL_LAYER.match(name) for name in lost) else ""
         listed = shortened(lost, 5)
         raise UserError(
             f"{place}: {len(lost)} of {plural(len(updates), 'layer')} are not in this model: {listed}{dual}"
         )
     for name, update in updates.items():
-        expected = linears[name].out_features, linears[name].in_features
+        expected = shapes[name][:2]
         if update.shape != expected:
             raise UserError(
                 f"{place}: {name} has {update.shape[1]} inputs and {update.shape[0]} outputs; "
@@ -115,8 +120,9 @@ def _inject(model: nn.Module, adapter: str, updates: Updates, scale: float) -> N
     with torch.no_grad():
         for name, update in updates.items():
             layer = layers[name]
-            layer.lora_A[adapter].weight.copy_(update.down)
-            layer.lora_B[adapter].weight.copy_(update.up.float() * update.scale)
+            a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+            a.copy_(update.down.view_as(a))
+            b.copy_((update.up.float() * update.scale).view_as(b))
             layer.scaling[adapter] = scale
 
 
@@ -127,7 +133,7 @@ def fold_lora(model: nn.Module) -> None:
         weight = linear.weight.data.float()
         for adapter in layer.active_adapters:
             a, b = (pair[adapter].weight.data for pair in (layer.lora_A, layer.lora_B))
-            weight += layer.scaling[adapter] * (b.float() @ a.float())
+            weight += layer.scaling[adapter] * (b.flatten(1).float() @ a.flatten(1).float()).view_as(weight)
         linear.weight.data.copy_(weight)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, linear)

@@ -10,7 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from simpletune.families.lora_names import LAYOUTS, names_of_class
 from simpletune.families.sd3.option import SD3
+from simpletune.models.config_limits import read_config
 from simpletune.models.model_config import ModelConfig
 from simpletune.models.parts import Part
 from simpletune.models.transformer import quantised_layers
@@ -24,6 +26,7 @@ from simpletune.system.safetensors_file import WeightReader, read_header
 TABLE = "pos_embed.pos_embed"
 KEPT = "made_from.json"  # marks a cached quantised base (see models/quantised_cache.py)
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+LEGACY_CLASS = "SD3Transformer2DModel"  # of a configuration that names none
 FP8 = ("F8_E4M3", "F8_E5M2")
 
 
@@ -42,7 +45,7 @@ class Base:
             name, or the folder of a quantised base in a run's cache.
 
     Raises:
-        UserError: it is not an SD3 model, or cannot be read.
+        UserError: it is not a denoiser of a known family, or cannot be read.
     """
 
     def __init__(self, name: str):
@@ -85,8 +88,9 @@ class Base:
         return self.tensors.get(name)
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(outputs, inputs) of every linear layer."""
-        matrices = {k: v for k, v in self.shapes.items() if k.endswith(".weight") and len(v) == 2}
+        """(outputs, inputs) of every linear layer and 1x1 convolution."""
+        weights = {k: v for k, v in self.shapes.items() if k.endswith(".weight")}
+        matrices = {k: v for k, v in weights.items() if len(v) == 2 or len(v) == 4 and v[2:] == (1, 1)}
         return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in matrices.items()}
 
     def save_config(self, folder: Path) -> None:
@@ -94,7 +98,7 @@ class Base:
         if self.part is not None and self.part.folder is not None:
             shutil.copyfile(self.part.folder / "config.json", folder / "config.json")
         else:
-            config = {"_class_name": "SD3Transformer2DModel", **self.config}
+            config = {"_class_name": LEGACY_CLASS, **self.config}
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -150,8 +154,11 @@ def locate(name: str) -> Part:
     if name.startswith("demo:"):
         path = resolve(name, Path(".cache"))
         name = str(path)
-    if (path / "config.json").is_file() and not (path / "transformer").is_dir():
-        return Part("transformer", path)
+    for names in LAYOUTS:
+        if (path / names.denoiser / "config.json").is_file():
+            return Part(names.denoiser, path / names.denoiser)
+    if (path / "config.json").is_file():
+        return Part(_denoiser_in(path), path)
     if is_single_file(name) and not path.is_file():
         raise UserError(f"{name} does not exist. Check the path")
     if (path.is_absolute() or name.startswith(".")) and not path.exists():
@@ -160,3 +167,16 @@ def locate(name: str) -> Part:
         return SD3().model_copy(update={"pretrained": name}).part("transformer")
     except UserError as error:  # its message begins with the option of a configuration
         raise UserError(str(error).removeprefix("model.pretrained: "), error.code) from None
+
+
+def _denoiser_in(folder: Path) -> str:
+    """The name of the part whose folder this is, by the class in its configuration.
+
+    Raises:
+        UserError: the class is no family's denoiser.
+    """
+    kind = read_config(folder / "config.json", "model").get("_class_name", LEGACY_CLASS)
+    try:
+        return names_of_class(str(kind)).denoiser
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None

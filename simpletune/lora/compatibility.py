@@ -1,6 +1,6 @@
 """How other tools load a LoRA file: which load it, at which scale, and what they drop silently.
 
-Determined from runs of diffusers 0.42.1 and ComfyUI v0.3.64 (on the CPU), and from Forge's source.
+Determined from runs of diffusers 0.42.1 and, for SD3, ComfyUI v0.3.64 (on the CPU), otherwise from their sources.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from simpletune.lora.families import is_sd3
+from simpletune.lora.families import is_sd3, is_unet
 from simpletune.lora.header import LoraHeader
-from simpletune.lora.layouts import BARE, COMFY, DIFFUSERS, KOHYA, ONETRAINER, PEFT
+from simpletune.models.lora_names import ALPHA
 
 DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE = "diffusers", "ComfyUI", "Forge", "simpletune"
 TOOLS = (DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE)
@@ -33,7 +33,7 @@ class Verdict:
 
 
 def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> list[Verdict]:
-    """How each tool loads an SD3 LoRA.
+    """How each tool loads a LoRA for SD3 or a U-Net; of others, only that simpletune refuses it.
 
     Args:
         header: the file's header.
@@ -41,9 +41,12 @@ def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> 
         damaged: whether it contains NaN or infinite values.
     """
     own = Verdict(SIMPLETUNE, "refuses", [refusal]) if refusal else Verdict(SIMPLETUNE, "yes")
-    if not is_sd3(header.family[0]):
+    if is_sd3(header.family[0]):
+        others = [_diffusers(header), _comfyui(header), _forge(header)]
+    elif is_unet(header.family[0]):
+        others = [_diffusers_unet(header), *_others_unet(header)]
+    else:
         return [own]
-    others = [_diffusers(header), _comfyui(header), _forge(header)]
     for verdict in others if damaged else ():
         verdict.notes.append("NaN spreads through the model: pictures are black or noise")
     return [*others, own]
@@ -54,7 +57,7 @@ def _diffusers(header: LoraHeader) -> Verdict:
     if without_lora:
         note = f"rejects keys without 'lora' in their name, such as {without_lora[0]}"
         return Verdict(DIFFUSERS_TOOL, "refuses", [note])
-    if header.layout is not DIFFUSERS:
+    if _layout(header) != "diffusers":
         return Verdict(DIFFUSERS_TOOL, "silently nothing", ["no key starts with transformer.: convert it first"])
     notes = [f"scales by alpha / rank from the header's settings: {_scales(header)}"] if header.settings else []
     if not header.settings and len(_ranks(header)) > 1:
@@ -65,27 +68,65 @@ def _diffusers(header: LoraHeader) -> Verdict:
 def _comfyui(header: LoraHeader) -> Verdict:
     if header.layout is None:
         return Verdict(COMFYUI, "partly", ["mixes layouts"])
-    if header.layout is BARE:
+    if _layout(header) == "bare":
         return Verdict(COMFYUI, "silently nothing", ["names without a prefix match no layer in ComfyUI"])
     notes = []
     if (ignored := _ignored_scale(header)) is not None:
         notes.append(f"applies it at scale 1 instead of {ignored}, because it ignores alpha in the header")
-    if header.layout in (KOHYA, COMFY) and _without_alpha(header):
+    if _layout(header) in ("kohya", "comfy") and _without_alpha(header):
         notes.append("modules without .alpha are applied at scale 1")
     return Verdict(COMFYUI, "partly" if header.unmatched else "yes", [*notes, *_dropped(header)])
 
 
 def _forge(header: LoraHeader) -> Verdict:
-    if header.layout is KOHYA:
+    if _layout(header) == "kohya":
         return Verdict(FORGE, "partly" if header.unmatched else "yes", list(_dropped(header)))
-    if header.layout is COMFY:
+    if _layout(header) == "comfy":
         return Verdict(FORGE, "yes", ["according to its source, untested; kohya's layout is safer"])
     return Verdict(FORGE, "silently nothing", ["knows only the original names for SD3: export to kohya"])
 
 
+def _diffusers_unet(header: LoraHeader) -> Verdict:
+    layout = _layout(header)
+    loads = "partly" if header.unmatched else "yes"
+    if layout == "original":
+        return Verdict(DIFFUSERS_TOOL, "refuses", ["original names with lora_unet_ name no module: export to kohya"])
+    if layout == "kohya":
+        notes = []
+        if len({module.alpha for module in header.modules.values()}) > 1:
+            notes.append("modules have different alphas: the most common one is applied to all attention layers")
+        return Verdict(DIFFUSERS_TOOL, loads, [*notes, *_dropped(header)])
+    if any(ALPHA in module.keys for module in header.modules.values()):
+        return Verdict(DIFFUSERS_TOOL, "refuses", ["rejects alpha tensors outside kohya's layout: export to kohya"])
+    if layout == "diffusers":
+        return Verdict(DIFFUSERS_TOOL, loads, list(_dropped(header)))
+    return Verdict(DIFFUSERS_TOOL, "silently nothing", ["no key starts with unet. or lora_unet_: export to kohya"])
+
+
+def _others_unet(header: LoraHeader) -> Iterator[Verdict]:
+    """ComfyUI, and Forge, whose names of a U-Net's layers are ComfyUI's."""
+    layout = _layout(header)
+    modules = [module.name for module in header.modules.values()]
+    lost = []
+    if layout == "peft":
+        lost = modules
+    elif layout in ("diffusers", "bare"):  # knows diffusers' names, but projections only as to_q of a processor
+        lost = [name for name in modules if ".to_" in name and ".processor." not in name]
+    loads = "partly" if header.unmatched or lost or layout is None else "yes"
+    notes = [f"drops {len(lost)} of {len(modules)} modules, such as {lost[0]}: export to kohya"] if lost else []
+    if len(lost) == len(modules):
+        loads = "silently nothing"
+    yield Verdict(COMFYUI, loads, [*notes, *_dropped(header)])
+    yield Verdict(FORGE, loads, ["according to its source, untested", *notes, *_dropped(header)])
+
+
+def _layout(header: LoraHeader) -> str | None:
+    return header.layout.name if header.layout else None
+
+
 def _ignored_scale(header: LoraHeader) -> str | None:
     """The scales other than 1 that only the header specifies."""
-    if header.layout not in (DIFFUSERS, PEFT, ONETRAINER) or header.settings is None:
+    if _layout(header) not in ("diffusers", "peft", "onetrainer") or header.settings is None:
         return None
     scales = {header.header_scale(m) for m in header.modules.values() if m.alpha is None and m.layers}
     wrong = sorted(scale for scale in scales if abs(scale - 1) > CLOSE)

@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from simpletune.families.lora_names import LAYOUTS
 from simpletune.lora.compatibility import verdicts
 from simpletune.lora.families import kind_of_model
 from simpletune.lora.header import LISTED, LoraHeader, natural, open_lora, require_tensors
-from simpletune.lora.layouts import ALPHA, TITLES
+from simpletune.lora.layouts import title
 from simpletune.lora.values import scan_values
+from simpletune.models.lora_names import ALPHA
 from simpletune.options import Json, UserError, plural, shortened
 from simpletune.system.model_folder import weight_files
 
@@ -27,7 +29,8 @@ def file_of(path: Path) -> Path:
 
     if (path / OUTPUT).is_file():
         return path / OUTPUT
-    return weight_files(path / "transformer" if (path / "transformer").is_dir() else path)[0]
+    denoisers = [path / names.denoiser for names in LAYOUTS if (path / names.denoiser).is_dir()]
+    return weight_files(next(iter(denoisers), path))[0]
 
 
 def describe(file: Path, values: bool = True) -> Json:
@@ -80,6 +83,7 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
     return {
         "method": ", ".join(header.methods) or ("DoRA" if (header.settings or {}).get("use_dora") else "LoRA"),
         "layout": header.layout.name if header.layout else None,
+        "layout_title": title(header.layout) if header.layout else "unknown layout",
         "family": family,
         "family_shown_by": shown,
         "modules": len(header.modules),
@@ -127,8 +131,9 @@ def _alpha(header: LoraHeader) -> Json:
 
 
 def _targets(header: LoraHeader) -> dict[str, int]:
-    """Count layers by name, ignoring the block's number."""
-    layers = (re.sub(r"^transformer_blocks\.\d+\.", "", la) for m in header.modules.values() for la in m.layers)
+    """Count layers by name, ignoring which block they are in."""
+    block = re.compile(r"^(.*\.attentions\.\d+\.)?(transformer_blocks\.\d+\.)?")
+    layers = (block.sub("", layer) for module in header.modules.values() for layer in module.layers)
     return dict(sorted(Counter(layers).items()))
 
 
@@ -174,8 +179,7 @@ def _model_lines(about: Json) -> Iterator[tuple[str, str]]:
 
 
 def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
-    layout = TITLES.get(about["layout"], "unknown layout")
-    yield "what", f"{about['method']}, {layout}, {plural(about['parameters'], 'parameter')}"
+    yield "what", f"{about['method']}, {about['layout_title']}, {plural(about['parameters'], 'parameter')}"
     yield "for", f"{about['family']} ({about['family_shown_by']})"
     if about["base"]:
         yield "base", ", ".join(f"{key}: {value}" for key, value in about["base"].items())
@@ -187,6 +191,8 @@ def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
     yield "scale", _listed(about["scales"], "module")
     for verdict in about["tools"]:
         yield verdict["tool"], "; ".join([verdict["loads"], *verdict["notes"]])
+    if about["text_encoder_keys"]:
+        yield "text", f"{plural(about['text_encoder_keys'], 'key')} of text encoders, which simpletune does not apply"
     if about["unmatched"]:
         yield "unmatched", shortened(about["unmatched"], LISTED)
     for name, count in list(about.get("not_finite", {}).items())[:LISTED]:

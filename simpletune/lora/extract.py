@@ -42,8 +42,8 @@ class Extracted:
     Args:
         updates: fp32 updates by layer.
         rows: one result per layer.
-        left_out: tensors that differ but that no LoRA can represent (biases, norms, convolutions), with the norm of the
-            difference.
+        left_out: tensors that differ but that no LoRA can represent (biases, norms, larger convolutions), with the
+            norm of the difference.
     """
 
     updates: dict[str, Update] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def extract(
     device: torch.device,
     done: Callable[[], None] = lambda: None,
 ) -> Extracted:
-    """Compute the best approximation of TUNED - BASE at a rank, for every linear layer that differs.
+    """Compute the best approximation of TUNED - BASE at a rank, for every linear layer and 1x1 convolution.
 
     Args:
         base: the checkpoint to which the LoRA will be applied.
@@ -93,9 +93,9 @@ def extract(
         norm = float(difference.double().norm())
         layer = name.removesuffix(".weight")
         if norm > 0 and name != layer and layer in linears:
-            u, s, vt = torch.linalg.svd(difference, full_matrices=False)
+            u, s, vt = torch.linalg.svd(difference.flatten(1), full_matrices=False)
             kept = rank_for(s, rank, energy)
-            found.updates[layer] = _on_host(truncated(u, s, vt, kept))
+            found.updates[layer] = _on_host(truncated(u, s, vt, kept), pointwise=difference.ndim == 4)
             found.rows.append(LayerResult(layer, kept, norm, float(s[kept:].double().square().sum().sqrt())))
         elif norm > 0:
             found.left_out[name] = norm
@@ -108,8 +108,8 @@ def extract(
     return found
 
 
-def _on_host(update: Update) -> Update:
-    return Update(update.down.cpu(), update.up.cpu())
+def _on_host(update: Update, pointwise: bool) -> Update:
+    return Update(update.down.cpu(), update.up.cpu(), pointwise=pointwise)
 
 
 def _require_same(base: Base, tuned: Base) -> None:

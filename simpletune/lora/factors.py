@@ -5,6 +5,8 @@ Shapes: o outputs, i inputs, r rank, m number of singular values.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -64,7 +66,7 @@ def resized(update: Update, rank: int | None, energy: float | None) -> tuple[Upd
     """
     u, s, vt = svd_of_product(update)
     kept = rank_for(s, rank, energy)
-    smaller = truncated(u, s, vt, kept)
+    smaller = replace(truncated(u, s, vt, kept), pointwise=update.pointwise)
     if rank is not None and energy is None:
         smaller = _widened(smaller, rank)
     return smaller, float(s[kept:].square().sum())
@@ -77,4 +79,5 @@ def _widened(update: Update, rank: int) -> Update:
         return update
     generator = torch.Generator().manual_seed(missing)
     rows = torch.randn(missing, update.down.shape[1], generator=generator) / update.down.shape[1] ** 0.5
-    return Update(torch.cat([update.down, rows]), torch.cat([update.up, torch.zeros(len(update.up), missing)], dim=1))
+    up = torch.cat([update.up, torch.zeros(len(update.up), missing)], dim=1)
+    return replace(update, down=torch.cat([update.down, rows]), up=up)

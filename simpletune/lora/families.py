@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from simpletune.lora.layouts import OTHER_METHODS, layers_of, layout_of, split_key
+from simpletune.lora.layouts import OTHER_METHODS, layout_of, split_key
 
-SD3_WIDTHS = {1536: "Stable Diffusion 3 Medium", 2432: "Stable Diffusion 3.5 Large"}
-MEDIUM_35 = "Stable Diffusion 3.5 Medium"
+MEDIUM_35, LARGE_35 = "Stable Diffusion 3.5 Medium", "Stable Diffusion 3.5 Large"
+SD3_WIDTHS = {1536: "Stable Diffusion 3 Medium", 2432: LARGE_35}
 DUAL = re.compile(r"(transformer_blocks|joint_blocks)[._]\d+[._](x_block[._])?attn2[._]")
 
 # LoRA keys of other models, most specific first.
@@ -28,9 +28,10 @@ ONLY_XL = re.compile(
     r"^lora_te[12]_|text_encoder_2\.|^lora_unet_(input|output|middle)_block|transformer_blocks[._][1-9]\d?[._]"
 )
 NOT_XL = re.compile(r"down_blocks[._]0[._]attentions|input_blocks[._][12][._]1[._]|up_blocks[._]3[._]")
+SD15, SD2 = "Stable Diffusion 1.5", "Stable Diffusion 2"
 UNET_BY_TEXT_WIDTH = {
-    768: "Stable Diffusion 1.5",
-    1024: "Stable Diffusion 2",
+    768: SD15,
+    1024: SD2,
     2048: "Stable Diffusion XL",
 }
 # Whole models: names of tensors.
@@ -91,9 +92,30 @@ def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
     return _sd3_by_shape(shapes)
 
 
+def family_of_updates(shapes: Mapping[str, tuple[int, int]]) -> str:
+    """The model that updates are for.
+
+    Args:
+        shapes: (outputs, inputs) of each layer, by diffusers' name.
+    """
+    downs = {f"{layer}.lora_A.weight": (1, inputs) for layer, (_, inputs) in shapes.items()}
+    ups = {f"{layer}.lora_B.weight": (outputs, 1) for layer, (outputs, _) in shapes.items()}
+    return family_of_lora(downs | ups)[0]
+
+
 def is_sd3(family: str) -> bool:
     """Whether a family is SD3 or SD3.5."""
     return family.startswith("Stable Diffusion 3")
+
+
+def is_unet(family: str) -> bool:
+    """Whether a family is Stable Diffusion 1.5, 2, or a U-Net that may be one of them."""
+    return family.startswith((SD15, SD2, "a U-Net"))
+
+
+def is_known(family: str) -> bool:
+    """Whether simpletune applies LoRAs of a family."""
+    return is_sd3(family) or is_unet(family)
 
 
 def kind_of_model(names: list[str]) -> str | None:
@@ -113,7 +135,7 @@ def _sd3_modules(names: list[str]) -> list[str]:
     found = []
     for group in groups:
         layout = layout_of(group)
-        found += [module for module in group if layout and layers_of(layout, module)]
+        found += [module for module in group if layout and layout.layers(module)]
     return found
 
 

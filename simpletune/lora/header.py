@@ -12,14 +12,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
 
-from simpletune.lora.families import family_of_lora, is_lora, kind_of_model, other_methods
-from simpletune.lora.layouts import ALPHA, DOWN, PEFT, TEXT_ENCODERS, UP, Layout, layers_of, layout_of, split_key
+from simpletune.families.lora_names import LAYOUTS
+from simpletune.lora.families import family_of_lora, is_known, is_lora, kind_of_model, other_methods
+from simpletune.lora.layouts import TEXT_ENCODERS, layout_of, split_key
+from simpletune.models.lora_names import ALPHA, DOWN, UP, Layout
 from simpletune.options import Json, UserError, shortened
 from simpletune.system.safetensors_file import TYPES, read_header
 
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 ADAPTER_METADATA = "lora_adapter_metadata"  # diffusers' name for PEFT's settings in the header
 LISTED = 6
+FAMILIES = ", ".join(names.title for names in LAYOUTS)
 LONGEST_PATTERN = 200  # characters
 DAMAGED = "The file is damaged: download or export it again"
 PLAIN_ONLY = "Only plain LoRA can be applied exactly"
@@ -76,7 +79,7 @@ class LoraHeader:
         names = [module.name for module in self.modules.values()]
         self.layout: Layout | None = layout_of(names)
         for module in self.modules.values():
-            module.layers = layers_of(self.layout, module.name) if self.layout else ()
+            module.layers = self.layout.layers(module.name) if self.layout else ()
 
     def _modules(self) -> dict[str, Module]:
         found: dict[str, Module] = {}
@@ -107,9 +110,9 @@ class LoraHeader:
 
     @property
     def unmatched(self) -> list[str]:
-        """Keys that match no layer of SD3's transformer."""
+        """Keys that match no layer of the family's denoiser, without those of text encoders."""
         lost = [key for module in self.modules.values() if not module.layers for key in module.keys.values()]
-        known = {key for module in self.modules.values() for key in module.keys.values()}
+        known = {key for module in self.modules.values() for key in module.keys.values()} | set(self.text)
         return [name for name in self.names if name not in known or name in lost]
 
     @property
@@ -131,7 +134,7 @@ class LoraHeader:
                 raise UserError(f"{self.file}: {ADAPTER_METADATA} in its header is not JSON. {DAMAGED}") from None
             return _checked(found, f"{self.file}: {ADAPTER_METADATA} in its header")
         beside = self.file.with_name("adapter_config.json")
-        if self.layout is PEFT and beside.is_file():
+        if self.layout and self.layout.name == "peft" and beside.is_file():
             try:
                 return _checked(json.loads(beside.read_text()), str(beside))
             except ValueError:
@@ -202,7 +205,7 @@ def require_tensors(header: LoraHeader) -> None:
 
 
 def open_lora(file: Path) -> LoraHeader:
-    """Open a LoRA for SD3's transformer and check everything that its header shows.
+    """Open a LoRA for the denoiser of a known family and check everything that its header shows.
 
     Raises:
         UserError: it is not a LoRA, is for another model or method, is incomplete, or has keys that match no layer.
@@ -211,10 +214,12 @@ def open_lora(file: Path) -> LoraHeader:
     require_tensors(header)
     if not header.is_lora:
         kind = kind_of_model(header.names) or f"an unknown kind of file (it contains {', '.join(header.names[:4])})"
-        raise UserError(f"{file} is {kind}. Give a LoRA for Stable Diffusion 3")
+        raise UserError(f"{file} is {kind}. Give a LoRA for {FAMILIES}")
+    if header.text and not header.modules:
+        raise UserError(f"{file} updates only text encoders ({header.text[0]}), which simpletune does not apply")
     family, shown = header.family
-    if not family.startswith("Stable Diffusion 3"):
-        raise UserError(f"{file} is a LoRA for {family} ({shown}). Give one for Stable Diffusion 3")
+    if not is_known(family):
+        raise UserError(f"{file} is a LoRA for {family} ({shown}). Give one for {FAMILIES}")
     if header.methods:
         method, keys = next(iter(header.methods.items()))
         raise UserError(f"{file} is {method}, which is not supported ({keys[0]}). {PLAIN_ONLY}")
@@ -224,8 +229,9 @@ def open_lora(file: Path) -> LoraHeader:
         raise UserError(f"{file} mixes layouts: {', '.join(_examples(header))}. Every key must have the same prefix")
     if header.unmatched:
         count, listed = len(header.unmatched), shortened(header.unmatched, LISTED)
-        text = " (text encoder updates, which simpletune does not apply)" if header.text else ""
-        raise UserError(f"{file}: {count} of {len(header.names)} keys match no layer of SD3: {listed}{text}")
+        raise UserError(
+            f"{file}: {count} of {len(header.names)} keys match no layer of {header.layout.names.title}: {listed}"
+        )
     if header.halves:
         raise UserError(f"{file}: {header.halves[0]} lacks one of its two factors. {DAMAGED}")
     if header.odd_alphas:
@@ -238,19 +244,16 @@ def open_lora(file: Path) -> LoraHeader:
 def _require_shapes(header: LoraHeader) -> None:
     for module in header.modules.values():
         down, up = header.shapes[module.keys[DOWN]], header.shapes[module.keys[UP]]
-        if len(down) != 2 or len(up) != 2:
-            if module.layers == ("pos_embed.proj",):
-                raise UserError(
-                    f"{header.file}: {module.name} updates a convolution (the patch embedding), which is not "
-                    "supported. Train without it"
-                )
+        factors = f"{header.file}: {module.name} has factors {list(down)} and {list(up)}"
+        if len(down) == 4 and down[2:] != (1, 1):
+            side = "x".join(map(str, down[2:]))
             raise UserError(
-                f"{header.file}: {module.name} has factors {list(down)} and {list(up)}; both must be matrices"
+                f"{header.file}: {module.name} updates a {side} convolution, which is not supported. Train without it"
             )
+        if not (len(down) == len(up) == 2 or len(down) == len(up) == 4 and up[2:] == (1, 1)):
+            raise UserError(f"{factors}; both must be matrices, or both of a 1x1 convolution")
         if down[0] != up[1] or up[0] % len(module.layers) or 0 in (*down, *up):
-            raise UserError(
-                f"{header.file}: {module.name} has factors {list(down)} and {list(up)}, which do not match. {DAMAGED}"
-            )
+            raise UserError(f"{factors}, which do not match. {DAMAGED}")
 
 
 def _require_scales(header: LoraHeader) -> None:
@@ -274,7 +277,9 @@ def _checked(found: object, where: str) -> Json:
     Raises:
         UserError: a value is invalid.
     """
-    settings = {str(k).removeprefix("transformer."): v for k, v in found.items()} if isinstance(found, dict) else {}
+    denoisers = "|".join(names.denoiser for names in LAYOUTS)
+    given = found if isinstance(found, dict) else {}
+    settings = {re.sub(rf"^({denoisers})\.", "", str(k)): v for k, v in given.items()}
     numbers = [settings.get(name) for name in ("r", "lora_alpha")]
     for name in ("rank_pattern", "alpha_pattern"):
         patterns = settings.get(name) or {}

@@ -88,7 +88,7 @@ class Merger:
         delta = torch.zeros_like(exact)
         for updates, strength in self._loras:
             if layer in updates:
-                delta += strength * updates[layer].delta()
+                delta += strength * updates[layer].delta().view_as(delta)
         exact = exact + delta
         merged = _cast(name, exact, dtype)
         self._error += float((merged.float() - exact).double().square().sum())
@@ -130,6 +130,10 @@ def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done:
         done: called after each tensor.
     """
     base = merger.base
+    if base.part is not None and base.part.name == "unet":
+        raise UserError(
+            f"{base.name}: merging into a U-Net writes diffusers' layout only. Use --format diffusers with a folder"
+        )
     groups = _groups(base)
     prefix = PREFIX
     others: dict[str, TensorEntry] = {}

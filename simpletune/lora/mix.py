@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from simpletune.families.lora_names import require_one
 from simpletune.lora.updates import Update, Updates
 from simpletune.options import UserError
 from simpletune.system.rng import key_of
@@ -50,9 +51,10 @@ def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Upd
         Updates with scale 1 for every layer that any LoRA has.
 
     Raises:
-        UserError: shapes differ, or ranks differ and the method needs equal ranks.
+        UserError: families or shapes differ, or ranks differ and the method needs equal ranks.
     """
     layers = sorted({name for updates, _ in loras for name in updates})
+    require_one(layers)
     mixed = {}
     for name in layers:
         parts = [(updates[name], weight) for updates, weight in loras if name in updates]
@@ -94,4 +96,5 @@ def _mix_layer(name: str, parts: Sequence[tuple[Update, float]], recipe: Recipe)
         model.add_weighted_adapter(adapters, [weight for _, weight in parts], "mixed", recipe.method, **extra)
     layer = holder["layer"]
     down, up = (pair["mixed"].weight.detach() for pair in (layer.lora_A, layer.lora_B))  # type: ignore[union-attr, index]
-    return Update(down.contiguous(), up.contiguous(), float(layer.scaling["mixed"])).folded()  # type: ignore[index]
+    scale = float(layer.scaling["mixed"])  # type: ignore[index]
+    return Update(down.contiguous(), up.contiguous(), scale, parts[0][0].pointwise).folded()

@@ -7,15 +7,16 @@ from pathlib import Path
 import torch
 
 from simpletune.lora.header import DAMAGED, LoraHeader, open_lora
-from simpletune.lora.layouts import DOWN, UP, halves_swapped
 from simpletune.lora.updates import Update, split, swap_halves
-from simpletune.options import UserError
+from simpletune.models.lora_names import DOWN, UP
+from simpletune.options import UserError, plural
+from simpletune.system.console import say
 
 READ = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def read_lora(file: Path) -> dict[str, Update]:
-    """Read a LoRA file in diffusers', kohya's, ComfyUI's, PEFT's or OneTrainer's layout.
+    """Read a LoRA file of any family in diffusers', kohya's, ComfyUI's, PEFT's or OneTrainer's layout.
 
     Args:
         file: a safetensors file.
@@ -25,7 +26,8 @@ def read_lora(file: Path) -> dict[str, Update]:
         ``alpha`` tensor / rank, otherwise the header's ``lora_adapter_metadata``, otherwise 1.
 
     Raises:
-        UserError: it is not a LoRA for SD3, is damaged, has keys that match no layer, or values that are not finite.
+        UserError: it is not a LoRA for a known family, is damaged, has keys that match no layer, or values that are not
+            finite.
     """
     return updates_of(open_lora(file))
 
@@ -39,6 +41,11 @@ def updates_of(header: LoraHeader) -> dict[str, Update]:
     from safetensors import SafetensorError, safe_open
 
     assert header.layout is not None
+    if header.text:
+        say(
+            f"{header.file}: {plural(len(header.text), 'key')} of text encoders, such as {header.text[0]}, "
+            "are not applied: simpletune reads updates of the denoiser only"
+        )
     found: dict[str, Update] = {}
     try:
         opened = safe_open(header.file, framework="pt")
@@ -57,12 +64,12 @@ def updates_of(header: LoraHeader) -> dict[str, Update]:
                         f"{header.file}: {key} contains NaN or infinite values: its training diverged. "
                         "Use an earlier checkpoint"
                     )
-            update = Update(down, up, header.scale(module))
+            update = Update(down.flatten(1), up.flatten(1), header.scale(module), pointwise=down.ndim == 4)
             parts = [update] if len(module.layers) == 1 else split(update, len(module.layers))
             for layer, part in zip(module.layers, parts, strict=True):
                 if layer in found:
                     raise UserError(f"{header.file}: {layer} is updated twice, once by {module.name}. {DAMAGED}")
                 if part is not None:
-                    swapped = header.layout.original and halves_swapped(layer, *part.shape)
+                    swapped = header.layout.original and header.layout.names.halves_swapped(layer, *part.shape)
                     found[layer] = swap_halves(part) if swapped else part
     return found

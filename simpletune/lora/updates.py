@@ -1,4 +1,4 @@
-"""The update of one linear layer, and its conversion between layouts.
+"""The update of one linear layer or 1x1 convolution, and its conversion between layouts.
 
 Shapes: o outputs, i inputs, r rank.
 """
@@ -20,11 +20,13 @@ class Update:
         down: [r, i].
         up: [o, r].
         scale: alpha / r.
+        pointwise: whether the layer is a 1x1 convolution, so that files store both factors with two sides of 1 more.
     """
 
     down: Tensor
     up: Tensor
     scale: float = 1.0
+    pointwise: bool = False
 
     @property
     def rank(self) -> int:
@@ -44,7 +46,12 @@ class Update:
         """The update with scale 1, with the scale folded into ``up`` in its type."""
         if self.scale == 1.0:
             return self
-        return Update(self.down, (self.up.float() * self.scale).to(self.up.dtype))
+        return replace(self, up=(self.up.float() * self.scale).to(self.up.dtype), scale=1.0)
+
+    def saved(self, factor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """A copy of a factor in the shape and type for a file."""
+        copy = factor.to(dtype or factor.dtype, copy=True)  # layers may share down
+        return copy[:, :, None, None] if self.pointwise else copy
 
 
 Updates = Mapping[str, Update]

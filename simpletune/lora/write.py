@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from simpletune.lora.header import ADAPTER_METADATA, natural
-from simpletune.lora.layouts import ALPHA, DIFFUSERS, DOWN, UP, WRITTEN, Layout, halves_swapped, original_module
+from simpletune.lora.layouts import written
 from simpletune.lora.updates import Update, Updates, fuse, swap_halves
+from simpletune.models.lora_names import ALPHA, DOWN, UP, Layout, LoraNames
 from simpletune.options import UserError
 from simpletune.system.safetensors_file import write_safetensors
 
@@ -38,12 +40,13 @@ def write_lora(
         raise UserError(f"{file}: there are no updates to write")
     if file.suffix != ".safetensors":
         raise UserError(f"{file} must end in .safetensors, by which tools recognise the format. Rename it")
-    tensors = tensors_of(updates, WRITTEN[layout], DTYPES[dtype] if dtype else None)
+    chosen = written(updates, layout)
+    tensors = tensors_of(updates, chosen, DTYPES[dtype] if dtype else None)
     spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if spoilt:
         raise UserError(f"{file}: {spoilt[0]} {overflow(dtype)}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    extra = _adapter_metadata(updates) if layout == "diffusers" else {}
+    extra = _adapter_metadata(updates, chosen.names.denoiser) if layout == "diffusers" else {}
     return write_safetensors(tensors, file, {**metadata, **extra})
 
 
@@ -56,42 +59,59 @@ def tensors_of(updates: Updates, layout: Layout, dtype: torch.dtype | None = Non
     """The tensors of a file in a layout, by key.
 
     Not every tool reads alpha in diffusers' layout, so there the scale is folded into the second factor. The other
-    layouts get ``.alpha`` = scale x rank, where a fused q, k, v has the rank of the fused update.
+    layouts get ``.alpha`` = scale x rank, where a fused q, k, v has the rank of the fused update. With diffusers' names
+    it is the same number in every module: diffusers 0.42.1 applies the most common alpha of a U-Net's file to all
+    attention layers.
     """
-    named = in_original_names(updates) if layout.original else dict(updates)
+    named = in_original_names(updates, layout.names) if layout.original else dict(updates)
+    if not layout.alpha:
+        named = {module: update.folded() for module, update in named.items()}
+    elif not layout.original:
+        named = _with_one_alpha(named)
     tensors: dict[str, Tensor] = {}
     for module in sorted(named, key=natural):
-        update = named[module] if layout.original else named[module].folded()
-        tensors[layout.key(module, DOWN)] = update.down.to(
-            dtype or update.down.dtype, copy=True
-        )  # layers may share down
-        tensors[layout.key(module, UP)] = update.up.to(dtype or update.up.dtype, copy=True)
-        if layout is not DIFFUSERS:
+        update = named[module]
+        tensors[layout.key(module, DOWN)] = update.saved(update.down, dtype)
+        tensors[layout.key(module, UP)] = update.saved(update.up, dtype)
+        if layout.alpha:
             tensors[layout.key(module, ALPHA)] = torch.tensor(update.scale * update.rank, dtype=torch.float32)
     return tensors
 
 
-def in_original_names(updates: Updates) -> dict[str, Update]:
+def _with_one_alpha(updates: Updates) -> dict[str, Update]:
+    """Give every update the most common alpha (scale x rank), and scale the second factor of the others to match."""
+    common = Counter(update.scale * update.rank for update in updates.values()).most_common(1)[0][0]
+    found = {}
+    for layer, update in updates.items():
+        factor = update.scale * update.rank / common
+        up = update.up if factor == 1 else (update.up.float() * factor).to(update.up.dtype)
+        found[layer] = replace(update, up=up, scale=common / update.rank)
+    return found
+
+
+def in_original_names(updates: Updates, names: LoraNames) -> dict[str, Update]:
     """Convert updates to the original names: fuse q, k, v and swap halves if the layouts differ.
 
     Raises:
-        UserError: SD3 has no such layer.
+        UserError: the family has no such layer.
     """
     found: dict[str, Update] = {}
     thirds: dict[str, list[Update | None]] = {}
     for layer, update in updates.items():
         try:
-            module, third = original_module(layer)
+            module, third = names.original(layer)
         except (KeyError, ValueError):
-            raise UserError(f"{layer} is not a layer of SD3, so it has no name in the original layout") from None
+            raise UserError(
+                f"{layer} is not a layer of {names.title}, so it has no name in the original layout"
+            ) from None
         if third is None:
-            found[module] = swap_halves(update) if halves_swapped(layer, *update.shape) else update
+            found[module] = swap_halves(update) if names.halves_swapped(layer, *update.shape) else update
         else:
             thirds.setdefault(module, [None, None, None])[third] = update
     return found | {module: fuse(parts) for module, parts in thirds.items()}
 
 
-def _adapter_metadata(updates: Updates) -> dict[str, str]:
+def _adapter_metadata(updates: Updates, denoiser: str) -> dict[str, str]:
     """PEFT settings for diffusers if ranks differ: older versions would use the first layer's rank as every alpha.
 
     Alpha equals the rank in every layer, so that tools that ignore the header apply the same scale.
@@ -108,4 +128,4 @@ def _adapter_metadata(updates: Updates) -> dict[str, str]:
         "alpha_pattern": others,
         "target_modules": sorted(ranks, key=natural),
     }
-    return {ADAPTER_METADATA: json.dumps({f"transformer.{key}": value for key, value in settings.items()})}
+    return {ADAPTER_METADATA: json.dumps({f"{denoiser}.{key}": value for key, value in settings.items()})}

@@ -223,15 +223,15 @@ def snippet(config: TrainConfig, example: Request) -> str:
     lines = ["import torch", f"from diffusers import {classes}", ""]
     lines += [f"BASE = {_source(model.pretrained)}", *([f"{part.upper()} = {_source(own)}"] if own else [])]
     lines += ['RESULT = "."  # the folder of this file, or the name of its repository on the hub', ""]
+    result = config.adapter.result(model.denoiser)
     if config.adapter.trains_base:
-        folder = f'"{config.adapter.output_name}"'
-        lines += [f"{part} = {kind}.from_pretrained(RESULT, subfolder={folder}, {dtype})"]
+        lines += [f'{part} = {kind}.from_pretrained(RESULT, subfolder="{result}", {dtype})']
     elif own:
         inside = f', subfolder="{part}"' if is_hub_name(own) else ""
         lines += [f"{part} = {kind}.from_pretrained({part.upper()}{inside}, {dtype})"]
     lines += [f"pipeline = {pipeline}.from_pretrained({', '.join(['BASE', *extra, dtype])})"]
     if not config.adapter.trains_base:
-        lines += [f'pipeline.load_lora_weights(RESULT, weight_name="{config.adapter.output_name}")']
+        lines += [f'pipeline.load_lora_weights(RESULT, weight_name="{result}")']
     arguments = {
         "prompt": example.prompt,
         "negative_prompt": example.negative_prompt,

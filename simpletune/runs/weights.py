@@ -170,7 +170,7 @@ def load_weights(
 
     model, cache, precision = config.model, cache_of_bases(config), precision_of(config, weights)
     if weights.transformer is not None:
-        model = model.model_copy(update={"transformer": str(weights.transformer), "init": "pretrained"})
+        model = model.model_copy(update={model.denoiser: str(weights.transformer), "init": "pretrained"})
         cache = None  # unlike a base, a result is loaded only a few times
     transformer = load_base(config.model_copy(update={"model": model, "precision": precision}), device, sizes, cache)
     if weights.trained is not None:

@@ -114,8 +114,8 @@ def export(run: Path, config: TrainConfig, saved: checkpoint.SavedState) -> Path
     """
     adapter, metadata = config.adapter, checkpoint.metadata_of(shareable(config), saved.step)
     if adapter.exports_to_checkpoints:  # the checkpoint's header names local folders, a result's must not
-        tensors = WeightReader([saved.folder / adapter.output_name]).get_all()
-        return write_safetensors(tensors, run / adapter.output_name, metadata)
+        result = adapter.result(config.model.denoiser)
+        return write_safetensors(WeightReader([saved.folder / result]).get_all(), run / result, metadata)
     trained = find_in_run(RunName(run, saved.step)).trained
     assert trained is not None
     model = resolve_model_folder(config).model

@@ -53,10 +53,10 @@ def crop_positions(embed: nn.Module, sizes: Iterable[Size], whole: Callable[[], 
 
 
 def whole_positions(model: nn.Module) -> dict[str, Tensor]:
-    """The whole table [1, S * S, e] by name, read again from the model's source; empty if the table was not cropped.
+    """The whole table [1, S * S, e] by name, read again from the model's source; empty if no table was cropped.
 
     Args:
-        model: SD3's transformer.
+        model: the denoiser.
     """
     embed = getattr(model, "pos_embed", None)
     if embed is None or not hasattr(embed, "whole_table"):

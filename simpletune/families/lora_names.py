@@ -1,0 +1,93 @@
+"""The LoRA names of every family, and which family layers belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from simpletune.families.sd3 import lora_names as sd3
+from simpletune.families.sd15 import lora_names as sd15
+from simpletune.models.lora_names import Layout, LoraNames
+from simpletune.options import UserError
+
+LAYOUTS: Mapping[LoraNames, tuple[Layout, ...]] = MappingProxyType(
+    {family.NAMES: family.LAYOUTS for family in (sd3, sd15)}
+)
+"""The layouts of each family's files; the first is that of a run's result."""
+TARGETS = tuple(dict.fromkeys(name for names in LAYOUTS for name in names.targets))
+
+
+def is_target(target: str, layer: str) -> bool:
+    """Whether a named target includes a layer. Families' layers have different names, so the family need not be known.
+
+    Args:
+        target: a named value of ``adapter.targets``.
+        layer: diffusers' name of a linear layer or 1x1 convolution.
+    """
+    return any(target in names.targets and names.targets[target].search(layer) for names in LAYOUTS)
+
+
+def families_of(layers: Iterable[str]) -> dict[LoraNames, str]:
+    """The families that have any of the layers, each with the first of its layers.
+
+    Args:
+        layers: diffusers' names of layers.
+    """
+    found: dict[LoraNames, str] = {}
+    for layer in layers:
+        for names, layouts in LAYOUTS.items():
+            bare = layouts[-1]
+            if layer in names.layers(layer, bare):
+                found.setdefault(names, layer)
+    return found
+
+
+def title_of(layers: Iterable[str]) -> str:
+    """The name of the first family that has one of the layers, for messages."""
+    return next((names.title for names in families_of(layers)), "an unknown model")
+
+
+def require_one(layers: Iterable[str]) -> None:
+    """Check that layers belong to one family.
+
+    Raises:
+        UserError: they belong to several.
+    """
+    found = families_of(layers)
+    if len(found) > 1:
+        listed = ", ".join(f"{layer} of {names.title}" for names, layer in found.items())
+        raise UserError(f"a LoRA is for one model, but these are for several: {listed}. Use LoRAs for the same model")
+
+
+def names_of(layers: Iterable[str]) -> LoraNames:
+    """The family that layers belong to.
+
+    Args:
+        layers: diffusers' names of layers.
+
+    Raises:
+        UserError: they belong to no family, or to several.
+    """
+    layers = list(layers)
+    require_one(layers)
+    for names in families_of(layers):
+        return names
+    raise UserError(f"{', '.join(layers[:3])}: layers of no known model have no names in LoRA files")
+
+
+def result_layout(layers: Iterable[str]) -> Layout:
+    """The layout of a run's result with these layers: the one of its family that most tools read."""
+    return LAYOUTS[names_of(layers)][0]
+
+
+def names_of_class(name: str) -> LoraNames:
+    """The family whose denoiser has this class in diffusers.
+
+    Raises:
+        UserError: there is none.
+    """
+    for names in LAYOUTS:
+        if names.model_class == name:
+            return names
+    wanted = " or ".join(names.model_class for names in LAYOUTS)
+    raise UserError(f"{name} is not the class of a known model. Use {wanted}")
