@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +18,18 @@ from diffusers import (
 )
 from torch import Tensor, nn
 
+from simpletune.config.load import validate
+from simpletune.config.resolve import resolve_folders
+from simpletune.drawing.session import DrawingSpeed, InferenceSession
+from simpletune.families.sd3.option import SD3
 from simpletune.objectives.ddpm import Ddpm
 from simpletune.objectives.objective import TrainingObjective
 from simpletune.objectives.solvers import Euler, Solver
 from simpletune.pipeline.sample import Request, Sampler, noises
 from simpletune.quant.plain import FP32
+from simpletune.runs.weights import BASE
+from simpletune.system.stage_timer import StageTimer
+from simpletune.training.loop import train
 from tests.test_ddpm import SD15, SD21
 
 ZERO = SD21 | {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
@@ -178,3 +186,18 @@ def test_euler_follows_a_constant_velocity_to_its_end() -> None:
     for index in range(3):
         z = solver.step(noise - z_0, index, z)
     torch.testing.assert_close(z, z_0)
+
+
+def test_training_and_drawing_say_what_was_trained(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = copy.deepcopy(tiny_config) | {"objective": {"logit_mean": 0.25}}
+    data["train"] |= {"steps": 1}
+    data["validation"] = {"prompts": ["a red disc"], "steps": 2, "eval_samples": 0}
+    config, asked = validate(data, "x"), []
+    solver = SD3.solver
+    monkeypatch.setattr(SD3, "solver", lambda *given: asked.append(given[1]) or solver(*given))
+    train(config)
+    assert asked == [config.objective] * len(asked) and len(asked) == 2, "before and after training"
+    resolved = resolve_folders(config)
+    session = InferenceSession(resolved, None, torch.device("cpu"), "cpu", StageTimer(cuda=False), DrawingSpeed())
+    session.draw(BASE, [Request("a red disc", 0, width=64, height=64, steps=2, guidance=1.0)])
+    assert asked[2:] == [config.objective]
