@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +15,9 @@ from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
 from torch import Tensor
 
+from simpletune.config.load import validate, with_default_tags
+from simpletune.config.resolve import require_model_rules
+from simpletune.config.schema import TrainConfig
 from simpletune.memory.fake import fake_tensors
 from simpletune.objectives.ddpm import Ddpm, rescale_to_zero_snr, schedule_of
 from simpletune.options import ConfigError
@@ -215,3 +220,16 @@ def test_reads_nothing_from_the_device_and_copies_its_tables_once() -> None:
         fake = Ddpm(min_snr_gamma=5.0).process(lambda: SD21)
         one = torch.zeros(2, 4, 8, 8)
         assert fake.loss(one, fake.target(one, one, torch.zeros(2)), torch.zeros(2)).shape == ()
+
+
+def test_a_configuration_is_checked_against_the_models_schedule(tiny_config: dict) -> None:
+    """Of a model whose scheduler config names no prediction_type, which means epsilon."""
+    data = copy.deepcopy(tiny_config)
+    data["objective"] = {"name": "ddpm", "zero_terminal_snr": True, "min_timestep": 7, "max_timestep": 6}
+    with pytest.raises(ConfigError) as refused:
+        validate(data, "ddpm")
+    found = {problem.path: problem.message for problem in refused.value.problems}
+    assert "7 is above objective.max_timestep 6" in found["objective.min_timestep"]
+    assert "The model's prediction_type is epsilon" in found["objective.zero_terminal_snr"]
+    with pytest.raises(ConfigError, match="The model's prediction_type is epsilon"):
+        require_model_rules(TrainConfig.model_validate_json(json.dumps(with_default_tags(TrainConfig, data))))

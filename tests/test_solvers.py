@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import tiny_sd15
 import torch
 from diffusers import (
     DPMSolverMultistepScheduler,
@@ -15,13 +18,23 @@ from diffusers import (
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
+from PIL import Image
 from torch import Tensor, nn
 
+from simpletune.config.load import validate
+from simpletune.config.resolve import resolve_folders
+from simpletune.drawing.session import DrawingSpeed, InferenceSession
+from simpletune.families.sd3.option import SD3
+from simpletune.families.sd15.option import SD15 as StableDiffusion
 from simpletune.objectives.ddpm import Ddpm
 from simpletune.objectives.objective import TrainingObjective
 from simpletune.objectives.solvers import Euler, Solver
-from simpletune.pipeline.sample import Request, Sampler, noises
+from simpletune.pipeline.encode import TextCache
+from simpletune.pipeline.sample import Request, Sampler, encode_starts, noises
 from simpletune.quant.plain import FP32
+from simpletune.runs.weights import BASE
+from simpletune.system.stage_timer import StageTimer
+from simpletune.training.loop import train
 from tests.test_ddpm import SD15, SD21
 
 ZERO = SD21 | {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
@@ -178,3 +191,46 @@ def test_euler_follows_a_constant_velocity_to_its_end() -> None:
     for index in range(3):
         z = solver.step(noise - z_0, index, z)
     torch.testing.assert_close(z, z_0)
+
+
+def test_training_and_drawing_say_what_was_trained(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = copy.deepcopy(tiny_config) | {"objective": {"logit_mean": 0.25}}
+    data["train"] |= {"steps": 1}
+    data["validation"] = {"prompts": ["a red disc"], "steps": 2, "eval_samples": 0}
+    config, asked = validate(data, "x"), []
+    solver = SD3.solver
+    monkeypatch.setattr(SD3, "solver", lambda *given: asked.append(given[1]) or solver(*given))
+    train(config)
+    assert asked == [config.objective] * len(asked) and len(asked) == 2, "before and after training"
+    resolved = resolve_folders(config)
+    session = InferenceSession(resolved, None, torch.device("cpu"), "cpu", StageTimer(cuda=False), DrawingSpeed())
+    session.draw(BASE, [Request("a red disc", 0, width=64, height=64, steps=2, guidance=1.0)])
+    assert asked[2:] == [config.objective]
+
+
+@pytest.mark.parametrize("version", ["sd15", "sd2"])
+def test_pictures_of_stable_diffusion_are_those_of_its_pipeline(version: str, tmp_path: Path) -> None:
+    """From the prompt and the starting picture on: text, autoencoder, UNet and schedule are the family's own."""
+    folder, prompt, against = tiny_sd15.build(tmp_path / "pipeline", version, seed=1), "a red disc", "a blue star"
+    family, text = StableDiffusion(pretrained=str(folder)), tmp_path / "cache"
+    cache = TextCache(family, torch.float32, text)
+    cache.fill([prompt, against], torch.device("cpu"))
+    sampler = Sampler(family.load_transformer(FP32(), torch.device("cpu")), family, FP32())
+    theirs = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    theirs.scheduler = DPMSolverMultistepScheduler.from_config(theirs.scheduler.config)
+    asked = {"prompt": prompt, "negative_prompt": against, "num_inference_steps": 6, "guidance_scale": 5.0}
+    for pipe in (theirs, from_picture := StableDiffusionImg2ImgPipeline.from_pipe(theirs)):
+        pipe.set_progress_bar_config(disable=True)
+
+    request = Request(prompt, 3, against, 128, 64, 6, 5.0)
+    expected = theirs(**asked, latents=noises(request, family)[0], output_type="latent").images
+    torch.testing.assert_close(sampler.latents([request], cache.load)[0], expected, rtol=1e-5, atol=2e-5)
+
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 128, 3), dtype=np.uint8))
+    picture.save(tmp_path / "start.png")
+    request = replace(request, image=tmp_path / "start.png", strength=0.5)
+    expected = from_picture(
+        **asked, image=picture, strength=0.5, generator=torch.Generator().manual_seed(3), output_type="latent"
+    ).images
+    starts = encode_starts(theirs.vae, family, [request])
+    torch.testing.assert_close(sampler.latents([request], cache.load, starts)[0], expected, rtol=1e-5, atol=2e-5)
