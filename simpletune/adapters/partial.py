@@ -24,8 +24,8 @@ class Partial(TrainingMethod):
 
     method: Literal["partial"] = "partial"
     """Partial fine-tuning: train the parameters that match a pattern, and freeze the others."""
-    layers: Annotated[list[str], Field(min_length=1)] = ["transformer_blocks.*.attn.*"]
-    """Glob patterns of parameter names, such as transformer_blocks.*.attn.* or transformer_blocks.1?.ff.*."""
+    layers: Annotated[list[str], Field(min_length=1)] = ["*.attn*"]
+    """Glob patterns of parameter names, such as *.attn* (every attention) or transformer_blocks.1?.ff.*."""
 
     trains_base: ClassVar[bool] = True
 
@@ -45,7 +45,7 @@ class Partial(TrainingMethod):
         """Report patterns that match nothing."""
         for pattern in self.layers:
             if not any(fnmatchcase(name, pattern) for name in shapes):
-                remedy = "Use a pattern such as transformer_blocks.*.attn.*"
+                remedy = "Use a pattern such as *.attn*"
                 yield Problem("adapter.layers", f"{pattern!r} matches no parameter. {remedy}")
 
     def attach(self, model: nn.Module, seed: int) -> None:
