@@ -15,7 +15,7 @@ from simpletune.options import Problem
 if TYPE_CHECKING:
     from torch import nn
 
-ATTENTION_IMAGE = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+ATTENTION_IMAGE = tuple(f"{name}.to_{which}" for name in ("attn", "attn2") for which in ("q", "k", "v", "out.0"))
 ATTENTION_TEXT = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out")
 NAMED_TARGETS = {"attention": ATTENTION_IMAGE + ATTENTION_TEXT, "attention_image": ATTENTION_IMAGE}
 OUTPUT = "pytorch_lora_weights.safetensors"
@@ -33,9 +33,9 @@ class Lora(TrainingMethod):
     targets: Literal["attention", "attention_image", "all_linear"] | Annotated[list[str], Field(min_length=1)] = (
         "attention"
     )
-    """Linear layers to update. attention: the eight projections of each attention; attention_image: the four of the
-    image stream; all_linear: every linear layer of the blocks; or a list of name endings such as
-    ["attn.to_q", "ff.net.2"]."""
+    """Linear layers to update. attention: the eight projections of each attention, and the four of SD3.5 Medium's second
+    attention (attn2); attention_image: only those of the image stream; all_linear: every linear layer of the blocks; or
+    a list of name endings such as ["attn.to_q", "ff.net.2"]."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the input of each update."""
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from simpletune import __version__
 from simpletune.config.schema import TrainConfig
+from simpletune.lora.families import LARGE_35, MEDIUM_35, family_of_lora
+from simpletune.lora.layouts import DIFFUSERS, DOWN, UP
 from simpletune.options import Json
 from simpletune.runs.folder import CONFIG
 from simpletune.runs.model_card import licence, public_name, shareable
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from simpletune.lora.updates import Updates
 
 EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
-ARCHITECTURE = "stable-diffusion-3-m/lora"  # sd-scripts' name for SD3 Medium
+MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; all others are SD3 Medium's, "m"
 
 
 def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
@@ -31,15 +33,16 @@ def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: i
         config: configuration of the run, if known.
         steps: number of training steps, if known.
     """
+    model = model_of(updates)
     common = {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": ARCHITECTURE,
+        "modelspec.architecture": f"stable-diffusion-3-{model}/lora",
         "modelspec.implementation": "diffusers",
         "modelspec.title": title,
         "modelspec.date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S"),
         "ss_network_module": "networks.lora_sd3",
-        "ss_base_model_version": "sd3_m",
+        "ss_base_model_version": f"sd3_{model}",
         "ss_training_comment": f"simpletune {__version__}",
     }
     ranks = {update.rank for update in updates.values()}
@@ -49,6 +52,15 @@ def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: i
     if config is None:
         return common
     return common | dict(_of_run(config, steps))
+
+
+def model_of(updates: Updates) -> str:
+    """Return sd-scripts' name of the model that updates are for, by their layers and widths."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer, update in updates.items():
+        shapes[DIFFUSERS.key(layer, DOWN)] = tuple(update.down.shape)
+        shapes[DIFFUSERS.key(layer, UP)] = tuple(update.up.shape)
+    return MODELS.get(family_of_lora(shapes)[0], "m")
 
 
 def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | None:

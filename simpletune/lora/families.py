@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from simpletune.lora.layouts import OTHER_METHODS, layers_of, layout_of, split_key
 
-SD3_WIDTHS = {1536: "Stable Diffusion 3 Medium", 2432: "Stable Diffusion 3.5 Large"}
-MEDIUM_35 = "Stable Diffusion 3.5 Medium"
+MEDIUM_35, LARGE_35 = "Stable Diffusion 3.5 Medium", "Stable Diffusion 3.5 Large"
+SD3_WIDTHS = {1536: "Stable Diffusion 3 Medium", 2432: LARGE_35}
 DUAL = re.compile(r"(transformer_blocks|joint_blocks)[._]\d+[._](x_block[._])?attn2[._]")
 
 # LoRA keys of other models, most specific first.

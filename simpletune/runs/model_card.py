@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.evaluation import ON_TRAINING
-from simpletune.families.sd3.option import SD3_MEDIUM
+from simpletune.families.sd3.shapes import SD3_MEDIUM
 from simpletune.hub.fetch import is_hub_name
 from simpletune.options import Json, plural
 from simpletune.system.atomic import write_text
