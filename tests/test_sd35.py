@@ -38,7 +38,8 @@ import lora_readers  # noqa: E402
 
 CPU = torch.device("cpu")
 STEPS, BLOCKS = 3, 3
-SECOND = [f"transformer_blocks.{block}.attn2.{name}" for block in (0, 1) for name in ("to_q", "to_k", "to_v", "to_out.0")]
+PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+SECOND = [f"transformer_blocks.{block}.attn2.{name}" for block in (0, 1) for name in PROJECTIONS]
 LORA = {"adapter": {"method": "lora", "rank": 2}}
 BASES: dict[str, dict] = {
     "int8": LORA | {"precision": {"weights": "int8", "compute": "bf16"}},

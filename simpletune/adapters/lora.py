@@ -33,9 +33,9 @@ class Lora(TrainingMethod):
     targets: Literal["attention", "attention_image", "all_linear"] | Annotated[list[str], Field(min_length=1)] = (
         "attention"
     )
-    """Linear layers to update. attention: the eight projections of each attention, and the four of SD3.5 Medium's second
-    attention (attn2); attention_image: only those of the image stream; all_linear: every linear layer of the blocks; or
-    a list of name endings such as ["attn.to_q", "ff.net.2"]."""
+    """Linear layers to update. attention: the eight projections of each attention, and the four of a second attention
+    (attn2, SD3.5 Medium); attention_image: only those of the image stream; all_linear: every linear layer of the
+    blocks; or a list of name endings such as ["attn.to_q", "ff.net.2"]."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the input of each update."""
 
