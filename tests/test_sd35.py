@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -17,12 +18,14 @@ from diffusers import SD3Transformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from simpletune.cards import card_of
 from simpletune.cli.main import main
-from simpletune.config.load import validate
+from simpletune.config.load import read_config, validate
 from simpletune.demo import tiny_sd3
 from simpletune.lora.read import read_lora
 from simpletune.lora.updates import Update
 from simpletune.lora.write import write_lora
+from simpletune.memory.profiles import with_profile
 from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_linear import Int8Linear
@@ -252,3 +255,48 @@ def test_sizes_are_known_without_the_network(name: str, monkeypatch: pytest.Monk
 def test_bundled_configs_are_the_published_ones(size: str, real_data: Path) -> None:
     published = json.loads((real_data / "sd35_config" / size / "transformer" / "config.json").read_text())
     assert SD3(pretrained=f"stabilityai/stable-diffusion-3.5-{size}").transformer_config(fetch=False) == published
+
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("sd35_*.json"))
+ROW = re.compile(r"^\| `(sd35_\w+)` \| (.*?) \|((?: [\d,.]+ \|)+)$", re.M)
+
+
+def page_rows() -> dict[str, tuple[str, list[float]]]:
+    """The page's table: what a configuration sets, and its figures from ``text`` to the process's host memory."""
+    found = ROW.findall((ROOT / "docs" / "sd35.md").read_text())
+    return {
+        name: (sets, [float(cell.replace(",", "")) for cell in cells.split("|")[:-1]]) for name, sets, cells in found
+    }
+
+
+def test_the_page_has_every_configuration_and_each_says_what_the_page_says() -> None:
+    rows = page_rows()
+    assert set(rows) == {file.stem for file in CONFIGS} and len(rows) >= 10
+    for file in CONFIGS:
+        data, (sets, figures) = json.loads(file.read_text()), rows[file.stem]
+        assert data["name"] == file.stem and data["model"]["pretrained"].endswith(f"3.5-{file.stem.split('_')[1]}")
+        assert f"Predicted for the training step: {figures[2]:,.0f} MiB" in data["about"]
+        assert f"on an {file.stem.split('_')[-1][:-2]} GB" in data["about"].replace("on a ", "on an ")
+        own = with_profile(data, data["adapter"]["method"] == "full")
+        memory, weights = own["memory"], own["precision"]["weights"]
+        counts = {"on the card": memory.get("resident_blocks"), "checkpointed": memory.get("checkpointing")}
+        for what, count in counts.items():
+            said = re.search(rf"(\d+) of \d+ blocks {what}", sets)
+            assert (int(said[1]) if said else None) == count
+        assert weights in sets and ("tiles of 512 px" in sets) == (memory.get("vae_tile") == 512)
+        assert ("plan" in sets) == (memory.get("modulation") == "plan")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_predictions_are_the_page_s_and_fit_the_card(file: Path) -> None:
+    """A card of the file's size has 96.5% of it; simpletune asks for 500 MiB and 5% more than the peak."""
+    from simpletune.estimate.predict import needed
+    from simpletune.estimate.simulate_stages import simulate_stages
+
+    config, _ = read_config(file, ["data.path=demo:pictures", "device=auto"])
+    job = simulate_stages(config, capability=(8, 9))
+    figures = [snapshot.bytes / 2**20 for snapshot in job.stages.values()] + [job.train.host_bytes / 2**20]
+    assert figures == pytest.approx(page_rows()[file.stem][1][:5], rel=1e-3, abs=1)
+    assert needed(job.peak.bytes) <= card_of(f"{file.stem.split('_')[-1][:-2]} GiB").bytes
