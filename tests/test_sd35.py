@@ -14,6 +14,7 @@ from pathlib import Path
 import original_layout
 import pytest
 import torch
+from blocks import predict_velocity
 from diffusers import SD3Transformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -22,11 +23,11 @@ from simpletune.cards import card_of
 from simpletune.cli.main import main
 from simpletune.config.load import read_config, validate
 from simpletune.demo import tiny_sd3
+from simpletune.families.sd3.option import SD3
 from simpletune.lora.read import read_lora
 from simpletune.lora.updates import Update
 from simpletune.lora.write import write_lora
 from simpletune.memory.profiles import with_profile
-from simpletune.models.sd3 import SD3, predict_velocity
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.nf4 import Nf4
@@ -237,16 +238,15 @@ KNOWN = {
 def test_sizes_are_known_without_the_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, and those of a LoRA of rank 1 on all attention: by hand for SD3.5 Medium 586,752 + 13 x 4 x 3,072."""
     from simpletune.adapters.lora import Lora
-    from simpletune.estimate.simulate_stages import known_part
-    from simpletune.models import sd3_sources
+    from simpletune.models import sources
 
-    monkeypatch.setattr(sd3_sources, "part_folder", lambda part: pytest.fail("asked the hub"))
+    monkeypatch.setattr(sources, "part_folder", lambda part: pytest.fail("asked the hub"))
     model = SD3(pretrained=name)
     shapes = model.shapes(fetch=False)
     assert shapes is not None
     assert (model.parameter_count(), Lora(rank=1).trainable(shapes)) == KNOWN[name]
     parts = ["vae", "text_encoder", "text_encoder_2", "text_encoder_3"]
-    assert [known_part(model, part).config() for part in parts] == [known_part(SD3(), part).config() for part in parts]
+    assert [model.known_part(part).config() for part in parts] == [SD3().known_part(part).config() for part in parts]
     assert SD3(pretrained="owner/another").shapes(fetch=False) is None
 
 
@@ -254,7 +254,7 @@ def test_sizes_are_known_without_the_network(name: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("size", ["medium", "large"])
 def test_bundled_configs_are_the_published_ones(size: str, real_data: Path) -> None:
     published = json.loads((real_data / "sd35_config" / size / "transformer" / "config.json").read_text())
-    assert SD3(pretrained=f"stabilityai/stable-diffusion-3.5-{size}").transformer_config(fetch=False) == published
+    assert SD3(pretrained=f"stabilityai/stable-diffusion-3.5-{size}").denoiser_config(fetch=False) == published
 
 
 ROOT = Path(__file__).resolve().parent.parent
