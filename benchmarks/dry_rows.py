@@ -92,7 +92,6 @@ MORE = {
     "SD3.5 Large: LoRA r16 bf16, plan, 28 blocks resident": Row((*LARGE, *PLAN, *BF16, "memory.resident_blocks=28")),
     "SD3.5 Large: LoRA r16 bf16, plan, 18 blocks checkpointed": Row((*LARGE, *PLAN, *BF16, "memory.checkpointing=18")),
     "SD3.5 Large: full bf16, adafactor in backward": Row((*LARGE, *FULL, *by("adafactor"))),
-    "SD3.5 Large: validation, LoRA r16 int8, plan, tiles of 512 px": Row((*LARGE, *PLAN, *TILES), "validate"),
     "SD3.5 Medium: LoRA r16 int8, plan": Row((*MEDIUM35, *PLAN)),
     "SD3.5 Medium: LoRA r16 bf16, plan": Row((*MEDIUM35, *PLAN, *BF16)),
     "SD3.5 Medium: LoRA r16 bf16, plan, 6 blocks checkpointed": Row(
