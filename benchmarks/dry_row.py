@@ -8,16 +8,13 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import tempfile
 from collections.abc import Iterable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from benchmarks import memory
-from benchmarks.dry_rows import LARGE, Row
+from benchmarks.dry_rows import Row
 from simpletune.config.schema import TrainConfig
-from simpletune.families.sd3.shapes import sd3_medium_config
 from simpletune.system.devices import prepare_environment
 from simpletune.system.environment import LIBRARIES
 
@@ -25,13 +22,8 @@ STEPS = 3  # the optimizer's state exists after the first
 
 
 def config_of(row: Row) -> TrainConfig:
-    """Return a row's configuration; SD3.5 Large's shapes come from a folder that lives as long as the process."""
-    if not row.large:
-        return memory.config_of(row.overrides)
-    folder = Path(tempfile.gettempdir()) / "simpletune-sd35-large" / "transformer"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**sd3_medium_config(), **LARGE}))
-    return memory.config_of((*row.overrides, f"model.transformer={folder.parent}"))
+    """Return a row's configuration."""
+    return memory.config_of(row.overrides)
 
 
 def predict(row: Row, capability: tuple[int, int]) -> dict[str, Any]:

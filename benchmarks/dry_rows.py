@@ -6,17 +6,15 @@ from dataclasses import dataclass
 
 from benchmarks import memory
 from benchmarks.memory import BATCH4, BF16, FULL, HOST, NF4, PLAN, PX512, SMALL, STREAMED, TILES
+from simpletune.families.sd3.shapes import SD35_LARGE, SD35_MEDIUM
 
 FP32 = ("precision.weights=fp32",)
 AUTOCAST = (*FP32, "precision.compute=bf16")
 NO_BF16 = ("precision.compute=fp32",)  # a card without bf16 computes so only when asked: auto is fp16 there
 UNCHECKED = ("memory.checkpointing=none",)
 
-# What tells SD3.5 Large's transformer from SD3 Medium's: its public config.json.
-LARGE = {
-    "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "qk_norm": "rms_norm",
-    "dual_attention_layers": [],
-}  # fmt: skip
+LARGE = (f"model.pretrained={SD35_LARGE}",)
+MEDIUM35 = (f"model.pretrained={SD35_MEDIUM}",)
 
 
 @dataclass(frozen=True)
@@ -26,12 +24,10 @@ class Row:
     Args:
         overrides: of the memory grid's baseline.
         stage: ``text``, ``latents``, ``train`` or ``validate``.
-        large: has SD3.5 Large's transformer.
     """
 
     overrides: tuple[str, ...] = ()
     stage: str = "train"
-    large: bool = False
 
 
 def px(side: int) -> tuple[str, ...]:
@@ -84,11 +80,26 @@ MORE = {
     "full bf16, adamw8bit after backward, no checkpointing": Row(
         ("adapter.method=full", *BF16, *by("adamw8bit"), *UNCHECKED)
     ),
-    "SD3.5 Large: LoRA r16 int8, plan": Row(PLAN, large=True),
-    "SD3.5 Large: LoRA r16 int8, plan, batch 4": Row((*PLAN, *BATCH4), large=True),
-    "SD3.5 Large: LoRA r16 nf4, plan, 512 px": Row((*PLAN, *NF4, *PX512), large=True),
+    "SD3.5 Large: LoRA r16 int8, plan": Row((*LARGE, *PLAN)),
+    "SD3.5 Large: LoRA r16 int8, plan, batch 4": Row((*LARGE, *PLAN, *BATCH4)),
+    "SD3.5 Large: LoRA r16 nf4, plan, 512 px": Row((*LARGE, *PLAN, *NF4, *PX512)),
     "SD3.5 Large: LoRA r16 int8, plan, streamed, checkpoint inputs on the host": Row(
-        (*PLAN, *STREAMED, *HOST), large=True
+        (*LARGE, *PLAN, *STREAMED, *HOST)
+    ),
+    # What the shipped configurations of SD3.5 set.
+    "SD3.5 Large: LoRA r16 int8, plan, 22 blocks resident": Row((*LARGE, *PLAN, "memory.resident_blocks=22")),
+    "SD3.5 Large: LoRA r16 int8, plan, checkpoint inputs on the host": Row((*LARGE, *PLAN, *HOST)),
+    "SD3.5 Large: LoRA r16 bf16, plan, 28 blocks resident": Row((*LARGE, *PLAN, *BF16, "memory.resident_blocks=28")),
+    "SD3.5 Large: LoRA r16 bf16, plan, 18 blocks checkpointed": Row((*LARGE, *PLAN, *BF16, "memory.checkpointing=18")),
+    "SD3.5 Large: full bf16, adafactor in backward": Row((*LARGE, *FULL, *by("adafactor"))),
+    "SD3.5 Medium: LoRA r16 int8, plan": Row((*MEDIUM35, *PLAN)),
+    "SD3.5 Medium: LoRA r16 bf16, plan": Row((*MEDIUM35, *PLAN, *BF16)),
+    "SD3.5 Medium: LoRA r16 bf16, plan, 6 blocks checkpointed": Row(
+        (*MEDIUM35, *PLAN, *BF16, "memory.checkpointing=6")
+    ),
+    "SD3.5 Medium: full bf16, adamw8bit in backward": Row((*MEDIUM35, *FULL)),
+    "SD3.5 Medium: full bf16, adamw8bit in backward, 14 blocks resident": Row(
+        (*MEDIUM35, *FULL, "memory.resident_blocks=14")
     ),
     # The other stages. Convolutions count the stated allowance for cuDNN in both columns.
     "prompts": Row((), "text"),

@@ -30,7 +30,7 @@ def licence(machine: Machine) -> Iterator[Finding]:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import GatedRepoError
 
-    from simpletune.families.sd3.option import SD3_MEDIUM
+    from simpletune.families.sd3.shapes import SD3_MEDIUM
     from simpletune.hub.download import Repository
     from simpletune.hub.errors import clear_errors
     from simpletune.options import UserError

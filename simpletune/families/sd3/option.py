@@ -15,7 +15,14 @@ from pydantic import Field
 
 from simpletune.families.sd3.files import LAYOUT, bundled_configs
 from simpletune.families.sd3.flops import sd3_flops
-from simpletune.families.sd3.shapes import is_conditioning, parameter_shapes, sd3_medium_config, unit_names
+from simpletune.families.sd3.shapes import (
+    BUNDLED,
+    SD3_MEDIUM,
+    bundled_transformer,
+    is_conditioning,
+    parameter_shapes,
+    unit_names,
+)
 from simpletune.models.buckets import Size
 from simpletune.models.family import DOWNSAMPLING, Family
 from simpletune.models.family_facts import Attention, DiffusersNames, Licence
@@ -33,14 +40,13 @@ if TYPE_CHECKING:
     from simpletune.models.transformer import Transformer
     from simpletune.models.weights import TensorSource
 
-SD3_MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
 CLIP_TOKENS = 77
 STABILITY_LICENCE = "stabilityai-ai-community"
 MEDIUM_LICENCE = "https://huggingface.co/stabilityai/stable-diffusion-3-medium/blob/main/LICENSE.md"
 
 
 class SD3(Family):
-    """Stable Diffusion 3 and 3.5 Medium, from a folder in diffusers' layout, a single file or the Hub."""
+    """Stable Diffusion 3 Medium, 3.5 Medium and Large, from a folder in diffusers' layout, a single file or the Hub."""
 
     family: Literal["sd3"] = "sd3"
     """Stable Diffusion 3 (MMDiT)."""
@@ -85,12 +91,12 @@ class SD3(Family):
         return ["scheduler", "transformer", "vae", *text]
 
     def bundled(self, part: str) -> ModelConfig | None:
-        """SD3 Medium's configuration of a part other than the transformer and the tokenizers."""
+        """SD3 Medium's configuration of a part other than the transformer and the tokenizers, which SD3.5 shares."""
         return bundled_configs().get(part)
 
     def bundled_config(self, hub_name: str) -> ModelConfig | None:
-        """SD3 Medium's transformer; None for another Hub name."""
-        return sd3_medium_config() if hub_name == SD3_MEDIUM else None
+        """The transformer of SD3 or SD3.5 under its Hub name; None for another one."""
+        return bundled_transformer(hub_name) if hub_name in BUNDLED else None
 
     def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
         """The shapes of the transformer's parameters."""

@@ -6,7 +6,7 @@ Names and shapes are diffusers' (``SD3Transformer2DModel``); a test compares the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+SD3_MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
+SD35_MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
+SD35_LARGE = "stabilityai/stable-diffusion-3.5-large"
+BUNDLED: Mapping[str, str] = {
+    SD3_MEDIUM: "medium_transformer.json",
+    SD35_MEDIUM: "sd35_medium_transformer.json",
+    SD35_LARGE: "sd35_large_transformer.json",
+}
+"""Hub names whose configurations are bundled: each one's transformer; their other parts have SD3 Medium's sizes."""
+
+
+def bundled_transformer(name: str) -> ModelConfig:
+    """The bundled transformer configuration of one of the Hub names in ``BUNDLED``."""
+    return json.loads((Path(__file__).parent / BUNDLED[name]).read_text())
+
+
 def sd3_medium_config() -> ModelConfig:
     """The bundled transformer configuration of SD3 Medium."""
-    return json.loads((Path(__file__).parent / "medium_transformer.json").read_text())
+    return bundled_transformer(SD3_MEDIUM)
 
 
 def is_adaln(module: str) -> bool:
