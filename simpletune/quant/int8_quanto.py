@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from simpletune.quant.precision import QuantisedPrecision
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 class Int8Quanto(QuantisedPrecision):
@@ -35,4 +35,10 @@ class Int8Quanto(QuantisedPrecision):
 
         twin = QLinear.from_module(layer.to(self.compute_dtype()), weights=qint8)
         twin.freeze()
+        twin.register_forward_pre_hook(_contiguous)  # a UNet's tokens are a transposed view of its features
         return twin.requires_grad_(False)
+
+
+def _contiguous(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Lay inputs out in memory as quanto's kernel for the CPU needs them; it crashes or refuses otherwise."""
+    return tuple(value.contiguous() for value in inputs)
