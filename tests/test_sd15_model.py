@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from simpletune.families.sd15.option import SD15
 from simpletune.families.sd15.unet_config import HUB_NAMES
 from simpletune.models.flops import trained_of
+from simpletune.models.sources import hub_parts
 from simpletune.models.transformer import Transformer, units_of
 from simpletune.options import UserError
 from simpletune.quant.plain import BF16, FP32
@@ -161,42 +162,44 @@ def test_what_units_and_attentions_read(family: SD15, unet: Transformer) -> None
 
 def test_random_weights_depend_on_seed_and_name(folder: Path) -> None:
     family = SD15(pretrained=str(folder), init="random")
-    models = [family.load_transformer(FP32(), CPU, seed=seed).state_dict() for seed in (1, 1, 2)]
-    torch.testing.assert_close(models[0], models[1], rtol=0, atol=0)
-    name = "down_blocks.0.resnets.0.conv1.weight"
-    assert not torch.equal(models[0][name], models[2][name])
-    small = models[0]["down_blocks.0.resnets.0.conv2.weight"].std() / models[0][name].std()
-    assert 0.005 < small < 0.02
-    assert models[0]["conv_norm_out.weight"].eq(1).all() and models[0]["conv_out.bias"].eq(0).all()
+    state, block = family.load_transformer(FP32(), CPU, seed=1).state_dict(), "down_blocks.0.resnets.0"
+    drawn = [family.random_tensors(family.known_config(), seed, None) for seed in (1, 2)]
+    names = [f"{block}.conv1.weight", f"{block}.conv2.weight"]
+    first, second = (state[name] for name in names)
+    assert torch.equal(first, drawn[0].get(names[0])) and not torch.equal(first, drawn[1].get(names[0]))
+    assert 0.005 < second.std() / first.std() < 0.02
+    assert state["conv_norm_out.weight"].eq(1).all() and state["conv_out.bias"].eq(0).all()
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        [""],
-        ["attn1.to_v"],
-        ["down_blocks.2.attentions.0.transformer_blocks.0.attn2.to_k"],
-        ["down_blocks.2.attentions.0.transformer_blocks.0.attn2.to_q"],
-        ["up_blocks.3.resnets.1.time_emb_proj.bias"],
-        ["up_blocks.1.attentions.0.norm.weight", "downsamplers"],
-        ["time_embedding.linear_2.bias"],
+TRAINED = {
+    "sd15": [
+        "",
+        "attn1.to_v",
+        "down_blocks.2.attentions.0.transformer_blocks.0.attn2.to_k",
+        "down_blocks.2.attentions.0.transformer_blocks.0.attn2.to_q",
+        "up_blocks.3.resnets.1.time_emb_proj.bias",
+        "up_blocks.1.attentions.0.norm.weight",
+        "time_embedding.linear_2.bias",
     ],
-    ids=lambda names: names[0] or "all",
-)
+    "sd2": ["", "proj_in"],
+}
+
+
 def test_operations_of_the_backward_pass_are_those_that_torch_counts(
-    names: list[str], family: SD15, unet: Transformer
+    version: str, family: SD15, unet: Transformer
 ) -> None:
-    chosen = {name: p for name, p in unet.named_parameters() if any(part in name for part in names)}
-    for parameter in chosen.values():
-        parameter.requires_grad_(True)
-    with sdpa_kernel(SDPBackend.MATH):
-        loss = family.predict(unet, **inputs(family), dtype=torch.float32).sum()
-        with FlopCounterMode(display=False) as counter:
-            loss.backward()
-    for parameter in chosen.values():
-        parameter.requires_grad_(False).grad = None
-    expected = family.flops(trained_of({name: tuple(p.shape) for name, p in chosen.items()}), SIZE, 2)
-    assert counter.get_total_flops() == expected.backward > 0
+    for part in TRAINED[version]:
+        chosen = {name: parameter for name, parameter in unet.named_parameters() if part in name}
+        for parameter in chosen.values():
+            parameter.requires_grad_(True)
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = family.predict(unet, **inputs(family), dtype=torch.float32).sum()
+            with FlopCounterMode(display=False) as counter:
+                loss.backward()
+        for parameter in chosen.values():
+            parameter.requires_grad_(False).grad = None
+        expected = family.flops(trained_of({name: tuple(p.shape) for name, p in chosen.items()}), SIZE, 2)
+        assert counter.get_total_flops() == expected.backward > 0, part
 
 
 def test_operations_of_the_forward_pass_are_those_that_torch_counts(family: SD15, unet: Transformer) -> None:
@@ -230,6 +233,13 @@ def test_known_hub_names_need_no_network() -> None:
         assert family.known_part("text_encoder").config()["hidden_size"] == family.text_width
     assert counts == {"sd15": (859_520_964, 768), "sd2": (865_910_724, 1024), "sd2_base": (865_910_724, 1024)}
     assert SD15(pretrained="someone/finetuned").denoiser_config(fetch=False) is None
+
+
+def test_parts_that_come_from_the_hub() -> None:
+    parts = {part.part: part.weights for part in hub_parts(SD15())}
+    with_weights = {"unet": True, "vae": True, "text_encoder": True}
+    assert parts == {"scheduler": False, "tokenizer": False, **with_weights}
+    assert {part.part: part.weights for part in hub_parts(SD15(init="random"))} == {**parts, "unet": False}
 
 
 def test_a_unet_of_another_family_is_refused(folder: Path, tmp_path: Path) -> None:

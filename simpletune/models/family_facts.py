@@ -87,6 +87,8 @@ class FamilyFacts(Option):
     """The ``name`` of the objective that the pretrained models were trained with."""
     diffusers: ClassVar[DiffusersNames]
     """The names of diffusers' classes."""
+    scheduler_tells: ClassVar[bool] = False
+    """Whether a single file does not say what it predicts, so that its scheduler has to come from the Hub too."""
     has_modulation: ClassVar[bool] = False
     """Whether ``memory.modulation`` plan applies."""
 

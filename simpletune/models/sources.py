@@ -41,8 +41,8 @@ def provider(model: Family, part: str) -> tuple[str, str | None]:
         if not (single and open_file(Path(model.pretrained), model.layout).has(part)):
             return "text_encoders", model.text_encoders
     if single and part.startswith(WITHOUT_WEIGHTS):
-        on_hub = model.text_encoders is not None and is_hub_name(model.text_encoders)
-        return "text_encoders", model.text_encoders if on_hub else None
+        fetched = model.scheduler_tells and model.text_encoders is not None and is_hub_name(model.text_encoders)
+        return "text_encoders", model.text_encoders if fetched else None
     return "pretrained", model.pretrained
 
 

@@ -70,6 +70,7 @@ class SD15(Family):
     denoiser: ClassVar[str] = "unet"
     part_titles: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIP", "vae": "autoencoder (VAE)"}
     layout: ClassVar[FileLayout] = LAYOUT
+    scheduler_tells: ClassVar[bool] = True
     multiple: ClassVar[int] = 64
     objective: ClassVar[str] = "ddpm"
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
