@@ -169,7 +169,7 @@ def test_generate_without_a_run(tmp_path: Path) -> None:
             lambda name: name.replace("blocks.0", "blocks.7"),
             "7 of 7 layers are not in this model: transformer_blocks.7",
         ),
-        (lambda name: name.replace("to_out.0", "to_out.1"), "keys match no layer of SD3: .*to_out.1"),
+        (lambda name: name.replace("to_out.0", "to_out.1"), "keys match no layer of Stable Diffusion 3: .*to_out.1"),
     ],
 )
 def test_a_lora_that_does_not_fit_is_refused(rename, message: str, tiny_config, tiny_pipeline, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_sd15
 import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from peft import LoraConfig, inject_adapter_in_model
@@ -421,8 +422,26 @@ def test_merge_and_extract(folder: Path, tmp_path: Path) -> None:
     run("extract", pipeline / "unet", out, "--rank", 4, "--format", "kohya", "--out", tmp_path / "x.safetensors")
     close(in_diffusers(tmp_path / "x.safetensors", tiny()), expected)
     assert {update.pointwise for update in read_lora(tmp_path / "x.safetensors").values()} == {True, False}
-    words = ["merge", folder / "a.safetensors", "--base", pipeline, "--out", tmp_path / "one.safetensors"]
-    assert main([str(word) for word in words]) == 2
+
+
+@pytest.mark.parametrize("version", ["sd15", "sd2"])
+def test_merge_to_a_single_file(version: Any, tmp_path: Path) -> None:
+    """A file in the original layout, and from there back to diffusers' names."""
+    pipeline, lora = tmp_path / "pipeline", tmp_path / "a.safetensors"
+    base = UNet2DConditionModel.from_pretrained(tiny_sd15.build(pipeline, version), subfolder="unet")
+    updates = same(base)
+    write_lora(updates, lora, "kohya")
+    single, twice = tmp_path / "one.safetensors", tmp_path / "twice"
+    run("merge", f"{lora}:0.5", "--base", pipeline, "--out", single)
+    projection = load_file(single)["model.diffusion_model.input_blocks.1.1.proj_in.weight"]
+    assert projection.ndim == {"sd15": 4, "sd2": 2}[version]
+    run("merge", f"{lora}:0.25", "--base", single, "--out", twice)
+    state = UNet2DConditionModel.from_pretrained(twice).state_dict()
+    assert set(state) == set(base.state_dict())
+    for name, weight in base.state_dict().items():
+        update = updates.get(name.removesuffix(".weight"))
+        expected = weight if update is None else weight + 0.75 * update.delta().view_as(weight)
+        torch.testing.assert_close(state[name], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_export_resize_and_mix(folder: Path, tmp_path: Path) -> None:

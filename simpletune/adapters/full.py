@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.adapters.adapter import Shapes, TrainingMethod
-from simpletune.families.lora_names import names_of_class
+from simpletune.families.lora_names import family_of_class
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,5 +48,5 @@ class Full(TrainingMethod):
         from simpletune.families.sd3.positions import whole_positions
         from simpletune.system.model_folder import write_model_folder
 
-        names = names_of_class(type(model).__name__)
-        return write_model_folder(model, folder / names.denoiser, metadata, whole_positions(model))
+        family = family_of_class(type(model).__name__)
+        return write_model_folder(model, folder / family.denoiser, metadata, whole_positions(model))

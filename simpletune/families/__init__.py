@@ -7,12 +7,15 @@ above may import this one; a family imports no other.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import Field
 
 from simpletune.families.sd3.option import SD3
 from simpletune.families.sd15.option import SD15
+from simpletune.models.family import Family
 
 Model = Annotated[SD3 | SD15, Field(discriminator="family")]
 """The type of ``model``."""
+FAMILIES: tuple[Family, ...] = tuple(member.model_validate({}) for member in get_args(get_args(Model)[0]))
+"""One option of each family, with its defaults."""

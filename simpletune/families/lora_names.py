@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping, Sequence
 
-from simpletune.families.sd3 import lora_names as sd3
-from simpletune.families.sd15 import lora_names as sd15
+from simpletune.families import FAMILIES
+from simpletune.models.family import Family
 from simpletune.models.lora_names import Layout, LoraNames
 from simpletune.options import UserError
 
-LAYOUTS: Mapping[LoraNames, tuple[Layout, ...]] = MappingProxyType(
-    {family.NAMES: family.LAYOUTS for family in (sd3, sd15)}
-)
+LAYOUTS: Mapping[LoraNames, Sequence[Layout]] = {family.lora[0].names: family.lora for family in FAMILIES}
 """The layouts of each family's files; the first is that of a run's result."""
 TARGETS = tuple(dict.fromkeys(name for names in LAYOUTS for name in names.targets))
 
@@ -80,14 +77,14 @@ def result_layout(layers: Iterable[str]) -> Layout:
     return LAYOUTS[names_of(layers)][0]
 
 
-def names_of_class(name: str) -> LoraNames:
+def family_of_class(name: str) -> Family:
     """The family whose denoiser has this class in diffusers.
 
     Raises:
         UserError: there is none.
     """
-    for names in LAYOUTS:
-        if names.model_class == name:
-            return names
-    wanted = " or ".join(names.model_class for names in LAYOUTS)
+    for family in FAMILIES:
+        if family.diffusers.model == name:
+            return family
+    wanted = " or ".join(family.diffusers.model for family in FAMILIES)
     raise UserError(f"{name} is not the class of a known model. Use {wanted}")

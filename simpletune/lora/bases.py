@@ -1,4 +1,4 @@
-"""Read a checkpoint's transformer tensor by tensor from a folder, a single file or a cached quantised base."""
+"""Read a checkpoint's denoiser tensor by tensor from a folder, a single file or a cached quantised base."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from simpletune.families.lora_names import LAYOUTS, names_of_class
-from simpletune.families.sd3.option import SD3
+from simpletune.families import FAMILIES
+from simpletune.families.lora_names import family_of_class
 from simpletune.models.config_limits import read_config
+from simpletune.models.family import Family
 from simpletune.models.model_config import ModelConfig
 from simpletune.models.parts import Part
+from simpletune.models.single_file import DENOISER_PREFIXES
 from simpletune.models.transformer import quantised_layers
 from simpletune.options import Json, UserError
 from simpletune.quant.int8_conv import Int8Conv2d
@@ -23,10 +25,8 @@ from simpletune.quant.nf4_linear import Nf4Linear
 from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import WeightReader, read_header
 
-TABLE = "pos_embed.pos_embed"
 KEPT = "made_from.json"  # marks a cached quantised base (see models/quantised_cache.py)
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-LEGACY_CLASS = "SD3Transformer2DModel"  # of a configuration that names none
 FP8 = ("F8_E4M3", "F8_E5M2")
 
 
@@ -38,11 +38,11 @@ class TensorReader(Protocol):
 
 
 class Base:
-    """The transformer of a checkpoint, read on demand under diffusers' names.
+    """The denoiser of a checkpoint, read on demand under diffusers' names.
 
     Args:
-        name: the folder of a pipeline or transformer in diffusers' layout, a single file in the original layout, a Hub
-            name, or the folder of a quantised base in a run's cache.
+        name: the folder of a pipeline, transformer or U-Net in diffusers' layout, a single file in the original layout,
+            a Hub name, or the folder of a quantised base in a run's cache.
 
     Raises:
         UserError: it is not a denoiser of a known family, or cannot be read.
@@ -54,7 +54,7 @@ class Base:
         if (Path(name) / KEPT).is_file():
             self._open_kept(Path(name))
         else:
-            self.part = locate(name)
+            self.family, self.part = locate(name)
             self._open_part(self.part)
 
     def _open_part(self, part: Part) -> None:
@@ -72,14 +72,17 @@ class Base:
         single = part.single_file()
         self.config = single.denoiser_config
         found, origins = single.tensors_of(part.name), single.layout.origins(self.config)
-        self.shapes = {**SD3().shapes_of(self.config), TABLE: tuple(found["pos_embed"]["shape"])}
+        self.shapes = {}
+        for name, origin in origins.items():
+            first, *others = found[origin.name]["shape"]
+            self.shapes[name] = (first if origin.third is None else first // 3, *others)
         self.kinds = {k: found[origins[k].name]["dtype"] for k in self.shapes}
         self.kinds = {k: "BF16" if kind in FP8 else kind for k, kind in self.kinds.items()}
 
     def _open_kept(self, folder: Path) -> None:
         self.file = None
         self.tensors = kept = KeptTensors(folder)
-        self.config = kept.config
+        self.family, self.config = kept.family, kept.config
         self.shapes = kept.shapes
         self.kinds = {name: kept.kind(name) for name in self.shapes}
 
@@ -94,11 +97,11 @@ class Base:
         return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in matrices.items()}
 
     def save_config(self, folder: Path) -> None:
-        """Write the transformer's ``config.json``."""
+        """Write the denoiser's ``config.json``."""
         if self.part is not None and self.part.folder is not None:
             shutil.copyfile(self.part.folder / "config.json", folder / "config.json")
         else:
-            config = {"_class_name": LEGACY_CLASS, **self.config}
+            config = {"_class_name": self.family.diffusers.model, **self.config}
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -118,7 +121,8 @@ class KeptTensors:
         self.config: ModelConfig = about["config"]
         self._precision = TypeAdapter(Precision).validate_python(about["precision"])
         self._reader = WeightReader([folder / "transformer.safetensors"])
-        self._model = SD3().empty_model(self.config)
+        self.family = _family_of(self.config)
+        self._model = self.family.empty_model(self.config)
         self._layers = quantised_layers(self._model, self._precision)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
 
@@ -141,8 +145,8 @@ class KeptTensors:
         return name.endswith(".weight") and name.removesuffix(".weight") in self._layers
 
 
-def locate(name: str) -> Part:
-    """Locate the transformer of a checkpoint.
+def locate(name: str) -> tuple[Family, Part]:
+    """Locate the denoiser of a checkpoint, and find its family.
 
     Raises:
         UserError: there is none.
@@ -154,29 +158,34 @@ def locate(name: str) -> Part:
     if name.startswith("demo:"):
         path = resolve(name, Path(".cache"))
         name = str(path)
-    for names in LAYOUTS:
-        if (path / names.denoiser / "config.json").is_file():
-            return Part(names.denoiser, path / names.denoiser)
-    if (path / "config.json").is_file():
-        return Part(_denoiser_in(path), path)
+    inside = [family for family in FAMILIES if (path / family.denoiser).is_dir()]
+    if (path / "config.json").is_file() and not inside:
+        family = _family_of(read_config(path / "config.json", "model"))
+        return family, Part(family.denoiser, path)
     if is_single_file(name) and not path.is_file():
         raise UserError(f"{name} does not exist. Check the path")
     if (path.is_absolute() or name.startswith(".")) and not path.exists():
         raise UserError(f"{name} does not exist. Give a folder, a .safetensors file or a Hub name (owner/name)")
+    candidates = inside or [family for family in FAMILIES if _may_hold(family, name, path)] or [FAMILIES[0]]
+    family = candidates[0]
     try:
-        return SD3().model_copy(update={"pretrained": name}).part("transformer")
+        return family, family.model_copy(update={"pretrained": name}).part(family.denoiser)
     except UserError as error:  # its message begins with the option of a configuration
         raise UserError(str(error).removeprefix("model.pretrained: "), error.code) from None
 
 
-def _denoiser_in(folder: Path) -> str:
-    """The name of the part whose folder this is, by the class in its configuration.
+def _may_hold(family: Family, name: str, path: Path) -> bool:
+    """Whether a name is a family's Hub name that ships with this package, or a path a single file with its denoiser."""
+    if path.is_file() and path.suffix == ".safetensors":
+        header = read_header(path)
+        return any(prefix + family.layout.marker in header for prefix in DENOISER_PREFIXES)
+    return family.bundled_config(name) is not None
+
+
+def _family_of(config: ModelConfig) -> Family:
+    """The family of a denoiser's configuration; one that names no class is SD3's, whose single files have none.
 
     Raises:
         UserError: the class is no family's denoiser.
     """
-    kind = read_config(folder / "config.json", "model").get("_class_name", LEGACY_CLASS)
-    try:
-        return names_of_class(str(kind)).denoiser
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from None
+    return family_of_class(str(config.get("_class_name", FAMILIES[0].diffusers.model)))

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.families.sd3.files import LAYOUT
 from simpletune.lora.bases import Base
 from simpletune.lora.header import TensorEntry
 from simpletune.lora.updates import Updates
@@ -130,16 +129,12 @@ def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done:
         done: called after each tensor.
     """
     base = merger.base
-    if base.part is not None and base.part.name == "unet":
-        raise UserError(
-            f"{base.name}: merging into a U-Net writes diffusers' layout only. Use --format diffusers with a folder"
-        )
     groups = _groups(base)
     prefix = PREFIX
     others: dict[str, TensorEntry] = {}
     old: dict[str, str] = {}
     if base.file is not None:
-        prefix = open_file(base.file, LAYOUT).prefix
+        prefix = open_file(base.file, base.family.layout).prefix
         header = read_header(base.file)
         old = header.pop("__metadata__", None) or {}
         old = {k: v for k, v in old.items() if not k.startswith("modelspec.hash")}
@@ -162,7 +157,7 @@ def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done:
 def _groups(base: Base) -> dict[str, list[tuple[str, Origin]]]:
     """Map original names to diffusers' tensors that they consist of, in order."""
     found: dict[str, list[tuple[str, Origin]]] = {}
-    for name, origin in LAYOUT.origins(base.config).items():
+    for name, origin in base.family.layout.origins(base.config).items():
         found.setdefault(origin.name, []).append((name, origin))
     return {original: sorted(parts, key=lambda part: part[1].third or 0) for original, parts in found.items()}
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypedDict
 
 from simpletune.models.buckets import Size
 from simpletune.models.flops import Flops, Trained
+from simpletune.models.lora_names import Layout
 from simpletune.models.model_config import ModelConfig, Shape
 from simpletune.models.single_file import FileLayout
 from simpletune.options import Option
@@ -81,6 +82,8 @@ class FamilyFacts(Option):
     """The names of text encoders and autoencoder for messages, by part."""
     layout: ClassVar[FileLayout]
     """The layout of the family's single files."""
+    lora: ClassVar[Sequence[Layout]]
+    """The layouts of the family's LoRA files: the first that of a run's result, the last with bare names."""
     multiple: ClassVar[int]
     """Sides of pictures are multiples of this, in pixels."""
     objective: ClassVar[str]

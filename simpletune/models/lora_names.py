@@ -21,8 +21,6 @@ class LoraNames:
     """The family's name in messages."""
     denoiser: ClassVar[str]
     """The denoiser's folder in a pipeline, which is also the prefix of its keys in diffusers' LoRA files."""
-    model_class: ClassVar[str]
-    """The denoiser's class in diffusers."""
     targets: ClassVar[Mapping[str, re.Pattern[str]]]
     """Named values of ``adapter.targets``, each with a pattern that occurs in the names of its layers."""
 

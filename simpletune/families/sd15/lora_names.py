@@ -33,7 +33,6 @@ class UNetNames(LoraNames):
 
     title = "Stable Diffusion 1.5 or 2"
     denoiser = "unet"
-    model_class = "UNet2DConditionModel"
     targets = {
         "attention": re.compile(rf"{_BLOCK}attn[12]\.(to_[qkv]|to_out\.0)$"),
         "attention_qv": re.compile(rf"{_BLOCK}attn[12]\.to_[qv]$"),

@@ -15,12 +15,14 @@ from pydantic import Field
 
 from simpletune.families.sd15.files import LAYOUT, version_of
 from simpletune.families.sd15.flops import unet_flops
+from simpletune.families.sd15.lora_names import LAYOUTS
 from simpletune.families.sd15.shapes import ATTENTION, parameter_shapes, unit_names, units_of
 from simpletune.families.sd15.unet_config import HUB_NAMES, SD15_NAME, bundled, levels_of, require_supported
 from simpletune.models.buckets import Size
 from simpletune.models.family import DOWNSAMPLING, Family
 from simpletune.models.family_facts import Attention, DiffusersNames, Licence
 from simpletune.models.flops import Flops, Trained
+from simpletune.models.lora_names import Layout
 from simpletune.models.model_config import ModelConfig, Shape
 from simpletune.models.parts import Part
 from simpletune.models.single_file import FileLayout, open_file
@@ -71,6 +73,7 @@ class SD15(Family):
     part_titles: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIP", "vae": "autoencoder (VAE)"}
     layout: ClassVar[FileLayout] = LAYOUT
     scheduler_tells: ClassVar[bool] = True
+    lora: ClassVar[Sequence[Layout]] = LAYOUTS
     multiple: ClassVar[int] = 64
     objective: ClassVar[str] = "ddpm"
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(

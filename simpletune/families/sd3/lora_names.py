@@ -17,7 +17,6 @@ class SD3Names(LoraNames):
 
     title = "Stable Diffusion 3"
     denoiser = "transformer"
-    model_class = "SD3Transformer2DModel"
     targets = {
         "attention": re.compile(rf"{_BLOCK}({_IMAGE}|{_TEXT})$"),
         "attention_qv": re.compile(rf"{_BLOCK}(attn2?\.to_[qv]|attn\.add_[qv]_proj)$"),

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from simpletune.families.sd3.files import LAYOUT, bundled_configs
 from simpletune.families.sd3.flops import sd3_flops
+from simpletune.families.sd3.lora_names import LAYOUTS
 from simpletune.families.sd3.shapes import (
     BUNDLED,
     SD3_MEDIUM,
@@ -27,6 +28,7 @@ from simpletune.models.buckets import Size
 from simpletune.models.family import DOWNSAMPLING, Family
 from simpletune.models.family_facts import Attention, DiffusersNames, Licence
 from simpletune.models.flops import Flops, Trained
+from simpletune.models.lora_names import Layout
 from simpletune.models.model_config import ModelConfig, Shape
 from simpletune.models.single_file import FileLayout
 from simpletune.options import plural
@@ -77,6 +79,7 @@ class SD3(Family):
         "vae": "autoencoder (VAE)",
     }
     layout: ClassVar[FileLayout] = LAYOUT
+    lora: ClassVar[Sequence[Layout]] = LAYOUTS
     multiple: ClassVar[int] = 16
     objective: ClassVar[str] = "flow"
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
