@@ -130,7 +130,7 @@ def rows() -> dict[str, Callable[[], dict[str, object]]]:
 
 def config_of(*overrides: str) -> TrainConfig:
     """Configure a row; ``BASE`` holds unless overridden."""
-    return read_config(CONFIG, [*overrides, "validation.prompts=[]", "validation.eval_samples=0"])[0]
+    return read_config(CONFIG, [*overrides, "validation.prompts=[]", "validation.eval_samples=0"], needs_data=False)[0]
 
 
 def counts(rank: int) -> dict[str, object]:
@@ -220,7 +220,7 @@ def page(found: dict[str, dict[str, object]]) -> Report:
             Fact("LoRA r8, 512 px, batch 1", f"{lean['train_mib']:,.0f} MiB", "predicted training stage, bf16")
         )
     sections = [counts_section(found, ranks), memory_section(found), batch_section(found), speed_section()]
-    return Report(TITLE, LEAD, "", [], facts, sections)
+    return Report(TITLE, LEAD, "", [], facts, sections, data={"losses": []})
 
 
 def counts_section(found: dict[str, dict[str, object]], ranks: list[int]) -> Section:

@@ -14,9 +14,12 @@ import torch
 from PIL import Image
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import convolutions, estimate, inference, int8, memory, memory_row, prices, quality
+from benchmarks import convolutions, estimate, inference, int8, memory, memory_row, prices, quality, vertex
 from benchmarks.table import Results, shown
+from simpletune.cards import Card
+from simpletune.estimate.predict import needed
 from simpletune.options import UserError
+from simpletune.report import write_report
 
 GRIDS = [grid.__name__ for grid in benchmarks.GRIDS]
 
@@ -262,3 +265,41 @@ def test_convolutions_are_measured_beside_frozen_ones(tmp_path: Path, monkeypatc
     assert row["plain_mib"] - row["int8_mib"] == pytest.approx(2 * one) and row["int8_mib"] >= 4 * one
     assert 0 < row["error"] < rows["small, batch 1, bf16"]["error"] < 2 and row["ratio"] > 0
     assert "| small, batch 1, bf16 |" in page
+
+
+def test_the_counts_of_the_vertex_report_are_the_published_ones() -> None:
+    """Parameters by rank, to the last digit; the tensors of the published files, without their headers."""
+    for rank, (trained, total, size) in vertex.COUNTS.items():
+        row = vertex.counts(rank)
+        assert (row["trained"], row["total"]) == (trained, total)
+        tensors, file = int(str(row["tensor_bytes"])), int(str(row["file_bytes"]))
+        assert tensors == 4 * trained and round(tensors / 2**20, 2) == round(1.52 * rank / 4, 2)
+        assert 0 < size - tensors / 2**20 < 0.06 and 0 < file - tensors < 0.06 * 2**20  # the headers
+
+
+@pytest.mark.parametrize("room", [800, 4000, 100_000])
+def test_the_largest_batch_is_the_last_that_fits(room: int) -> None:
+    """Against trying every batch, for a job whose peak does not rise at first and then by the same for each sample."""
+    mib, tried = 2**20, []
+
+    def job(batch: int) -> int:
+        tried.append(batch)
+        return max(300, 100 + 37 * batch) * mib
+
+    card = Card("a card", room / 1024, (8, 9), found=1.0)
+    expected = max((batch for batch in range(1, 4000) if needed(job(batch)) <= card.bytes), default=0)
+    tried.clear()
+    assert vertex.largest_batch(job, card) == expected
+    assert len(tried) <= 30
+
+
+def test_the_vertex_page_shows_published_beside_predicted(tmp_path: Path) -> None:
+    rows = {
+        "rank 8": {"trained": 797184, "total": 860318148, "tensor_bytes": 3188736, "file_bytes": 3216864},
+        "peak: with LoRA r8, checkpointing": {"train_mib": 2305.7, "job_mib": 2305.7, "needed_mib": 3061.7},
+        "largest batch: A100-40GB, 512 px": {"largest": 226, "published": 32},
+    }
+    page = write_report(vertex.page(rows), tmp_path / "page.html")
+    html, markdown = (file.read_text() for file in page)
+    for text in ("797,184", "9.98 GB", "2.42 GB", "226", "needs a card"):
+        assert text in html and text in markdown
