@@ -1,4 +1,4 @@
-"""SD3 Medium and SD3.5 Large at their full sizes with random weights, on the CPU: the code that loads the real ones."""
+"""SD3 Medium, SD3.5 Large and SD 1.5 at full size with random weights, on the CPU: the code that loads the real ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_sd15
 
 from simpletune.config.load import validate
 from simpletune.demo import tiny_sd3
 from simpletune.families.sd3.shapes import SD3_MEDIUM, SD35_LARGE, bundled_transformer
+from simpletune.families.sd15.unet_config import bundled
 from simpletune.training.loop import train
 
 pytestmark = pytest.mark.slow
@@ -76,3 +78,28 @@ def test_an_int8_lora_step_of_sd35_large_streamed(
     assert summary["total_parameters"] == 8_056_627_520
     assert summary["trainable_parameters"] == 23_580_672
     assert summary["peak_rss_gib"] < 12
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_five_lora_steps_of_sd15_at_256_px(
+    weights: str, tiny_pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(tiny_sd15.TEXT, "sd15", 768)
+    pipeline = tiny_sd15.build(tmp_path / "pipeline", "sd15", dtype="bf16")
+    (pipeline / "unet" / "config.json").write_text(json.dumps(bundled()["sd15"]["unet"]))
+    (pipeline / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+    config = {
+        "name": "full_size", "device": "cpu",
+        "model": {"family": "sd15", "pretrained": str(pipeline), "init": "random"},
+        "data": {"path": str(tiny_pictures), "resolution": 256, "max_upscale": None},
+        "adapter": {"rank": 8}, "precision": {"weights": weights}, "train": {"steps": 5},
+        "validation": {"prompts": [], "eval_samples": 0}, "profile": {"max_traces": 0},
+        "output": {name: str(tmp_path / name) for name in ("runs", "profiles", "cache")},
+    }  # fmt: skip
+    summary = json.loads((train(validate(config, "full_size")) / "summary.json").read_text())
+    print(
+        weights, {key: summary[key] for key in ("seconds_setup", "seconds_per_step", "seconds_total", "peak_rss_gib")}
+    )
+    assert summary["total_parameters"] == 859_520_964
+    assert summary["trainable_parameters"] == 8 * 199_296
+    assert summary["peak_rss_gib"] < 6
