@@ -1,4 +1,4 @@
-"""SD3 Medium, SD3.5 Large and SD 1.5 at full size with random weights, on the CPU: the code that loads the real ones."""
+"""SD3 Medium, SD3.5 Large and SD 1.5 at full size, random weights, on the CPU: the code that loads the real ones."""
 
 from __future__ import annotations
 
