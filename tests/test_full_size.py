@@ -67,6 +67,7 @@ def test_two_int8_lora_steps_at_256_px(lever: str, medium: Path, tiny_pictures: 
     assert summary["peak_rss_gib"] < 4
 
 
+@pytest.mark.timeout(3600)
 def test_an_int8_lora_step_of_sd35_large_streamed(
     pipeline_of: Callable[[str], Path], tiny_pictures: Path, tmp_path: Path
 ) -> None:
