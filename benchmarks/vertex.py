@@ -61,15 +61,15 @@ class Peak:
 
 
 PEAKS = (
-    Peak("DreamBooth (full)", 25.09, (*FULL, *PLAIN)),
+    Peak("DreamBooth (full)", 25.09, ("data.resolution=512", "train.batch_size=4", *FULL, *PLAIN)),
     Peak("DreamBooth with LoRA r8", 14.45, (*BASE, *PLAIN)),
     Peak("with LoRA r4, checkpointing", 9.98, (*BASE, *CHECKPOINTED, "adapter.rank=4")),
     Peak("with LoRA r8, checkpointing", 9.98, (*BASE, *CHECKPOINTED)),
     Peak("with LoRA r16, checkpointing", 9.99, (*BASE, *CHECKPOINTED, "adapter.rank=16")),
     Peak("LoRA r8, checkpointing, batch 1", None, (*BASE, *CHECKPOINTED, "train.batch_size=1")),
-    Peak("LoRA r8, int8 weights, checkpointing, batch 1", None,
+    Peak("LoRA r8, int8, checkpointing, batch 1", None,
          (*BASE, *CHECKPOINTED, "train.batch_size=1", "precision.weights=int8")),
-    Peak("LoRA r8, int8 weights, streamed, batch 1", None,
+    Peak("LoRA r8, int8, streamed, batch 1", None,
          (*BASE, *CHECKPOINTED, "train.batch_size=1", "precision.weights=int8", "memory.resident_blocks=0")),
 )  # fmt: skip
 LARGEST = {
