@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tiny_sd15
 
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config
@@ -32,11 +33,24 @@ def for_one_block(file: Path) -> list[str]:
     return overrides
 
 
+@pytest.fixture(scope="module")
+def tiny_unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny pipeline of Stable Diffusion 1.5."""
+    return tiny_sd15.build(tmp_path_factory.mktemp("unet") / "sd15")
+
+
+def tiny_model(file: Path, tiny_config: dict, tiny_unet: Path) -> list[str]:
+    """Overrides that take a tiny model of the file's family, and its smallest pictures."""
+    if json.loads(file.read_text()).get("model", {}).get("family") == "sd15":
+        return [f"model.pretrained={tiny_unet}", "data.resolution=64"]
+    return [f"model.pretrained={tiny_config['model']['pretrained']}", "model.t5_length=8", "data.resolution=32"]
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_trains_scaled_down(file: Path, tiny_config: dict, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_unet: Path) -> None:
     overrides = [
-        f"model.pretrained={tiny_config['model']['pretrained']}", "model.t5_length=8", "device=cpu",
-        f"data.path={tiny_config['data']['path']}", "data.resolution=32", "train.steps=3", "schedule.warmup_steps=1",
+        *tiny_model(file, tiny_config, tiny_unet), "device=cpu",
+        f"data.path={tiny_config['data']['path']}", "train.steps=3", "schedule.warmup_steps=1",
         "checkpoint.every=2", "validation.every=null", "validation.steps=1", "validation.eval_samples=2",
         "validation.seed=5", f"profile.max_traces={int(file.name == TRACED)}", "output.report=false",
         *(f"output.{key}={value}" for key, value in tiny_config["output"].items() if key != "report"),

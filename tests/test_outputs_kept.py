@@ -69,7 +69,8 @@ def test_a_name_that_is_taken_is_refused_with_the_remedy(tmp_path: Path) -> None
 
 def test_other_tools_read_how_a_picture_was_made(tmp_path: Path) -> None:
     request = Request('a "dog", blue\nNegative prompt: x', 7, "blurry, é", 64, 32, 12, 3.5)
-    save_png(PICTURE, tmp_path / "x.png", request, model="a/b, c: d", loras=[("my, lora: 2", 0.7)], weights="LoRA x")
+    more = {"model": "a/b, c: d", "loras": [("my, lora: 2", 0.7)], "weights": "LoRA x", "sampler": "Euler"}
+    save_png(PICTURE, tmp_path / "x.png", request, **more)
     text = Image.open(tmp_path / "x.png").text  # type: ignore[attr-defined]
     *lines, last = text["parameters"].split("\n")
     assert lines == ['a "dog", blue Negative prompt: x <lora:my_ lora_ 2:0.7>', "Negative prompt: blurry, é"]

@@ -1,4 +1,4 @@
-"""Full fine-tuning: train every parameter of the transformer."""
+"""Full fine-tuning: train every parameter of the transformer or U-Net."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class Full(TrainingMethod):
-    """Train the whole transformer."""
+    """Train the whole transformer or U-Net."""
 
     method: Literal["full"] = "full"
-    """Full fine-tuning: train every parameter of the transformer."""
+    """Full fine-tuning: train every parameter of the transformer or U-Net."""
 
     trains_base: ClassVar[bool] = True
 
     def describe(self, shapes: Shapes) -> str:
         """Describe what is trained."""
-        return "all parameters of the transformer"
+        return "all parameters of the model"
 
     def trainable(self, shapes: Shapes) -> int:
         """Count all parameters."""

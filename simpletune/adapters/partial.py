@@ -35,7 +35,7 @@ class Partial(TrainingMethod):
 
     def describe(self, shapes: Shapes) -> str:
         """Describe what is trained."""
-        return f"{len(self.names(shapes))} of the transformer's {len(shapes)} tensors ({', '.join(self.layers)})"
+        return f"{len(self.names(shapes))} of the model's {len(shapes)} tensors ({', '.join(self.layers)})"
 
     def trainable(self, shapes: Shapes) -> int:
         """Count the matching parameters."""

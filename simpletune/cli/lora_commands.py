@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from simpletune.cli.lora_metadata import config_of, header_of, source_note
 from simpletune.config.schema import TrainConfig
+from simpletune.families.lora_names import result_layout
 from simpletune.lora.header import open_lora
 from simpletune.options import UserError, plural, shortened
 from simpletune.runs.folder import SUMMARY, read_json_or_none
@@ -197,9 +198,10 @@ def write(updates: Updates, out: Path, args: argparse.Namespace, metadata: Mappi
     """Write a LoRA file and describe it."""
     from simpletune.lora.write import write_lora
 
-    written = write_lora(updates, out, args.format, args.dtype, metadata)
+    layout = args.format or result_layout(updates).name
+    written = write_lora(updates, out, layout, args.dtype, metadata)
     size = written.stat().st_size / 2**20
-    say(f"{written}: {args.format}, {plural(len(updates), 'layer')}, rank {ranks_of(updates)}, {size:.1f} MiB")
+    say(f"{written}: {layout}, {plural(len(updates), 'layer')}, rank {ranks_of(updates)}, {size:.1f} MiB")
     return written
 
 

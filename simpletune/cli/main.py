@@ -24,7 +24,7 @@ VERBS: dict[str, Verb] = {name: verb for group in GROUPS for name, verb in group
 
 def parser() -> Parser:
     """Build the parser of the command line."""
-    top = Parser(prog="simpletune", description="Fine-tune Stable Diffusion 3 Medium on one graphics card.")
+    top = Parser(prog="simpletune", description="Fine-tune Stable Diffusion 3, 3.5, 1.5 and 2 on one graphics card.")
     top.add_argument("--version", action="version", version=__version__)
     verbs = top.add_subparsers(dest="verb", metavar="VERB")
     for name, (function, arguments) in VERBS.items():

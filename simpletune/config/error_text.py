@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from simpletune.options import Json, Option, Problem, member_for, option_classes, union_of
+from simpletune.options import Json, Option, Problem, member_for, option_classes, tag_values, union_of
 from simpletune.system import strict_json
 from simpletune.system.strict_json import JsonError
 
@@ -35,7 +35,10 @@ ELSEWHERE = {
     "validation_prompt": "validation.prompts", "guidance_scale": "validation.guidance", "use_ema": "ema",
 }  # fmt: skip
 SUGGESTED = 100  # problems of one validation that get a message of our own
-RENAMED = {"boundaries": "offload_checkpoint_inputs"}  # options renamed before the first release
+RENAMED = {  # an option renamed before the first release, and other names of families
+    "boundaries": "offload_checkpoint_inputs", "sd1": "sd15", "sd14": "sd15", "sd2": "sd15", "sd20": "sd15",
+    "sd21": "sd15", "sd35": "sd3",
+}  # fmt: skip
 NEEDS = {
     "bool_type": "true or false, without quotes",
     "int_type": "a whole number, without quotes",
@@ -125,9 +128,9 @@ def _message(
 ) -> str:
     """State value, rule and remedy for one path."""
     kinds = {item["type"] for item in items}
-    item, leaf = items[0], path.rsplit(".", 1)[-1]
+    item = items[0]
     if "extra_forbidden" in kinds:
-        return f"unknown field.{other_field(leaf, [f.alias or n for n, f in owner.model_fields.items()], root)}"
+        return f"unknown field.{other_field(path, [f.alias or n for n, f in owner.model_fields.items()], root)}"
     if "missing" in kinds:
         described = f": {first_sentence(field)}" if field is not None else ""
         return f"is required{described}. Add it"
@@ -198,23 +201,31 @@ def did_you_mean(word: str, known: list[str]) -> str:
     return f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}"
 
 
-def other_field(word: str, known: list[str], root: type[Option]) -> str:
+def other_field(path: str, known: list[str], root: type[Option]) -> str:
     """Suggest a field for an unknown one: of the same section, by another trainer's name, or of another section.
 
     Args:
-        word: unknown field.
+        path: dotted path of the unknown field.
         known: fields of its section.
         root: option class with all sections.
     """
+    word = path.rpartition(".")[2]
     near = did_you_mean(word, known)
     if "Did you mean" in near:
         return near
     if word in ELSEWHERE:
         return f" Did you mean {ELSEWHERE[word]}?"
-    paths = defaultdict(list)
+    paths: dict[str, list[str]] = defaultdict(list)
+    members: dict[str, list[str]] = defaultdict(list)
     for section, field in root.model_fields.items():
-        for name in dict.fromkeys(name for option in option_classes(field.annotation) for name in option.model_fields):
-            paths[name].append(f"{section}.{name}")
+        union = union_of(field)
+        for option in option_classes(field.annotation):
+            for name, inner in option.model_fields.items():
+                paths[name] += {f"{section}.{inner.alias or name}": 0}.keys() - paths[name]
+                if union is not None:
+                    members[f"{section}.{name}"].append(f"{section}.{union.tag} {tag_values(option, union.tag)[0]}")
+    if path in members:
+        return f" Only {' and '.join(members[path])} {'has' if len(members[path]) == 1 else 'have'} it"
     found = difflib.get_close_matches(word[:SHOWN], paths, n=1, cutoff=0.8)
     return f" Did you mean {' or '.join(paths[found[0]][:3])}?" if found else near
 

@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from simpletune.families import Model
+from simpletune.families.recognise import FAMILIES, family_of, tag_of
 from simpletune.models.family import Family
-from simpletune.options import Json, Problem, option_classes, tag_values
+from simpletune.options import Json, Problem
 
 if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig
 
 
 def family_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Report an objective that the family's models were not trained with, and sizes that they cannot process."""
+    """Report a base of another family, an objective that the family's models were not trained with, and sizes that they
+    cannot process."""
     model, name = config.model, config.objective.name
+    other = family_of(model.pretrained)
+    if other is not None and not isinstance(model, other):
+        yield Problem(
+            "model.pretrained",
+            f"{model.pretrained} is a model of {other.title}. Set model.family to {tag_of(other)}, or name an "
+            f"{model.title} model",
+        )
     if name != model.objective:
         yield Problem(
             "objective.name",
@@ -32,13 +40,44 @@ def family_rules(config: TrainConfig) -> Iterator[Problem]:
             yield Problem(path, f"{side} is not a multiple of {model.multiple}, which {model.title} needs. Use {near}")
 
 
+def family_defaults(family: type[Family] | Family) -> dict[str, dict[str, object]]:
+    """Return the defaults that depend on the family, by section and field."""
+    return {
+        "objective": {"name": family.objective},
+        "data": {"resolution": family.resolution},
+        "validation": {"guidance": family.guidance},
+    }
+
+
 def with_objective(data: Json) -> Json:
-    """Fill in the family's objective in a configuration, as JSON, that names none; validation reports what is wrong."""
-    families = {tag: option for option in option_classes(Model) for tag in tag_values(option, "family")}
-    model, objective = data.get("model", {}), data.get("objective", {})
-    if not isinstance(model, dict) or not isinstance(objective, dict) or "name" in objective:
+    """Fill in the family's objective in a configuration, as JSON, that names none."""
+    family = _family_in(data)
+    return data if family is None else _filled(data, {"objective": family_defaults(family)["objective"]})
+
+
+def with_family(data: Json) -> Json:
+    """Fill in the family's defaults where a configuration, as JSON, sets none; validation reports what is wrong.
+
+    A ``memory.profile`` may plan modulations, so without any ``memory.modulation`` is set to its default, too.
+    """
+    family = _family_in(data)
+    if family is None:
         return data
-    family = families.get(model.get("family", next(iter(families))))
-    if family is None or not issubclass(family, Family):
-        return data
-    return {**data, "objective": {"name": family.objective, **objective}}
+    defaults = family_defaults(family)
+    if not family.has_modulation:
+        defaults["memory"] = {"modulation": "auto"}
+    return _filled(data, defaults)
+
+
+def _family_in(data: Json) -> type[Family] | None:
+    model = data.get("model", {})
+    if not isinstance(model, dict):
+        return None
+    wanted = model.get("family", tag_of(FAMILIES[0]))
+    return next((family for family in FAMILIES if tag_of(family) == wanted), None)
+
+
+def _filled(data: Json, defaults: dict[str, dict[str, object]]) -> Json:
+    """Add what the sections do not set."""
+    known = {name: data.get(name, {}) for name in defaults}
+    return {**data, **{name: {**defaults[name], **own} for name, own in known.items() if isinstance(own, dict)}}

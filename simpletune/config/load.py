@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from simpletune.config.error_text import did_you_mean, other_field, problems_of
-from simpletune.config.family_rules import with_objective
+from simpletune.config.family_rules import with_family, with_objective
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.config.shipped import find_config, missing_config
 from simpletune.memory.profiles import with_profile
@@ -133,7 +133,7 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
     leaf = parts[-1]
     field = option.model_fields.get(leaf) if option else None
     if field is None and option is not None:
-        problems.append(Problem(path, f"unknown field.{other_field(leaf, _known(option), TrainConfig)}"))
+        problems.append(Problem(path, f"unknown field.{other_field(path, _known(option), TrainConfig)}"))
         return []
     section[leaf] = parse_value(field, text)
     parent = _field_at(parts[:-1], merged)
@@ -212,7 +212,7 @@ def validate(
         ConfigError: with every problem found.
     """
     found = [*(problems or []), *(Problem(path, _SECRET) for path in secret_paths(data))]
-    data = with_default_tags(TrainConfig, with_objective(with_profile(data, _trains_base(data))))
+    data = with_default_tags(TrainConfig, with_profile(with_family(data), _trains_base(data)))
     config = _attempt(data, found)
     unheard = list(found)
     for _ in range(REPAIRS):
@@ -221,6 +221,7 @@ def validate(
     if config is not None:
         bad = {problem.path for problem in found}
         found += [problem for problem in config.rules() if problem.path not in bad]
+        bad = {problem.path for problem in found}
         absent = tuple(part for part, needed in (("data.", needs_data), ("model.", needs_model)) if not needed)
         found += [problem for problem in _checks_of_files(config, bad) if not problem.path.startswith(absent)]
     if found or config is None:

@@ -21,6 +21,8 @@ def settle_modulation(config: TrainConfig, on_host: bool, before: str | None = N
     """
     if config.memory.modulation != "auto":
         return config
+    if not config.model.has_modulation:
+        return config.model_copy(update={"memory": config.memory.model_copy(update={"modulation": "resident"})})
     kind, why = _chosen(config, on_host)
     if before is not None and before in get_args(Settled):
         kind, why = before, "as before"
@@ -30,8 +32,6 @@ def settle_modulation(config: TrainConfig, on_host: bool, before: str | None = N
 
 def _chosen(config: TrainConfig, on_host: bool) -> tuple[str, str]:
     """Choose the kind and give the reason."""
-    if not config.model.has_modulation:
-        return "resident", "the model has none to plan"
     if config.adapter.trains_base:
         return "resident", f"adapter.method {config.adapter.method} trains it"
     trained = config.trained_modulation(config.model.known_shapes())

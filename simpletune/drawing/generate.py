@@ -173,7 +173,10 @@ def made_with(session: InferenceSession, weights: Weights) -> dict[str, object]:
     model = _name_of(own) if own else session.config.model.weights_from
     loras = [(_name_of(file), scale) for file, scale in weights.loras]
     precision = precision_of(session.config, weights).weights
-    return {"model": model, "loras": loras, "weights": weights.label, "precision": precision, **session.speed.lossy()}
+    return {
+        "model": model, "loras": loras, "weights": weights.label, "precision": precision,
+        "sampler": session.config.objective.sampler, **session.speed.lossy(),
+    }  # fmt: skip
 
 
 def _name_of(weights: Path) -> str:

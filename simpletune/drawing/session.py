@@ -15,11 +15,12 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from simpletune.config.compute import compute_to_draw
+from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.data.folder import Folder
 from simpletune.drawing.shared_base import SharedBase
-from simpletune.options import UserError, plural
+from simpletune.families.recognise import family_of, tag_of
+from simpletune.options import Json, UserError, plural
 from simpletune.pipeline.encode import TextCache, free_memory
 from simpletune.pipeline.sample import Request, Sampler, decode, encode_starts
 from simpletune.quant import Precision
@@ -183,7 +184,10 @@ def open_session(args: argparse.Namespace) -> InferenceSession:
     elif not args.model:
         run = RunName(newest_run(args.runs))
     if run is None:
-        config = TrainConfig(name="generate", data=Folder(path="demo:pictures"))
+        family = family_of(args.model)
+        model = {"family": tag_of(family)} if family else {}
+        bare: Json = {"name": "generate", "model": model, "data": {"path": "demo:pictures"}}
+        config = validate(bare, "generate", needs_model=False)
     else:
         config = run_config(run.folder, "--run: " if args.run else "")
     config = config.model_copy(update=_changes(config, args))
@@ -214,6 +218,8 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
     changes: dict[str, object] = {}
     model: dict[str, object] = {"pretrained": args.model, "init": "pretrained"} if args.model else {}
     if given_arguments(args, "no_t5"):
+        if "t5" not in type(config.model).model_fields:
+            raise UserError(f"--no-t5: {config.model.title} has no T5 text encoder. Leave it out")
         model["t5"] = False
     if model:
         changes["model"] = config.model.model_copy(update=model)
@@ -221,6 +227,8 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
         compute = {} if args.precision in ("bf16", "fp32") else {"compute": config.precision.compute}
         changes["precision"] = TypeAdapter(Precision).validate_python({"weights": args.precision, **compute})
     memory = given_arguments(args, *MEMORY)
+    if memory.get("modulation") == "plan" and not config.model.has_modulation:
+        raise UserError(f"--modulation: plan, but {config.model.title} has no adaLN modulations. Leave it out")
     if memory:
         changes["memory"] = config.memory.model_copy(update=memory)
     if args.device:

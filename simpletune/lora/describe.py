@@ -58,7 +58,8 @@ def describe(file: Path, values: bool = True) -> Json:
 
 def _model(header: LoraHeader) -> Json:
     kind = kind_of_model(header.names)
-    numbers = [int(m.group(1)) for n in header.names if (m := re.search(r"(?:joint|transformer)_blocks\.(\d+)\.", n))]
+    block = re.compile(r"(?:model\.diffusion_model\.)?(?:joint|transformer)_blocks\.(\d+)\.")  # not a U-Net's
+    numbers = [int(found.group(1)) for name in header.names if (found := block.match(name))]
     parts = {"autoencoder": "first_stage_model.", "CLIP-L": "text_encoders.clip_l.", "CLIP-G": "text_encoders.clip_g."}
     parts["T5"] = "text_encoders.t5xxl."
     included = [part for part, prefix in parts.items() if any(name.startswith(prefix) for name in header.names)]

@@ -86,6 +86,10 @@ class FamilyFacts(Option):
     """The layouts of the family's LoRA files: the first that of a run's result, the last with bare names."""
     multiple: ClassVar[int]
     """Sides of pictures are multiples of this, in pixels."""
+    resolution: ClassVar[int]
+    """The default of ``data.resolution``, in pixels."""
+    guidance: ClassVar[float]
+    """The default of ``validation.guidance``."""
     objective: ClassVar[str]
     """The ``name`` of the objective that the pretrained models were trained with."""
     diffusers: ClassVar[DiffusersNames]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -51,6 +51,8 @@ class Ddpm(TrainingObjective):
     """Lowest (least noisy) timestep to train on."""
     max_timestep: Annotated[int, Field(ge=0, lt=TIMESTEPS)] = TIMESTEPS - 1
     """Highest (noisiest) timestep to train on, inclusive."""
+
+    sampler: ClassVar[str] = "DPM++ 2M"
 
     def rules(self) -> Iterator[Problem]:
         """Check what needs no model."""
@@ -130,6 +132,15 @@ class Ddpm(TrainingObjective):
 
         self._require(scheduler)
         return DpmSolver(self.scheduler_config(scheduler), steps, skipped)
+
+    def diffusers_scheduler(self) -> tuple[str, dict[str, object]]:
+        """Return diffusers' DPM-Solver++, with what this objective changes in the base's scheduler config."""
+        changes: dict[str, object] = {}
+        if self.prediction != "auto":
+            changes["prediction_type"] = "v_prediction" if self.prediction == "v" else "epsilon"
+        if self.zero_terminal_snr:
+            changes |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+        return "DPMSolverMultistepScheduler", changes
 
     def _require(self, scheduler: ModelConfig) -> None:
         problems = [*self.rules(), *self.problems(lambda: scheduler)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -35,6 +35,8 @@ class Flow(TrainingObjective):
     shift: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Timestep shift s in sigma' = s sigma / (1 + (s - 1) sigma). auto: proportional to the side length, 3 at 1024 px,
     at least 1 (arXiv:2403.03206, eq. 23: the square root of the pixel count)."""
+
+    sampler: ClassVar[str] = "Euler"
 
     def shift_at(self, resolution: int) -> float:
         """Return the timestep shift for a training resolution in pixels."""

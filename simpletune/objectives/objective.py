@@ -6,7 +6,7 @@ Shapes: b samples, c latent channels, h and w are the latent's height and width 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from simpletune.models.model_config import ModelConfig
 from simpletune.options import Option, Problem
@@ -23,6 +23,9 @@ class TrainingObjective(Option):
 
     if TYPE_CHECKING:  # every member declares it, so that its tag comes first in JSON
         name: str
+
+    sampler: ClassVar[str]
+    """The solver's name in AUTOMATIC1111's web UI."""
 
     def rules(self) -> Iterator[Problem]:
         """Check what needs no model."""
@@ -80,6 +83,11 @@ class TrainingObjective(Option):
             ConfigError: the objective does not fit the model.
         """
         raise NotImplementedError
+
+    def diffusers_scheduler(self) -> tuple[str, dict[str, object]] | None:
+        """Return the class of diffusers' scheduler that draws as ``solver`` does, and what it sets beyond the base's
+        scheduler config; None if it is the base's own scheduler."""
+        return None
 
 
 class Process(Protocol):

@@ -33,7 +33,8 @@ def save_png(image: Image.Image, file: Path | IO[bytes], request: Request, **mor
         image: the picture.
         file: the target.
         request: the request that was drawn.
-        more: further values, such as ``weights`` (a description), ``model`` and ``loras`` (pairs of name and strength).
+        more: further values, such as ``weights`` (a description), ``model``, ``sampler`` and ``loras`` (pairs of name
+            and strength).
     """
     how = {key: str(value) if isinstance(value, Path) else value for key, value in request.__dict__.items()}
     if request.image is None:
@@ -49,7 +50,7 @@ def save_png(image: Image.Image, file: Path | IO[bytes], request: Request, **mor
     image.save(file, format="PNG", pnginfo=info)
 
 
-def web_ui_text(request: Request, model: object = "", loras: object = (), **more: object) -> str:
+def web_ui_text(request: Request, model: object = "", loras: object = (), sampler: object = "", **more: object) -> str:
     """The text of the chunk ``parameters``.
 
     Puts each prompt on one line and removes field separators from names, because some readers split at every comma.
@@ -57,7 +58,7 @@ def web_ui_text(request: Request, model: object = "", loras: object = (), **more
     pairs = loras if isinstance(loras, list | tuple) else ()
     tags = [f"<lora:{_name(name)}:{strength:g}>" for name, strength in pairs]
     settings = {
-        "Steps": request.steps, "Sampler": "Euler", "CFG scale": f"{request.guidance:g}",
+        "Steps": request.steps, **({"Sampler": sampler} if sampler else {}), "CFG scale": f"{request.guidance:g}",
         "Seed": request.seed, "Size": f"{request.width}x{request.height}",
     }  # fmt: skip
     if request.image is not None:

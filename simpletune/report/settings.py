@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from simpletune.config.family_rules import family_defaults
 from simpletune.config.schema import TrainConfig
 from simpletune.options import Json, Option, union_of
 
@@ -31,8 +32,16 @@ class Setting:
 
 def settings_of(config: TrainConfig) -> list[Setting]:
     """List every field of a configuration, in the order of its definition."""
-    rows = _rows(config, None, "")
-    return [row for row in rows if row.path not in ("$schema", "version")]
+    usual = {
+        f"{section}.{name}": _text(value)
+        for section, fields in family_defaults(config.model).items()
+        for name, value in fields.items()
+    }
+    rows = (row for row in _rows(config, None, "") if row.path not in ("$schema", "version"))
+    return [
+        replace(row, default=usual[row.path], changed=row.value != usual[row.path]) if row.path in usual else row
+        for row in rows
+    ]
 
 
 def plain_settings(settings: Json) -> list[Setting]:

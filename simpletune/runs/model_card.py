@@ -217,7 +217,8 @@ def snippet(config: TrainConfig, example: Request) -> str:
     own = None if config.adapter.trains_base else getattr(model, model.denoiser)
     part, (kind, pipeline, _) = model.denoiser, model.diffusers
     extra = [f"{part}={part}"] if own or config.adapter.trains_base else []
-    classes = f"{kind}, {pipeline}" if extra else pipeline
+    scheduler = config.objective.diffusers_scheduler()
+    classes = ", ".join([*([scheduler[0]] if scheduler else []), *([kind] if extra else []), pipeline])
     extra += [f"{name}={value}" for name, value in model.pipeline_arguments().items()]
     extra += [f"revision={model.revision!r}"] if model.revision and is_hub_name(model.pretrained) else []
     lines = ["import torch", f"from diffusers import {classes}", ""]
@@ -230,6 +231,9 @@ def snippet(config: TrainConfig, example: Request) -> str:
         inside = f', subfolder="{part}"' if is_hub_name(own) else ""
         lines += [f"{part} = {kind}.from_pretrained({part.upper()}{inside}, {dtype})"]
     lines += [f"pipeline = {pipeline}.from_pretrained({', '.join(['BASE', *extra, dtype])})"]
+    if scheduler:
+        options = "".join(f", {name}={value!r}" for name, value in scheduler[1].items())
+        lines += [f"pipeline.scheduler = {scheduler[0]}.from_config(pipeline.scheduler.config{options})"]
     if not config.adapter.trains_base:
         lines += [f'pipeline.load_lora_weights(RESULT, weight_name="{result}")']
     arguments = {

@@ -132,5 +132,5 @@ def to_png(picture: Image.Image, image: ImageRequest, config: TrainConfig, serve
     elif image.lora != BASE:
         model = image.lora
     buffer = io.BytesIO()
-    save_png(picture, buffer, image.request, weights=label, model=model, loras=loras)
+    save_png(picture, buffer, image.request, weights=label, model=model, loras=loras, sampler=config.objective.sampler)
     return buffer.getvalue()

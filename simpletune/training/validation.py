@@ -88,7 +88,8 @@ class Previews:
             transformer.train(was_training)
         with atomic_folder(folder) as part:  # the grid needs all pictures of a step
             for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
-                save_png(picture, part / f"prompt-{number:02d}.png", request, run=self.config.name, weights=state)
+                more = {"run": config.name, "weights": state, "sampler": config.objective.sampler}
+                save_png(picture, part / f"prompt-{number:02d}.png", request, **more)
                 failpoint("validation.picture")
         failpoint("validation.drawn")
 

@@ -75,6 +75,8 @@ class SD15(Family):
     scheduler_tells: ClassVar[bool] = True
     lora: ClassVar[Sequence[Layout]] = LAYOUTS
     multiple: ClassVar[int] = 64
+    resolution: ClassVar[int] = 512
+    guidance: ClassVar[float] = 7.5
     objective: ClassVar[str] = "ddpm"
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "UNet2DConditionModel", "StableDiffusionPipeline", "stable-diffusion"

@@ -81,6 +81,8 @@ class SD3(Family):
     layout: ClassVar[FileLayout] = LAYOUT
     lora: ClassVar[Sequence[Layout]] = LAYOUTS
     multiple: ClassVar[int] = 16
+    resolution: ClassVar[int] = 1024
+    guidance: ClassVar[float] = 4.5
     objective: ClassVar[str] = "flow"
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "SD3Transformer2DModel", "StableDiffusion3Pipeline", "stable-diffusion-3"

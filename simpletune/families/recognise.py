@@ -1,0 +1,37 @@
+"""Tell which family a base belongs to, from its name or its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simpletune.families import Model
+from simpletune.models.family import Family
+from simpletune.models.single_file import open_file
+from simpletune.models.sources import is_single_file
+from simpletune.options import UserError, option_classes
+
+FAMILIES: tuple[type[Family], ...] = tuple(option for option in option_classes(Model) if issubclass(option, Family))
+"""Every family, the default first."""
+
+
+def family_of(source: str) -> type[Family] | None:
+    """Return the family of a base; None if only a download could tell.
+
+    Args:
+        source: a Hub name, a folder in diffusers' layout, or a single file.
+    """
+    return next((family for family in FAMILIES if _is_of(source, family)), None)
+
+
+def tag_of(family: type[Family]) -> str:
+    """Return the family's value of ``model.family``."""
+    return str(family.model_fields["family"].default)
+
+
+def _is_of(source: str, family: type[Family]) -> bool:
+    if is_single_file(source) and Path(source).is_file():
+        try:
+            return open_file(Path(source), family.layout).has(family.denoiser)
+        except UserError:
+            return False  # a file of another family
+    return (Path(source) / family.denoiser).is_dir() or family.model_validate({}).bundled_config(source) is not None
