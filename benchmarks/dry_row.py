@@ -70,7 +70,8 @@ def chosen_attention(config: TrainConfig, stage: str) -> str:
 
     from simpletune.step.attention import Shape, usable
 
-    asked, width = config.speed.attention, 512 if stage == "latents" else 64
+    asked = config.speed.attention
+    width = 512 if stage == "latents" else config.model.attentions(config.picture_size())[0].width
     if asked != "auto" and stage == "train":
         return asked
     shape = Shape(1, 2, 64, 64, width, stage == "train", stage)

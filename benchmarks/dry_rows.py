@@ -15,6 +15,8 @@ UNCHECKED = ("memory.checkpointing=none",)
 
 LARGE = (f"model.pretrained={SD35_LARGE}",)
 MEDIUM35 = (f"model.pretrained={SD35_MEDIUM}",)
+UNET = ("model.family=sd15", "adapter.rank=8", *PX512)
+FULL_UNET = ("model.family=sd15", *FULL, *PX512)
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ MORE = {
     "SD3.5 Medium: full bf16, adamw8bit in backward, 14 blocks resident": Row(
         (*MEDIUM35, *FULL, "memory.resident_blocks=14")
     ),
+    "SD 1.5: LoRA r8 bf16, 512 px": Row((*UNET, *BF16)),
+    "SD 1.5: LoRA r8 bf16, 512 px, batch 4, no checkpointing": Row((*UNET, *BF16, *BATCH4, *UNCHECKED)),
+    "SD 1.5: LoRA r8 int8, 512 px": Row(UNET),
+    "SD 1.5: LoRA r8 int8, 512 px, streamed": Row((*UNET, *STREAMED)),
+    "SD 1.5: full bf16, adamw8bit in backward, 512 px": Row(FULL_UNET),
     # The other stages. Convolutions count the stated allowance for cuDNN in both columns.
     "prompts": Row((), "text"),
     "pictures to latents, 512 px": Row(PX512, "latents"),

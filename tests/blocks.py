@@ -1,9 +1,10 @@
-"""What the tests of checkpointing and streaming share: a transformer of four blocks, its steps, an unkind queue."""
+"""What the tests of checkpointing and streaming share: a transformer, U-Nets, their steps, an unkind queue."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ from torch import Tensor, nn
 from simpletune.adapters.lora import Lora
 from simpletune.families.sd3.option import SD3
 from simpletune.families.sd3.transformer import RandomTensors, empty_transformer
+from simpletune.families.sd15 import unet as unets
 from simpletune.memory.block_offload import BlockOffload
 from simpletune.memory.checkpointing import set_passes
 from simpletune.memory.copy_stream import CopyEvent
 from simpletune.memory.offload_inputs import CheckpointInputOffload
+from simpletune.models.transformer import units_of
 from simpletune.models.weights import TensorSource, fill
 from simpletune.objectives.flow import flow_loss
 from simpletune.pipeline.sample import autocast_of
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_quanto import Int8Quanto
+from simpletune.quant.nf4 import Nf4
 from simpletune.quant.plain import BF16, FP32
 from simpletune.quant.precision import WeightPrecision
 
@@ -35,8 +39,17 @@ CONFIG = {
 PRECISIONS = {
     "fp32": FP32(), "fp32-autocast": FP32(compute="bf16"), "bf16": BF16(), "int8": Int8(compute="fp32"),
     "int8-bf16": Int8(), "int8-products": Int8(compute="fp32", products="int8", input_gradient="int8"),
-    "int8-quanto": Int8Quanto(compute="fp32"), "int8-quanto-bf16": Int8Quanto(),
+    "int8-quanto": Int8Quanto(compute="fp32"), "int8-quanto-bf16": Int8Quanto(), "nf4": Nf4(compute="fp32"),
 }  # fmt: skip
+UNET = {
+    "_class_name": "UNet2DConditionModel", "sample_size": 8, "block_out_channels": [16, 32], "layers_per_block": 1,
+    "norm_num_groups": 8, "cross_attention_dim": 24, "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+}  # fmt: skip
+UNETS: dict[str, dict[str, Any]] = {  # 15 units
+    "sd15": UNET | {"attention_head_dim": 2},
+    "sd2": UNET | {"attention_head_dim": [1, 2], "use_linear_projection": True},
+}
 STEPS, ACCUMULATION = 3, 2
 
 
@@ -84,12 +97,55 @@ def loss_of(model: nn.Module, precision: WeightPrecision, key: int, device: str 
     return flow_loss(velocity, target)
 
 
+@dataclass(frozen=True)
+class Denoiser:
+    """A small model of a family, always the same, and the loss of a micro-batch that follows from its key."""
+
+    build: Callable[[WeightPrecision, str], Any]
+    loss: Callable[[nn.Module, WeightPrecision, int, str], Tensor]
+
+
+def unet(version: str, precision: WeightPrecision, device: str = "cpu") -> Any:
+    """A U-Net of two levels, as in Stable Diffusion 1.5 or 2, with random weights, always the same."""
+    config, where = UNETS[version], torch.device(device)
+    return fill(unets.empty_unet(config), LivelyTensors(config, 3), precision, where, lambda name: False, "the model")
+
+
+class LivelyTensors(unets.RandomTensors):
+    """Random weights whose residual branches do not begin near zero, so that every error shows."""
+
+    def get(self, name: str) -> Tensor:
+        """Draw one tensor."""
+        return super().get(name) * (30 if name.endswith(unets.SMALL) else 1)
+
+
+def unet_loss(model: nn.Module, precision: WeightPrecision, key: int, device: str = "cpu") -> Tensor:
+    """The loss of a U-Net's micro-batch of two samples; sizes alternate."""
+    generator = torch.Generator().manual_seed(key)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    h, w = ((8, 8), (4, 16))[key % 2]
+    z_t, prompts, target = draw(2, 4, h, w), draw(2, 6, UNET["cross_attention_dim"]), draw(2, 4, h, w)
+    time = torch.tensor([300, 800], device=device)
+    with autocast_of(precision, z_t.device):
+        prediction = unets.predict(model, z_t, time, prompts, precision.compute_dtype())
+    return (prediction.float() - target).square().mean()
+
+
+DENOISERS = {
+    "sd3": Denoiser(transformer, loss_of),
+    **{version: Denoiser(partial(unet, version), unet_loss) for version in UNETS},
+}
+
+
 @dataclass
 class Setting:
     """How a model's blocks are run."""
 
     streamed: tuple[int, ...] = ()
-    checkpointed: int = BLOCKS
+    checkpointed: int | None = None  # all
     host: bool = False
     poison: bool = False
     queue: Callable[[], Any] | None = None
@@ -104,19 +160,18 @@ def prepare(model: Any, setting: Setting, device: str = "cpu") -> BlockOffload |
     where = torch.device(device)
     streaming = None
     if setting.streamed:
-        streaming = BlockOffload(
-            model.transformer_blocks, setting.streamed, where, setting.trained, queues, setting.poison
-        )
+        streaming = BlockOffload(units_of(model), setting.streamed, where, setting.trained, queues, setting.poison)
     inputs = CheckpointInputOffload(where, queue() if queue else None) if setting.host else None
-    set_passes(model.transformer_blocks, setting.checkpointed, inputs, streaming)
+    checkpointed = len(units_of(model)) if setting.checkpointed is None else setting.checkpointed
+    set_passes(units_of(model), checkpointed, inputs, streaming)
     return streaming
 
 
 def lora_run(
-    precision: WeightPrecision, setting: Setting, dropout: float = 0.0, device: str = "cpu"
+    precision: WeightPrecision, setting: Setting, dropout: float = 0.0, device: str = "cpu", family: str = "sd3"
 ) -> tuple[list[float], list[dict[str, Tensor]]]:
     """Losses of each micro-batch and gradients of each step."""
-    model = transformer(precision, device)
+    model = DENOISERS[family].build(precision, device)
     Lora(rank=2, targets="all_linear", dropout=dropout).attach(model, 7)
     shake_updates(model)
     prepare(model.train(), setting, device)
@@ -126,7 +181,7 @@ def lora_run(
     for step in range(STEPS):
         torch.manual_seed(step)
         for micro in range(ACCUMULATION):
-            loss = loss_of(model, precision, step * ACCUMULATION + micro, device)
+            loss = DENOISERS[family].loss(model, precision, step * ACCUMULATION + micro, device)
             loss.backward()
             losses.append(loss.item())
         gradients.append({n: p.grad.clone() for n, p in trained.items() if p.grad is not None})
@@ -230,3 +285,23 @@ def write_pipeline(folder: Path) -> None:
     from simpletune.demo import tiny_sd3
 
     tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=3, heads=3), seed=2, dtype="fp32")
+
+
+def write_unet(folder: Path, change: Callable[[dict[str, Tensor]], None] = lambda weights: None) -> dict[str, str]:
+    """The option ``model`` of a U-Net of two levels on disk, in a pipeline of Stable Diffusion 2.
+
+    Args:
+        folder: to write.
+        change: changes the U-Net's weights in place.
+    """
+    import tiny_sd15
+    from diffusers import UNet2DConditionModel
+
+    config = UNETS["sd2"] | {"cross_attention_dim": tiny_sd15.TEXT["sd2"]}
+    model, source = UNet2DConditionModel(**config), LivelyTensors(config, 3)
+    weights = {name: source.get(name) for name in source.names}
+    change(weights)
+    model.load_state_dict(weights)
+    model.save_pretrained(folder / "unet")
+    pipeline = tiny_sd15.build(folder / "pipeline", "sd2", seed=1)
+    return {"family": "sd15", "pretrained": str(pipeline), "unet": str(folder / "unet")}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import unet, unet_loss, write_unet
 from PIL import Image
 from test_run import run_with, saved_weights
 from torch._dynamo.utils import counters
@@ -21,6 +22,7 @@ from simpletune.demo import tiny_sd3
 from simpletune.estimate.simulate import simulate
 from simpletune.models import compile as compiling
 from simpletune.options import UserError
+from simpletune.quant.plain import FP32
 from simpletune.runs.folder import read_metrics
 
 
@@ -145,3 +147,65 @@ def test_memory_is_predicted_of_the_run_that_is_not_compiled(
     plain, compiled = (validate(tiny_config | {"speed": {"compile": on}}, "test") for on in (False, True))
     assert simulate(plain).peak == simulate(compiled).peak
     assert not compiler["stats"] and capsys.readouterr().out == ""
+
+
+# --- U-Nets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unet_config(tiny_config: dict, tmp_path: Path) -> dict:
+    """Pictures of three sizes."""
+    folder = tmp_path / "sizes"
+    folder.mkdir()
+    for number, size in enumerate([(128, 128), (256, 64), (64, 256)]):
+        Image.effect_noise(size, 60 + number).convert("RGB").save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"noise {number}")
+    data = {"path": str(folder), "resolution": 128}
+    return copy.deepcopy(tiny_config) | {"model": write_unet(tmp_path / "model"), "data": data, "train": {"steps": 4}}
+
+
+def test_one_graph_takes_every_size(compiler: Any) -> None:
+    """A resumed run may begin with another size, and has to get the same kernels."""
+    results = []
+    for compiled in (False, True):
+        model = unet("sd15", FP32())
+        model.requires_grad_(True)
+        units = [model.get_submodule(name) for name in ("down_blocks.0.resnets.0", "down_blocks.0.attentions.0")]
+        if compiled:
+            assert compiling.compile_training(units, torch.device("cpu"), sizes=2)
+        results.append([unet_loss(model, FP32(), key).item() for key in (0, 1)])
+    assert compiler["stats"]["unique_graphs"] == 2 and not compiler["graph_break"]
+    assert results[1] == pytest.approx(results[0], rel=1e-6) and results[0][0] != results[0][1]
+
+
+LEVERS: dict[str, dict] = {
+    "streamed": {"memory": {"checkpointing": "all", "resident_blocks": 4, "offload_checkpoint_inputs": True}},
+    "int8": {"precision": {"weights": "int8"}},
+    "full": {"adapter": {"method": "full"}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lever", LEVERS)
+def test_compiled_units_compute_the_same(
+    lever: str,
+    unet_config: dict,
+    compiler: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if lever == "full":
+        unet_config["adapter"] = {}
+    eager = run_with(unet_config, **LEVERS[lever])
+    compiled = run_with(unet_config, name="compiled", speed={"compile": True}, **LEVERS[lever])
+    assert "compile the blocks for 3 picture sizes" in capsys.readouterr().out
+    assert 0 < compiler["stats"]["unique_graphs"] <= 15 and not compiler["graph_break"]
+    require_close(compiled, eager, 1e-3 if lever == "int8" else 1e-5)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_gets_the_same_kernels(unet_config: dict, compiler: Any) -> None:
+    whole = run_with(unet_config, name="whole", speed={"compile": True}, checkpoint={"every": 1, "keep_last": 4})
+    run_with(unet_config, name="parted", speed={"compile": True}, train={"steps": 1})
+    torch._dynamo.reset()  # as in another process, which sees another size first
+    parted = run_with(unet_config, "latest", name="parted", speed={"compile": True})
+    torch.testing.assert_close(saved_weights(parted, 4), saved_weights(whole, 4), rtol=0, atol=0)

@@ -25,7 +25,8 @@ from simpletune.system.console import say
 GRAPHS = 64
 # Random draws (LoRA dropout) match those of eager mode.
 INDUCTOR: dict[str, Any] = {"options": {"fallback_random": True}}
-TOKENS = 1  # the dimension of [b, n, d] that varies with the size of pictures
+SIZES = {3: (1,), 4: (2, 3)}
+"""The dimensions that vary with the size of pictures, by their number: n of [b, n, d]; h and w of [b, c, h, w]."""
 
 
 def compile_blocks(transformer: nn.Module, device: torch.device) -> bool:
@@ -58,7 +59,7 @@ def compile_training(blocks: Sequence[nn.Module], device: torch.device, sizes: i
         blocks: the blocks with their adapter, before their forward passes are wrapped.
         device: where they run.
         sizes: how many picture sizes the run has. With one, kernels are specialised for it; with several, they accept
-            any number of tokens from the start, so that a resumed run gets the same kernels whatever size comes first.
+            any size from the start, so that a resumed run gets the same kernels whatever size comes first.
 
     Returns:
         Whether the blocks are compiled.
@@ -79,13 +80,13 @@ def compile_training(blocks: Sequence[nn.Module], device: torch.device, sizes: i
 
 
 def _forward(eager: Callable[..., Any], compiled: Callable[..., Any], any_size: bool, *args: Any, **kwargs: Any) -> Any:
-    """Run a block, compiled if gradients are enabled; marks the tokens of inputs [b, n, d] as dynamic."""
+    """Run a block, compiled if gradients are enabled; with ``any_size`` the ``SIZES`` of its inputs are dynamic."""
     if not torch.is_grad_enabled():
         return eager(*args, **kwargs)
     if any_size:
         for tensor in (*args, *kwargs.values()):
-            if isinstance(tensor, Tensor) and tensor.dim() == 3:
-                torch._dynamo.maybe_mark_dynamic(tensor, TOKENS)
+            for dimension in SIZES.get(tensor.dim(), ()) if isinstance(tensor, Tensor) else ():
+                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
     return compiled(*args, **kwargs)
 
 

@@ -44,12 +44,12 @@ def fit(picture: Image.Image, bucket: Bucket) -> Tensor:  # [1, 3, h, w]
 
 @torch.no_grad()
 def encode(pipeline: Path, paths: Sequence[Path], candidates: Sequence[Bucket]) -> tuple[list[Bucket], list[Tensor]]:
-    """The bucket of each picture, and its z_0 [16, h/8, w/8]: the posterior's mode, shifted and scaled."""
+    """The bucket of each picture, and its z_0 [c, h/8, w/8]: the posterior's mode, shifted and scaled."""
     vae = AutoencoderKL.from_pretrained(pipeline / "vae").float().eval()
     sizes, latents = [], []
     for path in paths:
         picture = open_upright(path)
         sizes.append(nearest(candidates, *picture.size))
         mode = vae.encode(fit(picture, sizes[-1])).latent_dist.mode()[0]
-        latents.append((mode - vae.config.shift_factor) * vae.config.scaling_factor)
+        latents.append((mode - (vae.config.shift_factor or 0)) * vae.config.scaling_factor)
     return sizes, latents

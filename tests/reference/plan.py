@@ -67,12 +67,12 @@ def stream(seed: int, *parts: int | str) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key))
 
 
-def buckets(resolution: int, max_aspect: float) -> list[Bucket]:
-    """Sizes in multiples of 16 whose area is at most resolution^2, both ways round, in sorted order."""
+def buckets(resolution: int, max_aspect: float, step: int = 16) -> list[Bucket]:
+    """Sizes in multiples of a step whose area is at most resolution^2, both ways round, in sorted order."""
     found: set[Bucket] = set()
-    for w in range(16, resolution * resolution // 16 + 1, 16):
-        h = resolution * resolution // (w * 16) * 16
-        if h >= 16 and max(w / h, h / w) <= max_aspect:
+    for w in range(step, resolution * resolution // step + 1, step):
+        h = resolution * resolution // (w * step) * step
+        if h >= step and max(w / h, h / w) <= max_aspect:
             found |= {(w, h), (h, w)}
     return sorted(found)
 

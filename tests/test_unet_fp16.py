@@ -1,0 +1,90 @@
+"""Products in fp16 over U-Nets: units that overflow compute in fp32, also those that a skip connection reaches."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blocks import UNETS, write_unet
+from torch import Tensor
+
+from simpletune.config.load import validate
+from simpletune.config.resolve import resolve_folders
+from simpletune.families.sd15.shapes import units_of
+from simpletune.models.fp16_blocks import finite_passes, fp16_blocks_of
+from simpletune.optim import loss_scale
+from simpletune.runs.folder import OVERFLOWS, read_metrics, read_rows
+from simpletune.training.loop import train
+
+CPU = torch.device("cpu")
+NAMES = [unit.name for unit in units_of(UNETS["sd2"])]
+MIDDLE = "mid_block.resnets.0"
+DOWN, SKIPPED_TO = "down_blocks.1.resnets.0", "up_blocks.0.resnets.0"
+
+
+def inside(weights: dict[str, Tensor]) -> None:
+    """The first convolution of a residual block exceeds fp16; the norm after it hides by how much."""
+    weights[f"{MIDDLE}.conv1.weight"].mul_(1e6)
+    weights[f"{MIDDLE}.time_emb_proj.weight"].mul_(1e6)
+
+
+def between(weights: dict[str, Tensor]) -> None:
+    """The output of a residual block exceeds fp16, and a skip connection carries it to the way up."""
+    for name in ("conv2.bias", "conv_shortcut.bias"):
+        bias = weights[f"{DOWN}.{name}"]
+        bias.copy_(torch.linspace(-6e4, 6e4, len(bias)))
+
+
+def config_json(tiny_config: dict, model: dict, compute: str, **changes: object) -> dict[str, Any]:
+    precision = {"weights": "int8", "compute": compute}
+    data = {"model": model, "data": tiny_config["data"] | {"resolution": 64}, "precision": precision}
+    return copy.deepcopy(tiny_config | data | {"name": compute, "optimizer": {"lr": 1e-6}} | changes)
+
+
+def test_a_unit_that_overflows_is_computed_in_fp32(
+    tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found in the first step and computed in fp32 from the third on; the scale of the loss falls meanwhile."""
+    model = write_unet(tmp_path / "model", inside)
+    memory = {"checkpointing": "all", "resident_blocks": 4, "offload_checkpoint_inputs": True}
+    more = {"train": {"steps": 5}, "memory": memory}
+    run = train(validate(config_json(tiny_config, model, "fp16", **more), "fp16"))
+    middle = NAMES.index(MIDDLE)
+    overflows = list(read_rows(run / OVERFLOWS))
+    assert [(row["step"], row["blocks"]) for row in overflows] == [(1, [middle]), (2, [])]
+    assert json.loads((run / "summary.json").read_text())["fp32_blocks"] == [middle]
+    rows = list(read_metrics(run))
+    scales = [row["loss_scale"] for row in [*overflows, *rows]]
+    assert scales == [loss_scale.INITIAL / 2**halved for halved in (0, 1, 2, 2, 2)]
+    plain = {
+        row["step"]: row["loss"]
+        for row in read_metrics(train(validate(config_json(tiny_config, model, "fp32", **more), "fp32")))
+    }
+    assert {row["step"]: row["loss"] for row in rows} == pytest.approx({n: plain[n] for n in (3, 4, 5)}, rel=5e-3)
+
+
+@pytest.mark.parametrize("change", [inside, between])
+def test_predictions_with_such_units_are_those_of_fp32(change: Any, tiny_config: dict, tmp_path: Path) -> None:
+    model = write_unet(tmp_path / "model", change)
+    generator, found = torch.Generator().manual_seed(3), {}
+    z_t, text = torch.randn(1, 4, 8, 8, generator=generator), torch.randn(1, 77, 48, generator=generator)
+    for compute in ("fp16", "fp32"):
+        config = resolve_folders(validate(config_json(tiny_config, model, compute), compute))
+        unet, dtype = config.model.load_transformer(config.precision, CPU), config.precision.compute_dtype()
+        with torch.no_grad():
+            predict = partial(config.model.predict, unet, z_t, torch.tensor([500.0]), text, torch.zeros(1, 0), dtype)
+            found[compute] = finite_passes(unet, predict).float()
+        if compute == "fp16":
+            blocks = fp16_blocks_of(unet)
+            assert blocks is not None
+            wide = {NAMES[index] for index in blocks.drawn_wide}
+            assert (
+                wide == {MIDDLE} if change is inside else wide >= {DOWN, MIDDLE, SKIPPED_TO} and len(wide) < len(NAMES)
+            )
+    assert found["fp32"].std() > 0.1
+    torch.testing.assert_close(found["fp16"], found["fp32"], rtol=0.02, atol=0.02)

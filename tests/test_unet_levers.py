@@ -1,0 +1,169 @@
+"""Levers over U-Nets against the plain run, bit for bit: skip connections, two sizes, convolutions in int8.
+
+A U-Net's skip connections carry activations past many units, so poisoned slots (NaN as soon as a unit is done) would
+show every use of weights outside of their unit's passes.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache, partial
+from typing import Any
+
+import pytest
+import torch
+from blocks import (
+    DENOISERS,
+    PRECISIONS,
+    STEPS,
+    UNETS,
+    EagerCopies,
+    LateCopies,
+    Setting,
+    UpdateInBackward,
+    assert_same_run,
+    lora_run,
+    prepare,
+    write_unet,
+)  # fmt: skip
+from PIL import Image
+from safetensors.torch import load_file
+from test_streaming import break_the_hold, break_the_order, break_the_wait
+from torch import Tensor
+
+from simpletune.adapters.full import Full
+from simpletune.config.load import validate
+from simpletune.families.sd15.shapes import units_of
+from simpletune.memory import Memory
+from simpletune.memory.block_offload import BlockOffload
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import read_metrics
+from simpletune.step.batches import Batches, Prefetcher
+from simpletune.training import loop
+from simpletune.training.loop import train
+
+UNITS = len(units_of(UNETS["sd15"]))
+ALL = tuple(range(UNITS))
+SOME = tuple(Memory(resident_blocks=4).streamed(UNITS))
+
+
+@lru_cache
+def plain_run(family: str, precision: str) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """What every lever must give."""
+    return lora_run(PRECISIONS[precision], Setting(checkpointed=0), family=family)
+
+
+LORA: dict[str, tuple[str, str, Setting]] = {
+    "checkpointed": ("sd2", "fp32", Setting()),
+    "some checkpointed": ("sd15", "fp32", Setting(checkpointed=6)),
+    "inputs on the host": ("sd15", "fp32", Setting(host=True)),
+    "inputs of some on the host, late": ("sd2", "fp32", Setting(checkpointed=9, host=True, queue=LateCopies)),
+    "streamed": ("sd15", "fp32", Setting(ALL, poison=True)),
+    "streamed late": ("sd2", "fp32", Setting(ALL, poison=True, queue=LateCopies)),
+    "some resident": ("sd15", "fp32", Setting(SOME, poison=True, host=True, queue=LateCopies)),
+    "int8 streamed": ("sd15", "int8", Setting(ALL, poison=True, queue=LateCopies)),
+    "int8 some resident": ("sd2", "int8-bf16", Setting(SOME, poison=True, host=True)),
+    "nf4 streamed": ("sd2", "nf4", Setting(ALL, poison=True)),
+    "quanto streamed": ("sd15", "int8-quanto", Setting(SOME, poison=True, queue=LateCopies)),
+    "bf16 streamed": ("sd15", "bf16", Setting(ALL, poison=True, host=True)),
+}
+
+
+@pytest.mark.parametrize("case", LORA)
+def test_a_lora_run_is_the_plain_one_bit_for_bit(case: str) -> None:
+    family, precision, setting = LORA[case]
+    assert_same_run(lora_run(PRECISIONS[precision], setting, family=family), plain_run(family, precision))
+
+
+@pytest.mark.parametrize(("fault", "queue"), [(break_the_wait, LateCopies), (break_the_order, None)])
+def test_a_broken_order_shows(fault: Any, queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    losses, _ = lora_run(PRECISIONS["int8"], Setting(ALL, poison=True, queue=queue), family="sd15")
+    assert losses != plain_run("sd15", "int8")[0]
+
+
+def test_weights_given_up_too_early_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_the_hold(monkeypatch)
+    monkeypatch.setattr("torch.utils.checkpoint._enable_checkpoint_early_stop", False)
+    monkeypatch.setattr("simpletune.memory.host_block.HostBlock.point_at_host", lambda self: None)
+    losses, _ = lora_run(PRECISIONS["int8"], Setting(ALL, poison=True), family="sd2")
+    assert losses[-1] != losses[-1]
+
+
+FULL: dict[str, tuple[str, str, Setting]] = {
+    "some checkpointed": ("sd2", "fp32", Setting(checkpointed=6, trained=True)),
+    "streamed late": ("sd15", "fp32", Setting(ALL, host=True, poison=True, trained=True, queue=LateCopies)),
+    "race": ("sd2", "fp32", Setting(SOME, host=True, trained=True, queue=LateCopies, inward=EagerCopies)),
+    "bf16 streamed": ("sd15", "bf16", Setting(ALL, poison=True, trained=True)),
+}
+
+
+def full_run(family: str, precision: str, setting: Setting) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
+    """Losses, weights and AdamW's state of full fine-tuning, updated in the backward pass."""
+    option, of = PRECISIONS[precision], DENOISERS[family]
+    model = of.build(option, "cpu")
+    Full().attach(model, 0)
+    hooks = UpdateInBackward(model, prepare(model, setting), lambda p: torch.optim.AdamW(p, lr=1e-2))
+    losses = []
+    for step in range(STEPS):
+        loss = of.loss(model, option, step, "cpu")
+        loss.backward()
+        losses.append(loss.item())
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return losses, weights, [value for state in hooks.state.values() for value in state.values()]
+
+
+@pytest.mark.parametrize("case", FULL)
+def test_full_fine_tuning_is_the_plain_one_bit_for_bit(case: str) -> None:
+    family, precision, setting = FULL[case]
+    plain = full_run(family, precision, Setting(checkpointed=0))
+    assert len(set(plain[0])) == STEPS
+    torch.testing.assert_close(full_run(family, precision, setting), plain, rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """The options of a small U-Net, and of pictures of two sizes."""
+    folder, data = tmp_path_factory.mktemp("unet"), tmp_path_factory.mktemp("pictures")
+    for number, size in enumerate([(128, 128), (256, 64), (128, 128)]):
+        Image.effect_noise(size, 60 + number).convert("RGB").save(data / f"{number}.png")
+        (data / f"{number}.txt").write_text(f"noise {number}")
+    return {"model": write_unet(folder), "data": {"path": str(data), "resolution": 128}}
+
+
+FULL_BASE = {
+    "adapter": {"method": "full"},
+    "optimizer": {"name": "adamw8bit", "lr": 1e-3},
+    "train": {"steps": 4, "clip": "per_parameter", "clip_norm": 0.5},
+}
+STREAMED = {"checkpointing": "all", "resident_blocks": 3, "offload_checkpoint_inputs": True}
+BASES: dict[str, tuple[dict, dict]] = {
+    "lora": ({"precision": {"weights": "int8"}}, STREAMED),
+    "full": (FULL_BASE | {"precision": {"weights": "bf16"}}, STREAMED | {"optimizer_in_backward": True}),
+    "full fp32": (FULL_BASE, {"optimizer_in_backward": True}),
+}
+
+
+def prefetcher(prefetches: bool, batches: Batches, steps: int, on: bool) -> Prefetcher:
+    """One that prefetches on the CPU too, where runs do not."""
+    assert not on
+    return Prefetcher(batches, steps, prefetches)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_whole_runs_with_every_lever_are_the_plain_ones(
+    base: str, sources: dict[str, dict], tiny_config: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sizes in one run; the plain one neither checkpoints nor prefetches."""
+    build = BlockOffload.__init__
+    monkeypatch.setattr(BlockOffload, "__init__", lambda self, *a, **k: build(self, *a, **k | {"poison": True}))
+    changes, memory = BASES[base]
+    data = copy.deepcopy(tiny_config | changes | sources)
+    results = []
+    for name, levers in (("plain", {"checkpointing": "none"}), ("levers", memory)):
+        monkeypatch.setattr(loop, "Prefetcher", partial(prefetcher, name == "levers"))
+        run = train(validate(data | {"name": name, "memory": levers}, name))
+        weights = load_file(checkpoint.checkpoint_folder(run, 4) / checkpoint.TRAINABLE)
+        results.append(([row["loss"] for row in read_metrics(run)], weights))
+    assert len(set(results[0][0])) == 4
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
