@@ -144,12 +144,14 @@ def validate(config: TrainConfig) -> None:
     import torch
 
     from simpletune.estimate.simulate_stages import ShapesOnlyModel
+    from simpletune.pipeline.encode import free_memory
     from simpletune.pipeline.sample import Request, Sampler
 
     core, batches = train(config)
     option, batch = config.validation, batches.batch(1)
     prompt = batch.prompt_embeds[0], batch.pooled[0]
     core.model.eval()
+    free_memory(torch.device("cuda"))  # as a run does
     vae = empty_vae(config)
     torch.cuda.reset_peak_memory_stats()
     request = Request("", 0, "", *config.picture_size(), option.steps, option.guidance)

@@ -79,6 +79,7 @@ class Previews:
         sampler = Sampler(
             transformer, config.model, config.precision, self.modulation, attention=kernel, objective=config.objective
         )
+        free_memory(device)  # what training leaves in torch's cache is in pieces that these stages may not fit into
         vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
         try:
             pictures = draw(sampler, vae, config.model, self.requests, self.text.load)
