@@ -287,21 +287,24 @@ def write_pipeline(folder: Path) -> None:
     tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=3, heads=3), seed=2, dtype="fp32")
 
 
-def write_unet(folder: Path, change: Callable[[dict[str, Tensor]], None] = lambda weights: None) -> dict[str, str]:
-    """The option ``model`` of a U-Net of two levels on disk, in a pipeline of Stable Diffusion 2.
+def write_unet(
+    folder: Path, change: Callable[[dict[str, Tensor]], None] = lambda weights: None, version: Any = "sd2"
+) -> dict[str, str]:
+    """The option ``model`` of a U-Net of two levels on disk, in a pipeline of Stable Diffusion 1.5 or 2.
 
     Args:
         folder: to write.
         change: changes the U-Net's weights in place.
+        version: ``sd15`` or ``sd2``.
     """
     import tiny_sd15
     from diffusers import UNet2DConditionModel
 
-    config = UNETS["sd2"] | {"cross_attention_dim": tiny_sd15.TEXT["sd2"]}
+    config = UNETS[version] | {"cross_attention_dim": tiny_sd15.TEXT[version]}
     model, source = UNet2DConditionModel(**config), LivelyTensors(config, 3)
     weights = {name: source.get(name) for name in source.names}
     change(weights)
     model.load_state_dict(weights)
     model.save_pretrained(folder / "unet")
-    pipeline = tiny_sd15.build(folder / "pipeline", "sd2", seed=1)
+    pipeline = tiny_sd15.build(folder / "pipeline", version, seed=1)
     return {"family": "sd15", "pretrained": str(pipeline), "unet": str(folder / "unet")}

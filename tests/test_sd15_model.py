@@ -209,8 +209,8 @@ def test_operations_of_the_forward_pass_are_those_that_torch_counts(family: SD15
 
 
 def test_recomputed_operations_are_those_of_the_first_units(family: SD15) -> None:
-    nothing, units = trained_of({}), family.blocks()
-    counts = [family.flops(nothing, SIZE, 1, checkpointed=number) for number in range(units + 1)]
+    first, units = trained_of({"conv_in.bias": family.known_shapes()["conv_in.bias"]}), family.blocks()
+    counts = [family.flops(first, SIZE, 1, checkpointed=number) for number in range(units + 1)]
     assert counts[0].recomputed == 0 and [flops.forward for flops in counts] == [counts[0].forward] * (units + 1)
     steps = [later.recomputed - first.recomputed for first, later in zip(counts, counts[1:], strict=False)]
     assert min(steps) > 0 and counts[-1].recomputed < counts[0].forward
@@ -219,6 +219,10 @@ def test_recomputed_operations_are_those_of_the_first_units(family: SD15) -> Non
     convolutions = sum(2 * rows * 9 * shapes[f"{family.units()[0]}.conv{n}.weight"][0] ** 2 for n in (1, 2))
     time = 2 * shapes["down_blocks.0.resnets.0.time_emb_proj.weight"][0] * shapes["time_embedding.linear_1.bias"][0]
     assert steps[0] == convolutions + time
+    name = "down_blocks.0.attentions.0.proj_in.bias"
+    later = trained_of({name: family.known_shapes()[name]})  # the backward pass ends before the first unit
+    recomputed = [family.flops(later, SIZE, 1, checkpointed=number).recomputed for number in (1, 2, units)]
+    assert recomputed == [0, steps[1], counts[-1].recomputed - steps[0]]
 
 
 def test_known_hub_names_need_no_network() -> None:

@@ -29,13 +29,17 @@ from blocks import (
 from PIL import Image
 from safetensors.torch import load_file
 from test_streaming import break_the_hold, break_the_order, break_the_wait
-from torch import Tensor
+from torch import Tensor, nn
 
 from simpletune.adapters.full import Full
+from simpletune.adapters.lora import Lora
 from simpletune.config.load import validate
 from simpletune.families.sd15.shapes import units_of
 from simpletune.memory import Memory
 from simpletune.memory.block_offload import BlockOffload
+from simpletune.memory.checkpointing import set_passes
+from simpletune.memory.offload_inputs import CheckpointInputOffload
+from simpletune.models.transformer import units_of as model_units
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.step.batches import Batches, Prefetcher
@@ -73,6 +77,27 @@ LORA: dict[str, tuple[str, str, Setting]] = {
 def test_a_lora_run_is_the_plain_one_bit_for_bit(case: str) -> None:
     family, precision, setting = LORA[case]
     assert_same_run(lora_run(PRECISIONS[precision], setting, family=family), plain_run(family, precision))
+
+
+def test_offloaded_inputs_are_those_of_units_with_a_backward_pass_and_their_memory_is_used_again() -> None:
+    """Features [b, c, h, w] with their skip connections, and the text [b, t, e] of each attention."""
+    model = DENOISERS["sd15"].build(PRECISIONS["fp32"], "cpu")
+    Lora(rank=2).attach(model, 7)
+    read: dict[int, int] = {}
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], named: dict[str, object]) -> None:
+        tensors = [value for value in (*args, *named.values()) if isinstance(value, Tensor) and value.dim() > 2]
+        read[id(module)] = sum(tensor.nbytes for tensor in tensors)
+
+    first, *others = model_units(model)  # nothing before the first attention trains
+    for unit in others:
+        unit.register_forward_pre_hook(note, with_kwargs=True)
+    inputs = CheckpointInputOffload(torch.device("cpu"))
+    set_passes([first, *others], UNITS, inputs)
+    for _ in range(3):
+        DENOISERS["sd15"].loss(model, PRECISIONS["fp32"], 0, "cpu").backward()
+        assert inputs.host_bytes == sum(read.values()) > 0
+    assert len(read) == UNITS - 1
 
 
 @pytest.mark.parametrize(("fault", "queue"), [(break_the_wait, LateCopies), (break_the_order, None)])

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from simpletune.memory.offload_inputs import CheckpointInputOffload
@@ -77,7 +77,7 @@ def _passes(
     random = draws_random_numbers(block)
 
     def forward(*args: object, **kwargs: object) -> object:
-        if not (checkpointed and torch.is_grad_enabled()):
+        if not (checkpointed and has_backward_pass(block, (*args, *kwargs.values()))):
             with around.forward(index):
                 return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)  # positional, because the offload's hooks see only those
@@ -92,6 +92,18 @@ def _passes(
             )
 
     return forward
+
+
+def has_backward_pass(block: nn.Module, inputs: Sequence[object]) -> bool:
+    """Whether a forward pass of a block will have a backward pass: a U-Net's first ones have no LoRA and need none.
+
+    Nothing is kept of the others anyway. An offloaded input that is never fetched would not free its host memory for
+    reuse.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    given = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
+    return given or any(parameter.requires_grad for parameter in block.parameters())
 
 
 def draws_random_numbers(block: nn.Module) -> bool:

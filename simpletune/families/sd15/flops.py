@@ -26,7 +26,7 @@ def unet_flops(
         size: (width, height) of the pictures in pixels.
         batch: b.
         text: t.
-        checkpointed: how many units, from the first, are recomputed in the backward pass.
+        checkpointed: how many units, from the first, are recomputed if the backward pass reaches them.
     """
     count = Count(parameter_shapes(config), trained)
 
@@ -44,7 +44,7 @@ def unet_flops(
             x = _attention(count, unit, rows(unit.halvings), batch, text, x)
         else:
             x = count.linear(f"{unit.name}.conv", rows(unit.halvings), x)
-        if number < checkpointed:
+        if number < checkpointed and x:  # the backward pass reaches it
             count.flops.recomputed += count.flops.forward - before
     count.linear("conv_out", rows(0), count.norm("conv_norm_out", x))
     return count.flops
