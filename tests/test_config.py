@@ -517,3 +517,21 @@ def test_no_number_of_any_option_may_be_other_than_finite(value: str) -> None:
             assert "finite_number" in kinds, (option, name)
             tried.append(name)
     assert {"lr", "guidance", "clip_norm", "max_aspect"} <= set(tried)
+
+
+def test_the_configuration_of_an_older_run_has_the_familys_objective() -> None:
+    """Before there were families with other objectives, ``objective`` had no name; runs keep such configurations."""
+    old = {
+        "name": "old",
+        "model": {"family": "sd3"},
+        "data": {"source": "folder", "path": "x"},
+        "objective": {"shift": 2.0},
+    }
+    config = TrainConfig.model_validate_json(json.dumps(old))
+    assert (config.objective.name, config.objective.shift) == ("flow", 2.0)
+    unet = TrainConfig.model_validate_json(json.dumps(old | {"model": {"family": "sd15"}, "objective": {}}))
+    assert unet.objective.name == "ddpm"
+    assert (
+        TrainConfig.model_validate_json(json.dumps({key: old[key] for key in ("name", "data")})).objective.name
+        == "flow"
+    )

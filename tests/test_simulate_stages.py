@@ -50,8 +50,8 @@ def test_text_encoders_take_the_same_bytes_real_and_fake(weights: str, tiny_conf
     dtype, part = config.precision.encoder_dtype(), config.model.part
     with fake_tensors(), without_collection():
         clip_l, clip_g, t5 = (bytes_of(snapshot) for _, _, snapshot in text_snapshots(config))
-    assert clip_l == bytes_of(of_clip(load_text_model(part("text_encoder"), dtype).eval()))
-    assert clip_g == bytes_of(of_clip(load_text_model(part("text_encoder_2"), dtype).eval()))
+    assert clip_l == bytes_of(of_clip(config.model, load_text_model(part("text_encoder"), dtype).eval()))
+    assert clip_g == bytes_of(of_clip(config.model, load_text_model(part("text_encoder_2"), dtype).eval()))
     assert t5 == bytes_of(of_t5(LayeredT5(part("text_encoder_3"), dtype, CPU), config.model.t5_length))
 
 
