@@ -97,9 +97,8 @@ def test_the_card_says_what_the_result_is_and_its_lines_draw_it(
 
 def config_of(**changes: Any) -> TrainConfig:
     data = {"source": "folder", "path": "/home/ann/photos"}
-    if "model" in changes:
-        changes["model"] = {"family": "sd3", **changes["model"]}
-    return TrainConfig.model_validate({"name": "x", "data": data, **changes})
+    model = {"family": "sd3"} | changes.pop("model", {})
+    return TrainConfig.model_validate({"name": "x", "data": data, "model": model, **changes})
 
 
 @pytest.mark.parametrize(

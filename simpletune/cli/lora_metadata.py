@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune import __version__
+from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
 from simpletune.lora.families import LARGE_35, MEDIUM_35, SD2, SD15, family_of_updates, is_sd3
 from simpletune.options import Json
@@ -83,7 +84,7 @@ def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | No
     if text is None:
         return None
     try:
-        return TrainConfig.model_validate_json(text)
+        return read_saved(text)
     except ValueError:
         say("this LoRA's configuration is from another version of simpletune: the header omits details of the run")
         return None

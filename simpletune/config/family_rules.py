@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from simpletune.families.recognise import FAMILIES, family_of, tag_of
+from simpletune.families import FAMILIES
+from simpletune.families.recognise import family_of
 from simpletune.models.family import Family
 from simpletune.options import Json, Problem
 
@@ -18,10 +19,10 @@ def family_rules(config: TrainConfig) -> Iterator[Problem]:
     cannot process."""
     model, name = config.model, config.objective.name
     other = family_of(model.pretrained)
-    if other is not None and not isinstance(model, other):
+    if other is not None and other.family != model.family:
         yield Problem(
             "model.pretrained",
-            f"{model.pretrained} is a model of {other.title}. Set model.family to {tag_of(other)}, or name an "
+            f"{model.pretrained} is a model of {other.title}. Set model.family to {other.family}, or name an "
             f"{model.title} model",
         )
     if name != model.objective:
@@ -40,7 +41,7 @@ def family_rules(config: TrainConfig) -> Iterator[Problem]:
             yield Problem(path, f"{side} is not a multiple of {model.multiple}, which {model.title} needs. Use {near}")
 
 
-def family_defaults(family: type[Family] | Family) -> dict[str, dict[str, object]]:
+def family_defaults(family: Family) -> dict[str, dict[str, object]]:
     """Return the defaults that depend on the family, by section and field."""
     return {
         "objective": {"name": family.objective},
@@ -69,12 +70,12 @@ def with_family(data: Json) -> Json:
     return _filled(data, defaults)
 
 
-def _family_in(data: Json) -> type[Family] | None:
+def _family_in(data: Json) -> Family | None:
     model = data.get("model", {})
     if not isinstance(model, dict):
         return None
-    wanted = model.get("family", tag_of(FAMILIES[0]))
-    return next((family for family in FAMILIES if tag_of(family) == wanted), None)
+    wanted = model.get("family", FAMILIES[0].family)
+    return next((family for family in FAMILIES if family.family == wanted), None)
 
 
 def _filled(data: Json, defaults: dict[str, dict[str, object]]) -> Json:

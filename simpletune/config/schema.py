@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from simpletune.adapters import Adapter
 from simpletune.adapters.lora import Lora
 from simpletune.config.checkpoints import Checkpoint
-from simpletune.config.family_rules import family_rules, with_objective
+from simpletune.config.family_rules import family_rules
 from simpletune.config.validation import Validation
 from simpletune.data import Data
 from simpletune.ema import Ema
@@ -132,12 +132,6 @@ class TrainConfig(Option):
     """TensorBoard and wandb."""
     output: Output = Output()
     """Folders to write to."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _objective_of_family(cls, data: object) -> object:
-        """Fill in the objective's name, which the configurations of older runs lack."""
-        return with_objective(data) if isinstance(data, dict) else data
 
     @property
     def is_demo(self) -> bool:

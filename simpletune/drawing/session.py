@@ -19,7 +19,7 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.drawing.shared_base import SharedBase
-from simpletune.families.recognise import family_of, tag_of
+from simpletune.families.recognise import family_of
 from simpletune.options import Json, UserError, plural
 from simpletune.pipeline.encode import TextCache, free_memory
 from simpletune.pipeline.sample import Request, Sampler, decode, encode_starts
@@ -185,7 +185,7 @@ def open_session(args: argparse.Namespace) -> InferenceSession:
         run = RunName(newest_run(args.runs))
     if run is None:
         family = family_of(args.model)
-        model = {"family": tag_of(family)} if family else {}
+        model = {"family": family.family} if family else {}
         bare: Json = {"name": "generate", "model": model, "data": {"path": "demo:pictures"}}
         config = validate(bare, "generate", needs_model=False)
     else:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from simpletune.families import Model
+from simpletune.families import FAMILIES
 from simpletune.models.family import Family
 from simpletune.models.single_file import open_file
 from simpletune.models.sources import is_single_file
-from simpletune.options import UserError, option_classes
-
-FAMILIES: tuple[type[Family], ...] = tuple(option for option in option_classes(Model) if issubclass(option, Family))
-"""Every family, the default first."""
+from simpletune.options import UserError
 
 
-def family_of(source: str) -> type[Family] | None:
-    """Return the family of a base; None if only a download could tell.
+def family_of(source: str) -> Family | None:
+    """Return the family of a base, with its defaults; None if only a download could tell.
 
     Args:
         source: a Hub name, a folder in diffusers' layout, or a single file.
@@ -23,15 +20,10 @@ def family_of(source: str) -> type[Family] | None:
     return next((family for family in FAMILIES if _is_of(source, family)), None)
 
 
-def tag_of(family: type[Family]) -> str:
-    """Return the family's value of ``model.family``."""
-    return str(family.model_fields["family"].default)
-
-
-def _is_of(source: str, family: type[Family]) -> bool:
+def _is_of(source: str, family: Family) -> bool:
     if is_single_file(source) and Path(source).is_file():
         try:
             return open_file(Path(source), family.layout).has(family.denoiser)
         except UserError:
             return False  # a file of another family
-    return (Path(source) / family.denoiser).is_dir() or family.model_validate({}).bundled_config(source) is not None
+    return (Path(source) / family.denoiser).is_dir() or family.bundled_config(source) is not None

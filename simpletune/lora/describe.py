@@ -61,7 +61,7 @@ def _model(header: LoraHeader) -> Json:
     block = re.compile(r"(?:model\.diffusion_model\.)?(?:joint|transformer)_blocks\.(\d+)\.")  # not a U-Net's
     numbers = [int(found.group(1)) for name in header.names if (found := block.match(name))]
     parts = {"autoencoder": "first_stage_model.", "CLIP-L": "text_encoders.clip_l.", "CLIP-G": "text_encoders.clip_g."}
-    parts["T5"] = "text_encoders.t5xxl."
+    parts |= {"T5": "text_encoders.t5xxl.", "CLIP": "cond_stage_model."}
     included = [part for part, prefix in parts.items() if any(name.startswith(prefix) for name in header.names)]
     return {
         "family": kind or "unknown",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
 from simpletune.data.evaluation import ON_TRAINING
 from simpletune.options import Json, UserError, plural
@@ -273,7 +274,7 @@ def _config(settings: Json, notes: list[str]) -> TrainConfig | None:
     if not settings:
         return None
     try:
-        return TrainConfig.model_validate_json(json.dumps(settings))
+        return read_saved(json.dumps(settings))
     except ValidationError as error:
         differ = plural(error.error_count(), "field differs", "fields differ")
         notes.append(f"Another version of the tool wrote {CONFIG} ({differ}).")

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from simpletune.adapters.lora import OUTPUT as LORA_FILE
+from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
 from simpletune.families.lora_names import LAYOUTS
 from simpletune.hub.fetch import is_hub_name
@@ -170,7 +171,7 @@ def run_config(run: Path, option: str = "") -> TrainConfig:
         what = f"is not a run's folder: it has no {CONFIG}" if run.is_dir() else "does not exist"
         raise UserError(f"{option}{run} {what}. Name a run, such as runs/demo")
     try:
-        return TrainConfig.model_validate_json(file.read_bytes())
+        return read_saved(file.read_bytes())
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UserError(

@@ -6,6 +6,7 @@ import json
 
 from pydantic import ValidationError
 
+from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
 from simpletune.options import Json, UserError
 from simpletune.runs.checkpoint import SavedState
@@ -56,7 +57,7 @@ def check_resumable(
 def _with_defaults(config: Json) -> Json:
     """Add the defaults of newer fields to a saved configuration; they do not change the run."""
     try:
-        return TrainConfig.model_validate_json(json.dumps(config)).model_dump(mode="json", by_alias=True)
+        return read_saved(json.dumps(config)).model_dump(mode="json", by_alias=True)
     except ValidationError:  # a field was removed since; the differences name it
         return config
 

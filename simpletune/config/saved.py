@@ -1,0 +1,21 @@
+"""Read the configurations that runs, checkpoints and LoRA files keep, which an older version may have written."""
+
+from __future__ import annotations
+
+import json
+
+from simpletune.config.family_rules import with_objective
+from simpletune.config.schema import TrainConfig
+
+
+def read_saved(text: str | bytes) -> TrainConfig:
+    """Read a complete configuration. Before there were several objectives, ``objective`` had no name.
+
+    Args:
+        text: the JSON.
+
+    Raises:
+        ValueError: it is no JSON; as pydantic's ValidationError, it is no configuration of this version.
+    """
+    data = json.loads(text)
+    return TrainConfig.model_validate_json(json.dumps(with_objective(data) if isinstance(data, dict) else data))
