@@ -15,7 +15,10 @@ def read_saved(text: str | bytes) -> TrainConfig:
         text: the JSON.
 
     Raises:
-        ValueError: it is no JSON; as pydantic's ValidationError, it is no configuration of this version.
+        pydantic.ValidationError: it is no JSON, or no configuration of this version.
     """
-    data = json.loads(text)
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return TrainConfig.model_validate_json(text)  # which says what is wrong with it
     return TrainConfig.model_validate_json(json.dumps(with_objective(data) if isinstance(data, dict) else data))
