@@ -45,8 +45,7 @@ class Full(TrainingMethod):
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write diffusers' folder of the denoiser, ``transformer/`` or ``unet/``: config.json and
         diffusion_pytorch_model.safetensors."""
-        from simpletune.families.sd3.positions import whole_positions
         from simpletune.system.model_folder import write_model_folder
 
         family = family_of_class(type(model).__name__)
-        return write_model_folder(model, folder / family.denoiser, metadata, whole_positions(model))
+        return write_model_folder(model, folder / family.denoiser, metadata, family.whole_tensors(model))

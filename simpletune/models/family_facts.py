@@ -235,6 +235,10 @@ class FamilyFacts(Option):
 
     # What a family may override
 
+    def whole_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """What ``fit_to`` has reduced, by name and whole again, for an export."""
+        return {}
+
     def pipeline_arguments(self) -> dict[str, str]:
         """Arguments of diffusers' ``from_pretrained`` that this model needs, as Python."""
         return {}

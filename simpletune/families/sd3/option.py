@@ -203,6 +203,12 @@ class SD3(Family):
         """Say which text encoders are in use."""
         return f"T5 with {plural(self.t5_length, 'token')}" if self.t5 else "no T5"
 
+    def whole_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """The whole position table."""
+        from simpletune.families.sd3.positions import whole_positions
+
+        return whole_positions(model)
+
     def encoders(self) -> tuple[Encoder, ...]:
         """CLIP-L, CLIP-G and, if it is in use, T5."""
         from simpletune.models.prompts import Encoder
