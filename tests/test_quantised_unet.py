@@ -46,7 +46,9 @@ MIB = 2**20
 def empty(config: dict[str, Any]) -> Any:
     with init_empty_weights(include_buffers=True):
         model = UNet2DConditionModel(**config)
-    return set_units(model, [name for name, module in model.named_modules() if isinstance(module, UNITS)])
+    return set_units(
+        model, [name for name, module in model.named_modules() if isinstance(module, UNITS)], "conv_norm_out"
+    )
 
 
 @pytest.fixture(scope="module")
