@@ -96,8 +96,9 @@ WHY = [
     "The report's scripts hold the text encoder and the autoencoder on the card while they train, and encode every "
     "picture in every step; here the text and latents stages come first and free their models, so the training stage "
     "holds the UNet alone.",
-    "The report's full fine-tuning kept fp32 weights and AdamW states (16 bytes a parameter), as predicted here; its "
-    "attention may have stored score matrices, which flash attention does not.",
+    "The full row predicted here keeps fp32 weights and AdamW states, 16 bytes a parameter; the LoRA rows keep bf16 "
+    "weights. The report does not say what its scripts kept. Attention that stores its scores would account for part "
+    "of the difference; flash attention does not.",
     "Predicted figures are what our step allocates. The allocator's fragmentation and the CUDA context, which the "
     "report's charts include, come on top: the last column has them. cuDNN's convolution workspaces are an allowance.",
 ]

@@ -7,7 +7,7 @@ import functools
 import itertools
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,12 @@ def pairs(case: Case) -> set[frozenset[tuple[str, str]]]:
     return two | {frozenset([*adapter.items(), *precision.items()])}
 
 
-def covering(cases: Sequence[Case]) -> list[Case]:
+Pairs = set[frozenset[tuple[str, str]]]
+
+
+def covering(cases: Sequence[Case], of_case: Callable[[Case], Pairs] = pairs) -> list[Case]:
     """A few of the cases, in which every pair of choices occurs that occurs in any; always the same ones."""
-    made = [(case, pairs(case)) for case in cases]
+    made = [(case, of_case(case)) for case in cases]
     missing, found = set().union(*(of for _, of in made)), []
     while missing:
         best, of = max(made, key=lambda each: len(each[1] & missing))

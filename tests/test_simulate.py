@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from blocks import write_unet
-from test_cases import ALLOWED, Case, case_json, covering, slow_unless
+from test_cases import ALLOWED, Case, Pairs, case_json, covering, pairs, slow_unless
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
@@ -77,10 +77,16 @@ def a_unet(adapter: str, weights: str, compute: str, optimizer: str, version: st
     return {"method": adapter}, precision, {"name": optimizer}, model, last
 
 
+def with_the_last(case: Case) -> Pairs:
+    """The pairs of a case that its last choice (checkpointing, a lever) is in; tests/test_cases.py has the rest."""
+    (last,) = case[-1].items()
+    return {pair for pair in pairs(case) if last in pair}
+
+
 def fast(cases: Sequence[Case], unets: Sequence[Case]) -> list[Case]:
-    """Every pair of choices for transformers, and a few cases for U-Nets, whose steps take longer."""
+    """Every pair of the last choice and another for transformers; a few cases for U-Nets, whose steps take longer."""
     assert set(map(str, unets)) <= set(map(str, cases))
-    return [*covering([case for case in cases if case[3]["family"] == "sd3"]), *unets]
+    return [*covering([case for case in cases if case[3]["family"] == "sd3"], with_the_last), *unets]
 
 
 FAST_CHECKPOINTED = fast(
