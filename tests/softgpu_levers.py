@@ -21,6 +21,7 @@ from simpletune.data.plan import Draw, View
 from simpletune.families.sd3.shapes import is_conditioning
 from simpletune.families.sd3.transformer import RandomTensors
 from simpletune.memory.block_offload import BlockOffload
+from simpletune.objectives.flow import Flow
 from simpletune.optim.eight_bit import PAGED_FROM, PagedAdamW8bit
 from simpletune.optim.optimizer import state_to_tensors
 from simpletune.optim.rounding import key_draws
@@ -103,7 +104,7 @@ TOGETHER = {
 class _Plan:
     """The plan's part that batches use: draws that follow from step, micro-batch and row."""
 
-    batch_size, processes = BATCH, 1
+    batch_size, processes, objective = BATCH, 1, Flow()
 
     def __init__(self, accumulation: int):
         self.accumulation = accumulation
