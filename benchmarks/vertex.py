@@ -20,6 +20,7 @@ from simpletune.cards import Card, card_of
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.predict import estimate, needed
+from simpletune.options import Json
 from simpletune.report import write_report
 from simpletune.report.content import Chart, Fact, Report, Section, Table
 from simpletune.system.console import say
@@ -53,11 +54,13 @@ class Peak:
         name: what is trained and how.
         published: peak in GB (10^9), as the report's charts label it; None if it has no such row.
         overrides: of ``CONFIG``.
+        charted: whether the chart shows it beside the table.
     """
 
     name: str
     published: float | None
     overrides: tuple[str, ...]
+    charted: bool = True
 
 
 PEAKS = (
@@ -67,17 +70,15 @@ PEAKS = (
     Peak("with LoRA r8, checkpointing", 9.98, (*BASE, *CHECKPOINTED)),
     Peak("with LoRA r16, checkpointing", 9.99, (*BASE, *CHECKPOINTED, "adapter.rank=16")),
     Peak("LoRA r8, checkpointing, batch 1", None, (*BASE, *CHECKPOINTED, "train.batch_size=1")),
-    *(Peak(f"LoRA r8, checkpointing, batch {batch}", None, (*BASE, *CHECKPOINTED, f"train.batch_size={batch}"))
+    *(Peak(f"LoRA r8, checkpointing, batch {batch}", None, (*BASE, *CHECKPOINTED, f"train.batch_size={batch}"), False)
       for batch in (2, 8, 16, 32)),
-    *(Peak(f"LoRA r8, checkpointing, {side} px", None, (*BASE, *CHECKPOINTED, f"data.resolution={side}"))
+    *(Peak(f"LoRA r8, checkpointing, {side} px", None, (*BASE, *CHECKPOINTED, f"data.resolution={side}"), False)
       for side in (256, 1024, 2048)),
     Peak("LoRA r8, int8, checkpointing, batch 1", None,
          (*BASE, *CHECKPOINTED, "train.batch_size=1", "precision.weights=int8")),
     Peak("LoRA r8, int8, streamed, batch 1", None,
          (*BASE, *CHECKPOINTED, "train.batch_size=1", "precision.weights=int8", "memory.resident_blocks=0")),
 )  # fmt: skip
-NOT_CHARTED = ("batch 2", "batch 8", "batch 16", "batch 32", " px")
-"""Rows of the table by batch and size, which the report does not have."""
 LARGEST = {
     ("A100-40GB", 256): 128, ("A100-40GB", 512): 32, ("A100-40GB", 1024): 8, ("A100-40GB", 2048): 2,
     ("V100-16GB", 256): 32, ("V100-16GB", 512): 8, ("V100-16GB", 1024): 2, ("V100-16GB", 2048): None,
@@ -123,9 +124,9 @@ def run(folder: Path, minutes: float, only: str) -> Path:
     return write_report(page(results.rows), folder / "vertex.html")[0]
 
 
-def rows() -> dict[str, Callable[[], dict[str, object]]]:
+def rows() -> dict[str, Callable[[], Json]]:
     """Name every row and what computes it."""
-    found: dict[str, Callable[[], dict[str, object]]] = {}
+    found: dict[str, Callable[[], Json]] = {}
     for rank in COUNTS:
         found[f"rank {rank}"] = partial(counts, rank)
     for peak in PEAKS:
@@ -140,7 +141,7 @@ def config_of(*overrides: str) -> TrainConfig:
     return read_config(CONFIG, [*overrides, "validation.prompts=[]", "validation.eval_samples=0"], needs_data=False)[0]
 
 
-def counts(rank: int) -> dict[str, object]:
+def counts(rank: int) -> Json:
     """Count the parameters of a LoRA by shapes, and weigh the file that would be written."""
     config = config_of(*BASE, f"adapter.rank={rank}")
     shapes = config.model.known_shapes()
@@ -163,7 +164,7 @@ def file_bytes(config: TrainConfig) -> int:
         return config.adapter.export(model, Path(folder), {}).stat().st_size
 
 
-def peak_row(peak: Peak) -> dict[str, object]:
+def peak_row(peak: Peak) -> Json:
     """Predict the peak of a row's training stage, and what an A100 must have for the whole job."""
     config, card = config_of(*peak.overrides), card_of("A100-40GB")
     found = estimate(config, card.capability)
@@ -172,7 +173,7 @@ def peak_row(peak: Peak) -> dict[str, object]:
             "needed_mib": round(found.needed() / MIB, 1), "published_gb": peak.published}  # fmt: skip
 
 
-def largest_row(name: str, side: int) -> dict[str, object]:
+def largest_row(name: str, side: int) -> Json:
     """Find the largest batch whose predicted job fits on a card: LoRA r8 with checkpointing."""
     card = card_of(name)
     compute = "auto" if card.has_bf16 else "fp16"
@@ -217,7 +218,7 @@ def largest_batch(job: Callable[[int], int], card: Card) -> int:
     return low
 
 
-def page(found: dict[str, dict[str, object]]) -> Report:
+def page(found: dict[str, Json]) -> Report:
     """Lay out the page from the rows that are there."""
     ranks = [rank for rank in COUNTS if f"rank {rank}" in found]
     facts = [Fact("trainable at rank 8", f"{found['rank 8']['trained']:,}", "published 797,184")] if 8 in ranks else []
@@ -230,12 +231,12 @@ def page(found: dict[str, dict[str, object]]) -> Report:
     return Report(TITLE, LEAD, "", [], facts, sections, data={"losses": []})
 
 
-def counts_section(found: dict[str, dict[str, object]], ranks: list[int]) -> Section:
+def counts_section(found: dict[str, Json], ranks: list[int]) -> Section:
     """Trainable parameters and file size by rank."""
     body = []
     for rank in ranks:
         row, (trained, total, size) = found[f"rank {rank}"], COUNTS[rank]
-        tensors, file = int(str(row["tensor_bytes"])), int(str(row["file_bytes"]))
+        tensors, file = row["tensor_bytes"], row["file_bytes"]
         body.append((
             str(rank), f"{row['trained']:,}", f"{trained:,}", f"{row['total']:,}", f"{total:,}",
             f"{tensors / MIB:.2f}", f"{file / MIB:.2f}", f"{size:.2f}",
@@ -247,19 +248,19 @@ def counts_section(found: dict[str, dict[str, object]], ranks: list[int]) -> Sec
     return Section("counts", "Trainable parameters and files", notes, tables=[Table("By rank", head, body)])
 
 
-def memory_section(found: dict[str, dict[str, object]]) -> Section:
+def memory_section(found: dict[str, Json]) -> Section:
     """Peak memory by algorithm and rank."""
     body, bars = [], []
     for peak in PEAKS:
         row = found.get(f"peak: {peak.name}")
         if row is None:
             continue
-        train, job, need = (float(str(row[key])) for key in ("train_mib", "job_mib", "needed_mib"))
+        train, job, need = (row[key] for key in ("train_mib", "job_mib", "needed_mib"))
         published = "" if peak.published is None else f"{peak.published:.2f} GB"
         body.append(
             (peak.name, published, f"{train * MIB / GB:.2f} GB", f"{train:,.0f}", f"{job:,.0f}", f"{need:,.0f}")
         )
-        if not any(word in peak.name for word in NOT_CHARTED):
+        if peak.charted:
             bars += [{"row": peak.name, "source": "predicted here", "GB": round(train * MIB / GB, 2)}]
         bars += [] if peak.published is None else [{"row": peak.name, "source": "published", "GB": peak.published}]
     head = ("row", "published peak", "training stage, predicted", "the same, MiB", "whole job, MiB",
@@ -275,7 +276,7 @@ def memory_section(found: dict[str, dict[str, object]]) -> Section:
     )
 
 
-def bar_chart(bars: list[dict[str, object]], order: list[str]) -> Chart:
+def bar_chart(bars: list[Json], order: list[str]) -> Chart:
     """Bars of published and predicted peaks."""
     spec = {
         "data": {"values": bars},
@@ -293,7 +294,7 @@ def bar_chart(bars: list[dict[str, object]], order: list[str]) -> Chart:
     return Chart("peaks", "Peak memory, published and predicted", says, spec)
 
 
-def batch_section(found: dict[str, dict[str, object]]) -> Section:
+def batch_section(found: dict[str, Json]) -> Section:
     """The largest batch by card and size."""
     body: list[tuple[str, ...]] = []
     for (card, side), published in LARGEST.items():

@@ -6,6 +6,7 @@ Written out from the layout itself, not from the loader's tables; the tests hold
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -135,3 +136,8 @@ def write(
         out |= {T5 + k: v.to(t5_dtype) if t5_dtype and v.dim() == 2 else v for k, v in t5.items()}
     save_file({k: v.contiguous() for k, v in out.items()}, file)
     return file
+
+
+def without_weights(pipeline: Path, folder: Path) -> Path:
+    """Copy a pipeline without a single weight: what a single file needs beside it."""
+    return Path(shutil.copytree(pipeline, folder, ignore=shutil.ignore_patterns("*.safetensors")))

@@ -250,7 +250,7 @@ class FakeKernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts a fake kernel under the tuning, which then measures tiles by their rows; gives it and what was said."""
+    """Replace the kernel that is tuned by a fake that fails for some tiles; return it and what is printed."""
     from simpletune.quant import int8_kernel
 
     def use(fails: set[int], error: Exception) -> tuple[FakeKernel, list[str]]:

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import original_layout
 import original_sd15
 import pytest
 import tiny_sd15
@@ -42,9 +43,7 @@ def pipeline(version: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def descriptions(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pipeline without a single weight: tokenizer, scheduler and configs."""
-    folder = tmp_path_factory.mktemp("descriptions") / "pipeline"
-    shutil.copytree(pipeline, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    return folder
+    return original_layout.without_weights(pipeline, tmp_path_factory.mktemp("descriptions") / "pipeline")
 
 
 @pytest.fixture(scope="module")

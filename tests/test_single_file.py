@@ -66,9 +66,7 @@ def pipeline_35(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="module")
 def descriptions(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pipeline without a single weight: tokenizers, scheduler and configs."""
-    folder = tmp_path_factory.mktemp("descriptions") / "pipeline"
-    shutil.copytree(pipeline, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    return folder
+    return original_layout.without_weights(pipeline, tmp_path_factory.mktemp("descriptions") / "pipeline")
 
 
 @pytest.fixture(scope="module")

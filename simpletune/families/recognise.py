@@ -10,6 +10,14 @@ from simpletune.models.single_file import open_file
 from simpletune.models.sources import is_single_file
 from simpletune.options import UserError
 
+DENOISERS = tuple(family.denoiser for family in FAMILIES)
+"""The folders of trained models in a pipeline."""
+
+
+def denoiser_in(folder: Path) -> Path | None:
+    """Return the folder of a whole transformer or UNet inside a folder."""
+    return next((folder / name for name in DENOISERS if (folder / name).is_dir()), None)
+
 
 def family_of(source: str) -> Family | None:
     """Return the family of a base, with its defaults; None if only a download could tell.

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from simpletune.families.lora_names import LAYOUTS
+from simpletune.families.recognise import denoiser_in
 from simpletune.lora.compatibility import verdicts
 from simpletune.lora.families import kind_of_model
 from simpletune.lora.header import LISTED, LoraHeader, natural, open_lora, require_tensors
@@ -29,8 +29,7 @@ def file_of(path: Path) -> Path:
 
     if (path / OUTPUT).is_file():
         return path / OUTPUT
-    denoisers = [path / names.denoiser for names in LAYOUTS if (path / names.denoiser).is_dir()]
-    return weight_files(next(iter(denoisers), path))[0]
+    return weight_files(denoiser_in(path) or path)[0]
 
 
 def describe(file: Path, values: bool = True) -> Json:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from simpletune.families.lora_names import LAYOUTS
+from simpletune.families.recognise import DENOISERS
 from simpletune.lora.families import family_of_lora, is_known, is_lora, kind_of_model, other_methods
 from simpletune.lora.layouts import TEXT_ENCODERS, layout_of, split_key
 from simpletune.models.lora_names import ALPHA, DOWN, UP, Layout
@@ -277,7 +278,7 @@ def _checked(found: object, where: str) -> Json:
     Raises:
         UserError: a value is invalid.
     """
-    denoisers = "|".join(names.denoiser for names in LAYOUTS)
+    denoisers = "|".join(DENOISERS)
     given = found if isinstance(found, dict) else {}
     settings = {re.sub(rf"^({denoisers})\.", "", str(k)): v for k, v in given.items()}
     numbers = [settings.get(name) for name in ("r", "lora_alpha")]

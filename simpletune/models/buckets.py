@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+DOWNSAMPLING = 8  # of every family's autoencoder, in each direction
 STEP = 16  # pixels: the autoencoder's 8 times at least 2; some families need more
 
 Size = tuple[int, int]

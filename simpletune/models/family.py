@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from simpletune.hub.fetch import fetch, is_hub_name
 from simpletune.models import sources
-from simpletune.models.buckets import Size
+from simpletune.models.buckets import DOWNSAMPLING, Size
 from simpletune.models.family_facts import FamilyFacts
 from simpletune.models.model_config import ModelConfig, Shape, Shapes
 from simpletune.models.parts import Part, load_autoencoder, loading, use_tiles
-from simpletune.models.single_file import open_file
 from simpletune.options import Problem
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from simpletune.objectives.solvers import Solver
     from simpletune.quant.precision import WeightPrecision
 
-DOWNSAMPLING = 8  # of every family's autoencoder, in each direction
 OnHost = Callable[[str], bool]
 
 
@@ -82,7 +80,7 @@ class Family(FamilyFacts):
         if not fetch and is_hub_name(name):
             return self.bundled_config(name)
         part = self.part(self.denoiser)
-        return part.config() if part.file is None else open_file(part.file, self.layout).denoiser_config
+        return part.config() if part.file is None else part.single_file().denoiser_config
 
     def known_config(self) -> ModelConfig:
         """The trained model's ``config.json``, downloaded only if it is not available locally."""

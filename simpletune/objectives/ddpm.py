@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 TIMESTEPS = 1000
 PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}  # diffusers' names and ours
+DIFFUSERS = {ours: theirs for theirs, ours in PREDICTIONS.items()}
+ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}  # in a scheduler config
 NEEDS_V = "needs v-prediction: at an SNR of zero, z_t is the noise itself, and predicting it teaches nothing."
 
 
@@ -113,9 +115,8 @@ class Ddpm(TrainingObjective):
 
     def scheduler_config(self, scheduler: ModelConfig) -> dict[str, Any]:
         """Return the scheduler config of the trained model from that of its base, in diffusers' format."""
-        prediction = "v_prediction" if self.prediction_of(scheduler) == "v" else "epsilon"
-        zero = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"} if self._zero_snr(scheduler) else {}
-        return {**scheduler, "prediction_type": prediction, **zero}
+        zero = ZERO_SNR if self._zero_snr(scheduler) else {}
+        return {**scheduler, "prediction_type": DIFFUSERS[self.prediction_of(scheduler)], **zero}
 
     def process(self, scheduler: Callable[[], ModelConfig]) -> DdpmProcess:
         """Build the noising process."""
@@ -137,9 +138,9 @@ class Ddpm(TrainingObjective):
         """Return diffusers' DPM-Solver++, with what this objective changes in the base's scheduler config."""
         changes: dict[str, object] = {}
         if self.prediction != "auto":
-            changes["prediction_type"] = "v_prediction" if self.prediction == "v" else "epsilon"
+            changes["prediction_type"] = DIFFUSERS[self.prediction]
         if self.zero_terminal_snr:
-            changes |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+            changes |= ZERO_SNR
         return "DPMSolverMultistepScheduler", changes
 
     def _require(self, scheduler: ModelConfig) -> None:

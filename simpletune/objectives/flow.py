@@ -96,11 +96,16 @@ class FlowProcess:
 
     def time(self, level: Tensor) -> Tensor:
         """The timestep that the network receives: 1000 sigma."""
-        return 1000.0 * level
+        return timestep_of(level)
 
     def clean(self, z_t: Tensor, prediction: Tensor, level: Tensor) -> Tensor:
         """Estimate z_0 = z_t - sigma velocity."""
         return z_t - level.view(-1, 1, 1, 1) * prediction
+
+
+def timestep_of(sigma: Tensor) -> Tensor:
+    """The timestep that the transformer receives: 1000 sigma."""
+    return 1000.0 * sigma
 
 
 def shift_sigma(sigma: float, shift: float) -> float:

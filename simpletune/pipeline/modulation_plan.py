@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from simpletune.data.plan import Draw
-from simpletune.families.sd3.shapes import is_adaln, timestep_of
+from simpletune.families.sd3.shapes import is_adaln
 from simpletune.memory import accounting
 from simpletune.memory.copy_stream import host_like
 from simpletune.memory.snapshot import HOST
 from simpletune.models.transformer import Transformer
+from simpletune.objectives.flow import timestep_of
 from simpletune.quant.precision import WeightPrecision
 from simpletune.tensors import own_tensors, set_tensor
 

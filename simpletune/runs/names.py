@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from simpletune.adapters.lora import OUTPUT as LORA_FILE
 from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
-from simpletune.families.lora_names import LAYOUTS
+from simpletune.families.recognise import DENOISERS, denoiser_in
 from simpletune.hub.fetch import is_hub_name
 from simpletune.lora.describe import file_of
 from simpletune.options import UserError, shortened
@@ -31,7 +31,6 @@ from simpletune.runs.checkpoint_folders import (
 )
 from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
 
-DENOISERS = tuple(names.denoiser for names in LAYOUTS)
 LATEST = "latest"
 FORMS = "a LoRA file, a run's folder, a checkpoint (runs/demo@100) or a hub name (owner/name)"
 LISTED = 16  # steps in a message
@@ -133,7 +132,7 @@ def find_in_run(run: RunName) -> Named:
     if step is not None:
         return _of_checkpoint(checkpoint_folder(folder, step), folder, step)
     known = folder if (folder / CONFIG).is_file() else None
-    if (whole := _denoiser(folder)) is not None:
+    if (whole := denoiser_in(folder)) is not None:
         return Named(str(folder), transformer=whole, run=known)
     if (folder / LORA_FILE).is_file():
         return Named(str(folder), lora=folder / LORA_FILE, run=known)
@@ -187,7 +186,7 @@ def is_run(folder: Path) -> bool:
 
 def is_unfinished(folder: Path) -> bool:
     """Tell whether a folder is a run's that has no result."""
-    return is_run(folder) and _denoiser(folder) is None and not (folder / LORA_FILE).is_file()
+    return is_run(folder) and denoiser_in(folder) is None and not (folder / LORA_FILE).is_file()
 
 
 def split_scale(text: str, default: float | None = None) -> tuple[str, float | None]:
@@ -263,16 +262,11 @@ def _of_folder(folder: Path) -> Named:
         if match and folder.parent.name == CHECKPOINTS:
             return _of_checkpoint(folder, folder.parent.parent, int(match[1]))
         return _of_checkpoint(folder)
-    if is_run(folder) or _denoiser(folder) is not None or (folder / LORA_FILE).is_file():
+    if is_run(folder) or denoiser_in(folder) is not None or (folder / LORA_FILE).is_file():
         return find_in_run(RunName(folder))
     if (folder / CONFIG).exists() and any(folder.glob("*.safetensors*")):
         return Named(str(folder), transformer=folder)
     raise UserError(f"{folder} contains neither {LORA_FILE} nor {'/ nor '.join(DENOISERS)}/. Give {FORMS}")
-
-
-def _denoiser(folder: Path) -> Path | None:
-    """Find the folder of a whole transformer or U-Net inside a folder."""
-    return next((folder / name for name in DENOISERS if (folder / name).is_dir()), None)
 
 
 def _of_checkpoint(folder: Path, run: Path | None = None, step: int | None = None) -> Named:

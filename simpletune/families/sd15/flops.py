@@ -8,11 +8,9 @@ Shapes: b samples, n pixels of the latent at a level, t text tokens.
 
 from __future__ import annotations
 
-from simpletune.families.sd15.shapes import Unit, parameter_shapes, units_of
+from simpletune.families.sd15.shapes import Unit, parameter_shapes, pixels, units_of
 from simpletune.models.flops import Count, Flops, Trained
 from simpletune.models.model_config import ModelConfig
-
-DOWNSAMPLING = 8  # of the autoencoder
 
 
 def unet_flops(
@@ -31,8 +29,7 @@ def unet_flops(
     count = Count(parameter_shapes(config), trained)
 
     def rows(halvings: int) -> int:
-        width, height = (-(-side // DOWNSAMPLING // 2**halvings) for side in size)
-        return batch * width * height
+        return batch * pixels(size, halvings)
 
     time = count.chain(["time_embedding.linear_1", "time_embedding.linear_2"], batch, False)
     x = count.linear("conv_in", rows(0), False)

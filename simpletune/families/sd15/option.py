@@ -6,7 +6,6 @@ Shapes: b samples, c = 4 latent channels, h and w an eighth of the picture's, t 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -16,10 +15,10 @@ from pydantic import Field
 from simpletune.families.sd15.files import LAYOUT, version_of
 from simpletune.families.sd15.flops import unet_flops
 from simpletune.families.sd15.lora_names import LAYOUTS
-from simpletune.families.sd15.shapes import ATTENTION, parameter_shapes, unit_names, units_of
+from simpletune.families.sd15.shapes import ATTENTION, parameter_shapes, pixels, unit_names, units_of
 from simpletune.families.sd15.unet_config import HUB_NAMES, SD15_NAME, bundled, levels_of, require_supported
 from simpletune.models.buckets import Size
-from simpletune.models.family import DOWNSAMPLING, Family
+from simpletune.models.family import Family
 from simpletune.models.family_facts import Attention, DiffusersNames, Licence
 from simpletune.models.flops import Flops, Trained
 from simpletune.models.lora_names import Layout
@@ -105,9 +104,12 @@ class SD15(Family):
     @property
     def text_example(self) -> str:
         """A Hub name with tokenizer, text encoder and scheduler of the single file's version."""
-        if is_single_file(self.pretrained) and version_of(open_file(Path(self.pretrained), LAYOUT)) == "sd2":
-            return SD2_EXAMPLES
-        return SD15_NAME
+        return SD2_EXAMPLES if self._file_version() == "sd2" else SD15_NAME
+
+    def _file_version(self) -> str | None:
+        """The version of a single file; None for another source."""
+        single = is_single_file(self.pretrained)
+        return version_of(open_file(Path(self.pretrained), LAYOUT)) if single else None
 
     def known_part(self, name: str) -> Part:
         """Locate a part's configuration; those of a Hub name that ship with this package are not downloaded."""
@@ -121,9 +123,8 @@ class SD15(Family):
 
     def bundled(self, part: str) -> ModelConfig | None:
         """The configuration of a part other than the UNet and the tokenizer, of a single file's version."""
-        if part == "unet" or not is_single_file(self.pretrained):
-            return None
-        return bundled()[version_of(open_file(Path(self.pretrained), LAYOUT))].get(part)
+        version = None if part == "unet" else self._file_version()
+        return None if version is None else bundled()[version].get(part)
 
     def bundled_config(self, hub_name: str) -> ModelConfig | None:
         """The UNet's ``config.json`` of a known Hub name."""
@@ -179,25 +180,21 @@ class SD15(Family):
 
     def image_tokens(self, size: Size) -> int:
         """The number of pixels of a picture's latent."""
-        return math.prod(side // DOWNSAMPLING for side in size)
+        return pixels(size, 0)
 
     def attentions(self, size: Size) -> Sequence[Attention]:
         """Self-attention and attention to the text at each level that has attention."""
         found: dict[Attention, None] = {}
         for unit in units_of(self.known_config()):
             if unit.kind == ATTENTION:
-                heads, pixels = unit.level.heads, self._pixels(size, unit.halvings)
-                for keys in (pixels, TOKENS):
-                    found[Attention(heads, pixels, keys, unit.outputs // heads)] = None
+                heads, queries = unit.level.heads, pixels(size, unit.halvings)
+                for keys in (queries, TOKENS):
+                    found[Attention(heads, queries, keys, unit.outputs // heads)] = None
         return sorted(found, key=lambda shape: -shape.heads * shape.queries * shape.keys)
 
     def unit_inputs(self, size: Size) -> Sequence[int]:
         """The pixels and channels of each unit; those after a skip connection read both tensors."""
-        return [unit.inputs * self._pixels(size, unit.input_halvings) for unit in units_of(self.known_config())]
-
-    def _pixels(self, size: Size, halvings: int) -> int:
-        """The pixels of a latent whose sides have been halved; a downsampler rounds up."""
-        return math.prod(-(-side // DOWNSAMPLING // 2**halvings) for side in size)
+        return [unit.inputs * pixels(size, unit.input_halvings) for unit in units_of(self.known_config())]
 
     def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
         """Count the operations of one micro-batch."""

@@ -8,13 +8,15 @@ Legend: c channels of a level, d = c the width of its attention, e the width of 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from simpletune.families.sd15.unet_config import Level, levels_of, whole
-from simpletune.models.model_config import ModelConfig, Shape
+from simpletune.models.buckets import DOWNSAMPLING, Size
+from simpletune.models.model_config import ModelConfig, Shape, linear
 
 Kind = Literal["resnet", "attention", "downsampler", "upsampler"]
 RESNET: Kind = "resnet"
@@ -103,6 +105,16 @@ def _way_up(levels: list[Level], skips: list[int]) -> list[Unit]:
     return units
 
 
+def pixels(size: Size, halvings: int) -> int:
+    """The pixels of a latent whose sides have been halved; a downsampler rounds up.
+
+    Args:
+        size: (width, height) of the picture in pixels.
+        halvings: how often.
+    """
+    return math.prod(-(-side // DOWNSAMPLING // 2**halvings) for side in size)
+
+
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """The shape of every parameter, by name, in the order of the forward pass.
 
@@ -176,11 +188,6 @@ def _attention(unit: Unit, linear_projection: bool) -> Iterator[tuple[str, Shape
         parts |= _norm("norm1", d) | _norm("norm2", d) | _norm("norm3", d)
         yield from ((f"transformer_blocks.{number}.{name}", shape) for name, shape in parts.items())
     yield from project("proj_out", d, d).items()
-
-
-def linear(name: str, inputs: int, outputs: int) -> dict[str, Shape]:
-    """A linear layer's weight and bias."""
-    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
 
 def convolution(name: str, inputs: int, outputs: int, kernel: int = 3) -> dict[str, Shape]:

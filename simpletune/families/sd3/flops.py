@@ -5,7 +5,10 @@ Shapes: b samples, n image tokens, t text tokens.
 
 from __future__ import annotations
 
+import math
+
 from simpletune.families.sd3.shapes import parameter_shapes
+from simpletune.models.buckets import DOWNSAMPLING
 from simpletune.models.flops import Count, Flops, Trained
 from simpletune.models.model_config import ModelConfig
 
@@ -24,7 +27,7 @@ def sd3_flops(
         checkpointed: how many blocks, from the first, are recomputed in the backward pass.
     """
     count = Count(parameter_shapes(config), trained)
-    image = (size[0] // 8 // config["patch_size"]) * (size[1] // 8 // config["patch_size"])
+    image = math.prod(side // DOWNSAMPLING // config["patch_size"] for side in size)
     b, n, t = batch, batch * image, batch * text
     embed = "time_text_embed"
     condition = count.chain([f"{embed}.timestep_embedder.linear_1", f"{embed}.timestep_embedder.linear_2"], b, False)

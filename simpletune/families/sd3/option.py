@@ -24,8 +24,8 @@ from simpletune.families.sd3.shapes import (
     parameter_shapes,
     unit_names,
 )
-from simpletune.models.buckets import Size
-from simpletune.models.family import DOWNSAMPLING, Family
+from simpletune.models.buckets import DOWNSAMPLING, Size
+from simpletune.models.family import Family
 from simpletune.models.family_facts import Attention, DiffusersNames, Licence
 from simpletune.models.flops import Flops, Trained
 from simpletune.models.lora_names import Layout

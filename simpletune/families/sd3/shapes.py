@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.models.model_config import ModelConfig, Shape
+from simpletune.models.model_config import ModelConfig, Shape, linear
 from simpletune.quant.precision import is_block_modulation
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 SD3_MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
@@ -48,11 +48,6 @@ def is_conditioning(module: str) -> bool:
     return is_adaln(module) or module.startswith("time_text_embed.")
 
 
-def timestep_of(sigma: Tensor) -> Tensor:
-    """The timestep that the transformer receives: 1000 sigma."""
-    return 1000.0 * sigma
-
-
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """The shape of every transformer parameter, by name.
 
@@ -64,19 +59,19 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
         "pos_embed.proj.weight": (hidden, config["in_channels"], config["patch_size"], config["patch_size"]),
         "pos_embed.proj.bias": (hidden,),
     }
-    shapes |= _linear("time_text_embed.timestep_embedder.linear_1", 256, hidden)
-    shapes |= _linear("time_text_embed.timestep_embedder.linear_2", hidden, hidden)
-    shapes |= _linear("time_text_embed.text_embedder.linear_1", config["pooled_projection_dim"], hidden)
-    shapes |= _linear("time_text_embed.text_embedder.linear_2", hidden, hidden)
-    shapes |= _linear("context_embedder", config["joint_attention_dim"], config["caption_projection_dim"])
+    shapes |= linear("time_text_embed.timestep_embedder.linear_1", 256, hidden)
+    shapes |= linear("time_text_embed.timestep_embedder.linear_2", hidden, hidden)
+    shapes |= linear("time_text_embed.text_embedder.linear_1", config["pooled_projection_dim"], hidden)
+    shapes |= linear("time_text_embed.text_embedder.linear_2", hidden, hidden)
+    shapes |= linear("context_embedder", config["joint_attention_dim"], config["caption_projection_dim"])
     layers = config["num_layers"]
     dual = config.get("dual_attention_layers") or ()
     for number in range(layers):
         block = f"transformer_blocks.{number}"
         for name, shape in _block(config, hidden, last=number == layers - 1, dual=number in dual):
             shapes[f"{block}.{name}"] = shape
-    shapes |= _linear("norm_out.linear", hidden, 2 * hidden)
-    shapes |= _linear("proj_out", hidden, config["patch_size"] ** 2 * (config["out_channels"] or config["in_channels"]))
+    shapes |= linear("norm_out.linear", hidden, 2 * hidden)
+    shapes |= linear("proj_out", hidden, config["patch_size"] ** 2 * (config["out_channels"] or config["in_channels"]))
     return shapes
 
 
@@ -90,27 +85,23 @@ def unit_names(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(".".join(block) for block in blocks))
 
 
-def _linear(name: str, inputs: int, outputs: int) -> dict[str, Shape]:
-    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
-
-
 def _block(config: ModelConfig, hidden: int, *, last: bool, dual: bool) -> Iterator[tuple[str, Shape]]:
     """The parameters of one joint block; the last one has no text output."""
     norm = config.get("qk_norm")
-    parts = _linear("norm1.linear", hidden, (9 if dual else 6) * hidden)
-    parts |= _linear("norm1_context.linear", hidden, (2 if last else 6) * hidden)
+    parts = linear("norm1.linear", hidden, (9 if dual else 6) * hidden)
+    parts |= linear("norm1_context.linear", hidden, (2 if last else 6) * hidden)
     projections = ["to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "add_q_proj", "to_out.0"]
     for name in projections + ([] if last else ["to_add_out"]):
-        parts |= _linear(f"attn.{name}", hidden, hidden)
+        parts |= linear(f"attn.{name}", hidden, hidden)
     if norm:
         for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
             parts[f"attn.{name}.weight"] = (config["attention_head_dim"],)
     if dual:
         for name in ("to_q", "to_k", "to_v", "to_out.0"):
-            parts |= _linear(f"attn2.{name}", hidden, hidden)
+            parts |= linear(f"attn2.{name}", hidden, hidden)
         for name in ("norm_q", "norm_k") if norm else ():
             parts[f"attn2.{name}.weight"] = (config["attention_head_dim"],)
     for stream in ("ff",) if last else ("ff", "ff_context"):
-        parts |= _linear(f"{stream}.net.0.proj", hidden, 4 * hidden)
-        parts |= _linear(f"{stream}.net.2", 4 * hidden, hidden)
+        parts |= linear(f"{stream}.net.0.proj", hidden, 4 * hidden)
+        parts |= linear(f"{stream}.net.2", 4 * hidden, hidden)
     yield from parts.items()
