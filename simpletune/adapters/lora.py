@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.adapters.adapter import Shapes, TrainingMethod
-from simpletune.families.lora_names import TARGETS, is_target, result_layout
+from simpletune.adapters.adapter import Shapes
+from simpletune.adapters.targets import TargetedMethod, Targets
+from simpletune.families.lora_names import result_layout
 from simpletune.models.lora_names import ALPHA, DOWN, UP
-from simpletune.options import Problem
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 OUTPUT = "pytorch_lora_weights.safetensors"
 
 
-class Lora(TrainingMethod):
+class Lora(TargetedMethod):
     """Train low-rank updates of frozen linear layers and 1x1 convolutions."""
 
     method: Literal["lora"] = "lora"
@@ -29,10 +28,7 @@ class Lora(TrainingMethod):
     """Rank of each update. A higher rank gives more capacity and a larger file."""
     alpha: Annotated[float, Field(gt=0)] | None = None
     """Numerator of the scale alpha / rank that multiplies each update; null: alpha = rank, so the scale is 1."""
-    targets: (
-        Literal["attention", "attention_qv", "attention_image", "attention_mlp", "all_linear"]
-        | Annotated[list[str], Field(min_length=1)]
-    ) = "attention"
+    targets: Targets = "attention"
     """Layers to update. attention: every projection of the attention (to_q, to_k, to_v, to_out.0 and, in SD3, the text
     stream's); attention_qv: only its queries and values; attention_image: the image stream's projections (SD3);
     attention_mlp: attention and feed-forward; all_linear: every linear layer of the transformer blocks, and of a U-Net
@@ -52,19 +48,6 @@ class Lora(TrainingMethod):
         """Return alpha / rank."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
-    def modules(self, shapes: Shapes) -> list[str]:
-        """List the layers that get an update, from the base model's shapes."""
-        return [name for name in _layers(shapes) if self._is_target(name)]
-
-    def _is_target(self, layer: str) -> bool:
-        if isinstance(self.targets, str):
-            return is_target(self.targets, layer)
-        return any(layer == ending or layer.endswith("." + ending) for ending in self.targets)
-
-    def is_untouched(self, module: str) -> bool:
-        """Tell whether a module gets no update."""
-        return not self._is_target(module)
-
     def describe(self, shapes: Shapes) -> str:
         """Describe what is trained."""
         targets = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
@@ -79,21 +62,6 @@ class Lora(TrainingMethod):
     def trainable(self, shapes: Shapes) -> int:
         """Sum rank x (inputs + outputs) over all targets."""
         return sum(self.rank * sum(shapes[f"{name}.weight"][:2]) for name in self.modules(shapes))
-
-    def problems(self, shapes: Shapes) -> Iterator[Problem]:
-        """Report named targets that this model lacks, and endings that match no layer."""
-        layers = _layers(shapes)
-        if isinstance(self.targets, str):
-            if not self.modules(shapes):
-                known = [name for name in TARGETS if any(is_target(name, layer) for layer in layers)]
-                remedy = f"Use {', '.join(known)}" if known else "Use a list of name endings"
-                yield Problem("adapter.targets", f"{self.targets!r} names no layer of this model. {remedy}")
-            return
-        examples = dict.fromkeys(".".join(la.split(".")[-2:]) for la in layers if is_target("attention", la))
-        for ending in self.targets:
-            if not Lora(targets=[ending]).modules(shapes):
-                remedy = f"Use endings such as {', '.join(list(examples)[:3])}"
-                yield Problem("adapter.targets", f"{ending!r} matches no linear layer or 1x1 convolution. {remedy}")
 
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and add the updates, with weights in ``dtype`` and matmuls in the activations' type."""
@@ -144,9 +112,3 @@ class Lora(TrainingMethod):
             if layout.alpha:
                 state[layout.key(name, ALPHA)] = torch.tensor(self.scale * self.rank)
         return write_safetensors(state, folder / OUTPUT, metadata)
-
-
-def _layers(shapes: Shapes) -> list[str]:
-    """Names of the linear layers and 1x1 convolutions, by their weights' shapes."""
-    weights = (name for name, shape in shapes.items() if len(shape) == 2 or len(shape) == 4 and shape[2:] == (1, 1))
-    return [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]

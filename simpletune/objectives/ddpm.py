@@ -222,9 +222,12 @@ class DdpmProcess:
         signal, spread, _ = self._at(level)
         return signal * noise - spread * z_0
 
-    def loss(self, prediction: Tensor, target: Tensor, level: Tensor) -> Tensor:
-        """Compute the weighted mean squared error over all elements in fp32: a scalar."""
+    def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Compute the mean squared error over all elements in fp32, weighted by level and by [b, 1, h or 1, w or 1] if
+        given: a scalar."""
         squares = (prediction.float() - target.float()).square()
+        if weight is not None:
+            squares = weight * squares
         return (self._at(level)[2] * squares).mean() if self.weighted else squares.mean()
 
     def time(self, level: Tensor) -> Tensor:  # [b], int64

@@ -90,9 +90,9 @@ class FlowProcess:
         """What the network should predict: the velocity."""
         return velocity_target(z_0, noise)
 
-    def loss(self, prediction: Tensor, target: Tensor, level: Tensor) -> Tensor:
-        """The mean squared error, an fp32 scalar."""
-        return flow_loss(prediction, target)
+    def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The mean squared error, weighted by [b, 1, h or 1, w or 1] if given: an fp32 scalar."""
+        return flow_loss(prediction, target, weight)
 
     def time(self, level: Tensor) -> Tensor:
         """The timestep that the network receives: 1000 sigma."""
@@ -128,6 +128,7 @@ def velocity_target(z_0: Tensor, noise: Tensor) -> Tensor:
     return noise - z_0
 
 
-def flow_loss(velocity: Tensor, target: Tensor) -> Tensor:
-    """Compute the mean squared error over all elements in fp32."""
-    return (velocity.float() - target.float()).square().mean()
+def flow_loss(velocity: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Compute the mean squared error over all elements in fp32, weighted by [b, 1, h or 1, w or 1] if given."""
+    squares = (velocity.float() - target.float()).square()
+    return (squares if weight is None else weight * squares).mean()

@@ -99,8 +99,15 @@ class Process(Protocol):
     def target(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
         """What the network should predict [b, c, h, w]."""
 
-    def loss(self, prediction: Tensor, target: Tensor, level: Tensor) -> Tensor:
-        """The loss, an fp32 scalar: the mean over the samples."""
+    def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The loss, an fp32 scalar: the mean over all elements of their errors times ``weight``.
+
+        Args:
+            prediction: of the network [b, c, h, w].
+            target: what it should predict [b, c, h, w].
+            level: the noise levels [b].
+            weight: of samples or places, [b, 1, h or 1, w or 1] in fp32; None: 1 everywhere.
+        """
 
     def time(self, level: Tensor) -> Tensor:
         """The timestep [b] that the network receives."""

@@ -31,12 +31,17 @@ class Batch:
     """The number of padding rows at the end, which the loss excludes."""
     parts: float = 1.0
     """The divisor that turns its mean loss into its share of the step's loss; infinite if all rows are fillers."""
+    weight: Tensor | None = None  # [b, 1, h or 1, w or 1]
+    """The weights of its samples or of their places in the loss; None: 1 everywhere."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every tensor of the batch."""
         tensors = (self.z_0, self.noise, self.level, self.prompt_embeds, self.pooled)
         z_0, noise, level, prompt_embeds, pooled = map(change, tensors)
-        return replace(self, z_0=z_0, noise=noise, level=level, prompt_embeds=prompt_embeds, pooled=pooled)
+        weight = None if self.weight is None else change(self.weight)
+        return replace(
+            self, z_0=z_0, noise=noise, level=level, prompt_embeds=prompt_embeds, pooled=pooled, weight=weight
+        )
 
 
 class Batches:

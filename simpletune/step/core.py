@@ -73,11 +73,12 @@ class StepCore:
             time, dtype = self.process.time(batch.level), precision.compute_dtype()
             prediction = self.config.model.predict(model, z_t, time, batch.prompt_embeds, batch.pooled, dtype)
         with phase("loss"):
-            target, level = self.process.target(batch.z_0, batch.noise, batch.level), batch.level
+            target, level, weight = self.process.target(batch.z_0, batch.noise, batch.level), batch.level, batch.weight
             if 0 < batch.fillers < len(target):
                 rows = slice(-batch.fillers)
                 prediction, target, level = prediction[rows], target[rows], level[rows]
-            return self.process.loss(prediction, target, level)
+                weight = None if weight is None else weight[rows]
+            return self.process.loss(prediction, target, level, weight)
 
     def step(
         self, batches: list[Batch], allows_update: Callable[[Tensor, Tensor], bool] | None = None
