@@ -1,0 +1,63 @@
+"""Methods that update chosen layers of a frozen model: which layers, and how to name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from simpletune.adapters.adapter import Shapes, TrainingMethod
+from simpletune.families.lora_names import TARGETS, is_target
+from simpletune.options import Problem
+
+Targets = (
+    Literal["attention", "attention_qv", "attention_image", "attention_mlp", "all_linear"]
+    | Annotated[list[str], Field(min_length=1)]
+)
+"""A named choice of layers, or endings of their names."""
+
+
+class TargetedMethod(TrainingMethod):
+    """Update linear layers and 1x1 convolutions of a frozen model. Members declare the field ``targets: Targets``."""
+
+    if TYPE_CHECKING:  # every member declares it, so that its tag and rank come first in JSON
+        targets: Targets
+
+    def modules(self, shapes: Shapes) -> list[str]:
+        """List the layers that get an update, from the base model's shapes."""
+        return [name for name in _layers(shapes) if self._is_target(name)]
+
+    def _is_target(self, layer: str) -> bool:
+        if isinstance(self.targets, str):
+            return is_target(self.targets, layer)
+        return any(_ends(layer, ending) for ending in self.targets)
+
+    def is_untouched(self, module: str) -> bool:
+        """Tell whether a module gets no update."""
+        return not self._is_target(module)
+
+    def problems(self, shapes: Shapes) -> Iterator[Problem]:
+        """Report named targets that this model lacks, and endings that match no layer."""
+        layers = _layers(shapes)
+        if isinstance(self.targets, str):
+            if not self.modules(shapes):
+                known = [name for name in TARGETS if any(is_target(name, layer) for layer in layers)]
+                remedy = f"Use {', '.join(known)}" if known else "Use a list of name endings"
+                yield Problem("adapter.targets", f"{self.targets!r} names no layer of this model. {remedy}")
+            return
+        examples = dict.fromkeys(".".join(la.split(".")[-2:]) for la in layers if is_target("attention", la))
+        for ending in self.targets:
+            if not any(_ends(layer, ending) for layer in layers):
+                remedy = f"Use endings such as {', '.join(list(examples)[:3])}"
+                yield Problem("adapter.targets", f"{ending!r} matches no linear layer or 1x1 convolution. {remedy}")
+
+
+def _layers(shapes: Shapes) -> list[str]:
+    """Names of the linear layers and 1x1 convolutions, by their weights' shapes."""
+    weights = (name for name, shape in shapes.items() if len(shape) == 2 or len(shape) == 4 and shape[2:] == (1, 1))
+    return [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+
+
+def _ends(layer: str, ending: str) -> bool:
+    return layer == ending or layer.endswith("." + ending)
