@@ -54,7 +54,7 @@ class Checkpoint(Option):
         if self.keep_last == "all":
             return "keeps all"
         for_good = f" and one every {self.keep_every} steps" if self.keep_every is not None else ""
-        return f"keeps the last {self.keep_last}{for_good}"
+        return f"keeps the best and the last {self.keep_last}{for_good}"
 
     def rules(self) -> Iterator[Problem]:
         """Refuse to keep checkpoints that are never saved."""

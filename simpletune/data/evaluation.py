@@ -115,9 +115,14 @@ def settle_evaluation(
     return Evaluation(count, times if count else 0, count * each / passes)
 
 
+def drift_group(name: str) -> str:
+    """Name a group of prompts in words."""
+    return _GROUPS.get(name, name)
+
+
 def drift_words(drift: Json) -> str:
     """Describe the drift: how much predictions changed, in percent of the base's."""
-    return ", ".join(f"{100 * value:.3g}% for {_GROUPS.get(group, group)}" for group, value in drift.items())
+    return ", ".join(f"{100 * value:.3g}% for {drift_group(group)}" for group, value in drift.items())
 
 
 def scalar_name(plan: Plan) -> str:

@@ -119,7 +119,7 @@ def compared(losses: Sequence[float], than: Sequence[float]) -> tuple[float, flo
 def _why(best: Json, rows: Sequence[Json]) -> str:
     """Compare the best evaluation with the base and with the last one."""
     count = plural(len(best["eval_losses"]), "held-out sample")
-    parts = [f"its loss of {best['eval_loss']:.4f} on {count} is the lowest"]
+    parts = [f"a loss of {best['eval_loss']:.4f} on {count}, and no later one is lower by more than the error"]
     base, last = rows[0], rows[-1]
     if base["step"] == 0:
         difference, error = compared(best["eval_losses"], base["eval_losses"])
