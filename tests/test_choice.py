@@ -25,8 +25,7 @@ from simpletune.training.loop import train
 def run_of(folder: Path, losses: dict[int, list[float]], saved: list[int] | None = None, held_out: bool = True) -> Path:
     """A run's folder with evaluations and checkpoints."""
     rows = [
-        {"step": step, "eval_loss": sum(each) / len(each), "eval_losses": each, "held_out": held_out,
-         "saved": saved is None or step in saved}
+        {"step": step, "eval_loss": sum(each) / len(each), "eval_losses": each, "held_out": held_out}
         for step, each in losses.items()
     ]  # fmt: skip
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

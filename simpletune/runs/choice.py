@@ -56,7 +56,7 @@ def choose(run: Path) -> Choice | None:
         return Choice(taken, USER, "chosen with simpletune evaluate --choose")
     rows = held_out_rows(run)
     best = _best_of(rows)
-    while best is not None and best["step"] not in steps:  # removed by hand
+    while best is not None and best["step"] not in steps:  # not saved, or removed by hand
         rows = [row for row in rows if row["step"] != best["step"]]
         best = _best_of(rows)
     if best is not None:
@@ -75,16 +75,15 @@ def best_step(run: Path) -> int | None:
 
 
 def held_out_rows(run: Path) -> list[Json]:
-    """The evaluations of saved steps on held-out pictures, with the base's first, in order of steps."""
+    """The evaluations on held-out pictures in order of steps, all on as many samples; the base's is the first."""
     rows = [row for row in read_rows(run / EVALUATIONS) if row.get("held_out") and row.get("eval_losses")]
-    rows = sorted((row for row in rows if row["step"] == 0 or row.get("saved")), key=lambda row: row["step"])
+    rows.sort(key=lambda row: row["step"])
     return [row for row in rows if len(row["eval_losses"]) == len(rows[0]["eval_losses"])]
 
 
 def since_best(run: Path) -> int:
-    """Count the evaluations on held-out pictures since the best one, of saved steps or not."""
-    rows = [row for row in read_rows(run / EVALUATIONS) if row.get("held_out") and row.get("eval_losses")]
-    rows.sort(key=lambda row: row["step"])
+    """Count the evaluations on held-out pictures since the best one, whether its step was saved or not."""
+    rows = held_out_rows(run)
     best = _best_of(rows, first=0)
     return 0 if best is None else sum(row["step"] > best["step"] for row in rows)
 

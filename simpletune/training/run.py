@@ -151,16 +151,11 @@ class Run:
         if found is None:
             return None
         held_out = bool(self.prepared.plan.held_out)
-        put_evaluation(self.folder, {"step": step, **found.row(), "held_out": held_out, "saved": self.is_saved(step)})
+        put_evaluation(self.folder, {"step": step, **found.row(), "held_out": held_out})
         failpoint("validation.evaluated")
         drift = {f"drift_{group}": value for group, value in found.drift.items()}
         self.trackers.scalars(step, {scalar_name(self.prepared.plan): found.loss, **drift})
         return found.loss
-
-    def is_saved(self, step: int) -> bool:
-        """Whether a checkpoint is written after ``step`` steps, if nothing stops the run."""
-        every = self.config.checkpoint.every
-        return step == self.steps or step > 0 and every is not None and step % every == 0
 
     @property
     def evaluated_on(self) -> Json:
