@@ -68,7 +68,8 @@ class Lora(TargetedMethod):
         import torch
         from peft import LoraConfig, inject_adapter_in_model
 
-        from simpletune.adapters.lora_layers import compute_in_output_type, shapes_of
+        from simpletune.adapters.layers import shapes_of
+        from simpletune.adapters.lora_layers import compute_in_output_type
         from simpletune.system.rng import reseed_global
 
         model.requires_grad_(False)
@@ -85,7 +86,7 @@ class Lora(TargetedMethod):
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
         """Disable the updates within this context, which restores the exact base model."""
-        from simpletune.adapters.lora_layers import updates_disabled
+        from simpletune.adapters.layers import updates_disabled
 
         return updates_disabled(model)
 

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
+from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor, nn
 
-from simpletune.adapters.lora_layers import ADAPTER, compute_in_output_type, lora_layers, shapes_of
+from simpletune.adapters.layers import ADAPTER, UpdateLayer, all_layers, base_of, outer_layers, shapes_of, wrap
+from simpletune.adapters.lora_layers import compute_in_output_type, lora_layers
 from simpletune.families.lora_names import title_of
 from simpletune.lora.families import MEDIUM_35
 from simpletune.lora.header import open_lora
@@ -62,7 +64,7 @@ def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
         scales: strengths by adapter name, as returned by ``load_loras``.
     """
     before = {}
-    for layer_name, layer in lora_layers(model):
+    for layer_name, layer in all_layers(model):
         for name, scale in scales.items():
             if name in layer.scaling:
                 before[layer_name, name] = layer.scaling[name]
@@ -70,7 +72,7 @@ def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
     try:
         yield
     finally:
-        for layer_name, layer in lora_layers(model):
+        for layer_name, layer in all_layers(model):
             layer.scaling.update({name: scale for (owner, name), scale in before.items() if owner == layer_name})
 
 
@@ -127,13 +129,21 @@ def _inject(model: nn.Module, adapter: str, updates: Updates, scale: float) -> N
 
 
 def fold_lora(model: nn.Module) -> None:
-    """Merge each update into its layer's weight, W + scale B A, and remove it. Weights must not be quantised."""
-    for name, layer in list(lora_layers(model)):
-        linear = layer.get_base_layer()
-        weight = linear.weight.data.float()
+    """Merge each update into its layer's weight, and remove it. Weights must not be quantised."""
+    for name, layer in outer_layers(model):
+        frozen = base_of(layer)
+        weight = frozen.get_parameter("weight")
+        weight.data.copy_(_merged(layer, weight.data.float()))
+        wrap(model, name, frozen)
+
+
+def _merged(layer: nn.Module, weight: Tensor) -> Tensor:
+    """The fp32 weight of the innermost layer with the updates of all that wrap it, inner ones first."""
+    if isinstance(layer, UpdateLayer):
+        return layer.merged(_merged(layer.base_layer, weight))
+    if isinstance(layer, LoraLayer):
+        weight = _merged(layer.base_layer, weight)
         for adapter in layer.active_adapters:
             a, b = (pair[adapter].weight.data for pair in (layer.lora_A, layer.lora_B))
-            weight += layer.scaling[adapter] * (b.flatten(1).float() @ a.flatten(1).float()).view_as(weight)
-        linear.weight.data.copy_(weight)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, linear)
+            weight = weight + layer.scaling[adapter] * (b.flatten(1).float() @ a.flatten(1).float()).view_as(weight)
+    return weight
