@@ -28,6 +28,7 @@ class UpdateLayer(nn.Module):
     def __init__(self, base_layer: nn.Module, adapter: str = ADAPTER):
         super().__init__()
         self.base_layer = base_layer
+        self.shape = shape_of(base_of(base_layer))
         self.scaling = {adapter: 1.0}
         self.enabled = True
 
@@ -39,10 +40,17 @@ class UpdateLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., i] or [b, i, h, w] -> [..., o] or [b, o, h, w]
         """The layer's output with the update; exactly the base layer's own if updates are disabled."""
         y: Tensor = self.base_layer(x)
-        return self.updated(y, x) if self.enabled else y
+        if not self.enabled:
+            return y
+        if self.shape is None or len(self.shape) == 2:
+            return self.updated(y, x)
+        return self.updated(y.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
-    def updated(self, y: Tensor, x: Tensor) -> Tensor:
-        """Add the update to the base layer's output y, which may be overwritten, in the type of y."""
+    def updated(self, y: Tensor, x: Tensor) -> Tensor:  # [..., o], [..., i] -> [..., o]
+        """Add the update to the base layer's output y, which may be overwritten, in the type of y.
+
+        Those of a 1x1 convolution come with the channels last.
+        """
         raise NotImplementedError
 
     def merged(self, weight: Tensor) -> Tensor:

@@ -77,6 +77,13 @@ def result_layout(layers: Iterable[str]) -> Layout:
     return LAYOUTS[names_of(layers)][0]
 
 
+def update_layout(layers: Iterable[str]) -> Layout:
+    """The layout of a run's result by a method other than LoRA, whose keys diffusers does not read: ComfyUI's names for
+    updates of diffusers' layers, as LyCORIS's tools write them."""
+    layouts = LAYOUTS[names_of(layers)]
+    return next((layout for layout in layouts if layout.name == "lycoris"), layouts[0])
+
+
 def family_of_class(name: str) -> Family:
     """The family whose denoiser has this class in diffusers.
 

@@ -79,8 +79,9 @@ class Layout:
         return "lora_B.weight" if self.peft else "lora_up.weight"
 
     def key(self, module: str, role: str) -> str:
-        """The key of a module's tensor; ``module`` contains dots."""
-        ending = {DOWN: self.down, UP: self.up, ALPHA: "alpha"}[role]
+        """The key of a module's tensor; ``module`` contains dots. Factors of other methods than LoRA end in their
+        names."""
+        ending = {DOWN: self.down, UP: self.up}.get(role, role)
         return f"{self.prefix}{self.spelt(module)}.{ending}"
 
     def spelt(self, module: str) -> str:
