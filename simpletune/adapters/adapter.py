@@ -21,6 +21,10 @@ class TrainingMethod(Option):
 
     trains_base: ClassVar[bool] = False
     """Whether base weights change, which requires a trainable precision."""
+    title: ClassVar[str] = "LoRA"
+    """What a file of a method that does not change the base is called in texts for users."""
+    in_diffusers: ClassVar[bool] = True
+    """Whether diffusers loads the result."""
     output_name: ClassVar[str | None] = None
     """File of the result inside the run's folder; None: the folder of the denoiser, ``transformer`` or ``unet``."""
 

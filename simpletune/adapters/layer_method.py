@@ -25,6 +25,7 @@ class LayerMethod(TargetedMethod):
     if TYPE_CHECKING:
         dtype: Literal["fp32", "bf16"]
 
+    in_diffusers: ClassVar[bool] = False
     output_name: ClassVar[str] = OUTPUT
 
     def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
@@ -88,7 +89,7 @@ class LayerMethod(TargetedMethod):
 
         layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, UpdateLayer)}
         layout = update_layout(layers)
-        state = {}
+        state: dict[str, Tensor] = {}
         for name, layer in layers.items():
             state |= {layout.key(name, factor): tensor for factor, tensor in layer.state().items()}
             state[layout.key(name, ALPHA)] = torch.tensor(float(self.alpha))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Loha(LayerMethod):
     """Train elementwise products of two low-rank matrices as updates of frozen layers."""
 
+    title: ClassVar[str] = "LoHa"
     method: Literal["loha"] = "loha"
     """LoHa: train elementwise products of two low-rank matrices, which ComfyUI loads. LoKr reaches more in a smaller
     file."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class Lokr(LayerMethod):
     """Train Kronecker products as updates of frozen linear layers and 1x1 convolutions."""
 
+    title: ClassVar[str] = "LoKr"
     method: Literal["lokr"] = "lokr"
     """LoKr: train Kronecker products of two small matrices; files a fraction of LoRA's size, which ComfyUI loads."""
     factor: Literal[-1] | Annotated[int, Field(ge=2, le=1024)] = 16

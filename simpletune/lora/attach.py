@@ -18,7 +18,8 @@ from simpletune.families.lora_names import title_of
 from simpletune.lora.families import MEDIUM_35
 from simpletune.lora.header import open_lora
 from simpletune.lora.read import updates_of
-from simpletune.lora.updates import Updates
+from simpletune.lora.structured import AnyUpdates, Structured
+from simpletune.lora.updates import Update, Updates
 from simpletune.options import UserError, plural, shortened
 
 DUAL_LAYER = re.compile(r"transformer_blocks\.\d+\.attn2\.")
@@ -30,7 +31,7 @@ def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
 
 
 def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[str]:
-    """Add LoRAs to a transformer in place and activate all of them: y = W x + sum of scale_n B_n A_n x.
+    """Add LoRAs to a transformer in place and activate all of them: y = W x + sum of scale_n B_n A_n x, or LoKr, LoHa.
 
     Args:
         model: the transformer, quantised or not, without adapters.
@@ -43,14 +44,22 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         UserError: keys match no layer, shapes belong to another model, or ``read_lora`` refuses a file.
     """
     names = [ADAPTER if number == 0 else f"{ADAPTER}_{number}" for number in range(len(loras))]
+    structured: list[tuple[str, str, Structured, float]] = []
     for name, (file, scale) in zip(names, loras, strict=True):
         header = open_lora(file)
         updates = updates_of(header)
         require_layers(f"{file} (for {header.family[0]})", updates, model)
-        _inject(model, name, updates, scale)
+        low_rank = {layer: update for layer, update in updates.items() if isinstance(update, Update)}
+        if low_rank:
+            _inject(model, name, low_rank, scale)
+        structured += [(name, layer, u, scale) for layer, u in updates.items() if not isinstance(u, Update)]
     for _, layer in lora_layers(model):
         layer.set_adapter([name for name in names if name in layer.lora_A])
     compute_in_output_type(model)
+    for name, layer_name, update, scale in structured:  # around PEFT's layers, which cannot wrap these
+        wrapped = update.layer(model.get_submodule(layer_name), name)
+        wrapped.scaling[name] = scale
+        wrap(model, layer_name, wrapped)
     model.requires_grad_(False)
     return names
 
@@ -76,7 +85,7 @@ def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
             layer.scaling.update({name: scale for (owner, name), scale in before.items() if owner == layer_name})
 
 
-def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
+def require_layers(place: str, updates: AnyUpdates, model: nn.Module) -> None:
     """Check that a model has every layer of a LoRA, with the same shape.
 
     Args:

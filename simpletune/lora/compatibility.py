@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from simpletune.lora.families import is_sd3, is_unet
 from simpletune.lora.header import LoraHeader
+from simpletune.lora.kinds import LORA
 from simpletune.models.lora_names import ALPHA
 
 DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE = "diffusers", "ComfyUI", "Forge", "simpletune"
@@ -53,6 +54,8 @@ def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> 
 
 
 def _diffusers(header: LoraHeader) -> Verdict:
+    if other := _not_lora(header):
+        return _refused_by_diffusers(other)
     without_lora = [name for name in header.names if "lora" not in name]
     if without_lora:
         note = f"rejects keys without 'lora' in their name, such as {without_lora[0]}"
@@ -79,14 +82,17 @@ def _comfyui(header: LoraHeader) -> Verdict:
 
 
 def _forge(header: LoraHeader) -> Verdict:
+    with_rank = " with --rank" if _not_lora(header) else ""
     if _layout(header) == "kohya":
         return Verdict(FORGE, "partly" if header.unmatched else "yes", list(_dropped(header)))
     if _layout(header) == "comfy":
         return Verdict(FORGE, "yes", ["according to its source, untested; kohya's layout is safer"])
-    return Verdict(FORGE, "silently nothing", ["knows only the original names for SD3: export to kohya"])
+    return Verdict(FORGE, "silently nothing", [f"knows only the original names for SD3: export to kohya{with_rank}"])
 
 
 def _diffusers_unet(header: LoraHeader) -> Verdict:
+    if other := _not_lora(header):
+        return _refused_by_diffusers(other)
     layout = _layout(header)
     loads = "partly" if header.unmatched else "yes"
     if layout == "original":
@@ -124,6 +130,16 @@ def _layout(header: LoraHeader) -> str | None:
     return header.layout.name if header.layout else None
 
 
+def _not_lora(header: LoraHeader) -> str | None:
+    """The kinds of a file's modules besides LoRA."""
+    return " and ".join(kind for kind in header.kinds if kind != LORA) or None
+
+
+def _refused_by_diffusers(kinds: str) -> Verdict:
+    note = f"reads no {kinds}: export to diffusers with --rank, which approximates it by a LoRA"
+    return Verdict(DIFFUSERS_TOOL, "refuses", [note])
+
+
 def _ignored_scale(header: LoraHeader) -> str | None:
     """The scales other than 1 that only the header specifies."""
     if _layout(header) not in ("diffusers", "peft", "onetrainer") or header.settings is None:
@@ -144,7 +160,7 @@ def _without_alpha(header: LoraHeader) -> bool:
 
 
 def _ranks(header: LoraHeader) -> set[int]:
-    return {header.rank(module) for module in header.modules.values() if "down" in module.keys}
+    return {header.rank(module) or 0 for module in header.modules.values() if "down" in module.keys}
 
 
 def _scales(header: LoraHeader) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from simpletune.lora.bases import Base
 from simpletune.lora.header import TensorEntry
-from simpletune.lora.updates import Updates
+from simpletune.lora.structured import AnyUpdates
 from simpletune.lora.write import overflow
 from simpletune.models.single_file import Origin, open_file
 from simpletune.options import UserError, plural, shortened
@@ -54,7 +54,7 @@ class Merger:
         UserError: the base lacks a layer, or has it with another shape.
     """
 
-    def __init__(self, base: Base, loras: Sequence[tuple[Updates, float]], dtype: str | None):
+    def __init__(self, base: Base, loras: Sequence[tuple[AnyUpdates, float]], dtype: str | None):
         self.base, self._loras, self._dtype = base, loras, dtype
         self._error = self._effect = 0.0
         self.changed = {name for updates, _ in loras for name in updates}

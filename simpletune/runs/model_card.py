@@ -154,7 +154,7 @@ def _base_text(config: TrainConfig) -> str:
 
 
 def _introduction(folder: Path, config: TrainConfig, prompt: str) -> str:
-    kind = "Fine-tuned transformer of" if config.adapter.trains_base else "LoRA for"
+    kind = "Fine-tuned transformer of" if config.adapter.trains_base else f"{config.adapter.title} for"
     lines = [f"{kind} {_base_text(config)}, trained with simpletune."]
     if config.data.prompt:
         lines.append(f"Trigger prompt: {code(config.data.prompt)}")
@@ -207,11 +207,19 @@ def _cost(summary: Json) -> Iterator[tuple[str, str]]:
 
 def _use(config: TrainConfig, example: Request) -> Iterator[str]:
     """Yield the instructions for diffusers and for the inference scripts."""
-    yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
+    if config.adapter.in_diffusers:
+        yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
+    else:
+        result = config.adapter.result(config.model.denoiser)
+        yield (
+            f"ComfyUI loads `{result}` from `models/loras`. diffusers does not load {config.adapter.title}: convert "
+            f"it to a LoRA first with `simpletune export {result} --format diffusers --rank 32`, which prints what is "
+            "left out."
+        )
     others = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}
     replaced = [f"{name} {code(public_name(value))}" for name, value in others.items() if value]
     if replaced:
-        yield f"The run replaced parts of the base: {', '.join(replaced)}. The code above uses the base's own."
+        yield f"The run replaced parts of the base: {', '.join(replaced)}. Code for diffusers uses the base's own."
     yield f"With simpletune:\n\n```sh\n{command(config, example)}\n```"
 
 
