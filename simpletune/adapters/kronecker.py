@@ -9,17 +9,18 @@ Shapes: n rows (samples x tokens); i = m q inputs; o = l k outputs; p columns be
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 
 class _Added(torch.autograd.Function):
     """Compute y += W1 (X before^T) after^T in the type of y and return y. The op that made y must not need y."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, w1: Tensor, before: Tensor | None, after: Tensor | None) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, y: Tensor, x: Tensor, w1: Tensor, before: Tensor | None, after: Tensor | None
+    ) -> Tensor:
         x, w1 = x.to(y.dtype), w1.to(y.dtype)
         before, after = (None if factor is None else factor.to(y.dtype) for factor in (before, after))
         inner = _inner(x, w1, before)
@@ -33,13 +34,13 @@ class _Added(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: BackwardCFunction, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads  # [..., o]
         x, w1, before, after = ctx.saved_tensors
         _, wants_x, _, wants_before, wants_after = ctx.needs_input_grad
         inner = _inner(x, w1, before)  # [n, m, p]
         left = w1.expand(len(inner), *w1.shape)
-        grad = grad_y.reshape(len(inner), len(w1), -1)  # [n, l, k]
+        grad = grad_y.contiguous().view(len(inner), len(w1), -1)  # [n, l, k]
         grad_after = None
         if after is not None:
             if wants_after:

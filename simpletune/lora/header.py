@@ -273,13 +273,13 @@ def _require_shapes(header: LoraHeader) -> None:
         shapes = {role: header.shapes[key] for role, key in module.factors.items()}
         listed = " and ".join(str(list(shape)) for shape in shapes.values())
         factors = f"{header.file}: {module.name} has factors {listed}"
-        sides = {len(shape): shape[2:] for shape in shapes.values()}
-        if sides.get(4, (1, 1)) != (1, 1):
-            side = "x".join(map(str, sides[4]))
+        larger = [shape[2:] for shape in shapes.values() if len(shape) == 4 and shape[2:] != (1, 1)]
+        if larger:
+            side = "x".join(map(str, larger[0]))
             raise UserError(
                 f"{header.file}: {module.name} updates a {side} convolution, which is not supported. Train without it"
             )
-        if module.kind == LORA and set(sides) not in ({2}, {4}):
+        if module.kind == LORA and {len(shape) for shape in shapes.values()} not in ({2}, {4}):
             raise UserError(f"{factors}; both must be matrices, or both of a 1x1 convolution")
         size = size_of(shapes)
         if size is None or size.outputs % len(module.layers):

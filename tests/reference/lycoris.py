@@ -84,8 +84,9 @@ def comfyui(
 
 def forge(state: dict[str, Tensor], file: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """The same by Forge, at strength 1."""
-    known = {to: name for name, to in targets(state, 0).items() if name.startswith(("lora_unet_", "diffusion_model."))}
-    return _patched(state, file, {name: to for to, name in known.items()}, 1.0)
+    known = targets(state, 0)
+    fused = {name: known[name] for name in known if name.startswith(("lora_unet_", "diffusion_model."))}
+    return _patched(state, file, fused, 1.0)
 
 
 def _patched(
