@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction, FunctionCtx
+
+from simpletune.adapters.lora_product import Context
 
 
 class _Added(torch.autograd.Function):
     """Compute y += W1 (X before^T) after^T in the type of y and return y. The op that made y must not need y."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, y: Tensor, x: Tensor, w1: Tensor, before: Tensor | None, after: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Context, y: Tensor, x: Tensor, w1: Tensor, before: Tensor | None, after: Tensor | None) -> Tensor:
         x, w1 = x.to(y.dtype), w1.to(y.dtype)
         before, after = (None if factor is None else factor.to(y.dtype) for factor in (before, after))
         inner = _inner(x, w1, before)
@@ -34,7 +33,7 @@ class _Added(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: BackwardCFunction, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads  # [..., o]
         x, w1, before, after = ctx.saved_tensors
         _, wants_x, _, wants_before, wants_after = ctx.needs_input_grad
