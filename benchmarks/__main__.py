@@ -80,6 +80,13 @@ def convolutions(args: argparse.Namespace) -> object:
     return convolutions.run(args.out, args.minutes, args.rows)
 
 
+def methods(args: argparse.Namespace) -> object:
+    """seconds and predicted memory of other adapters' steps beside LoRA's, at SD3 Medium's width"""
+    from benchmarks import methods
+
+    return methods.run(args.out, args.minutes, args.rows)
+
+
 def speed(args: argparse.Namespace) -> object:
     """seconds per step, compared with the device's rates and diffusers' recipe"""
     from benchmarks import speed
@@ -112,6 +119,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     vertex: ("rows",),
     int8: ("rows", "overrides"),
     convolutions: ("rows",),
+    methods: ("rows",),
     speed: ("rows", "model", "device"),
     kernels: ("rows",),
     pair: ("steps", "rounds", "overrides"),
