@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +24,7 @@ from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
 from simpletune.quant.int8 import Int8
 from simpletune.quant.nf4 import Nf4
 from simpletune.quant.plain import BF16
+from simpletune.training.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
 import lycoris  # noqa: E402
@@ -33,6 +36,7 @@ METHODS = {
     "lokr, square": Lokr(factor=-1, rank=None),
     "loha": Loha(rank=3),
 }
+FILE = "pytorch_lora_weights.safetensors"
 SIDES = {"to_q": (24, 40), "to_k": (64, 24), "to_v": (7, 30)}
 
 
@@ -219,3 +223,52 @@ def test_shapes_of_factors() -> None:
 def test_a_factor_that_is_none_is_refused(factor: int, tiny_config: dict) -> None:
     with pytest.raises(Exception, match="adapter.factor"):
         validate(tiny_config | {"adapter": {"method": "lokr", "factor": factor}}, "x")
+
+
+LEVERS: dict[str, dict] = {
+    "streamed": {"checkpointing": "all", "resident_blocks": 0, "offload_checkpoint_inputs": True},
+    "in backward": {"optimizer_in_backward": True},
+    "plan": {"modulation": "plan", "modulation_window": 2},
+}
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("method", ["lokr", "loha"])
+def test_levers_train_the_same_weights(method: str, lever: str, tiny_config: dict) -> None:
+    adapter = {"lokr": {"method": "lokr", "factor": 4, "rank": 1}, "loha": {"method": "loha", "rank": 2}}[method]
+    data = copy.deepcopy(tiny_config) | {"adapter": adapter, "precision": {"weights": "int8"}}
+    data["train"] |= {"clip": "per_parameter", "clip_norm": 0.5}
+    with_lever = data | {"name": "lever", "memory": {"checkpointing": "none"} | LEVERS[lever]}
+    plain, lever_file = (load_file(train(validate(each, "x")) / FILE) for each in (data, with_lever))
+    assert plain.keys() == lever_file.keys() and any("w2_b" in name or "w2_a" in name for name in plain)
+    for name, tensor in plain.items():  # the plan computes the modulation in batches of other sizes
+        torch.testing.assert_close(lever_file[name], tensor, rtol=0, atol=1e-3 if lever == "plan" else 0)
+    assert any(tensor.abs().max() > 0 for name, tensor in plain.items() if name.endswith(("lokr_w2_b", "hada_w2_a")))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_without_a_break_it_computes_the_same(method: str) -> None:
+    model = attached(METHODS[method])
+    layer = model.to_q
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, layer.shape[1], requires_grad=True)
+    results = []
+    for call in (layer, compiled):
+        y = call(x)
+        grads = torch.autograd.grad(y.square().sum(), [x, *layer.factors.values()])
+        results.append((y, *grads))
+    for ours, theirs in zip(*results, strict=True):
+        close(theirs, ours)
+    torch.compiler.reset()
+
+
+def test_in_bf16_it_is_nearer_to_the_exact_sum_than_a_built_difference() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, w, w1, w2 = (torch.randn(s, generator=generator) for s in ((64, 96), (96, 96), (4, 4), (24, 24)))
+    exact = x @ w.t() + x @ torch.kron(w1, w2).t()
+    half = [tensor.bfloat16() for tensor in (x, w, w1, w2)]
+    y = nn.functional.linear(half[0], half[1])
+    built = y + nn.functional.linear(half[0], torch.kron(half[2], half[3]))
+    added = add_kronecker(y.clone(), half[0], w1, *sides(w1, w2))
+    assert added.dtype == torch.bfloat16
+    assert (added.float() - exact).norm() < (built.float() - exact).norm()
