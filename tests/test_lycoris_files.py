@@ -299,7 +299,9 @@ def test_what_files_of_lokr_cannot_be(tmp_path: Path) -> None:
             read_lora(tmp_path / "x.safetensors")
         assert "x.safetensors" in in_words(describe(tmp_path / "x.safetensors"))
     update = {"transformer_blocks.0.attn.to_q": LokrUpdate(factors, 24)}
-    with pytest.raises(UserError, match="to_q is LoKr, which equals a LoRA of rank 8. Give --rank.*--format lycoris"):
+    with pytest.raises(
+        UserError, match="to_q is LoKr, which equals a LoRA of rank 8. Give --rank 8,.*format lycoris"
+    ):
         write_lora(update, tmp_path / "y.safetensors", "kohya")
     with pytest.raises(UserError, match="to_q is LoRA; lycoris files hold LoKr or LoHa"):
         write_lora({layer: plain(u) for layer, u in update.items()}, tmp_path / "y.safetensors", "lycoris")

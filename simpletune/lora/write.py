@@ -54,10 +54,10 @@ def write_lora(
             raise UserError(f"{next(iter(low_rank))} is LoRA; lycoris files hold LoKr or LoHa. Use --format kohya")
         tensors = structured_tensors_of(others, kind)
     elif others:
-        layer, update = next(iter(others.items()))
+        layer, update = max(others.items(), key=lambda each: each[1].rank)
         raise UserError(
-            f"{layer} is {update.kind}, which equals a LoRA of rank {update.rank}. Give --rank, such as --rank 32, to "
-            "approximate it, or use --format lycoris"
+            f"{layer} is {update.kind}, which equals a LoRA of rank {update.rank}. Give --rank {update.rank}, or a "
+            "smaller one to approximate it, or use --format lycoris"
         )
     else:
         tensors = tensors_of(low_rank, written(updates, layout), kind)
