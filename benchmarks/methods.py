@@ -57,7 +57,7 @@ def stepper(adapter: Mapping[str, Any]) -> Callable[[], object]:
     """Assemble a few blocks with random weights and an adapter; return what takes a training step."""
     shapes = {**sd3_medium_config(), "num_layers": BLOCKS}
     overrides = ("device=cpu", "precision.weights=bf16", f"data.resolution={SIZE}", "optimizer.name=adamw")
-    config = with_adapter(SHIPPED[1], adapter, *overrides, "memory.checkpointing=none", "memory.modulation=resident")
+    config = with_adapter(SHIPPED[-1], adapter, *overrides, "memory.checkpointing=none", "memory.modulation=resident")
     config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"warmup_steps": 0})})
     model = fill(empty_transformer(shapes), RandomTensors(shapes, 1), config.precision, CPU, lambda name: False, "step")
     core = assemble(config, model, SingleProcess(CPU))

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import convolutions, estimate, inference, int8, memory, memory_row, prices, quality, vertex
+from benchmarks import convolutions, estimate, inference, int8, memory, memory_row, methods, prices, quality, vertex
 from benchmarks.table import Results, shown
 from simpletune.cards import Card
 from simpletune.estimate.predict import needed
@@ -265,6 +265,30 @@ def test_convolutions_are_measured_beside_frozen_ones(tmp_path: Path, monkeypatc
     assert row["plain_mib"] - row["int8_mib"] == pytest.approx(2 * one) and row["int8_mib"] >= 4 * one
     assert 0 < row["error"] < rows["small, batch 1, bf16"]["error"] < 2 and row["ratio"] > 0
     assert "| small, batch 1, bf16 |" in page
+
+
+COMMITTED_METHODS = Path(methods.__file__).parent / "results" / "cpu" / "methods.json"
+
+
+def test_the_committed_steps_of_lokr_meet_their_targets() -> None:
+    rows = json.loads(COMMITTED_METHODS.read_text())["rows"]
+    assert set(rows) >= set(methods.METHODS)
+    lokr = rows["lokr, factor 16, rank 16"]
+    assert lokr["parameters"] == 191 * (16 * 16 + 2 * 16 * 96) and lokr["ratio"] <= 1.15
+    assert all(lokr[f"{name}_ratio"] <= 1.05 for name in methods.SHIPPED)
+
+
+@pytest.mark.slow
+def test_other_adapters_are_measured_beside_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"BLOCKS": 1, "SIZE": 64, "ROUNDS": 2, "SHIPPED": methods.SHIPPED[1:]}.items():
+        monkeypatch.setattr(methods, name, value)
+    page = methods.run(tmp_path, 60, "rank 16").read_text()
+    (row,) = json.loads((tmp_path / "methods.json").read_text())["rows"].values()
+    committed = json.loads(COMMITTED_METHODS.read_text())["rows"]
+    expected = committed["lokr, factor 16, rank 16"]
+    for key in ("parameters", methods.SHIPPED[0], f"{methods.SHIPPED[0]}_ratio"):
+        assert row[key] == pytest.approx(expected[key], rel=0.01)
+    assert row["least"] <= row["ratio"] <= row["most"] and "| lokr, factor 16, rank 16 |" in page
 
 
 def test_the_counts_of_the_vertex_report_are_the_published_ones() -> None:

@@ -12,10 +12,12 @@ import pytest
 import tiny_sd15
 import torch
 from blocks import predict_velocity
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from simpletune.adapters import Adapter
 from simpletune.adapters.layers import ADAPTER, move_updates, rescale
 from simpletune.cli.main import main
 from simpletune.config.load import validate
@@ -114,6 +116,23 @@ def test_a_run_s_file_does_what_was_trained_here_and_in_comfyui(method: str, tin
         close(patched[name], tensor)
     same, lost = lycoris.forge(original, file)
     assert len(lost) == len(lycoris.modules(file)) and all(torch.equal(same[name], original[name]) for name in same)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "alpha"), [({"method": "lokr", "factor": 4, "rank": 3}, 3), ({"method": "loha", "rank": 5}, 5),
+                           ({"method": "lokr", "factor": 4, "rank": None}, 1)]
+)  # fmt: skip
+def test_a_file_s_alpha_is_the_rank(adapter: dict, alpha: int, tmp_path: Path) -> None:
+    """Every reader then applies scale 1, whether it divides by a rank or ignores alpha."""
+    method = TypeAdapter(Adapter).validate_python(adapter)
+    model = nn.ModuleDict({"transformer_blocks": nn.ModuleList([nn.ModuleDict({"attn": nn.Module()})])})
+    model.transformer_blocks[0]["attn"].to_q = nn.Linear(96, 64)
+    method.attach(model, seed=0)
+    file = load_file(method.export(model, tmp_path, {}))
+    assert {k.rpartition(".")[2] for k in file} == {*method.factor_shapes(64, 96), "alpha"}
+    assert [value.item() for key, value in file.items() if key.endswith(".alpha")] == [alpha]
+    (parts,) = lycoris.modules(file).values()
+    assert lycoris.scale({k: v for k, v in parts.items() if k != "alpha"}, alpha) == 1
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -299,9 +318,7 @@ def test_what_files_of_lokr_cannot_be(tmp_path: Path) -> None:
             read_lora(tmp_path / "x.safetensors")
         assert "x.safetensors" in in_words(describe(tmp_path / "x.safetensors"))
     update = {"transformer_blocks.0.attn.to_q": LokrUpdate(factors, 24)}
-    with pytest.raises(
-        UserError, match="to_q is LoKr, which equals a LoRA of rank 8. Give --rank 8,.*format lycoris"
-    ):
+    with pytest.raises(UserError, match="to_q is LoKr, which equals a LoRA of rank 8. Give --rank 8,.*format lycoris"):
         write_lora(update, tmp_path / "y.safetensors", "kohya")
     with pytest.raises(UserError, match="to_q is LoRA; lycoris files hold LoKr or LoHa"):
         write_lora({layer: plain(u) for layer, u in update.items()}, tmp_path / "y.safetensors", "lycoris")
