@@ -48,7 +48,10 @@ def stopped(tiny_config: dict, after: int = 4, **changes) -> Path:
 METHODS = {
     "lora": {"adapter": {"method": "lora", "rank": 2, "alpha": 3.0}},
     "lora with an average, bf16": {"adapter": {"method": "lora", "rank": 2, "dtype": "bf16"}, "ema": {"decay": 0.8}},
-    "lokr": {"adapter": {"method": "lokr", "factor": 4, "rank": 1}},
+    "lokr with an average": {
+        "adapter": {"method": "lokr", "factor": 4, "rank": 1, "dtype": "bf16"},
+        "ema": {"decay": 0.8},
+    },
     "full with an average": {"adapter": {"method": "full"}, "ema": {"decay": 0.8}},
     "partial": {"adapter": {"method": "partial", "layers": ["transformer_blocks.*.attn.*"]}},
 }

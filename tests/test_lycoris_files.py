@@ -46,6 +46,7 @@ METHODS: dict[str, dict] = {
     "lokr, whole": {"method": "lokr", "factor": 4, "rank": None, "targets": "all_linear"},
     "loha": {"method": "loha", "rank": 2, "targets": "all_linear"},
 }
+OTHER_UNETS = (("lokr", "sd2"), ("loha", "sd15"), ("lokr, whole", "sd15"))
 CPU = torch.device("cpu")
 FILE = "pytorch_lora_weights.safetensors"
 
@@ -365,8 +366,10 @@ def test_with_a_lora_at_strengths_on_one_model(tiny_config: dict, train_once, tm
     close(with_file(data, (tmp_path / "mix.safetensors", 1.0)), with_file(data, *summed))
 
 
-@pytest.mark.parametrize("version", ["sd15", "sd2"])
-@pytest.mark.parametrize("method", ["lokr", "loha"])
+@pytest.mark.parametrize(
+    ("method", "version"),
+    [("lokr", "sd15"), ("loha", "sd2"), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_UNETS)],
+)
 def test_of_a_u_net_comfyui_s_and_kohya_s_names(method, version, tiny_config, tmp_path) -> None:
     data = config_of(tiny_config, method)
     pipeline = tiny_sd15.build(tmp_path / version, version)
