@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from benchmarks.table import Results, describe_machine
 from simpletune.adapters import Adapter
@@ -18,12 +17,13 @@ from simpletune.estimate.simulate import simulate
 from simpletune.families.sd3.shapes import sd3_medium_config
 from simpletune.families.sd3.transformer import RandomTensors, empty_transformer
 from simpletune.models.weights import fill
+from simpletune.options import Json
 from simpletune.step.core import assemble
 from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.system.console import say
 
-LORA: dict[str, Any] = {"method": "lora", "rank": 16}
-METHODS: dict[str, dict[str, Any]] = {
+LORA: Json = {"method": "lora", "rank": 16}
+METHODS: dict[str, Json] = {
     "lokr, factor 16, rank 16": {"method": "lokr", "factor": 16, "rank": 16},
     "lokr, factor 16, whole": {"method": "lokr", "factor": 16, "rank": None},
     "lokr, factor 4, whole": {"method": "lokr", "factor": 4, "rank": None},
@@ -45,7 +45,7 @@ shipped configuration whose adapter is replaced; its LoRA is given rank 16 too. 
 step on fake tensors."""
 
 
-def with_adapter(shipped: str, adapter: Mapping[str, Any], *overrides: str) -> TrainConfig:
+def with_adapter(shipped: str, adapter: Json, *overrides: str) -> TrainConfig:
     """Read a shipped configuration and replace its adapter."""
     from pydantic import TypeAdapter
 
@@ -53,7 +53,7 @@ def with_adapter(shipped: str, adapter: Mapping[str, Any], *overrides: str) -> T
     return config.model_copy(update={"adapter": TypeAdapter(Adapter).validate_python(adapter)})
 
 
-def stepper(adapter: Mapping[str, Any]) -> Callable[[], object]:
+def stepper(adapter: Json) -> Callable[[], object]:
     """Assemble a few blocks with random weights and an adapter; return what takes a training step."""
     shapes = {**sd3_medium_config(), "num_layers": BLOCKS}
     overrides = ("device=cpu", "precision.weights=bf16", f"data.resolution={SIZE}", "optimizer.name=adamw")
@@ -65,7 +65,7 @@ def stepper(adapter: Mapping[str, Any]) -> Callable[[], object]:
     return lambda: core.step(batches)
 
 
-def measure(adapter: Mapping[str, Any]) -> dict[str, float]:
+def measure(adapter: Json) -> dict[str, float]:
     """Measure one method beside LoRA, in turns, and predict both peaks."""
     steps = {"lora": stepper(LORA), "step": stepper(adapter)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
