@@ -269,6 +269,7 @@ def test_in_bf16_it_is_nearer_to_the_exact_sum_than_a_built_difference() -> None
     half = [tensor.bfloat16() for tensor in (x, w, w1, w2)]
     y = nn.functional.linear(half[0], half[1])
     built = y + nn.functional.linear(half[0], torch.kron(half[2], half[3]))
-    added = add_kronecker(y.clone(), half[0], w1, *sides(w1, w2))
-    assert added.dtype == torch.bfloat16
+    reused = y.clone()
+    added = add_kronecker(reused, half[0], w1, *sides(w1, w2))
+    assert added.dtype == torch.bfloat16 and added.data_ptr() == reused.data_ptr()
     assert (added.float() - exact).norm() < (built.float() - exact).norm()

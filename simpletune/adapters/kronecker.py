@@ -45,7 +45,7 @@ class _Added(torch.autograd.Function):
             if wants_after:
                 grad_after = grad.view(-1, len(after)).t() @ torch.bmm(left, inner).view(-1, after.shape[1])
             grad = (grad.view(-1, len(after)) @ after).view(len(inner), len(w1), -1)  # [n, l, p]
-        grad_w1 = torch.bmm(grad, inner.transpose(1, 2)).sum(0, dtype=torch.float32)
+        grad_w1 = torch.bmm(grad, inner.transpose(1, 2)).sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
         if not (wants_x or wants_before):
             return grad_y, None, grad_w1, None, grad_after
         grad = torch.bmm(left.transpose(1, 2), grad).view(-1, grad.shape[2])  # [n m, p]
