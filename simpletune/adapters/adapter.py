@@ -58,6 +58,13 @@ class TrainingMethod(Option):
         """
         raise NotImplementedError
 
+    def lr_ratio(self, name: str) -> float:
+        """Return the factor on the learning rate of a trained parameter, by its name in the model."""
+        return 1.0
+
+    def constrain(self, model: nn.Module) -> None:
+        """Bring the trained parameters back within their bounds after an update. Must not read from the device."""
+
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
         """Restore the exact base model within this context. Only for methods that do not change the base."""
         raise NotImplementedError

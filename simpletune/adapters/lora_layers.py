@@ -8,6 +8,7 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
+from simpletune.adapters.dropout import UpdateDropout
 from simpletune.adapters.layers import ADAPTER
 from simpletune.adapters.lora_product import InPlaceLoraVariant
 
@@ -28,6 +29,12 @@ def compute_in_output_type(model: nn.Module, dtype: torch.dtype = torch.float32)
             layer.lora_variant[adapter] = InPlaceLoraVariant()
             for pair in (layer.lora_A, layer.lora_B):
                 pair[adapter].weight = nn.Parameter(pair[adapter].weight.detach().to(dtype))
+
+
+def drop_ranks(model: nn.Module, rank: float, module: float) -> None:
+    """Add dropout on the ranks of every update and on whole updates; see ``UpdateDropout``."""
+    for _, layer in lora_layers(model):
+        layer.update_dropout = UpdateDropout(rank, module)
 
 
 def lora_state(model: nn.Module) -> dict[str, Tensor]:

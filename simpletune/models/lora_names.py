@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 DOWN, UP, ALPHA = "down", "up", "alpha"
+MAGNITUDE, DORA_SCALE = "lora_magnitude_vector", "dora_scale"  # of DoRA: as diffusers and PEFT name it, and as others
 
 
 class LoraNames:
