@@ -192,7 +192,7 @@ class DoraLayer(UpdateLayer):
 
 
 def _ratio(magnitude: Tensor, norms: Tensor) -> Tensor:
-    return torch.where(norms > 0, magnitude / norms, 0)
+    return magnitude / torch.where(norms > 0, norms, torch.inf)
 
 
 def squared_norms(frozen: nn.Module) -> Tensor:  # fp32 [o]

@@ -1,0 +1,89 @@
+"""OFT: orthogonal fine-tuning, which turns the outputs of frozen layers (arXiv:2306.07280)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from simpletune.adapters.adapter import Shapes
+from simpletune.adapters.layer_method import LayerMethod
+from simpletune.adapters.targets import Targets
+from simpletune.models.lora_names import OFT
+from simpletune.options import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from simpletune.adapters.layers import UpdateLayer
+
+
+class Oft(LayerMethod):
+    """Train rotations of the outputs of frozen layers."""
+
+    method: Literal["oft"] = "oft"
+    """OFT: train orthogonal matrices that turn blocks of a layer's outputs, which keeps the norms and angles between
+    the weights of a block. ComfyUI loads the result, no other tool does."""
+    block_size: Annotated[int, Field(ge=2, le=256)] = 32
+    """Largest size of the blocks. Each layer uses the largest divisor of its number of outputs up to this. Parameters
+    grow with it, and so does what an update can express."""
+    targets: Targets = "attention"
+    """Layers to update, as for LoRA: attention, attention_qv, attention_image, attention_mlp, all_linear, or a list of
+    name endings such as ["attn.to_q", "ff.net.2"]."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Data type of the blocks, their gradients and the file. With bf16 keep optimizer.rounding stochastic, or small
+    changes are lost."""
+
+    def side(self, outputs: int) -> int:
+        """The size of the blocks of a layer."""
+        return next(side for side in range(min(self.block_size, outputs), 0, -1) if outputs % side == 0)
+
+    def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
+        """What is above the diagonal of each block, because a rotation needs no more."""
+        side = self.side(outputs)
+        return {"oft_triangle": (outputs // side, side * (side - 1) // 2)}
+
+    def initialised(self, outputs: int, inputs: int) -> dict[str, Tensor]:
+        """As for ``LayerMethod``."""
+        import torch
+
+        return {name: torch.zeros(shape) for name, shape in self.factor_shapes(outputs, inputs).items()}
+
+    def layer(self, base: nn.Module, factors: dict[str, Tensor]) -> UpdateLayer:
+        """As for ``LayerMethod``."""
+        from simpletune.adapters.oft_layer import OftLayer
+
+        return OftLayer(base, factors["oft_triangle"])
+
+    def describe(self, shapes: Shapes) -> str:
+        """Describe what is trained."""
+        sides = sorted({self.side(shapes[f"{name}.weight"][0]) for name in self.modules(shapes)})
+        return f"OFT in blocks of {', '.join(map(str, sides))}, on {self.counted(shapes)}"
+
+    def problems(self, shapes: Shapes) -> Iterator[Problem]:
+        """Report layers whose outputs have no blocks."""
+        yield from super().problems(shapes)
+        for name in self.modules(shapes):
+            if self.side(outputs := shapes[f"{name}.weight"][0]) == 1:
+                yield Problem(
+                    "adapter.block_size",
+                    f"{self.block_size}: no number from 2 to it divides the {outputs} outputs of {name}. Use a larger "
+                    "one, or other adapter.targets",
+                )
+                return
+
+    def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
+        """Write pytorch_lora_weights.safetensors under the keys that ComfyUI reads; without alpha, which it would take
+        for a limit of the rotation."""
+        from simpletune.adapters.layers import outer_layers
+        from simpletune.adapters.lora import OUTPUT
+        from simpletune.adapters.oft_layer import OftLayer
+        from simpletune.families.lora_names import update_layout
+        from simpletune.system.safetensors_file import write_safetensors
+
+        layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, OftLayer)}
+        layout = update_layout(layers)
+        state = {layout.key(name, OFT): layer.oft_blocks for name, layer in layers.items()}
+        return write_safetensors(state, folder / OUTPUT, metadata)

@@ -1,0 +1,82 @@
+"""OFT's layer: W' = R W, with an orthogonal R of blocks on the outputs (arXiv:2306.07280, Cayley's parameterisation).
+
+The paper rotates the inputs of a layer. Rotating the outputs is what ComfyUI reads, and needs the frozen layer's output
+alone, so it works over every precision too. Like the paper's it keeps all singular values of W.
+
+Shapes: n rows, o outputs in k blocks of d.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from simpletune.adapters.layers import ADAPTER, UpdateLayer, base_of
+from simpletune.tensors import all_tensors
+
+
+def turn(
+    triangle: Tensor,  # [k, d (d - 1) / 2]
+    side: int,  # d
+) -> Tensor:  # fp32 [k, d, d]
+    """R^T - I of every block, with R^T = (I + Q) (I - Q)^-1 and Q skew: 2 (I - Q)^-1 Q.
+
+    Without a check of the solution, which would read from the device: I - Q is never singular.
+    """
+    blocks = upper(triangle.float(), side)
+    skew = blocks - blocks.transpose(1, 2)
+    with torch.autocast(skew.device.type, enabled=False):
+        solved: Tensor = torch.linalg.solve_ex(torch.eye(side, device=skew.device) - skew, 2 * skew)[0]
+    return solved
+
+
+def upper(triangle: Tensor, side: int) -> Tensor:  # [k, d (d - 1) / 2] -> [k, d, d]
+    """Matrices with these numbers above the diagonal, row by row, and zeros elsewhere."""
+    rows, columns = torch.triu_indices(side, side, 1, device=triangle.device)
+    blocks = triangle.new_zeros(len(triangle), side, side)
+    return blocks.index_put((torch.arange(len(triangle), device=triangle.device)[:, None], rows, columns), triangle)
+
+
+def triangle_of(blocks: Tensor) -> Tensor:  # [k, d, d] -> [k, d (d - 1) / 2]
+    """The numbers above the diagonal of B - B^T, which is all that counts of a file's blocks."""
+    rows, columns = torch.triu_indices(blocks.shape[1], blocks.shape[1], 1)
+    return (blocks - blocks.transpose(1, 2))[:, rows, columns]
+
+
+class OftLayer(UpdateLayer):
+    """A frozen linear layer or 1x1 convolution whose outputs turn, block by block; at strength k W + k (R - I) W.
+
+    Args:
+        base_layer: the frozen layer.
+        triangle: [k, d (d - 1) / 2], what is above the diagonal of each block's Q.
+        adapter: name by which ``scaling`` holds the strength.
+    """
+
+    def __init__(self, base_layer: nn.Module, triangle: Tensor, adapter: str = ADAPTER):
+        super().__init__(base_layer, adapter)
+        device = next(tensor.device for tensor in all_tensors(base_layer))
+        self.oft_triangle = nn.Parameter(triangle.to(device))
+        assert self.shape is not None
+        self.side = self.shape[0] // len(triangle)
+
+    @property
+    def oft_blocks(self) -> Tensor:  # [k, d, d]
+        """The blocks as files hold them."""
+        return upper(self.oft_triangle.detach(), self.side)
+
+    def updated(self, y: Tensor, x: Tensor) -> Tensor:
+        """Add (R - I) W x; the bias does not turn."""
+        bias = base_of(self).bias
+        turned = self._turned(y if bias is None else y - bias.to(y.dtype))  # type: ignore[operator]
+        return torch.add(y, turned, alpha=self.strength)
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """W + k (R - I) W."""
+        rows = self._turned(weight.flatten(1).t()).t()
+        return weight + self.strength * rows.view_as(weight)
+
+    def _turned(self, z: Tensor) -> Tensor:  # [..., o] -> [..., o]
+        """Multiply each block of columns by R^T - I."""
+        rotation = turn(self.oft_triangle, self.side).to(z.dtype)
+        return torch.einsum("...kd,kde->...ke", z.unflatten(-1, (-1, self.side)), rotation).flatten(-2)
