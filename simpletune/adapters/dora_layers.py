@@ -32,13 +32,11 @@ class _Rescaled(torch.autograd.Function):
         x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
         down = x.flatten(0, -2) @ a.t()  # [n, r]
         rows = y.detach().view(-1, y.shape[-1])
-        rows.addcmul_(rows, delta.to(y.dtype))
         if bias is None:
-            rows.addmm_(down, b.t())
-        else:  # one more column of the product subtracts delta bias
-            constant = -(delta * bias).to(y.dtype)
-            ones = torch.ones_like(down[:, :1])
-            rows.addmm_(torch.cat([down, ones], 1), torch.cat([b, constant[:, None]], 1).t())
+            rows.addcmul_(rows, delta.to(y.dtype))
+        else:
+            rows.lerp_(bias.to(y.dtype), -delta.to(y.dtype))  # y + delta (y - bias), rounded once
+        rows.addmm_(down, b.t())
         ctx.save_for_backward(x, down, a, b, delta, y.detach(), *([] if bias is None else [bias]))
         return y.view_as(y)
 
@@ -80,8 +78,9 @@ def rescaled(
     """
     if torch.compiler.is_compiling() or not y.is_contiguous():
         x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
-        centred = y if bias is None else y - bias.to(y.dtype)
-        return torch.addcmul(y, centred, delta.to(y.dtype)) + F.linear(F.linear(x, a), b)
+        delta = delta.to(y.dtype)
+        scaled = torch.addcmul(y, y, delta) if bias is None else torch.lerp(y, bias.to(y.dtype), -delta)
+        return scaled + F.linear(F.linear(x, a), b)
     found: Tensor = _Rescaled.apply(y, x, a, b, delta, bias)
     return found
 
