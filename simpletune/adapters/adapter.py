@@ -58,6 +58,11 @@ class TrainingMethod(Option):
         """
         raise NotImplementedError
 
+    @property
+    def has_lr_ratios(self) -> bool:
+        """Whether ``lr_ratio`` differs between parameters."""
+        return False
+
     def lr_ratio(self, name: str) -> float:
         """Return the factor on the learning rate of a trained parameter, by its name in the model."""
         return 1.0

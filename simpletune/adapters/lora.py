@@ -105,6 +105,11 @@ class Lora(TargetedMethod):
         if self.rank_dropout or self.module_dropout:
             drop_ranks(model, self.rank_dropout, self.module_dropout)
 
+    @property
+    def has_lr_ratios(self) -> bool:
+        """Whether second factors have their own learning rate."""
+        return self.b_lr_ratio != 1
+
     def lr_ratio(self, name: str) -> float:
         """Return ``b_lr_ratio`` for second factors."""
         return self.b_lr_ratio if ".lora_B." in name else 1.0

@@ -11,7 +11,7 @@ from pydantic import Field
 from simpletune.adapters.adapter import Shapes
 from simpletune.adapters.layer_method import LayerMethod
 from simpletune.adapters.targets import Targets
-from simpletune.models.lora_names import OFT
+from simpletune.models.lora_names import OFT_BLOCKS
 from simpletune.options import Problem
 
 if TYPE_CHECKING:
@@ -85,5 +85,5 @@ class Oft(LayerMethod):
 
         layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, OftLayer)}
         layout = update_layout(layers)
-        state = {layout.key(name, OFT): layer.oft_blocks for name, layer in layers.items()}
+        state = {layout.key(name, OFT_BLOCKS): layer.oft_blocks for name, layer in layers.items()}
         return write_safetensors(state, folder / OUTPUT, metadata)

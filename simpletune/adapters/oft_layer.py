@@ -67,16 +67,22 @@ class OftLayer(UpdateLayer):
     def updated(self, y: Tensor, x: Tensor) -> Tensor:
         """Add (R - I) W x; the bias does not turn."""
         bias = base_of(self).bias
-        turned = self._turned(y if bias is None else y - bias.to(y.dtype))  # type: ignore[operator]
+        turned = _turned(y if bias is None else y - bias.to(y.dtype), self.oft_triangle)  # type: ignore[operator]
         return torch.add(y, turned, alpha=self.strength)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """W + k (R - I) W."""
-        rows = self._turned(weight.flatten(1).t()).t()
-        return weight + self.strength * rows.view_as(weight)
+        return weight + self.strength * turned_rows(weight.flatten(1), self.oft_triangle).view_as(weight)
 
-    def _turned(self, z: Tensor) -> Tensor:  # [..., o] -> [..., o]
-        """Multiply each block of columns by R^T - I."""
-        rotation = turn(self.oft_triangle, self.side).to(z.dtype)
-        return torch.einsum("...kd,kde->...ke", z.unflatten(-1, (-1, self.side)), rotation).flatten(-2)
+
+def turned_rows(weight: Tensor, triangle: Tensor) -> Tensor:  # [o, i], [k, d (d - 1) / 2] -> [o, i]
+    """(R - I) W."""
+    return _turned(weight.t(), triangle).t()
+
+
+def _turned(z: Tensor, triangle: Tensor) -> Tensor:  # [..., o] -> [..., o]
+    """Multiply each block of columns by its R^T - I."""
+    side = z.shape[-1] // len(triangle)
+    rotation = turn(triangle, side).to(z.dtype)
+    return torch.einsum("...kd,kde->...ke", z.unflatten(-1, (-1, side)), rotation).flatten(-2)

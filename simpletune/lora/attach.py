@@ -18,7 +18,7 @@ from simpletune.families.lora_names import title_of
 from simpletune.lora.families import MEDIUM_35
 from simpletune.lora.header import open_lora
 from simpletune.lora.read import updates_of
-from simpletune.lora.structured import AnyUpdates, Structured
+from simpletune.lora.structured import AnyUpdates, Structured, fits
 from simpletune.lora.updates import Update, Updates
 from simpletune.options import UserError, plural, shortened
 
@@ -108,7 +108,7 @@ def require_layers(place: str, updates: AnyUpdates, model: nn.Module) -> None:
         )
     for name, update in updates.items():
         expected = shapes[name][:2]
-        if update.shape != expected:
+        if not fits(update, expected):
             raise UserError(
                 f"{place}: {name} has {update.shape[1]} inputs and {update.shape[0]} outputs; "
                 f"this model has {expected[1]} and {expected[0]}. It belongs to another model"

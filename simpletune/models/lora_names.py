@@ -13,7 +13,7 @@ from typing import ClassVar
 
 DOWN, UP, ALPHA = "down", "up", "alpha"
 MAGNITUDE, DORA_SCALE = "lora_magnitude_vector", "dora_scale"  # of DoRA: as diffusers and PEFT name it, and as others
-OFT = "oft_blocks"
+OFT_BLOCKS = "oft_blocks"
 
 
 class LoraNames:

@@ -1,0 +1,161 @@
+"""Updates that depend on the weight they change: DoRA and OFT. Alone they are no matrix that could be added.
+
+Shapes: o outputs, i inputs, r rank, k blocks of d outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from simpletune.adapters.dora_layers import DoraLayer
+from simpletune.adapters.layers import UpdateLayer
+from simpletune.adapters.oft_layer import OftLayer, triangle_of, turned_rows
+from simpletune.lora.kinds import DORA, OFT
+from simpletune.lora.updates import Update, split, swap_halves
+from simpletune.models.lora_names import OFT_BLOCKS
+
+
+@dataclass(frozen=True)
+class DoraUpdate:
+    """m (W + s B A) / ||W + s B A||, by rows.
+
+    Args:
+        update: s B A.
+        magnitude: m [o], or None if the file tells only ``relative``.
+        relative: m ||W|| / ||W + s B A|| [o], which needs no norm of the sum: ``dora_scale`` as made for ComfyUI.
+    """
+
+    update: Update
+    magnitude: Tensor | None = None
+    relative: Tensor | None = None
+    kind: ClassVar[str] = DORA
+    is_own: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(o, i), the shape of the layer's weight."""
+        return self.update.shape
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.update.rank
+
+    @property
+    def dim(self) -> int:
+        """What readers divide alpha by: r."""
+        return self.update.rank
+
+    @property
+    def scale(self) -> float:
+        """s."""
+        return self.update.scale
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether the layer is a 1x1 convolution."""
+        return self.update.pointwise
+
+    def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
+        """W' - W for a weight."""
+        turned = weight + self.update.delta()
+        if self.magnitude is not None:
+            gain = _ratio(self.magnitude, turned.norm(dim=1))
+        else:
+            assert self.relative is not None
+            gain = _ratio(self.relative, weight.norm(dim=1))
+        return gain[:, None] * turned - weight
+
+    def layer(self, base: nn.Module, adapter: str) -> UpdateLayer:
+        """A frozen layer with this update, whose norms are settled."""
+        layer = DoraLayer(base, self.rank, self.scale, adapter=adapter)
+        with torch.no_grad():
+            layer.lora_A.weight.copy_(self.update.down)
+            layer.lora_B.weight.copy_(self.update.up)
+            if self.magnitude is not None:
+                layer.magnitude.copy_(self.magnitude)
+            else:
+                assert self.relative is not None
+                own = layer.magnitude.detach().clone()  # ||W||
+                layer.magnitude.copy_(_ratio(self.relative.to(own.device) * layer.exact_norms(), own))
+        layer.settle()
+        return layer
+
+    def parts(self, count: int) -> list[DoraUpdate]:
+        """The updates of the layers that a fused one stacks."""
+        parts: Sequence[Update | None] = split(self.update, count)
+        whole = [replace(self.update, up=up.contiguous()) for up in self.update.up.chunk(count)]
+        vectors = [[None] * count if v is None else v.chunk(count) for v in (self.magnitude, self.relative)]
+        return [
+            DoraUpdate(part or other, *two) for part, other, *two in zip(parts, whole, *vectors, strict=True)
+        ]  # fmt: skip
+
+    def swapped(self) -> DoraUpdate:
+        """The update with the halves of its outputs exchanged."""
+        vectors = (None if v is None else torch.cat(v.chunk(2)[::-1]) for v in (self.magnitude, self.relative))
+        return DoraUpdate(swap_halves(self.update), *vectors)
+
+
+@dataclass(frozen=True)
+class OftUpdate:
+    """R W, with an orthogonal R of blocks on the outputs.
+
+    Args:
+        blocks: [k, d, d]; only B - B^T counts.
+    """
+
+    blocks: Tensor
+    kind: ClassVar[str] = OFT
+    is_own: ClassVar[bool] = True
+    scale: ClassVar[float] = 1.0
+    pointwise: ClassVar[bool] = False
+    dim: ClassVar[None] = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(o, 0): the blocks do not tell the inputs."""
+        return self.blocks.shape[0] * self.blocks.shape[1], 0
+
+    @property
+    def rank(self) -> int:
+        """The largest rank that the update can have."""
+        return self.shape[0]
+
+    def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
+        """(R - I) W."""
+        return turned_rows(weight, triangle_of(self.blocks.float()))
+
+    def layer(self, base: nn.Module, adapter: str) -> UpdateLayer:
+        """A frozen layer with this update."""
+        return OftLayer(base, triangle_of(self.blocks.float()), adapter)
+
+    def saved(self) -> tuple[dict[str, Tensor], None]:
+        """The factors for a file, without alpha, which readers would take for a limit of the rotation."""
+        return {OFT_BLOCKS: self.blocks}, None
+
+    def parts(self, count: int) -> list[OftUpdate]:
+        """The updates of the layers that a fused one stacks."""
+        return [OftUpdate(blocks) for blocks in self.blocks.chunk(count)]
+
+    def swapped(self) -> OftUpdate:
+        """The update with the halves of its outputs exchanged."""
+        return OftUpdate(torch.cat(self.blocks.chunk(2)[::-1]))
+
+
+WeightUpdate = DoraUpdate | OftUpdate
+
+
+def limited(blocks: Tensor, alpha: float | None) -> Tensor:
+    """OFT's blocks with ||B - B^T|| at most alpha, as ComfyUI limits them; without alpha, or 0, unchanged."""
+    norm = float((blocks - blocks.transpose(1, 2)).norm())
+    return blocks * (alpha / norm) if alpha and norm > alpha > 0 else blocks
+
+
+def _ratio(value: Tensor, norms: Tensor) -> Tensor:
+    """A division by norms that gives 0 for rows of zeros."""
+    return value / torch.where(norms > 0, norms, torch.inf)
