@@ -92,9 +92,10 @@ def test_output_gradients_and_weight_are_those_of_the_definition(kind: str, bias
     shape = (OUT, IN, 1, 1) if kind == "conv" else (OUT, IN)
     half = layer.merged(w.float().view(shape)).double().view(OUT, IN)
     torch.testing.assert_close(half, w + 0.4 * (merged - w), rtol=1e-5, atol=1e-6)
-    bent = F.linear(x.detach().double(), half) if kind != "conv" else F.conv2d(x.detach().double(), half[..., None, None])
-    offset = 0 if not bias else base_of(layer).bias.double().view(-1, *([1, 1] if kind == "conv" else []))  # type: ignore
-    torch.testing.assert_close(layer(x.detach()).double(), bent + offset, rtol=1e-5, atol=1e-5)
+    base: Any = base_of(layer)
+    wide, offset = x.detach().double(), None if base.bias is None else base.bias.double()
+    bent = F.conv2d(wide, half[..., None, None], offset) if kind == "conv" else F.linear(wide, half, offset)
+    torch.testing.assert_close(layer(x.detach()).double(), bent, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_of_the_product_in_place_are_those_of_the_expression() -> None:

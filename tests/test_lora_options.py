@@ -12,11 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from simpletune.adapters.dora import Dora
-from simpletune.adapters.dropout import UpdateDropout
 from simpletune.adapters.layers import ADAPTER
 from simpletune.adapters.lora import Lora
-from simpletune.adapters.lora_layers import lora_layers
-from simpletune.adapters.norms import limit_norms, product_norm, row_norms
+from simpletune.adapters.lora_layers import UpdateDropout, limit_norms, lora_layers, product_norm, row_norms
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.optim.in_backward import step_in_backward
@@ -30,8 +28,14 @@ OPTIMIZERS = union_of(TrainConfig.model_fields["optimizer"]).members
 
 
 @pytest.mark.parametrize(
-    ("fields", "scale"), [({}, 1), ({"alpha": 8.0}, 0.5), ({"rank_stabilized": True}, 4), ({"alpha": 8.0, "rank_stabilized": True}, 2)]
-)  # fmt: skip
+    ("fields", "scale"),
+    [
+        ({}, 1),
+        ({"alpha": 8.0}, 0.5),
+        ({"rank_stabilized": True}, 4),
+        ({"alpha": 8.0, "rank_stabilized": True}, 2),
+    ],
+)
 def test_scales_by_hand(fields: dict, scale: float) -> None:
     adapter = Lora(rank=16, **fields)
     model = transformer(FP32())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.adapters.adapter import Shapes
 from simpletune.adapters.lora import OUTPUT, Lora
 from simpletune.families.lora_names import result_layout
+from simpletune.models.lora_names import DORA_MARK
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 class Dora(Lora):
     """Train directions by low-rank updates and magnitudes by a number for each output."""
 
+    title: ClassVar[str] = "DoRA"
     method: Literal["dora"] = "dora"  # type: ignore[assignment]  # the tag of this member
     """DoRA: weight-decomposed LoRA, m (W + s B A) / ||W + s B A|| with a trained magnitude m for each output. The
     result is a LoRA file with magnitudes; docs/methods.md says which tools apply it exactly."""
@@ -52,13 +54,12 @@ class Dora(Lora):
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write pytorch_lora_weights.safetensors, which ComfyUI applies exactly; of SD3 diffusers does too."""
-        from simpletune.adapters.dora_file import MARK, tensors_of_layer
         from simpletune.system.safetensors_file import write_safetensors
 
         layers = list(dora_layers(model))
         layout = result_layout([name for name, _ in layers])
-        state = {k: v for name, layer in layers for k, v in tensors_of_layer(name, layer, layout).items()}
-        return write_safetensors(state, folder / OUTPUT, {**metadata, **MARK})
+        state = {layout.key(name, role): v for name, layer in layers for role, v in layer.saved(layout).items()}
+        return write_safetensors(state, folder / OUTPUT, {**metadata, **DORA_MARK})
 
 
 def dora_layers(model: nn.Module) -> Iterator[tuple[str, DoraLayer]]:

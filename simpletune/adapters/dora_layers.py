@@ -1,6 +1,11 @@
 """DoRA's layer: W' = m (W + s B A) / ||W + s B A||, with one norm and one magnitude for each output (arXiv:2402.09353).
 
-The norm is a constant of the backward pass (section 4.3 of the paper) and needs no weight: see ``norms.row_norms``.
+The norm is a constant of the backward pass (section 4.3 of the paper) and needs no weight: see ``row_norms``.
+
+In a file diffusers (PEFT) reads the magnitude m and divides by ||W + s B A||. ComfyUI does not know that key; its own,
+``dora_scale``, it divides by ||W|| instead (ComfyUI #15458). So ``dora_scale`` is written as m ||W|| / ||W + s B A||,
+by which ComfyUI computes the trained weight W', and W + k (W' - W) at strength k. diffusers drops that key of SD3's
+files. Only diffusers' layout has both: of a U-Net's kohya layout diffusers takes ``dora_scale`` for m.
 
 Shapes: n rows (samples x tokens), i inputs, o outputs, r rank; of convolutions b samples.
 """
@@ -14,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from simpletune.adapters.dropout import UpdateDropout
 from simpletune.adapters.layers import ADAPTER, UpdateLayer, base_of, shape_of
-from simpletune.adapters.norms import row_norms
+from simpletune.adapters.lora_layers import UpdateDropout, row_norms
+from simpletune.models.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, UP, Layout
 from simpletune.quant.unpack import row_blocks
 
 
@@ -174,6 +179,19 @@ class DoraLayer(UpdateLayer):
     def settle(self) -> None:
         """Fix the norms, which makes drawing as fast as with LoRA; the update must not change any more."""
         self.gain = self.exact_gains()
+
+    def saved(self, layout: Layout) -> dict[str, Tensor]:
+        """The tensors for a file by role; diffusers' layout gets the scale folded into B, kohya's gets alpha."""
+        down, up = self.lora_A.weight.detach(), self.lora_B.weight.detach()
+        if not layout.alpha:
+            up = (up.float() * self.scale).to(up.dtype)
+        relative = self.exact_gains() * self.squares.sqrt()
+        state = {DOWN: down, UP: up, DORA_SCALE: relative[:, None]}
+        if self.pointwise:
+            state = {role: tensor[:, :, None, None] for role, tensor in state.items()}
+        if layout.alpha:
+            return state | {ALPHA: torch.tensor(self.scale * down.shape[0])}
+        return state | {MAGNITUDE: self.magnitude.detach()}
 
     def updated(self, y: Tensor, x: Tensor) -> Tensor:
         """Add k (W' - W) x: gain - 1 times the frozen layer's output without its bias, and gain s B A x."""

@@ -116,7 +116,7 @@ class Lora(TargetedMethod):
 
     def constrain(self, model: nn.Module) -> None:
         """Apply ``max_norm``."""
-        from simpletune.adapters.norms import limit_norms
+        from simpletune.adapters.lora_layers import limit_norms
 
         if self.max_norm is not None:
             limit_norms(self.factors(model), self.scale, self.max_norm)

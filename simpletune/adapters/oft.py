@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class Oft(LayerMethod):
     """Train rotations of the outputs of frozen layers."""
 
+    title: ClassVar[str] = "OFT"
     method: Literal["oft"] = "oft"
     """OFT: train orthogonal matrices that turn blocks of a layer's outputs, which keeps the norms and angles between
     the weights of a block. ComfyUI loads the result, no other tool does."""

@@ -17,6 +17,7 @@ from simpletune.adapters.lora_layers import compute_in_output_type, lora_layers
 from simpletune.families.lora_names import title_of
 from simpletune.lora.families import MEDIUM_35
 from simpletune.lora.header import open_lora
+from simpletune.lora.of_weight import WeightUpdate
 from simpletune.lora.read import updates_of
 from simpletune.lora.structured import AnyUpdates, Structured, fits
 from simpletune.lora.updates import Update, Updates
@@ -44,7 +45,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         UserError: keys match no layer, shapes belong to another model, or ``read_lora`` refuses a file.
     """
     names = [ADAPTER if number == 0 else f"{ADAPTER}_{number}" for number in range(len(loras))]
-    structured: list[tuple[str, str, Structured, float]] = []
+    structured: list[tuple[str, str, Structured | WeightUpdate, float]] = []
     for name, (file, scale) in zip(names, loras, strict=True):
         header = open_lora(file)
         updates = updates_of(header)

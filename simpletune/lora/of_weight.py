@@ -5,7 +5,7 @@ Shapes: o outputs, i inputs, r rank, k blocks of d outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,7 +17,8 @@ from simpletune.adapters.layers import UpdateLayer
 from simpletune.adapters.oft_layer import OftLayer, triangle_of, turned_rows
 from simpletune.lora.kinds import DORA, OFT
 from simpletune.lora.updates import Update, split, swap_halves
-from simpletune.models.lora_names import OFT_BLOCKS
+from simpletune.models.lora_names import DORA_SCALE, MAGNITUDE, OFT_BLOCKS, Layout
+from simpletune.options import UserError
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ class OftUpdate:
         return OftUpdate(torch.cat(self.blocks.chunk(2)[::-1]))
 
 
+MERGE = "Merge it into its base with simpletune merge"
 WeightUpdate = DoraUpdate | OftUpdate
 
 
@@ -159,3 +161,56 @@ def limited(blocks: Tensor, alpha: float | None) -> Tensor:
 def _ratio(value: Tensor, norms: Tensor) -> Tensor:
     """A division by norms that gives 0 for rows of zeros."""
     return value / torch.where(norms > 0, norms, torch.inf)
+
+
+def lora_of(updates: Mapping[str, DoraUpdate]) -> dict[str, Update]:
+    """The low-rank updates without their magnitudes."""
+    return {layer: update.update for layer, update in updates.items()}
+
+
+def magnitudes_of(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, Tensor]:
+    """The tensors of a file by which tools scale the updated rows, by key; fp32, because rounding them changes rows.
+
+    diffusers' layout gets ``lora_magnitude_vector`` for diffusers and, if known, ``dora_scale`` for ComfyUI; the
+    others, which only ComfyUI reads, ``dora_scale``.
+
+    Raises:
+        UserError: the file does not tell what this layout needs, or has only a part of a fused q, k, v.
+    """
+    for layer, update in updates.items():
+        if layout.alpha and update.relative is None:
+            raise UserError(
+                f"{layer} has a magnitude but no norm of its base's rows, which ComfyUI's dora_scale needs. {MERGE}"
+            )
+        if not layout.alpha and update.magnitude is None:
+            raise UserError(f"{layer} has only ComfyUI's dora_scale, from which diffusers cannot apply it. {MERGE}")
+    tensors = {}
+    scales = {layer: update.relative for layer, update in updates.items() if update.relative is not None}
+    for module, vector in (_fused(scales, updates, layout) if layout.original else scales).items():
+        sides = (1, 1, 1) if module in updates and updates[module].pointwise else (1,)
+        tensors[layout.key(module, DORA_SCALE)] = vector.float().view(-1, *sides).clone()
+    for layer, update in updates.items():
+        if not layout.alpha and update.magnitude is not None:
+            tensors[layout.key(layer, MAGNITUDE)] = update.magnitude.float().clone()
+    return tensors
+
+
+def _fused(scales: Mapping[str, Tensor], updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, Tensor]:
+    """Vectors under the original names, with those of q, k and v stacked."""
+    found: dict[str, Tensor] = {}
+    thirds: dict[str, dict[int, Tensor]] = {}
+    for layer, vector in scales.items():
+        module, third = layout.names.original(layer)
+        if third is not None:
+            thirds.setdefault(module, {})[third] = vector
+        else:
+            swapped = layout.names.halves_swapped(layer, *updates[layer].shape)
+            found[module] = torch.cat(vector.chunk(2)[::-1]) if swapped else vector
+    for module, parts in thirds.items():
+        if len(parts) < 3:
+            raise UserError(
+                f"{module} fuses q, k and v, and this DoRA has {len(parts)} of them; the norms of the others' rows are "
+                "unknown. Use --format diffusers, which ComfyUI reads too"
+            )
+        found[module] = torch.cat([parts[number] for number in range(3)])
+    return found

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.adapters.dora_file import MARK
 from simpletune.lora.families import SD15
 from simpletune.lora.header import LoraHeader, Module, open_lora
 from simpletune.lora.kinds import DORA, DORA_ROLES, LOKR, LORA, OFT
@@ -16,7 +15,7 @@ from simpletune.lora.of_weight import DoraUpdate, OftUpdate, limited
 from simpletune.lora.settings import DAMAGED
 from simpletune.lora.structured import AnyUpdate, LohaUpdate, LokrUpdate
 from simpletune.lora.updates import Update, split, swap_halves
-from simpletune.models.lora_names import DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP
+from simpletune.models.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP
 from simpletune.options import UserError, plural
 from simpletune.system.console import say
 
@@ -109,7 +108,7 @@ def _dora(header: LoraHeader, factors: Mapping[str, Tensor], scale: float) -> Do
     down, up = factors[DOWN], factors[UP]
     update = Update(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
     vectors = {role: factors[role].flatten().float() for role in DORA_ROLES if role in factors}
-    made_for_comfyui = MARK.items() <= header.metadata.items()
+    made_for_comfyui = DORA_MARK.items() <= header.metadata.items()
     relative = vectors.get(DORA_SCALE) if made_for_comfyui else None
     magnitude = vectors.get(MAGNITUDE, None if made_for_comfyui else vectors.get(DORA_SCALE))
     return DoraUpdate(update, magnitude, relative)

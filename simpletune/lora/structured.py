@@ -191,12 +191,26 @@ def plain(update: AnyUpdate) -> Update:
     Raises:
         UserError: the update depends on the weight.
     """
+    independent = _independent(update)
+    return independent if isinstance(independent, Update) else independent.plain()
+
+
+def delta_of(update: AnyUpdate) -> Tensor:  # fp32 [o, i]
+    """The matrix that an update adds to any weight.
+
+    Raises:
+        UserError: the update depends on the weight.
+    """
+    return _independent(update).delta()
+
+
+def _independent(update: AnyUpdate) -> Update | Structured:
     if isinstance(update, WeightUpdate):
         raise UserError(
             f"{update.kind} depends on the weights that it changes, so it is no LoRA by itself. Merge it into its base "
             "with simpletune merge, then use simpletune extract"
         )
-    return update if isinstance(update, Update) else update.plain()
+    return update
 
 
 def difference(update: AnyUpdate, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]

@@ -1,4 +1,4 @@
-"""Write updates as a LoRA file in diffusers', kohya's or ComfyUI's layout, or LoKr and LoHa in LyCORIS's."""
+"""Write updates as a LoRA file in diffusers', kohya's or ComfyUI's layout, or LoKr, LoHa and OFT in LyCORIS's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch import Tensor
 from simpletune.families.lora_names import names_of, update_layout
 from simpletune.lora.header import ADAPTER_METADATA, natural
 from simpletune.lora.layouts import written
+from simpletune.lora.of_weight import DoraUpdate, OftUpdate, lora_of, magnitudes_of
 from simpletune.lora.structured import AnyUpdates, Structured
 from simpletune.lora.updates import Update, Updates, fuse, swap_halves
-from simpletune.models.lora_names import ALPHA, DOWN, UP, Layout, LoraNames
+from simpletune.models.lora_names import ALPHA, DORA_MARK, DOWN, UP, Layout, LoraNames
 from simpletune.options import UserError
 from simpletune.system.safetensors_file import write_safetensors
 
@@ -35,7 +36,7 @@ def write_lora(
     Args:
         updates: updates by diffusers' layer name.
         file: the target.
-        layout: ``diffusers``, ``kohya`` or ``comfy`` for LoRA; ``lycoris`` for LoKr and LoHa.
+        layout: ``diffusers``, ``kohya`` or ``comfy`` for LoRA and DoRA; ``lycoris`` for LoKr, LoHa and OFT.
         dtype: ``fp32``, ``fp16`` or ``bf16``; None keeps their types.
         metadata: strings for the header.
 
@@ -48,10 +49,11 @@ def write_lora(
         raise UserError(f"{file} must end in .safetensors, by which tools recognise the format. Rename it")
     kind = DTYPES[dtype] if dtype else None
     low_rank = {layer: update for layer, update in updates.items() if isinstance(update, Update)}
-    others = {layer: update for layer, update in updates.items() if not isinstance(update, Update)}
+    dora = {layer: update for layer, update in updates.items() if isinstance(update, DoraUpdate)}
+    others = {layer: u for layer, u in updates.items() if not isinstance(u, Update | DoraUpdate)}
     if layout == "lycoris":
-        if low_rank:
-            raise UserError(f"{next(iter(low_rank))} is LoRA; lycoris files hold LoKr or LoHa. Use --format kohya")
+        for layer in (*low_rank, *dora):
+            raise UserError(f"{layer} is {updates[layer].kind}; lycoris files hold LoKr, LoHa, OFT. Use --format kohya")
         tensors = structured_tensors_of(others, kind)
     elif others:
         layer, update = max(others.items(), key=lambda each: each[1].rank)
@@ -60,12 +62,14 @@ def write_lora(
             "smaller one to approximate it, or use --format lycoris"
         )
     else:
-        tensors = tensors_of(low_rank, written(updates, layout), kind)
+        chosen = written(updates, layout)
+        tensors = tensors_of({**low_rank, **lora_of(dora)}, chosen, kind) | magnitudes_of(dora, chosen)
     spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if spoilt:
         raise UserError(f"{file}: {spoilt[0]} {overflow(dtype)}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    extra = _adapter_metadata(low_rank, names_of(updates).denoiser) if layout == "diffusers" else {}
+    extra = _adapter_metadata(low_rank, names_of(updates).denoiser) if layout == "diffusers" and not dora else {}
+    extra |= DORA_MARK if dora else {}
     return write_safetensors(tensors, file, {**metadata, **extra})
 
 
@@ -97,8 +101,10 @@ def tensors_of(updates: Updates, layout: Layout, dtype: torch.dtype | None = Non
     return tensors
 
 
-def structured_tensors_of(updates: Mapping[str, Structured], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The tensors of a file with LoKr or LoHa, by key: diffusers' layers under the names that ComfyUI reads.
+def structured_tensors_of(
+    updates: Mapping[str, Structured | OftUpdate], dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The tensors of a file with LoKr, LoHa or OFT, by key: diffusers' layers under the names that ComfyUI reads.
 
     Raises:
         UserError: a layer has only rows of a LoKr that was trained on a fused layer.
@@ -115,7 +121,8 @@ def structured_tensors_of(updates: Mapping[str, Structured], dtype: torch.dtype 
         factors, alpha = update.saved()
         for name, factor in factors.items():
             tensors[layout.key(layer, name)] = factor.to(dtype or factor.dtype, copy=True).contiguous()
-        tensors[layout.key(layer, ALPHA)] = torch.tensor(alpha, dtype=torch.float32)
+        if alpha is not None:
+            tensors[layout.key(layer, ALPHA)] = torch.tensor(alpha, dtype=torch.float32)
     return tensors
 
 

@@ -34,5 +34,5 @@ def row_blocks(layer: nn.Module, outputs: int, rows: int = ROWS) -> Iterator[Ten
         return
     weight = layer.get_parameter("weight").detach()
     if hasattr(weight, "qtype"):  # quanto's
-        weight = weight.dequantize()  # type: ignore[no-untyped-call]
+        weight = weight.dequantize()
     yield from (block.flatten(1).float() for block in weight.split(rows))

@@ -7,8 +7,8 @@ in float64.
 - OFT (arXiv:2306.07280): an orthogonal R by Cayley's transform of a skew Q; here on the outputs, R W.
 - ComfyUI (``comfy/weight_adapter``, 2025-10): ``dora_scale`` with as many rows as the weight is divided by the norms
   of the rows of the *old* weight; any other by those of the columns of the new one; strength k gives W + k (W' - W).
-  ``oft_blocks`` B: Q = B - B^T, r = (I + Q) (I - Q)^-1, W'_m = sum over n of r[n, m] W_n, and k twice: W + k^2 (W' - W);
-  ``alpha`` above 0 limits the norm of Q.
+  ``oft_blocks`` B: Q = B - B^T, r = (I + Q) (I - Q)^-1, W'_m = sum over n of r[n, m] W_n, and k counts
+  twice: W + k^2 (W' - W); ``alpha`` above 0 limits the norm of Q.
 - Forge (``backend/patcher/lora.py``, 2025-06): ``dora_scale`` is always divided by the norms of the columns.
 """
 
@@ -70,7 +70,10 @@ def comfy(w: Tensor, file: dict[str, Tensor], module: str, strength: float = 1.0
         alpha = own["alpha"].item() if f"{module}.alpha" in file else None
         return comfy_oft(w, own["oft_blocks"], strength, alpha)
     kohya = "lora_up.weight" in own
-    up, down = own["lora_up.weight" if kohya else "lora_B.weight"], own["lora_down.weight" if kohya else "lora_A.weight"]
+    up, down = (
+        own["lora_up.weight" if kohya else "lora_B.weight"],
+        own["lora_down.weight" if kohya else "lora_A.weight"],
+    )
     up, down = up.flatten(1), down.flatten(1)
     scale = own["alpha"].item() / len(down) if f"{module}.alpha" in file else 1.0
     if f"{module}.dora_scale" in file:
