@@ -58,7 +58,7 @@ class Dora(Lora):
 
         layers = list(dora_layers(model))
         layout = result_layout([name for name, _ in layers])
-        state = {layout.key(name, role): v for name, layer in layers for role, v in layer.saved(layout).items()}
+        state = {layout.key(name, role): v for name, layer in layers for role, v in layer.saved(name, layout).items()}
         return write_safetensors(state, folder / OUTPUT, {**metadata, **DORA_MARK})
 
 

@@ -180,12 +180,16 @@ class DoraLayer(UpdateLayer):
         """Fix the norms, which makes drawing as fast as with LoRA; the update must not change any more."""
         self.gain = self.exact_gains()
 
-    def saved(self, layout: Layout) -> dict[str, Tensor]:
-        """The tensors for a file by role; diffusers' layout gets the scale folded into B, kohya's gets alpha."""
+    def saved(self, name: str, layout: Layout) -> dict[str, Tensor]:
+        """The tensors for a file in diffusers' names by role; its own layout gets the scale folded into B, kohya's
+        alpha. ComfyUI scales rows in the original layout's order, whatever the names."""
         down, up = self.lora_A.weight.detach(), self.lora_B.weight.detach()
         if not layout.alpha:
             up = (up.float() * self.scale).to(up.dtype)
+        assert self.shape is not None
         relative = self.exact_gains() * self.squares.sqrt()
+        if layout.names.halves_swapped(name, self.shape[0], self.shape[1]):
+            relative = torch.cat(relative.chunk(2)[::-1])
         state = {DOWN: down, UP: up, DORA_SCALE: relative[:, None]}
         if self.pointwise:
             state = {role: tensor[:, :, None, None] for role, tensor in state.items()}

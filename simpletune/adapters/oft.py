@@ -10,8 +10,8 @@ from pydantic import Field
 
 from simpletune.adapters.adapter import Shapes
 from simpletune.adapters.layer_method import LayerMethod
+from simpletune.adapters.lora import OUTPUT
 from simpletune.adapters.targets import Targets
-from simpletune.models.lora_names import OFT_BLOCKS
 from simpletune.options import Problem
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ class Oft(LayerMethod):
     """OFT: train orthogonal matrices that turn blocks of a layer's outputs, which keeps the norms and angles between
     the weights of a block. ComfyUI loads the result, no other tool does."""
     block_size: Annotated[int, Field(ge=2, le=256)] = 32
-    """Largest size of the blocks. Each layer uses the largest divisor of its number of outputs up to this. Parameters
-    grow with it, and so does what an update can express."""
+    """Largest size of the blocks. Each layer uses the largest divisor of half its number of outputs up to this.
+    Parameters grow with it, and so does what an update can express."""
     targets: Targets = "attention"
     """Layers to update, as for LoRA: attention, attention_qv, attention_image, attention_mlp, all_linear, or a list of
     name endings such as ["attn.to_q", "ff.net.2"]."""
@@ -38,8 +38,9 @@ class Oft(LayerMethod):
     changes are lost."""
 
     def side(self, outputs: int) -> int:
-        """The size of the blocks of a layer."""
-        return next(side for side in range(min(self.block_size, outputs), 0, -1) if outputs % side == 0)
+        """The size of the blocks of a layer: a divisor of half of its outputs, whose halves may change places."""
+        whole = outputs // 2 if outputs % 2 == 0 else outputs
+        return next(side for side in range(min(self.block_size, whole), 0, -1) if whole % side == 0)
 
     def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
         """What is above the diagonal of each block, because a rotation needs no more."""
@@ -76,15 +77,16 @@ class Oft(LayerMethod):
                 return
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
-        """Write pytorch_lora_weights.safetensors under the keys that ComfyUI reads; without alpha, which it would take
-        for a limit of the rotation."""
+        """Write pytorch_lora_weights.safetensors in kohya's layout, the only one in which ComfyUI turns every layer of
+        SD3 rightly; without alpha, which it would take for a limit of the rotation."""
         from simpletune.adapters.layers import outer_layers
-        from simpletune.adapters.lora import OUTPUT
-        from simpletune.adapters.oft_layer import OftLayer
-        from simpletune.families.lora_names import update_layout
+        from simpletune.adapters.oft_layer import OftLayer, named_blocks
+        from simpletune.families.lora_names import kohya_layout
         from simpletune.system.safetensors_file import write_safetensors
 
         layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, OftLayer)}
-        layout = update_layout(layers)
-        state = {layout.key(name, OFT_BLOCKS): layer.oft_blocks for name, layer in layers.items()}
-        return write_safetensors(state, folder / OUTPUT, metadata)
+        layout, blocks = kohya_layout(layers), {}
+        for name, layer in layers.items():
+            swapped = layout.original and layout.names.halves_swapped(name, *(layer.shape or ())[:2])
+            blocks[name] = layer.saved(swapped)
+        return write_safetensors(named_blocks(blocks, layout), folder / OUTPUT, metadata)

@@ -8,10 +8,13 @@ Shapes: n rows, o outputs in k blocks of d.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from simpletune.adapters.layers import ADAPTER, UpdateLayer, base_of
+from simpletune.models.lora_names import OFT_BLOCKS, Layout
 from simpletune.tensors import all_tensors
 
 
@@ -43,6 +46,32 @@ def triangle_of(blocks: Tensor) -> Tensor:  # [k, d, d] -> [k, d (d - 1) / 2]
     return (blocks - blocks.transpose(1, 2))[:, rows, columns]
 
 
+def named_blocks(blocks: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """A file's tensors by key, under the original names if the layout has them.
+
+    ComfyUI turns a weight of the original layout. Under diffusers' names it would turn its rows in the original order,
+    and then exchange halves of the difference, so that layers whose halves differ came out wrong. A fused q, k, v gets
+    the blocks of all three, and zeros, which turn nothing, for those that have none.
+
+    Args:
+        blocks: [k, d, d] by diffusers' layer name, with halves in the original layout's order.
+        layout: kohya's or ComfyUI's.
+    """
+    if not layout.original:
+        return {layout.key(name, OFT_BLOCKS): own for name, own in blocks.items()}
+    parts: dict[str, dict[int | None, Tensor]] = {}
+    for name, own in blocks.items():
+        module, third = layout.names.original(name)
+        parts.setdefault(module, {})[third] = own
+    tensors = {}
+    for module, found in parts.items():
+        if None not in found:
+            nothing = torch.zeros_like(next(iter(found.values())))
+            found = {None: torch.cat([found.get(third, nothing) for third in range(3)])}
+        tensors[layout.key(module, OFT_BLOCKS)] = found[None]
+    return tensors
+
+
 class OftLayer(UpdateLayer):
     """A frozen linear layer or 1x1 convolution whose outputs turn, block by block; at strength k W + k (R - I) W.
 
@@ -59,10 +88,10 @@ class OftLayer(UpdateLayer):
         assert self.shape is not None
         self.side = self.shape[0] // len(triangle)
 
-    @property
-    def oft_blocks(self) -> Tensor:  # [k, d, d]
-        """The blocks as files hold them."""
-        return upper(self.oft_triangle.detach(), self.side)
+    def saved(self, swapped: bool) -> Tensor:  # [k, d, d]
+        """The blocks as files hold them, with the halves exchanged if they are so in the file's layout."""
+        blocks = upper(self.oft_triangle.detach(), self.side)
+        return torch.cat(blocks.chunk(2)[::-1]) if swapped else blocks
 
     def updated(self, y: Tensor, x: Tensor) -> Tensor:
         """Add (R - I) W x; the bias does not turn."""

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.adapters.dora_layers import DoraLayer
-from simpletune.adapters.layers import UpdateLayer
-from simpletune.adapters.oft_layer import OftLayer, triangle_of, turned_rows
+from simpletune.adapters.layers import UpdateLayer, base_of, shape_of
+from simpletune.adapters.oft_layer import OftLayer, named_blocks, triangle_of, turned_rows
 from simpletune.lora.kinds import DORA, OFT
 from simpletune.lora.updates import Update, split, swap_halves
-from simpletune.models.lora_names import DORA_SCALE, MAGNITUDE, OFT_BLOCKS, Layout
+from simpletune.models.lora_names import DORA_SCALE, MAGNITUDE, Layout, LoraNames
 from simpletune.options import UserError
 
 
@@ -108,9 +108,12 @@ class OftUpdate:
 
     Args:
         blocks: [k, d, d]; only B - B^T counts.
+        original: the layer's name and its family's names if the blocks are in the original layout's order, whose halves
+            may have changed places: its blocks alone do not tell.
     """
 
     blocks: Tensor
+    original: tuple[str, LoraNames] | None = None
     kind: ClassVar[str] = OFT
     is_own: ClassVar[bool] = True
     scale: ClassVar[float] = 1.0
@@ -129,23 +132,24 @@ class OftUpdate:
 
     def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
         """(R - I) W."""
-        return turned_rows(weight, triangle_of(self.blocks.float()))
+        return turned_rows(weight, self._triangle(weight.shape[1]))
 
     def layer(self, base: nn.Module, adapter: str) -> UpdateLayer:
         """A frozen layer with this update."""
-        return OftLayer(base, triangle_of(self.blocks.float()), adapter)
-
-    def saved(self) -> tuple[dict[str, Tensor], None]:
-        """The factors for a file, without alpha, which readers would take for a limit of the rotation."""
-        return {OFT_BLOCKS: self.blocks}, None
-
-    def parts(self, count: int) -> list[OftUpdate]:
-        """The updates of the layers that a fused one stacks."""
-        return [OftUpdate(blocks) for blocks in self.blocks.chunk(count)]
+        shape = shape_of(base_of(base))
+        assert shape is not None
+        return OftLayer(base, self._triangle(shape[1]), adapter)
 
     def swapped(self) -> OftUpdate:
-        """The update with the halves of its outputs exchanged."""
-        return OftUpdate(torch.cat(self.blocks.chunk(2)[::-1]))
+        """The update itself, which knows its order."""
+        return self
+
+    def _triangle(self, inputs: int) -> Tensor:
+        """What is above the diagonal of the skew blocks, in diffusers' order."""
+        blocks = self.blocks.float()
+        if self.original is not None and self.original[1].halves_swapped(self.original[0], self.shape[0], inputs):
+            blocks = torch.cat(blocks.chunk(2)[::-1])
+        return triangle_of(blocks)
 
 
 MERGE = "Merge it into its base with simpletune merge"
@@ -186,7 +190,10 @@ def magnitudes_of(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str
             raise UserError(f"{layer} has only ComfyUI's dora_scale, from which diffusers cannot apply it. {MERGE}")
     tensors = {}
     scales = {layer: update.relative for layer, update in updates.items() if update.relative is not None}
-    for module, vector in (_fused(scales, updates, layout) if layout.original else scales).items():
+    for layer, vector in scales.items():  # rows in ComfyUI's order, whatever the names
+        if layout.names.halves_swapped(layer, *updates[layer].shape):
+            scales[layer] = torch.cat(vector.chunk(2)[::-1])
+    for module, vector in (_fused(scales, layout) if layout.original else scales).items():
         sides = (1, 1, 1) if module in updates and updates[module].pointwise else (1,)
         tensors[layout.key(module, DORA_SCALE)] = vector.float().view(-1, *sides).clone()
     for layer, update in updates.items():
@@ -195,7 +202,7 @@ def magnitudes_of(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str
     return tensors
 
 
-def _fused(scales: Mapping[str, Tensor], updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, Tensor]:
+def _fused(scales: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
     """Vectors under the original names, with those of q, k and v stacked."""
     found: dict[str, Tensor] = {}
     thirds: dict[str, dict[int, Tensor]] = {}
@@ -204,8 +211,7 @@ def _fused(scales: Mapping[str, Tensor], updates: Mapping[str, DoraUpdate], layo
         if third is not None:
             thirds.setdefault(module, {})[third] = vector
         else:
-            swapped = layout.names.halves_swapped(layer, *updates[layer].shape)
-            found[module] = torch.cat(vector.chunk(2)[::-1]) if swapped else vector
+            found[module] = vector
     for module, parts in thirds.items():
         if len(parts) < 3:
             raise UserError(
@@ -214,3 +220,15 @@ def _fused(scales: Mapping[str, Tensor], updates: Mapping[str, DoraUpdate], layo
             )
         found[module] = torch.cat([parts[number] for number in range(3)])
     return found
+
+
+def blocks_of(updates: Mapping[str, OftUpdate], layout: Layout) -> dict[str, Tensor]:
+    """The tensors of a file with OFT, by key.
+
+    Raises:
+        UserError: ComfyUI would turn wrong rows under this layout's names, or the file is of such a layout itself.
+    """
+    for layer, update in updates.items():
+        if not layout.alpha or layout.original != (update.original is not None):
+            raise UserError(f"{layer} is OFT, which ComfyUI reads by its own names only. Use --format kohya")
+    return named_blocks({layer: update.blocks for layer, update in updates.items()}, layout)

@@ -89,9 +89,11 @@ def _parts(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) ->
         update = Update(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
         return [update] if count == 1 else split(update, count)
     if module.kind == OFT:
-        return OftUpdate(limited(factors[OFT_BLOCKS], module.alpha)).parts(count)
+        names = header.layout.names if header.layout and header.layout.original else None
+        blocks = limited(factors[OFT_BLOCKS], module.alpha).chunk(count)
+        return [OftUpdate(b, (la, names) if names else None) for la, b in zip(module.layers, blocks, strict=True)]
     if module.kind == DORA:
-        return _dora(header, factors, scale).parts(count)
+        return _dora(header, module, factors, scale).parts(count)
     size = header.size(module)
     assert size is not None
     flat = {role: factor.flatten(1) for role, factor in factors.items()}
@@ -103,13 +105,17 @@ def _parts(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) ->
     return [whole.rows(number * height, height) for number in range(count)]
 
 
-def _dora(header: LoraHeader, factors: Mapping[str, Tensor], scale: float) -> DoraUpdate:
+def _dora(header: LoraHeader, module: Module, factors: Mapping[str, Tensor], scale: float) -> DoraUpdate:
     """A module's DoRA. PEFT's magnitudes count; ``dora_scale`` is them too, unless the header says otherwise."""
     down, up = factors[DOWN], factors[UP]
     update = Update(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
     vectors = {role: factors[role].flatten().float() for role in DORA_ROLES if role in factors}
     made_for_comfyui = DORA_MARK.items() <= header.metadata.items()
     relative = vectors.get(DORA_SCALE) if made_for_comfyui else None
+    layout = header.layout
+    if relative is not None and layout and not layout.original:  # its rows are in the original order, the others' not
+        if layout.names.halves_swapped(module.layers[0], *update.shape):
+            relative = torch.cat(relative.chunk(2)[::-1])
     magnitude = vectors.get(MAGNITUDE, None if made_for_comfyui else vectors.get(DORA_SCALE))
     return DoraUpdate(update, magnitude, relative)
 

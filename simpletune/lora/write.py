@@ -1,4 +1,4 @@
-"""Write updates as a LoRA file in diffusers', kohya's or ComfyUI's layout, or LoKr, LoHa and OFT in LyCORIS's."""
+"""Write updates as a LoRA file in diffusers', kohya's or ComfyUI's layout, or LoKr and LoHa in LyCORIS's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from simpletune.families.lora_names import names_of, update_layout
 from simpletune.lora.header import ADAPTER_METADATA, natural
 from simpletune.lora.layouts import written
-from simpletune.lora.of_weight import DoraUpdate, OftUpdate, lora_of, magnitudes_of
+from simpletune.lora.of_weight import DoraUpdate, OftUpdate, blocks_of, lora_of, magnitudes_of
 from simpletune.lora.structured import AnyUpdates, Structured
 from simpletune.lora.updates import Update, Updates, fuse, swap_halves
 from simpletune.models.lora_names import ALPHA, DORA_MARK, DOWN, UP, Layout, LoraNames
@@ -36,7 +36,8 @@ def write_lora(
     Args:
         updates: updates by diffusers' layer name.
         file: the target.
-        layout: ``diffusers``, ``kohya`` or ``comfy`` for LoRA and DoRA; ``lycoris`` for LoKr, LoHa and OFT.
+        layout: ``diffusers``, ``kohya`` or ``comfy`` for LoRA and DoRA; ``kohya`` or ``comfy`` for OFT; ``lycoris`` for
+            LoKr and LoHa.
         dtype: ``fp32``, ``fp16`` or ``bf16``; None keeps their types.
         metadata: strings for the header.
 
@@ -50,10 +51,11 @@ def write_lora(
     kind = DTYPES[dtype] if dtype else None
     low_rank = {layer: update for layer, update in updates.items() if isinstance(update, Update)}
     dora = {layer: update for layer, update in updates.items() if isinstance(update, DoraUpdate)}
-    others = {layer: u for layer, u in updates.items() if not isinstance(u, Update | DoraUpdate)}
+    oft = {layer: update for layer, update in updates.items() if isinstance(update, OftUpdate)}
+    others = {layer: u for layer, u in updates.items() if not isinstance(u, Update | DoraUpdate | OftUpdate)}
     if layout == "lycoris":
-        for layer in (*low_rank, *dora):
-            raise UserError(f"{layer} is {updates[layer].kind}; lycoris files hold LoKr, LoHa, OFT. Use --format kohya")
+        for layer in (*low_rank, *dora, *oft):
+            raise UserError(f"{layer} is {updates[layer].kind}; lycoris files hold LoKr or LoHa. Use --format kohya")
         tensors = structured_tensors_of(others, kind)
     elif others:
         layer, update = max(others.items(), key=lambda each: each[1].rank)
@@ -63,7 +65,8 @@ def write_lora(
         )
     else:
         chosen = written(updates, layout)
-        tensors = tensors_of({**low_rank, **lora_of(dora)}, chosen, kind) | magnitudes_of(dora, chosen)
+        tensors = tensors_of({**low_rank, **lora_of(dora)}, chosen, kind) if low_rank or dora else {}
+        tensors |= magnitudes_of(dora, chosen) | blocks_of(oft, chosen)
     spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if spoilt:
         raise UserError(f"{file}: {spoilt[0]} {overflow(dtype)}")
@@ -101,10 +104,8 @@ def tensors_of(updates: Updates, layout: Layout, dtype: torch.dtype | None = Non
     return tensors
 
 
-def structured_tensors_of(
-    updates: Mapping[str, Structured | OftUpdate], dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
-    """The tensors of a file with LoKr, LoHa or OFT, by key: diffusers' layers under the names that ComfyUI reads.
+def structured_tensors_of(updates: Mapping[str, Structured], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The tensors of a file with LoKr or LoHa, by key: diffusers' layers under the names that ComfyUI reads.
 
     Raises:
         UserError: a layer has only rows of a LoKr that was trained on a fused layer.
@@ -121,8 +122,7 @@ def structured_tensors_of(
         factors, alpha = update.saved()
         for name, factor in factors.items():
             tensors[layout.key(layer, name)] = factor.to(dtype or factor.dtype, copy=True).contiguous()
-        if alpha is not None:
-            tensors[layout.key(layer, ALPHA)] = torch.tensor(alpha, dtype=torch.float32)
+        tensors[layout.key(layer, ALPHA)] = torch.tensor(alpha, dtype=torch.float32)
     return tensors
 
 

@@ -62,8 +62,11 @@ def forge_dora(w: Tensor, difference: Tensor, dora_scale: Tensor) -> Tensor:
     return changed * (dora_scale.reshape(dora_scale.shape[:2]) / changed.norm(dim=0, keepdim=True))
 
 
-def comfy(w: Tensor, file: dict[str, Tensor], module: str, strength: float = 1.0) -> Tensor:
-    """ComfyUI's float64 weight [o, i] of a layer for which a file has this module."""
+def comfy(w: Tensor, file: dict[str, Tensor], module: str, strength: float = 1.0, swapped: bool = False) -> Tensor:
+    """ComfyUI's float64 weight [o, i] of a layer for which a file has this module.
+
+    Under some names it exchanges the halves of the difference (swapped), but not those of ``dora_scale``.
+    """
     w = w.double()
     own = {key.removeprefix(module + "."): tensor.double() for key, tensor in file.items()}
     if f"{module}.oft_blocks" in file:
@@ -76,6 +79,9 @@ def comfy(w: Tensor, file: dict[str, Tensor], module: str, strength: float = 1.0
     )
     up, down = up.flatten(1), down.flatten(1)
     scale = own["alpha"].item() / len(down) if f"{module}.alpha" in file else 1.0
+    difference = scale * (up @ down)
+    if swapped:
+        difference = torch.cat(difference.chunk(2)[::-1])
     if f"{module}.dora_scale" in file:
-        return comfy_dora(w, scale * (up @ down), own["dora_scale"], strength)
-    return w + strength * scale * (up @ down)
+        return comfy_dora(w, difference, own["dora_scale"], strength)
+    return w + strength * difference
