@@ -206,3 +206,17 @@ def test_disabled_it_is_the_base() -> None:
     with adapter.disabled(model):
         assert loss_of(model, FP32(), 0).item() == base.item()
     assert loss_of(model, FP32(), 0).item() != base.item()
+
+
+@pytest.mark.parametrize("kind", ["linear", "int8", "conv"])
+def test_compiled_without_a_break_it_computes_the_same(kind: str) -> None:
+    layer = shaken(DoraLayer(frozen(kind), RANK, SCALE))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, IN, 3, 4) if kind == "conv" else torch.randn(3, IN)
+    trained = [layer.lora_A.weight, layer.lora_B.weight, layer.magnitude, x.requires_grad_()]
+    results = []
+    for call in (layer, compiled):
+        y = call(x * 1)
+        results.append((y, *torch.autograd.grad(weighted(y), trained)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()

@@ -177,3 +177,21 @@ def test_options_have_bounds(tiny_config: dict) -> None:
         data = tiny_config | {"adapter": {"method": "lora", field: value}}
         with pytest.raises(ConfigError, match=f"adapter.{field}"):
             validate(data, "bounds")
+
+
+def test_one_learning_rate_of_all_gradients_is_refused_with_a_ratio(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tiny_config | {"adapter": {"method": "lora", "b_lr_ratio": 16.0}, "optimizer": {"name": "adafactor"}}
+    validate(data, "fits")
+    monkeypatch.setattr(OPTIMIZERS["adafactor"], "steps_in_backward", False)
+    with pytest.raises(ConfigError, match="adapter.b_lr_ratio: optimizer.name adafactor .*Use b_lr_ratio 1"):
+        validate(data, "refused")
+
+
+@pytest.mark.parametrize("adapter", [{"method": "dora", "rank": 2}, {"method": "oft", "block_size": 8}])
+def test_the_disk_that_a_result_needs_is_what_it_takes(adapter: dict, tiny_config: dict) -> None:
+    config = validate(copy.deepcopy(tiny_config) | {"adapter": adapter}, "disk")
+    file = train(config) / "pytorch_lora_weights.safetensors"
+    shapes = {key: tensor.shape for key, tensor in load_file(file).items()}
+    assert sum(shape.numel() for shape in shapes.values()) == config.adapter.exported(config.model.known_shapes())

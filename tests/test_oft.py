@@ -108,3 +108,15 @@ def test_disabled_it_is_the_base() -> None:
     with adapter.disabled(model):
         assert loss_of(model, FP32(), 0).item() == base
     assert loss_of(model, FP32(), 0).item() != base
+
+
+def test_compiled_without_a_break_it_computes_the_same() -> None:
+    layer = OftLayer(frozen("linear"), torch.randn(OUT // SIDE, 28) * 0.2)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, IN, requires_grad=True)
+    results = []
+    for call in (layer, compiled):
+        y = call(x)
+        results.append((y, *torch.autograd.grad(weighted(y), [x, layer.oft_triangle])))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()

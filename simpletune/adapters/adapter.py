@@ -23,14 +23,17 @@ class TrainingMethod(Option):
     """Whether base weights change, which requires a trainable precision."""
     title: ClassVar[str] = "LoRA"
     """What a file of a method that does not change the base is called in texts for users."""
-    in_diffusers: ClassVar[bool] = True
-    """Whether diffusers loads the result."""
     output_name: ClassVar[str | None] = None
     """File of the result inside the run's folder; None: the folder of the denoiser, ``transformer`` or ``unet``."""
 
     def result(self, denoiser: str) -> str:
         """Return the file or folder of the result inside the run's folder."""
         return self.output_name or denoiser
+
+    def before_diffusers(self, denoiser: str) -> str | None:
+        """Return what makes the result a file that diffusers loads, after "diffusers does not load it: "; None if it is
+        one."""
+        return None
 
     def describe(self, shapes: Shapes) -> str:
         """Describe what is trained."""
@@ -39,6 +42,10 @@ class TrainingMethod(Option):
     def trainable(self, shapes: Shapes) -> int:
         """Count the trained parameters from the base model's shapes alone."""
         raise NotImplementedError
+
+    def exported(self, shapes: Shapes) -> int:
+        """Count the numbers of the exported result of a method that does not change the base."""
+        return self.trainable(shapes)
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
         """Check the options against the base model's shapes."""

@@ -33,6 +33,16 @@ class Dora(Lora):
         """Sum rank x (inputs + outputs) + outputs over all targets."""
         return super().trainable(shapes) + sum(shapes[f"{name}.weight"][0] for name in self.modules(shapes))
 
+    def exported(self, shapes: Shapes) -> int:
+        """The trained numbers, and a scale for each output that ComfyUI reads."""
+        return self.trainable(shapes) + sum(shapes[f"{name}.weight"][0] for name in self.modules(shapes))
+
+    def before_diffusers(self, denoiser: str) -> str | None:
+        """As for ``TrainingMethod``: of a U-Net the result is in kohya's layout."""
+        if denoiser == "transformer":
+            return None
+        return f"convert it first with `simpletune export {OUTPUT} --format diffusers`"
+
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and wrap the targets. Reads each frozen weight once for the norms of its rows."""
         import torch

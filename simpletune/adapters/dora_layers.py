@@ -5,7 +5,7 @@ The norm is a constant of the backward pass (section 4.3 of the paper) and needs
 In a file diffusers (PEFT) reads the magnitude m and divides by ||W + s B A||. ComfyUI does not know that key; its own,
 ``dora_scale``, it divides by ||W|| instead (ComfyUI #15458). So ``dora_scale`` is written as m ||W|| / ||W + s B A||,
 by which ComfyUI computes the trained weight W', and W + k (W' - W) at strength k. diffusers drops that key of SD3's
-files. Only diffusers' layout has both: of a U-Net's kohya layout diffusers takes ``dora_scale`` for m.
+files; of a U-Net's in kohya's layout it would take ``dora_scale`` for m. Every file has both, so that it converts.
 
 Shapes: n rows (samples x tokens), i inputs, o outputs, r rank; of convolutions b samples.
 """
@@ -193,9 +193,8 @@ class DoraLayer(UpdateLayer):
         state = {DOWN: down, UP: up, DORA_SCALE: relative[:, None]}
         if self.pointwise:
             state = {role: tensor[:, :, None, None] for role, tensor in state.items()}
-        if layout.alpha:
-            return state | {ALPHA: torch.tensor(self.scale * down.shape[0])}
-        return state | {MAGNITUDE: self.magnitude.detach()}
+        state[MAGNITUDE] = self.magnitude.detach()
+        return state | ({ALPHA: torch.tensor(self.scale * down.shape[0])} if layout.alpha else {})
 
     def updated(self, y: Tensor, x: Tensor) -> Tensor:
         """Add k (W' - W) x: gain - 1 times the frozen layer's output without its bias, and gain s B A x."""

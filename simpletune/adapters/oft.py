@@ -59,6 +59,15 @@ class Oft(LayerMethod):
 
         return OftLayer(base, factors["oft_triangle"])
 
+    def before_diffusers(self, denoiser: str) -> str | None:
+        """As for ``TrainingMethod``."""
+        return f"merge it into its base first with `simpletune merge {OUTPUT} --out merged`"
+
+    def exported(self, shapes: Shapes) -> int:
+        """Whole blocks, half of them zeros."""
+        outputs = (shapes[f"{name}.weight"][0] for name in self.modules(shapes))
+        return sum(count * self.side(count) for count in outputs)
+
     def describe(self, shapes: Shapes) -> str:
         """Describe what is trained."""
         sides = sorted({self.side(shapes[f"{name}.weight"][0]) for name in self.modules(shapes)})

@@ -175,8 +175,8 @@ def lora_of(updates: Mapping[str, DoraUpdate]) -> dict[str, Update]:
 def magnitudes_of(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, Tensor]:
     """The tensors of a file by which tools scale the updated rows, by key; fp32, because rounding them changes rows.
 
-    diffusers' layout gets ``lora_magnitude_vector`` for diffusers and, if known, ``dora_scale`` for ComfyUI; the
-    others, which only ComfyUI reads, ``dora_scale``.
+    ``lora_magnitude_vector`` is for diffusers, which reads only its own layout, ``dora_scale`` for ComfyUI. A file gets
+    both if both are known.
 
     Raises:
         UserError: the file does not tell what this layout needs, or has only a part of a fused q, k, v.
@@ -188,25 +188,28 @@ def magnitudes_of(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str
             )
         if not layout.alpha and update.magnitude is None:
             raise UserError(f"{layer} has only ComfyUI's dora_scale, from which diffusers cannot apply it. {MERGE}")
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     scales = {layer: update.relative for layer, update in updates.items() if update.relative is not None}
-    for layer, vector in scales.items():  # rows in ComfyUI's order, whatever the names
-        if layout.names.halves_swapped(layer, *updates[layer].shape):
-            scales[layer] = torch.cat(vector.chunk(2)[::-1])
-    for module, vector in (_fused(scales, layout) if layout.original else scales).items():
+    exchanged = {layer for layer, update in updates.items() if layout.names.halves_swapped(layer, *update.shape)}
+    for layer in exchanged & scales.keys():  # rows in ComfyUI's order, whatever the names
+        scales[layer] = torch.cat(scales[layer].chunk(2)[::-1])
+    for module, vector in _named(scales, layout).items():
         sides = (1, 1, 1) if module in updates and updates[module].pointwise else (1,)
         tensors[layout.key(module, DORA_SCALE)] = vector.float().view(-1, *sides).clone()
-    for layer, update in updates.items():
-        if not layout.alpha and update.magnitude is not None:
-            tensors[layout.key(layer, MAGNITUDE)] = update.magnitude.float().clone()
+    magnitudes = {layer: update.magnitude for layer, update in updates.items() if update.magnitude is not None}
+    for layer in exchanged & magnitudes.keys() if layout.original else ():
+        magnitudes[layer] = torch.cat(magnitudes[layer].chunk(2)[::-1])
+    tensors |= {layout.key(k, MAGNITUDE): v.float().clone() for k, v in _named(magnitudes, layout).items()}
     return tensors
 
 
-def _fused(scales: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """Vectors under the original names, with those of q, k and v stacked."""
+def _named(vectors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """Vectors by the layout's modules: under the original names those of q, k and v are stacked."""
+    if not layout.original:
+        return dict(vectors)
     found: dict[str, Tensor] = {}
     thirds: dict[str, dict[int, Tensor]] = {}
-    for layer, vector in scales.items():
+    for layer, vector in vectors.items():
         module, third = layout.names.original(layer)
         if third is not None:
             thirds.setdefault(module, {})[third] = vector
