@@ -12,8 +12,6 @@ Shapes: n rows (samples x tokens), i inputs, o outputs, r rank; of convolutions 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,6 +19,7 @@ from torch.func import functional_call
 
 from simpletune.adapters.layers import ADAPTER, UpdateLayer, base_of, shape_of
 from simpletune.adapters.lora_layers import UpdateDropout, row_norms
+from simpletune.adapters.lora_product import Context
 from simpletune.models.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, UP, Layout
 from simpletune.quant.unpack import row_blocks
 
@@ -33,7 +32,7 @@ class _Rescaled(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, delta: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Context, y: Tensor, x: Tensor, a: Tensor, b: Tensor, delta: Tensor, bias: Tensor | None) -> Tensor:
         x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
         down = x.flatten(0, -2) @ a.t()  # [n, r]
         rows = y.detach().view(-1, y.shape[-1])
@@ -46,7 +45,7 @@ class _Rescaled(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads  # [..., o]
         x, down, a, b, delta, y, *bias = ctx.saved_tensors
         wants_y, wants_x, wants_a, wants_b, wants_delta, _ = ctx.needs_input_grad
