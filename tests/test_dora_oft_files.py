@@ -26,6 +26,7 @@ from simpletune.lora.describe import describe
 from simpletune.lora.mix import Recipe, mix
 from simpletune.lora.read import read_lora
 from simpletune.lora.write import write_lora
+from simpletune.models.lora_names import DORA_MARK
 from simpletune.options import UserError
 from simpletune.quant.plain import FP32
 
@@ -146,9 +147,13 @@ def test_a_file_is_drawn_with_as_it_was_trained(method: str, tmp_path: Path) -> 
     ADAPTERS[method].attach(model, 3)
     file = ADAPTERS[method].export(shaken(model), tmp_path, {})
     files = [file]
-    if method == "dora":  # what only ComfyUI's key tells
-        files.append(write_lora(read_lora(file), tmp_path / "kohya.safetensors", "kohya"))
-        assert all(update.magnitude is None for update in read_lora(files[1]).values())  # type: ignore[union-attr]
+    if method == "dora":  # by each of the two keys alone
+        kohya = write_lora(read_lora(file), tmp_path / "kohya.safetensors", "kohya")
+        for name, key in {"magnitude": "lora_magnitude_vector", "relative": "dora_scale"}.items():
+            tensors = {k: tensor for k, tensor in load_file(kohya).items() if not k.endswith(key)}
+            files.append(tmp_path / f"without-{name}.safetensors")
+            save_file(tensors, files[-1], DORA_MARK)
+            assert all(getattr(update, name) is None for update in read_lora(files[-1]).values())
     for each in files:
         again = transformer(FP32())
         load_loras(again, [(each, 1.0)])

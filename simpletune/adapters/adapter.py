@@ -31,8 +31,7 @@ class TrainingMethod(Option):
         return self.output_name or denoiser
 
     def before_diffusers(self, denoiser: str) -> str | None:
-        """Return what makes the result a file that diffusers loads, after "diffusers does not load it: "; None if it is
-        one."""
+        """Return a sentence on what to do before diffusers loads the result; None if it loads it as it is."""
         return None
 
     def describe(self, shapes: Shapes) -> str:

@@ -41,7 +41,7 @@ class Dora(Lora):
         """As for ``TrainingMethod``: of a U-Net the result is in kohya's layout."""
         if denoiser == "transformer":
             return None
-        return f"convert it first with `simpletune export {OUTPUT} --format diffusers`"
+        return f"diffusers needs its own names: convert it first with `simpletune export {OUTPUT} --format diffusers`."
 
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and wrap the targets. Reads each frozen weight once for the norms of its rows."""

@@ -30,8 +30,8 @@ class LayerMethod(TargetedMethod):
     def before_diffusers(self, denoiser: str) -> str | None:
         """As for ``TrainingMethod``."""
         return (
-            f"convert it to a LoRA first with `simpletune export {OUTPUT} --format diffusers --rank 32`, which prints "
-            "what is left out"
+            f"diffusers does not load {self.title}: convert it to a LoRA first with `simpletune export {OUTPUT} "
+            "--format diffusers --rank 32`, which prints what is left out."
         )
 
     def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:

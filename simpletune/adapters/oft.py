@@ -61,7 +61,9 @@ class Oft(LayerMethod):
 
     def before_diffusers(self, denoiser: str) -> str | None:
         """As for ``TrainingMethod``."""
-        return f"merge it into its base first with `simpletune merge {OUTPUT} --out merged`"
+        return (
+            f"diffusers does not load OFT: merge it into its base first with `simpletune merge {OUTPUT} --out merged`."
+        )
 
     def exported(self, shapes: Shapes) -> int:
         """Whole blocks, half of them zeros."""

@@ -228,7 +228,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         inner, shells = self._inner[numbers[0]], [self._shells[number] for number in numbers]
         settings = {key: value for key, value in self.param_groups[0].items() if key in inner.defaults}
         settings |= {"generator": generator} if "generator" in settings else {}
-        settings["lr"] *= self._ratios[numbers[0]]
+        settings |= {"lr": settings["lr"] * self._ratios[numbers[0]]} if "lr" in settings else {}
         inner.param_groups[0].update(settings | {"params": shells})
         for shell in shells if inner.defaults.get("fused") else ():
             counter = inner.state[shell].get("step")

@@ -211,8 +211,7 @@ def _use(config: TrainConfig, example: Request) -> Iterator[str]:
     if first is None:
         yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
     else:
-        result, title = config.adapter.result(config.model.denoiser), config.adapter.title
-        yield f"ComfyUI loads `{result}` from `models/loras`. diffusers does not load this {title}: {first}."
+        yield f"ComfyUI loads `{config.adapter.result(config.model.denoiser)}` from `models/loras`. {first}"
     others = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}
     replaced = [f"{name} {code(public_name(value))}" for name, value in others.items() if value]
     if replaced:
