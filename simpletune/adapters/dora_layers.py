@@ -56,11 +56,10 @@ class _Rescaled(torch.autograd.Function):
         grad_b = rows.t() @ down if wants_b or wants_delta else None
         grad_delta = None
         if wants_delta:
-            wide = torch.float32 if y.dtype == torch.float16 else y.dtype  # scaled gradients overflow in fp16
-            grad_delta = (rows.to(wide) * y.flatten(0, -2)).sum(0, dtype=torch.float32)
+            wide = y.float() if y.dtype == torch.float16 else y  # scaled gradients overflow in fp16
+            centred = (wide - bias[0] if bias else wide).flatten(0, -2)
+            grad_delta = (centred * rows).sum(0).float()
             grad_delta -= (grad_b * b).sum(1, dtype=torch.float32)
-            if bias:
-                grad_delta -= bias[0].float() * rows.sum(0, dtype=torch.float32)
             gain = 1 + delta
             grad_delta = torch.where(gain == 0, 0, grad_delta / gain)
         grad_input = torch.addcmul(grad_y, grad_y, delta.to(grad_y.dtype)) if wants_y else None
