@@ -27,8 +27,7 @@ from simpletune.quant.unpack import row_blocks
 class _Rescaled(torch.autograd.Function):
     """Compute y += delta (y - bias) + (x A^T) B^T in the type of y and return y.
 
-    The op that made y must not need y for backward. Backward reads the output, which the next op usually keeps anyway,
-    instead of the y of the start.
+    The op that made y must not need y for backward. Backward reads the output, so that y's memory is all that is kept.
     """
 
     @staticmethod
@@ -161,13 +160,14 @@ class DoraLayer(UpdateLayer):
 
     @torch.no_grad()
     def exact_norms(self) -> Tensor:  # fp32 [o]
-        """||W_j + s B_j A|| from the frozen weight itself, a few rows at a time."""
+        """||W_j + s B_j A|| from the frozen weight itself, a few rows at a time, on the device where it is."""
         a, b = self.lora_A.weight.float(), self.scale * self.lora_B.weight.float()
         rows, first = [], 0
         for block in row_blocks(base_of(self), len(b)):
-            rows.append((block + b[first : first + len(block)] @ a).norm(dim=1))
+            own = b[first : first + len(block)].to(block.device) @ a.to(block.device)
+            rows.append((block + own).norm(dim=1))
             first += len(block)
-        return torch.cat(rows)
+        return torch.cat(rows).to(self.magnitude.device)
 
     @torch.no_grad()
     def exact_gains(self) -> Tensor:  # fp32 [o]
@@ -185,7 +185,7 @@ class DoraLayer(UpdateLayer):
         if not layout.alpha:
             up = (up.float() * self.scale).to(up.dtype)
         assert self.shape is not None
-        relative = self.exact_gains() * self.squares.sqrt()
+        relative = self.exact_gains() * self.squares.sqrt().to(self.magnitude.device)
         if layout.names.halves_swapped(name, self.shape[0], self.shape[1]):
             relative = torch.cat(relative.chunk(2)[::-1])
         state = {DOWN: down, UP: up, DORA_SCALE: relative[:, None]}
