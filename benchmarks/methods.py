@@ -28,6 +28,8 @@ METHODS: dict[str, Json] = {
     "lokr, factor 16, whole": {"method": "lokr", "factor": 16, "rank": None},
     "lokr, factor 4, whole": {"method": "lokr", "factor": 4, "rank": None},
     "loha, rank 4": {"method": "loha", "rank": 4},
+    "dora, rank 16": {"method": "dora", "rank": 16},
+    "oft, blocks of 32": {"method": "oft"},
 }
 BLOCKS, WARM_UP, ROUNDS, SIZE, MIB = 2, 1, 9, 512, 2**20
 SHIPPED = ("sd3_medium_lora_8gb", "sd3_medium_lora_24gb")

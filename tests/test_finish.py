@@ -52,6 +52,8 @@ METHODS = {
         "adapter": {"method": "lokr", "factor": 4, "rank": 1, "dtype": "bf16"},
         "ema": {"decay": 0.8},
     },
+    "dora": {"adapter": {"method": "dora", "rank": 2, "alpha": 3.0, "max_norm": 0.5}},
+    "oft": {"adapter": {"method": "oft", "block_size": 8}},
     "full with an average": {"adapter": {"method": "full"}, "ema": {"decay": 0.8}},
     "partial": {"adapter": {"method": "partial", "layers": ["transformer_blocks.*.attn.*"]}},
 }
@@ -64,7 +66,7 @@ def test_the_result_is_that_of_a_run_of_so_many_steps(method: str, tiny_config: 
     whole = run_with(config, name="whole", **changes)
     run = stopped(config, after=6, **changes)
     output = finish_early(f"{run}@4")
-    file = LORA if changes["adapter"]["method"] in ("lora", "lokr") else FULL
+    file = LORA if changes["adapter"]["method"] in ("lora", "lokr", "dora", "oft") else FULL
     assert output == run / Path(file).parts[0]
     mine, theirs = load_file(run / file), load_file(whole / file)
     assert mine.keys() == theirs.keys() and any(tensor.abs().sum() > 0 for tensor in mine.values())

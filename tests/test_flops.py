@@ -10,10 +10,12 @@ from blocks import load
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from simpletune.adapters.dora import Dora
 from simpletune.adapters.full import Full
 from simpletune.adapters.loha import Loha
 from simpletune.adapters.lokr import Lokr
 from simpletune.adapters.lora import Lora
+from simpletune.adapters.oft import Oft
 from simpletune.adapters.partial import Partial
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
@@ -42,6 +44,8 @@ CASES: dict[str, dict] = {
     "lokr": {"adapter": Lokr(factor=4, rank=2, targets="attention_mlp")},
     "lokr-whole": {"adapter": Lokr(factor=3, rank=None, targets="attention_mlp"), "precision": Int8()},
     "loha": {"adapter": Loha(rank=2)},
+    "dora": {"adapter": Dora(rank=2, targets="attention_mlp")},
+    "oft": {"adapter": Oft(block_size=8)},
     "full": {"adapter": Full(), "precision": BF16()},
     "partial": {
         "adapter": Partial(layers=["transformer_blocks.1.attn.to_k.*", "transformer_blocks.0.norm1.linear.bias"])

@@ -25,8 +25,14 @@ class LayerMethod(TargetedMethod):
     if TYPE_CHECKING:
         dtype: Literal["fp32", "bf16"]
 
-    in_diffusers: ClassVar[bool] = False
     output_name: ClassVar[str] = OUTPUT
+
+    def before_diffusers(self, denoiser: str) -> str | None:
+        """As for ``TrainingMethod``."""
+        return (
+            f"diffusers does not load {self.title}: convert it to a LoRA first with `simpletune export {OUTPUT} "
+            "--format diffusers --rank 32`, which prints what is left out."
+        )
 
     def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
         """The shapes of the factors of one layer's update, by their names in files."""

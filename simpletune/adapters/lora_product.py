@@ -131,4 +131,7 @@ class InPlaceLoraVariant(LoraVariant):
         a, b = module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight
         dropped = module.lora_dropout[active_adapter](x)
         add = add_update if a.ndim == 2 else add_pointwise_update
-        return add(result, dropped, a.flatten(1), b.flatten(1), module.scaling[active_adapter])
+        b = b.flatten(1)
+        if (update_dropout := getattr(module, "update_dropout", None)) is not None:
+            b = update_dropout(b)
+        return add(result, dropped, a.flatten(1), b, module.scaling[active_adapter])

@@ -35,7 +35,7 @@ def inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """write a LoRA in another layout, or LoKr and LoHa as a LoRA"""
+    """write a LoRA, DoRA or OFT in another layout, or LoKr and LoHa as a LoRA"""
     from simpletune.cli.lora_commands import export as run
 
     run(args)

@@ -116,9 +116,10 @@ def approximated(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[st
 def resized_all(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[str, Update], float]:
     """LoRAs of another rank, and the root of their squared error relative to the updates."""
     from simpletune.lora.factors import resized
+    from simpletune.lora.structured import delta_of
 
     changed = {layer: resized(update, args.rank, args.energy) for layer, update in updates.items()}
-    whole = sum(float(update.delta().double().square().sum()) for update in updates.values())
+    whole = sum(float(delta_of(update).double().square().sum()) for update in updates.values())
     lost = (sum(error for _, error in changed.values()) / whole) ** 0.5 if whole else 0.0
     return {layer: update for layer, (update, _) in changed.items()}, lost
 

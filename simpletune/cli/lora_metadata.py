@@ -12,7 +12,7 @@ from simpletune import __version__
 from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
 from simpletune.lora.families import LARGE_35, MEDIUM_35, SD2, SD15, family_of_updates, is_sd3
-from simpletune.lora.kinds import LORA
+from simpletune.lora.kinds import DORA, LORA
 from simpletune.options import Json
 from simpletune.runs.folder import CONFIG
 from simpletune.runs.model_card import licence, public_name, shareable
@@ -44,7 +44,7 @@ def header_of(updates: AnyUpdates, title: str, config: TrainConfig | None, steps
     }
     family = family_of_updates({name: update.shape for name, update in updates.items()})
     common |= model_fields(family)
-    if kinds := {update.kind for update in updates.values()} - {LORA}:
+    if kinds := {update.kind for update in updates.values()} - {LORA, DORA}:
         common["ss_network_module"] = "lycoris.kohya"
         common["ss_network_args"] = json.dumps({"algo": min(kinds).lower()})
     ranks = {update.dim or 1 for update in updates.values()}

@@ -23,7 +23,9 @@ SHOWN = 60  # characters of a value
 ELSEWHERE = {
     "learning_rate": "optimizer.lr", "optimizer_type": "optimizer.name", "use_8bit_adam": "optimizer.name",
     "lora_rank": "adapter.rank", "network_dim": "adapter.rank", "lora_alpha": "adapter.alpha",
-    "network_alpha": "adapter.alpha", "lora_dropout": "adapter.dropout", "lr_scheduler": "schedule.name",
+    "network_alpha": "adapter.alpha", "lora_dropout": "adapter.dropout", "use_dora": "adapter.method",
+    "use_rslora": "adapter.rank_stabilized", "loraplus_lr_ratio": "adapter.b_lr_ratio",
+    "scale_weight_norms": "adapter.max_norm", "lr_scheduler": "schedule.name",
     "lr_warmup_steps": "schedule.warmup_steps", "max_train_steps": "train.steps", "num_train_epochs": "train.epochs",
     "max_train_epochs": "train.epochs", "train_batch_size": "train.batch_size",
     "gradient_accumulation_steps": "train.gradient_accumulation", "max_grad_norm": "train.clip",

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from simpletune.adapters import Adapter
 from simpletune.adapters.lora import Lora
+from simpletune.config.adapter_rules import adapter_rules
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.config.family_rules import family_rules
 from simpletune.config.validation import Validation
@@ -164,6 +165,7 @@ class TrainConfig(Option):
                 "adapter.method lora",
             )
         yield from family_rules(self)
+        yield from adapter_rules(self)
         yield from self._fp16_rules()
         yield from self._streaming_rules()
         yield from self.memory.rules()

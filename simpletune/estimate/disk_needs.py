@@ -131,8 +131,10 @@ def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:
     shapes = config.model.known_shapes()
     count = adapter.trainable(shapes)
     wide = config.precision.base_dtype().itemsize
-    trained = count * ({"fp32": 4, "bf16": 2}.get(getattr(adapter, "dtype", ""), wide))
+    each = {"fp32": 4, "bf16": 2}.get(getattr(adapter, "dtype", ""), wide)
+    trained = count * each
     state = int(count * config.optimizer.bytes_per_parameter)
     average = 4 * count if config.ema else 0
-    result = sum(math.prod(shape) for shape in shapes.values()) * wide if adapter.trains_base else trained
+    numbers = sum(math.prod(shape) for shape in shapes.values())
+    result = numbers * wide if adapter.trains_base else adapter.exported(shapes) * each
     return trained + state + average + (result if adapter.exports_to_checkpoints else 0) + HEADERS, result

@@ -17,8 +17,9 @@ from simpletune.adapters.lora_layers import compute_in_output_type, lora_layers
 from simpletune.families.lora_names import title_of
 from simpletune.lora.families import MEDIUM_35
 from simpletune.lora.header import open_lora
+from simpletune.lora.of_weight import WeightUpdate
 from simpletune.lora.read import updates_of
-from simpletune.lora.structured import AnyUpdates, Structured
+from simpletune.lora.structured import AnyUpdates, Structured, fits
 from simpletune.lora.updates import Update, Updates
 from simpletune.options import UserError, plural, shortened
 
@@ -44,7 +45,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         UserError: keys match no layer, shapes belong to another model, or ``read_lora`` refuses a file.
     """
     names = [ADAPTER if number == 0 else f"{ADAPTER}_{number}" for number in range(len(loras))]
-    structured: list[tuple[str, str, Structured, float]] = []
+    structured: list[tuple[str, str, Structured | WeightUpdate, float]] = []
     for name, (file, scale) in zip(names, loras, strict=True):
         header = open_lora(file)
         updates = updates_of(header)
@@ -108,7 +109,7 @@ def require_layers(place: str, updates: AnyUpdates, model: nn.Module) -> None:
         )
     for name, update in updates.items():
         expected = shapes[name][:2]
-        if update.shape != expected:
+        if not fits(update, expected):
             raise UserError(
                 f"{place}: {name} has {update.shape[1]} inputs and {update.shape[0]} outputs; "
                 f"this model has {expected[1]} and {expected[0]}. It belongs to another model"

@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from simpletune.families.lora_names import LAYOUTS
 from simpletune.lora.families import family_of_lora, is_known, is_lora, kind_of_model, other_methods
-from simpletune.lora.kinds import LORA, Size, is_whole, kind_of, size_of
+from simpletune.lora.kinds import DORA, DORA_ROLES, LORA, OFT, Size, is_by_output, is_whole, kind_of, size_of
 from simpletune.lora.layouts import TEXT_ENCODERS, layout_of, split_key
 from simpletune.lora.settings import DAMAGED, checked, scale_for
 from simpletune.models.lora_names import ALPHA, DOWN, Layout
@@ -146,14 +146,14 @@ class LoraHeader:
 
     def rank(self, module: Module) -> int | None:
         """What alpha is divided by: a LoRA's number of rows of its first factor, 0 for a scalar; None: nothing is."""
-        if module.kind == LORA:
+        if module.kind in (LORA, DORA) and DOWN in module.keys:
             return (self.shapes[module.keys[DOWN]] or (0,))[0]
         size = self.size(module)
         return 0 if size is None else size.rank
 
     def rank_words(self, module: Module) -> str:
         """A module's rank, and LoKr's factors, in words."""
-        return str(self.rank(module) if module.kind == LORA else self.size(module) or "unknown")
+        return str(self.rank(module) if module.kind in (LORA, DORA) else self.size(module) or "unknown")
 
     @cached_property
     def settings(self) -> Json | None:
@@ -250,8 +250,8 @@ def open_lora(file: Path) -> LoraHeader:
     if header.methods:
         method, keys = next(iter(header.methods.items()))
         raise UserError(f"{file} is {method}, which is not supported ({keys[0]}). {PLAIN_ONLY}")
-    if header.settings and header.settings.get("use_dora"):
-        raise UserError(f"{file} is DoRA according to its header, which is not supported. {PLAIN_ONLY}")
+    if header.settings and header.settings.get("use_dora") and header.kinds != [DORA]:
+        raise UserError(f"{file} is DoRA according to its header, but lacks its magnitudes. {DAMAGED}")
     if header.layout is None:
         raise UserError(f"{file} mixes layouts: {', '.join(_examples(header))}. Every key must have the same prefix")
     if header.unmatched:
@@ -271,6 +271,8 @@ def open_lora(file: Path) -> LoraHeader:
 def _require_shapes(header: LoraHeader) -> None:
     for module in header.modules.values():
         shapes = {role: header.shapes[key] for role, key in module.factors.items()}
+        if module.kind == OFT and any(len(shape) == 4 for shape in shapes.values()):
+            raise UserError(f"{header.file} is BOFT, which is not supported ({module.name}). {PLAIN_ONLY}")
         listed = " and ".join(str(list(shape)) for shape in shapes.values())
         factors = f"{header.file}: {module.name} has factors {listed}"
         larger = [shape[2:] for shape in shapes.values() if len(shape) == 4 and shape[2:] != (1, 1)]
@@ -279,11 +281,17 @@ def _require_shapes(header: LoraHeader) -> None:
             raise UserError(
                 f"{header.file}: {module.name} updates a {side} convolution, which is not supported. Train without it"
             )
-        if module.kind == LORA and {len(shape) for shape in shapes.values()} not in ({2}, {4}):
+        plain = {len(shape) for role, shape in shapes.items() if role not in DORA_ROLES}
+        if module.kind in (LORA, DORA) and plain not in ({2}, {4}):
             raise UserError(f"{factors}; both must be matrices, or both of a 1x1 convolution")
         size = size_of(shapes)
         if size is None or size.outputs % len(module.layers):
             raise UserError(f"{factors}, which do not match. {DAMAGED}")
+        if any(not is_by_output(shapes[role], size.outputs) for role in DORA_ROLES if role in shapes):
+            raise UserError(
+                f"{header.file} is DoRA with a magnitude for each input ({module.name}), which is not supported. Train "
+                "it with magnitudes of the outputs (LyCORIS: wd_on_out)"
+            )
 
 
 def _require_scales(header: LoraHeader) -> None:

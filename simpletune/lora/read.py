@@ -10,11 +10,12 @@ from torch import Tensor
 
 from simpletune.lora.families import SD15
 from simpletune.lora.header import LoraHeader, Module, open_lora
-from simpletune.lora.kinds import LOKR, LORA
+from simpletune.lora.kinds import DORA, DORA_ROLES, LOKR, LORA, OFT
+from simpletune.lora.of_weight import DoraUpdate, OftUpdate, limited
 from simpletune.lora.settings import DAMAGED
 from simpletune.lora.structured import AnyUpdate, LohaUpdate, LokrUpdate
 from simpletune.lora.updates import Update, split, swap_halves
-from simpletune.models.lora_names import DOWN, UP
+from simpletune.models.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP
 from simpletune.options import UserError, plural
 from simpletune.system.console import say
 
@@ -87,6 +88,12 @@ def _parts(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) ->
         down, up = factors[DOWN], factors[UP]
         update = Update(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
         return [update] if count == 1 else split(update, count)
+    if module.kind == OFT:
+        names = header.layout.names if header.layout and header.layout.original else None
+        blocks = limited(factors[OFT_BLOCKS], module.alpha).chunk(count)
+        return [OftUpdate(b, (la, names) if names else None) for la, b in zip(module.layers, blocks, strict=True)]
+    if module.kind == DORA:
+        return _dora(header, module, factors, scale).parts(count)
     size = header.size(module)
     assert size is not None
     flat = {role: factor.flatten(1) for role, factor in factors.items()}
@@ -96,6 +103,21 @@ def _parts(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) ->
         whole = LokrUpdate(flat, size.outputs, scale, pointwise=pointwise)
     height = size.outputs // count
     return [whole.rows(number * height, height) for number in range(count)]
+
+
+def _dora(header: LoraHeader, module: Module, factors: Mapping[str, Tensor], scale: float) -> DoraUpdate:
+    """A module's DoRA. PEFT's magnitudes count; ``dora_scale`` is them too, unless the header says otherwise."""
+    down, up = factors[DOWN], factors[UP]
+    update = Update(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
+    vectors = {role: factors[role].flatten().float() for role in DORA_ROLES if role in factors}
+    made_for_comfyui = DORA_MARK.items() <= header.metadata.items()
+    relative = vectors.get(DORA_SCALE) if made_for_comfyui else None
+    layout = header.layout
+    if relative is not None and layout and not layout.original:  # its rows are in the original order, the others' not
+        if layout.names.halves_swapped(module.layers[0], *update.shape):
+            relative = torch.cat(relative.chunk(2)[::-1])
+    magnitude = vectors.get(MAGNITUDE, None if made_for_comfyui else vectors.get(DORA_SCALE))
+    return DoraUpdate(update, magnitude, relative)
 
 
 def _is_pointwise(header: LoraHeader, module: Module) -> bool:

@@ -5,7 +5,7 @@ Shapes: o outputs, i inputs, r rank; LoKr: W1 [l, m], W2 [k, q].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,7 +16,9 @@ from simpletune.adapters.layers import UpdateLayer
 from simpletune.adapters.loha_layer import LohaLayer, low_rank
 from simpletune.adapters.lokr_layer import LokrLayer, whole
 from simpletune.lora.kinds import LOHA, LOKR
+from simpletune.lora.of_weight import WeightUpdate
 from simpletune.lora.updates import Update
+from simpletune.options import UserError
 
 FIRST = {"lokr_w1", "lokr_w1_a", "hada_w1_a"}  # the factor that a scale is folded into
 
@@ -178,14 +180,48 @@ class LohaUpdate:
 
 
 Structured = LokrUpdate | LohaUpdate
-AnyUpdate = Update | Structured
+AnyUpdate = Update | Structured | WeightUpdate
 AnyUpdates = Mapping[str, AnyUpdate]
 """Updates of any kind by diffusers' layer name."""
 
 
 def plain(update: AnyUpdate) -> Update:
-    """The LoRA that equals an update."""
-    return update if isinstance(update, Update) else update.plain()
+    """The LoRA that equals an update.
+
+    Raises:
+        UserError: the update depends on the weight.
+    """
+    independent = _independent(update)
+    return independent if isinstance(independent, Update) else independent.plain()
+
+
+def delta_of(update: AnyUpdate) -> Tensor:  # fp32 [o, i]
+    """The matrix that an update adds to any weight.
+
+    Raises:
+        UserError: the update depends on the weight.
+    """
+    return _independent(update).delta()
+
+
+def _independent(update: AnyUpdate) -> Update | Structured:
+    if isinstance(update, WeightUpdate):
+        raise UserError(
+            f"{update.kind} depends on the weights that it changes, so it is no LoRA by itself. Merge it into its base "
+            "with simpletune merge, then use simpletune extract"
+        )
+    return update
+
+
+def difference(update: AnyUpdate, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
+    """What an update adds to a weight."""
+    return update.difference(weight) if isinstance(update, WeightUpdate) else update.delta()
+
+
+def fits(update: AnyUpdate, shape: Sequence[int]) -> bool:
+    """Whether an update is for a weight of this shape (o, i); OFT's files do not tell the inputs."""
+    outputs, inputs = update.shape
+    return (outputs, inputs or shape[1]) == (shape[0], shape[1])
 
 
 def _halves(factors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:

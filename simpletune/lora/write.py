@@ -14,9 +14,10 @@ from torch import Tensor
 from simpletune.families.lora_names import names_of, update_layout
 from simpletune.lora.header import ADAPTER_METADATA, natural
 from simpletune.lora.layouts import written
+from simpletune.lora.of_weight import DoraUpdate, OftUpdate, blocks_of, lora_of, magnitudes_of
 from simpletune.lora.structured import AnyUpdates, Structured
 from simpletune.lora.updates import Update, Updates, fuse, swap_halves
-from simpletune.models.lora_names import ALPHA, DOWN, UP, Layout, LoraNames
+from simpletune.models.lora_names import ALPHA, DORA_MARK, DOWN, UP, Layout, LoraNames
 from simpletune.options import UserError
 from simpletune.system.safetensors_file import write_safetensors
 
@@ -35,7 +36,8 @@ def write_lora(
     Args:
         updates: updates by diffusers' layer name.
         file: the target.
-        layout: ``diffusers``, ``kohya`` or ``comfy`` for LoRA; ``lycoris`` for LoKr and LoHa.
+        layout: ``diffusers``, ``kohya`` or ``comfy`` for LoRA and DoRA; ``kohya`` or ``comfy`` for OFT; ``lycoris`` for
+            LoKr and LoHa.
         dtype: ``fp32``, ``fp16`` or ``bf16``; None keeps their types.
         metadata: strings for the header.
 
@@ -48,10 +50,12 @@ def write_lora(
         raise UserError(f"{file} must end in .safetensors, by which tools recognise the format. Rename it")
     kind = DTYPES[dtype] if dtype else None
     low_rank = {layer: update for layer, update in updates.items() if isinstance(update, Update)}
-    others = {layer: update for layer, update in updates.items() if not isinstance(update, Update)}
+    dora = {layer: update for layer, update in updates.items() if isinstance(update, DoraUpdate)}
+    oft = {layer: update for layer, update in updates.items() if isinstance(update, OftUpdate)}
+    others = {layer: u for layer, u in updates.items() if not isinstance(u, Update | DoraUpdate | OftUpdate)}
     if layout == "lycoris":
-        if low_rank:
-            raise UserError(f"{next(iter(low_rank))} is LoRA; lycoris files hold LoKr or LoHa. Use --format kohya")
+        for layer in (*low_rank, *dora, *oft):
+            raise UserError(f"{layer} is {updates[layer].kind}; lycoris files hold LoKr or LoHa. Use --format kohya")
         tensors = structured_tensors_of(others, kind)
     elif others:
         layer, update = max(others.items(), key=lambda each: each[1].rank)
@@ -60,12 +64,15 @@ def write_lora(
             "smaller one to approximate it, or use --format lycoris"
         )
     else:
-        tensors = tensors_of(low_rank, written(updates, layout), kind)
+        chosen = written(updates, layout)
+        tensors = tensors_of({**low_rank, **lora_of(dora)}, chosen, kind) if low_rank or dora else {}
+        tensors |= magnitudes_of(dora, chosen) | blocks_of(oft, chosen)
     spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if spoilt:
         raise UserError(f"{file}: {spoilt[0]} {overflow(dtype)}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    extra = _adapter_metadata(low_rank, names_of(updates).denoiser) if layout == "diffusers" else {}
+    extra = _adapter_metadata(low_rank, names_of(updates).denoiser) if layout == "diffusers" and not dora else {}
+    extra |= DORA_MARK if dora else {}
     return write_safetensors(tensors, file, {**metadata, **extra})
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from simpletune.models.model_config import Shape
 
-FACTOR = re.compile(r"\.(lora_[AB]|lokr_w[12](?:_[ab])?|hada_w[12]_[ab])(?:\..*)?$")
+FACTOR = re.compile(r"\.(lora_[AB]|magnitude|lokr_w[12](?:_[ab])?|hada_w[12]_[ab]|oft_triangle)(?:\..*)?$")
 """What follows a layer's name in the name of an update's trained factor."""
 
 
@@ -42,10 +42,13 @@ class Update(NamedTuple):
     Args:
         products: of the forward pass; those between factors alone are not counted.
         recomputed: those that the backward pass repeats.
+        constant: multiply-adds forward and backward that do not depend on the number of rows: DoRA's norms, and the
+            gradient of OFT's rotations.
     """
 
     products: tuple[int, ...]
     recomputed: int = 0
+    constant: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,13 @@ def trained_of(parameters: Mapping[str, Shape]) -> Trained:
 def _update(factors: Mapping[str, Shape]) -> Update:
     """An update by the shapes of its factors."""
     if "lora_A" in factors:
-        return Update((math.prod(factors["lora_A"]), math.prod(factors["lora_B"])))
+        (rank, inputs), (outputs, _) = factors["lora_A"], factors["lora_B"]
+        norms = rank * (outputs * inputs + rank * inputs + rank * outputs) if "magnitude" in factors else 0
+        return Update((rank * inputs, rank * outputs), constant=(norms, 0))
+    if "oft_triangle" in factors:
+        count, numbers = factors["oft_triangle"]
+        side = (1 + math.isqrt(1 + 8 * numbers)) // 2  # of a matrix with so many numbers above its diagonal
+        return Update((count * side**2,), constant=(0, count * side**3))
     if "hada_w1_a" in factors:  # a low-rank update whose rank is that of both together
         (outputs, rank), (_, inputs) = factors["hada_w1_a"], factors["hada_w1_b"]
         other = factors["hada_w2_b"][0]
@@ -107,6 +116,8 @@ class Count:
         self.flops.backward += product * (grad + trains)
         update = self.trained.updates.get(name, Update(()))
         self.flops.recomputed += 2 * rows * update.recomputed
+        self.flops.forward += 2 * update.constant[0]
+        self.flops.backward += 2 * update.constant[1]
         for number, product in enumerate(update.products):
             self.flops.forward += 2 * rows * product
             self.flops.backward += 2 * rows * product * (2 if number else 1 + grad)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 DOWN, UP, ALPHA = "down", "up", "alpha"
+MAGNITUDE, DORA_SCALE = "lora_magnitude_vector", "dora_scale"  # of DoRA: as diffusers and PEFT name it, and as others
+DORA_MARK = {"simpletune_dora_scale": "m ||W|| / ||W + s B A||"}  # in the header of a file whose scale is ComfyUI's
+OFT_BLOCKS = "oft_blocks"
 
 
 class LoraNames:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -41,19 +41,22 @@ class OptimizerOption(Option):
     undoes: ClassVar[bool] = True
     """Whether an update can be undone on the device, as a step with fp16 products needs."""
 
-    def build(self, parameters: Iterable[nn.Parameter], in_backward: bool = False) -> torch.optim.Optimizer:
+    def build(
+        self, parameters: Iterable[nn.Parameter], in_backward: bool = False, ratios: Sequence[float] | None = None
+    ) -> torch.optim.Optimizer:
         """Build the optimizer. With stochastic rounding, bf16 parameters step in fp32, a few at a time.
 
         Args:
             parameters: the parameters to train.
             in_backward: whether each is updated separately (``RoundedOptimizer.update``).
+            ratios: a factor on the learning rate of each parameter; None: 1 for all.
         """
         from simpletune.optim.rounding import RoundedOptimizer
 
         parameters = list(parameters)
         rounded = self.rounding == "stochastic" and any(parameter.itemsize < 4 for parameter in parameters)
-        if rounded or self.draws or in_backward:
-            return RoundedOptimizer(parameters, self.make, rounded)
+        if rounded or self.draws or in_backward or set(ratios or ()) - {1.0}:
+            return RoundedOptimizer(parameters, self.make, rounded, ratios)
         return self.make(parameters)
 
     def place(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:

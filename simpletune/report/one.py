@@ -71,7 +71,8 @@ def summary_sentence(run: RunRecord) -> str:
         return plural(run.steps_done, "step")
     base = config.model.weights_from
     base = base if not os.path.isabs(base) else os.path.basename(base)
-    method = f"LoRA r{config.adapter.rank}" if config.adapter.method == "lora" else config.adapter.method
+    rank = getattr(config.adapter, "rank", None)
+    method = config.adapter.method if rank is None else f"{config.adapter.title} r{rank}"
     return (
         f"{method} on {base}, {config.precision.weights} weights, "
         f"{config.data.resolution} px, batch {config.train.batch_size}"

@@ -207,15 +207,11 @@ def _cost(summary: Json) -> Iterator[tuple[str, str]]:
 
 def _use(config: TrainConfig, example: Request) -> Iterator[str]:
     """Yield the instructions for diffusers and for the inference scripts."""
-    if config.adapter.in_diffusers:
+    first = config.adapter.before_diffusers(config.model.denoiser)
+    if first is None:
         yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
     else:
-        result = config.adapter.result(config.model.denoiser)
-        yield (
-            f"ComfyUI loads `{result}` from `models/loras`. diffusers does not load {config.adapter.title}: convert "
-            f"it to a LoRA first with `simpletune export {result} --format diffusers --rank 32`, which prints what is "
-            "left out."
-        )
+        yield f"ComfyUI loads `{config.adapter.result(config.model.denoiser)}` from `models/loras`. {first}"
     others = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}
     replaced = [f"{name} {code(public_name(value))}" for name, value in others.items() if value]
     if replaced:

@@ -125,6 +125,8 @@ class StepCore:
             elif updates:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+            if updates:
+                self.config.adapter.constrain(self.model)
         if self.fp16 is not None:
             self.fp16.scale.update()
         return total, norm
@@ -202,7 +204,10 @@ def attach(
     if config.speed.compile and compile_training(blocks, device, sizes):
         say(f"compile the blocks for {plural(sizes, 'picture size')}; the first step takes at least 30 s longer")
     streamed = config.memory.attach(blocks, device, trained=in_backward and config.adapter.trains_base)
-    optimizer = config.optimizer.build(trained_parameters(transformer).values(), in_backward)
+    trained = trained_parameters(transformer)
+    optimizer = config.optimizer.build(
+        trained.values(), in_backward, [config.adapter.lr_ratio(name) for name in trained]
+    )
     if in_backward:
         assert isinstance(optimizer, RoundedOptimizer)
         step_in_backward(optimizer, config.train.clip_norm, streamed, scale)
