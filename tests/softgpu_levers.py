@@ -17,7 +17,7 @@ from torch import Tensor
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.data.plan import Draw, View
+from simpletune.data.samples import Draw, View
 from simpletune.families.sd3.shapes import is_conditioning
 from simpletune.families.sd3.transformer import RandomTensors
 from simpletune.memory.block_offload import BlockOffload

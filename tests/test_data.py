@@ -18,7 +18,7 @@ from PIL import Image
 from simpletune.data.captions import read_metadata
 from simpletune.data.folder import Folder
 from simpletune.data.pictures import MAX_PIXELS, cut, decode, picture_size
-from simpletune.data.plan import make_samples
+from simpletune.data.samples import make_samples
 from simpletune.data.source import Picture, UnusablePicture
 from simpletune.models.buckets import bucket_sizes, covering_size, nearest_bucket
 from simpletune.options import UserError
@@ -537,7 +537,7 @@ def test_each_bad_picture_is_named_with_its_reason(tmp_path: Path) -> None:
         assert reason in found[name]
     rejected = Folder(path=str(tmp_path), prompt="x").scan(tmp_path).rejected
     with pytest.raises(UserError, match="^data.path: 6 pictures cannot be used:\n") as error:
-        report_rejected(rejected, "stop")
+        report_rejected(rejected, Folder(path=str(tmp_path)))
     assert all(f"\n  {name}: {reason}\n" in str(error.value) for name, reason in found.items())
     assert str(error.value).endswith("set data.on_error=skip to skip them")
 
@@ -550,7 +550,7 @@ def test_a_file_name_that_is_no_text_is_a_reason(tmp_path: Path) -> None:
 
 def test_many_bad_pictures_take_no_more_than_a_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(tmp_path, {f"{number:02d}.png": b"" for number in range(25)})
-    report_rejected(Folder(path=str(tmp_path), prompt="x").scan(tmp_path).rejected, "skip")
+    report_rejected(Folder(path=str(tmp_path), prompt="x").scan(tmp_path).rejected, Folder(path="x", on_error="skip"))
     lines = capsys.readouterr().out.splitlines()
     assert "skipped 25 pictures" in lines[0]
     assert lines[20:] == [
@@ -560,7 +560,7 @@ def test_many_bad_pictures_take_no_more_than_a_screen(tmp_path: Path, capsys: py
 
 
 def test_nothing_is_said_when_all_pictures_are_good(capsys: pytest.CaptureFixture[str]) -> None:
-    report_rejected([], "stop")
+    report_rejected([], Folder(path="x"))
     assert capsys.readouterr().out == ""
 
 

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from simpletune.config.load import validate
 from simpletune.data.cache import Cache, view_key
-from simpletune.data.plan import Draw, GlobalBatch, Plan, make_plan
+from simpletune.data.plan import GlobalBatch, Plan, make_plan
+from simpletune.data.samples import Draw
 from simpletune.demo import pictures, tiny_sd3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
@@ -101,7 +102,7 @@ def alone(data: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Path:
     honest = Plan.micro_batch
 
     def micro_batch(self: Plan, step: int, micro: int, process: int = 0) -> list[Draw]:
-        two = Plan(self.samples, self.source, self.objective, self.seed, GlobalBatch(self.batch_size, processes=2))
+        two = Plan(self.samples, self.data, self.objective, self.seed, GlobalBatch(self.batch_size, processes=2))
         return honest(two, step, 0, micro)
 
     with monkeypatch.context() as patch:

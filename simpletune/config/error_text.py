@@ -7,12 +7,12 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from simpletune.options import Json, Option, Problem, member_for, option_classes, tag_values, union_of
+from simpletune.options import Json, Option, Problem, item_of, member_for, option_classes, tag_values, union_of
 from simpletune.system import strict_json
 from simpletune.system.strict_json import JsonError
 
@@ -111,16 +111,11 @@ def locate(loc: tuple[int | str, ...], data: object, root: type[Option]) -> tupl
         elif isinstance(key, int):
             path.append(str(key))
             data = data[key] if isinstance(data, list) and key < len(data) else None
-            option = _item_option(field)
+            item = item_of(field)
+            union, option = (None, None) if item is None else (union_of(item), member_for(item, data))
+            if union is not None and rest and rest[0] in union.members:
+                option = union.members[str(rest.pop(0))]
     return ".".join(path), owner, field
-
-
-def _item_option(field: FieldInfo | None) -> type[Option] | None:
-    """Return the option class of a list's items; None if the field is not a list of options."""
-    if field is None or get_origin(field.annotation) is not list:
-        return None
-    classes = option_classes(get_args(field.annotation)[0])
-    return classes[0] if len(classes) == 1 else None
 
 
 def _message(

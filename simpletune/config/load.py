@@ -14,7 +14,18 @@ from simpletune.config.family_rules import with_family, with_objective
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.config.shipped import find_config, missing_config
 from simpletune.memory.profiles import with_profile
-from simpletune.options import ConfigError, Json, Option, Problem, UserError, member_for, option_classes, union_of
+from simpletune.options import (
+    ConfigError,
+    Json,
+    Option,
+    Problem,
+    UserError,
+    default_tag,
+    item_of,
+    member_for,
+    option_classes,
+    union_of,
+)
 from simpletune.system import strict_json
 from simpletune.system.redact import secret_paths
 from simpletune.system.strict_json import JsonError
@@ -94,10 +105,21 @@ def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Probl
         if not equals or not path:
             problems.append(Problem(override, "is not an override. Write key.path=value, as in train.steps=100"))
             continue
-        notices += _override(merged, path, text, problems)
+        for place in _places(merged, path):
+            notices += _override(merged, place, text, problems)
     if _speaks_of_another_job(data, merged):
         del merged["about"]
     return merged, notices, problems
+
+
+def _places(merged: Json, path: str) -> list[str]:
+    """The paths that an override sets: ``data.FIELD`` stands for the field of every source, if there are several."""
+    section, _, rest = path.partition(".")
+    data = merged.get(section)
+    sources = data.get("sources") if section == "data" and isinstance(data, dict) else None
+    if not isinstance(sources, list) or rest.partition(".")[0] in ("source", "sources"):
+        return [path]
+    return [f"data.sources.{index}.{rest}" for index in range(len(sources))]
 
 
 def _speaks_of_another_job(data: Json, merged: Json) -> bool:
@@ -121,14 +143,20 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
     section, parts = merged, path.split(".")
     if parts[0] == "objective":
         merged |= with_objective(merged)
-    for part in parts[:-1]:
+    steps = iter(parts[:-1])
+    for part in steps:
         field = option.model_fields.get(part) if option else None
-        child = section.get(part, {})
+        child, item = section.get(part, {}), item_of(field)
+        if item is not None and isinstance(child, list):
+            number = next(steps, "")
+            field = item if number.isdecimal() and int(number) < len(child) else None
+            part, child = f"{part}.{number}".rstrip("."), child[int(number)] if field else None
         if field is None or not option_classes(field.annotation) or not isinstance(child, dict):
             known = _known(option)
             problems.append(Problem(path, f"{part} is not a section.{did_you_mean(part, known)}"))
             return []
-        section[part] = child
+        if item is None:
+            section[part] = child
         option, section = member_for(field, child), child
     leaf = parts[-1]
     field = option.model_fields.get(leaf) if option else None
@@ -152,11 +180,15 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
 def _field_at(parts: list[str], merged: Json) -> FieldInfo | None:
     """Return the field at a path of sections."""
     option: type[Option] | None = TrainConfig
-    field, section = None, merged
+    field: FieldInfo | None = None
+    section: object = merged
     for part in parts:
-        field = option.model_fields.get(part) if option else None
-        section = section.get(part, {}) if isinstance(section, dict) else {}
-        option = member_for(field, section) if field else None
+        if isinstance(section, list):
+            field, section = item_of(field), section[int(part)]
+        else:
+            field = option.model_fields.get(part) if option else None
+            section = section.get(part, {}) if isinstance(section, dict) else {}
+        option = member_for(field, section) if field and not isinstance(section, list) else None
     return field
 
 
@@ -186,15 +218,21 @@ def with_default_tags(option: type[Option], data: Json) -> Json:
     """Add the default tag to each union that lacks one."""
     result = dict(data)
     for name, field in option.model_fields.items():
-        if not isinstance(result.get(name), dict):
-            continue
-        union = union_of(field)
-        if union is not None and union.tag not in result[name]:
-            result[name] = {union.tag: union.default, **result[name]}
-        member = member_for(field, result[name])
-        if member is not None:
-            result[name] = with_default_tags(member, result[name])
+        item, value = item_of(field), result.get(name)
+        if isinstance(value, dict):
+            result[name] = _tagged(field, value)
+        elif isinstance(value, list) and item is not None:
+            result[name] = [_tagged(item, each) if isinstance(each, dict) else each for each in value]
     return result
+
+
+def _tagged(field: FieldInfo, value: Json) -> Json:
+    """Add the default tags to an object of a field."""
+    union = union_of(field)
+    if union is not None and union.tag not in value:
+        value = {union.tag: default_tag(union, value), **value}
+    member = member_for(field, value)
+    return value if member is None else with_default_tags(member, value)
 
 
 def validate(
@@ -263,12 +301,17 @@ def _repaired(data: Json, found: list[Problem]) -> Json:
     for problem in found:
         section: object = result
         for part in problem.path.split("."):
-            if not isinstance(section, dict):
-                break
-            owner, leaf, section = section, part, section.get(part)
-        owner.pop(leaf, None)  # for an item of a list, remove the list
+            if isinstance(section, list) and part.isdecimal() and isinstance(section[int(part)], dict):
+                section = section[int(part)]
+            elif isinstance(section, dict):
+                owner, leaf, section = section, part, section.get(part)
+        owner.pop(leaf, None)  # for an item of a list of values, remove the list
     if not isinstance(result.setdefault("data", {}), dict):
         result["data"] = {}
-    result["data"].setdefault("path", "demo:pictures")
+    data = result["data"]
+    if data.get("source") == "several" and not data.get("sources"):
+        data = result["data"] = {}
+    for source in data.get("sources") or [data]:
+        source.setdefault("path", "demo:pictures")
     result.setdefault("name", "unnamed")
     return with_default_tags(TrainConfig, result)

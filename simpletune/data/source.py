@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from simpletune.models.buckets import STEP, Size
-from simpletune.options import Option
+from simpletune.options import Option, Problem
 
 
 class UnusablePicture(Exception):
@@ -27,6 +28,7 @@ class Picture:
         size: (width, height) in pixels, after EXIF rotation.
         digest: SHA-256 of its bytes.
         read: returns its bytes.
+        source: the index of its source in ``data.sources``.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Picture:
     size: Size
     digest: str
     read: Callable[[], bytes] = field(compare=False, repr=False)
+    source: int = 0
 
     def read_same(self) -> bytes:
         """Read the picture again and verify its digest.
@@ -55,11 +58,13 @@ class Rejected:
         name: the name of the picture, the folder or the line (``metadata.jsonl:3``).
         reason: the predicate of a sentence whose subject is the name.
         kind: the kind of the entry.
+        source: the index of its source in ``data.sources``.
     """
 
     name: str
     reason: str
     kind: Literal["picture", "folder", "line"] = "picture"
+    source: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,9 @@ def _named(path: str) -> str:
 class Source(Option):
     """Fields shared by all data sources."""
 
+    if TYPE_CHECKING:  # every member declares it, so that its tag comes first in JSON
+        source: str
+
     path: Annotated[str, AfterValidator(_named)]
     """Path of the pictures; demo:pictures and demo:subject are small built-in folders."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
@@ -121,7 +129,42 @@ class Source(Option):
     """How many crops and flips of each picture to cache; training cycles through them."""
     repeats: Annotated[int, Field(ge=1, le=1000)] = 1
     """How often each picture appears in an epoch."""
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Factor of its pictures' loss; for a regularization source the prior loss weight."""
+    regularization: bool = False
+    """Use the pictures for prior preservation, as a class that the model must not forget. They are trained on like all
+    others, but never held out or evaluated, and their captions are never the validation prompt. At least one source
+    must be without."""
     caption_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Probability of replacing a caption with the empty prompt; 0.05 to 0.1 helps classifier-free guidance."""
     on_error: Literal["stop", "skip"] = "stop"
     """What to do if pictures are unusable: stop and list them, or continue without them."""
+
+    @property
+    def members(self) -> tuple[Source, ...]:
+        """This source alone, as one of several would list itself."""
+        return (self,)
+
+    @property
+    def place(self) -> str:
+        """The path as the configuration names it, for messages."""
+        return self.path
+
+    def problems(self, path: Path) -> Iterator[Problem]:
+        """Check a source without reading its pictures.
+
+        Args:
+            path: where it is, with ``demo:`` names resolved.
+        """
+        raise NotImplementedError
+
+    def scan(self, path: Path) -> Scan:
+        """Find the usable pictures and their captions.
+
+        Args:
+            path: where they are, with ``demo:`` names resolved.
+
+        Raises:
+            UserError: the source cannot be read at all.
+        """
+        raise NotImplementedError

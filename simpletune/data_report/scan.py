@@ -6,7 +6,6 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,9 @@ from PIL import Image
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.pictures import cut, decode
-from simpletune.data.plan import Plan, View, make_plan, too_small, without
+from simpletune.data.plan import Plan, make_plan
+from simpletune.data.samples import View, too_small, without
+from simpletune.data.several import scan_sources, stopping
 from simpletune.data.source import Picture, Rejected, UnusablePicture
 from simpletune.data_report.near_duplicates import PictureHash, hash_of, near_duplicates
 from simpletune.data_report.token_counts import LIMIT, token_counts
@@ -139,11 +140,12 @@ def scan_dataset(config: TrainConfig, shown: int, name: str = "") -> DatasetRepo
     Raises:
         UserError: the data cannot be scanned at all.
     """
-    scan = config.data.scan(Path(config.data.path))
+    scan = scan_sources(config.data)
     small = too_small(scan.pictures, config.data, config.model.multiple)
     pictures = without(scan.pictures, small)
-    found = DatasetReport(name or config.data.path, scan.captions, [], [*scan.rejected, *small], dict(scan.left_alone))
-    found.on_error, found.resolution, found.hints = config.data.on_error, config.data.resolution, scan.hints
+    found = DatasetReport(name or config.data.place, scan.captions, [], [*scan.rejected, *small], dict(scan.left_alone))
+    found.on_error = "stop" if stopping(config.data, found.rejected) else "skip"
+    found.resolution, found.hints = config.data.resolution, scan.hints
     if not pictures:
         return found
     plan = make_plan(config, pictures, 1)

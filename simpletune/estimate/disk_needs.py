@@ -98,7 +98,7 @@ def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, pictur
         if option.keep_every is None:
             return option.keep_last + 1  # the number of steps per epoch is unknown
     batch = config.train.batch_size * config.train.gradient_accumulation
-    counted = math.ceil(pictures * config.data.repeats / batch)
+    counted = math.ceil(pictures * max(source.repeats for source in config.data.members) / batch)
     steps = config.steps(max(1, counted) if plan is None else plan.steps_per_epoch)
     there = [step for step, _ in list_checkpoints(run_folder(config)) if step <= start] if start else []
     every = option.every or steps

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig
+from simpletune.data.several import scan_sources
 from simpletune.estimate.disk_needs import disk_needs
 from simpletune.estimate.simulate_stages import JobReport
 from simpletune.hub.fetch import in_cache
@@ -62,10 +63,11 @@ def needs_of(config: TrainConfig, job: JobReport) -> Needs:
 
 def pictures_of(config: TrainConfig) -> int | None:
     """Count the pictures of the data set; None if it is missing or cannot be read."""
-    if config.data.path.startswith("demo:") or not Path(config.data.path).exists():
+    paths = [source.path for source in config.data.members]
+    if any(path.startswith("demo:") or not Path(path).exists() for path in paths):
         return None
     try:
-        return len(config.data.scan(Path(config.data.path)).pictures)
+        return len(scan_sources(config.data).pictures)
     except UserError:  # the run itself reports what is wrong with the data
         return None
 

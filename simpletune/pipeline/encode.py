@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from simpletune.config.schema import TrainConfig
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.pictures import cut, decode
-from simpletune.data.plan import Plan, View, make_plan, without
+from simpletune.data.plan import Plan, make_plan
+from simpletune.data.samples import View, without
 from simpletune.data.source import Rejected, UnusablePicture
 from simpletune.families import Model
 from simpletune.models.buckets import Size
@@ -127,14 +128,15 @@ class LatentCache:
     def _encode(self, missing: Sequence[View], device: torch.device) -> tuple[int, list[Rejected]]:
         """Encode crops. Rejects pictures that cannot be decoded or whose latents are not finite."""
         remove_stale(self.cache.folder)
-        encoded, rejected = 0, dict[str, Rejected]()
+        encoded, rejected = 0, dict[tuple[int, str], Rejected]()
         vae = self.model.load_vae(device, self.dtype, self.tile)
         with progress("latents", len(missing), "pictures") as advance, torch.no_grad():
             for view in missing:
                 try:
                     encoded += self._encode_one(view, vae, device)
                 except UnusablePicture as reason:
-                    rejected[view.picture.name] = Rejected(view.picture.name, str(reason))
+                    place = view.picture.source, view.picture.name
+                    rejected[place] = Rejected(view.picture.name, str(reason), source=view.picture.source)
                 advance()
                 failpoint("latents.encoded")
                 poll()
@@ -244,7 +246,7 @@ def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, sta
             text.fill(prompts_of(plan, requests), accelerator.device)
         with stages.stage("latents"):
             _, rejected = latents.fill(plan.views(), accelerator.device)
-    report_rejected(rejected, config.data.on_error)
+    report_rejected(rejected, config.data)
     if rejected:
         plan = make_plan(config, without(data.usable, rejected), accelerator.num_processes)
     return Prepared(plan, text, latents, requests, data.captions, [*data.left_out, *rejected])
@@ -263,7 +265,7 @@ def prompts_of(plan: Plan, requests: Sequence[Request]) -> list[str]:
 def validation_requests(config: TrainConfig, plan: Plan) -> list[Request]:
     """The fixed prompts and seeds of a run's validation pictures."""
     option = config.validation
-    prompts = [plan.samples[0].picture.caption] if option.prompts is None else option.prompts
+    prompts = [plan.example()] if option.prompts is None else option.prompts
     width, height = config.picture_size()
     return [
         Request(prompt, option.seed + number, option.negative_prompt, width, height, option.steps, option.guidance)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder
-from simpletune.data.plan import GlobalBatch, Sample, steps_in_epoch
+from simpletune.data.plan import GlobalBatch, steps_in_epoch
+from simpletune.data.samples import Sample
 from simpletune.models.buckets import upscaling
 from simpletune.options import Json, plural, shortened
 from simpletune.pipeline.encode import Prepared

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from simpletune.data.plan import Draw
+from simpletune.data.samples import Draw
 from simpletune.pipeline.encode import Prepared
 from simpletune.pipeline.modulation_plan import Modulation, ModulationPlan
 from simpletune.system.rng import stream
@@ -121,9 +121,17 @@ class Batches:
             prompt_embeds=torch.stack([embeds for embeds, _ in embeddings]),
             pooled=torch.stack([pooled for _, pooled in embeddings]),
             names=tuple(draw.view.picture.name for draw in draws),
+            weight=self._weight(draws),
         )
         # PyTorch's allocator reuses a step's pinned memory in later ones, once the copies to the device are done.
         return batch.map(Tensor.pin_memory) if self.device.type == "cuda" else batch
+
+    def _weight(self, draws: Sequence[Draw]) -> Tensor | None:
+        """The weights of the draws in the loss [b, 1, 1, 1]; None if all are 1."""
+        weights = [draw.loss_weight for draw in draws]
+        if all(weight == 1 for weight in weights):
+            return None
+        return torch.tensor(weights, dtype=torch.float32).view(-1, 1, 1, 1)
 
     def _placed(self, batch: Batch) -> Batch:
         return batch.map(lambda tensor: tensor.to(self.device, non_blocking=True))

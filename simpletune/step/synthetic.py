@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.plan import Draw, View
+from simpletune.data.samples import Draw, View
 from simpletune.data.source import Picture
 from simpletune.models.buckets import Size
 from simpletune.pipeline.modulation_plan import ModulationPlan
