@@ -381,8 +381,8 @@ def test_caption_files_are_read_as_txt_files_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "repeats", "words"),
     [
-        (["10_sksdog/a.png"], 1, ["10_sksdog:", "ignores the repeat count", "data.repeats=10"]),
-        (["10_dog/a.png", "2_cat/deep/b.png", "c.png"], 1, ["10_dog, 2_cat", "data.repeats=N", "all folders"]),
+        (["10_sksdog/a.png"], 1, ["10_sksdog:", "is ignored, unlike in kohya's", "data.folder_names=kohya"]),
+        (["10_dog/a.png", "2_cat/deep/b.png", "c.png"], 1, ["10_dog, 2_cat:", "data.folder_names=kohya"]),
         (["10_dog/a.png"], 10, []),
         (["2024_holiday/a.png", "1_dog/b.png", "dog_10/c.png", "10_d.png"], 1, []),
     ],
@@ -462,8 +462,8 @@ def test_pictures_without_a_caption(tmp_path: Path, options: dict, files: dict, 
         ('{"file_name": "a.png"}', 'not a JSON object with "file_name" and "text"'),
         ('["a.png", "text"]', "not a JSON object"),
         ("null", "not a JSON object"),
-        ('{"file_name": "a.png", "text": null}', "file_name and text must be strings"),
-        ('{"file_name": 3, "text": "a"}', "file_name and text must be strings"),
+        ('{"file_name": "a.png", "text": null}', "file_name must be a string, and text a string or a list of them"),
+        ('{"file_name": 3, "text": "a"}', "file_name must be a string, and text a string or a list of them"),
         ('{"file_name": "a.png", "text": "\\ud83e"}', "lone surrogate"),
     ],
 )
@@ -471,7 +471,7 @@ def test_metadata_that_cannot_be_used_names_the_line(tmp_path: Path, line: str, 
     file = tmp_path / "metadata.jsonl"
     file.write_text('{"file_name": "ok.png", "text": "fine"}\n\n' + line + "\n")
     metadata = read_metadata(file)
-    assert metadata.captions == {"ok.png": "fine"}
+    assert metadata.captions == {"ok.png": ("fine",)}
     assert [(each.name, each.kind) for each in metadata.rejected] == [("metadata.jsonl:3", "line")]
     assert message in metadata.rejected[0].reason
 

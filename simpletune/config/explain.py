@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.evaluation import ON_TRAINING
+from simpletune.data.several import source_notes
 from simpletune.data.source import Source
 from simpletune.hub.fetch import is_hub_name
 from simpletune.models.model_config import Shape
@@ -62,6 +63,8 @@ def _source(source: Source) -> str:
     parts = [f"{source.path} ({source.source})", captions, f"{source.resolution} px in {source.aspect}"]
     parts += [f"{source.repeats} times an epoch"] if source.repeats > 1 else []
     parts += [f"loss weight {source.weight:g}"] if source.weight != 1 else []
+    parts += [f"masks ({source.mask}), weight outside {source.unmasked_weight:g}"] if source.mask else []
+    parts += [f"{source.variants} variants"] if source.variants > 1 else []
     parts += ["for regularization"] if source.regularization else []
     return ", ".join([*parts, f"on_error {source.on_error}"])
 
@@ -138,6 +141,7 @@ def _notes(config: TrainConfig) -> Iterator[str]:
         yield f"a learning rate of {config.optimizer.lr:g} is high for full fine-tuning; 1e-5 to 5e-5 is common"
     if config.adapter.trains_base and config.precision.weights == "fp32":
         yield "full fine-tuning with fp32 weights takes 16 bytes per parameter before activations"
+    yield from source_notes(config.data)
     if config.train.steps is None and config.train.epochs is None:
         yield f"train.steps and train.epochs are unset: the run has {plural(config.steps(1), 'step')}"
     precision = config.precision

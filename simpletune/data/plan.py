@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from simpletune.data.samples import Draw, Sample, View, make_samples
+from simpletune.data.prompts import prompt_of
+from simpletune.data.samples import Draw, Sample, View, make_samples, repeats_of
 from simpletune.data.several import Several, field_of
 from simpletune.data.source import Picture, Source
 from simpletune.data.split import split_pictures
@@ -186,7 +187,7 @@ class Plan:
     def _draw(self, sample: Sample, epoch: int, step: int, micro: int, index: int) -> Draw:
         key, source = (step, micro, index), self.source_of(sample)
         dropped = stream(self.seed, "dropout", *key).random() < source.caption_dropout
-        variant = (epoch * source.repeats + sample.repeat) % source.variants
+        variant = (epoch * repeats_of(sample.picture, source) + sample.repeat) % source.variants
         return Draw(
             view=self.view(sample, variant),
             caption="" if dropped else self.prompt(sample, variant),
@@ -203,7 +204,7 @@ class Plan:
 
     def prompt(self, sample: Sample, variant: int) -> str:
         """The prompt of one variant of a sample."""
-        return sample.picture.caption
+        return prompt_of(sample.picture, self.source_of(sample), self.seed, variant)
 
     def views(self) -> list[View]:
         """Every distinct crop that the run may need: those of the samples in order, then of the held-out ones."""
@@ -250,11 +251,18 @@ class Plan:
     def _row(self, sample: Sample) -> Json:
         """One line of the manifest. What is new since the first version is there only where it is used, so that the
         manifests of older checkpoints stay equal."""
-        row = {
+        row: Json = {
             "file": sample.picture.name,
             "sha256": sample.picture.digest,
             "caption": self.prompt(sample, 0),
             "bucket": list(sample.bucket),
             "repeat": sample.repeat,
         }
-        return row if isinstance(self.data, Source) else {**row, "source": sample.picture.source}
+        prompts = dict.fromkeys(self.prompt(sample, variant) for variant in range(self.source_of(sample).variants))
+        if len(prompts) > 1:
+            row["captions"] = list(prompts)
+        if sample.picture.mask is not None:
+            row["mask"] = sample.picture.mask.digest
+        if not isinstance(self.data, Source):
+            row["source"] = sample.picture.source
+        return row

@@ -87,6 +87,11 @@ def without(pictures: Sequence[Picture], rejected: Sequence[Rejected]) -> list[P
     return [picture for picture in pictures if (picture.source, picture.name) not in bad]
 
 
+def repeats_of(picture: Picture, source: Source) -> int:
+    """How often a picture appears in an epoch."""
+    return source.repeats * picture.repeats
+
+
 def make_samples(
     pictures: Sequence[Picture], data: Source | Several, repeats: int | None = None, step: int = STEP
 ) -> list[Sample]:
@@ -102,5 +107,5 @@ def make_samples(
     for picture in sorted(pictures, key=lambda picture: (picture.source, picture.name)):
         source = data.members[picture.source]
         bucket = bucket_of(picture, source, step)
-        samples += [Sample(picture, bucket, repeat) for repeat in range(repeats or source.repeats)]
+        samples += [Sample(picture, bucket, repeat) for repeat in range(repeats or repeats_of(picture, source))]
     return samples

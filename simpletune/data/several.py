@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from simpletune.data.folder import Folder
-from simpletune.data.source import Rejected, Scan, Source
+from simpletune.data.prompts import prompt_of, prompts_vary
+from simpletune.data.source import Picture, Rejected, Scan, Source
 from simpletune.data.table import Table
 from simpletune.options import Option, Problem, UserError
 
@@ -69,6 +70,22 @@ def source_rules(data: Source | Several) -> Iterator[Problem]:
         )
 
 
+def source_notes(data: Source | Several, pictures: Sequence[Picture] = ()) -> Iterator[str]:
+    """What a user should know about the caption options.
+
+    Args:
+        data: one or several sources.
+        pictures: those of all sources, if they were scanned.
+    """
+    for index, source in enumerate(data.members):
+        most = max((len(picture.captions) for picture in pictures if picture.source == index), default=1)
+        if source.variants == 1 and prompts_vary(source, most):
+            yield (
+                f"{field_of(data, index, 'variants')} is 1, so each picture keeps one prompt: one of its captions, one "
+                "order of its tags. Use 4 or more to vary it"
+            )
+
+
 def source_problems(data: Source | Several, paths: Sequence[Path | None]) -> Iterator[Problem]:
     """Check every source without reading its pictures.
 
@@ -100,6 +117,7 @@ def scan_sources(data: Source | Several) -> Scan:
         "; ".join(dict.fromkeys(captions)),
         sum((Counter(scan.left_alone) for scan in scans), Counter[str]()),
         tuple(dict.fromkeys(hint for scan in scans for hint in scan.hints)),
+        tuple(dict.fromkeys(note for scan in scans for note in scan.notes)),
     )
 
 
@@ -131,7 +149,7 @@ def example_prompt(data: Source | Several, seed: int) -> str:
     """
     for picture in scan_sources(data).pictures:
         if not data.members[picture.source].regularization:
-            return picture.caption
+            return prompt_of(picture, data.members[picture.source], seed, 0)
     raise UserError(f"data.path: {data.place} contains no usable pictures. Add some")
 
 

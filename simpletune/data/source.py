@@ -19,6 +19,21 @@ class UnusablePicture(Exception):
 
 
 @dataclass(frozen=True)
+class Mask:
+    """Where a picture is learned from. Its bytes are read on demand.
+
+    Args:
+        kind: ``alpha``: the opacity of the picture itself; ``file``: the brightness of a file of its own.
+        digest: SHA-256 of the bytes.
+        read: returns the bytes.
+    """
+
+    kind: Literal["alpha", "file"]
+    digest: str
+    read: Callable[[], bytes] = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class Picture:
     """A usable picture. Its bytes are read on demand.
 
@@ -29,6 +44,9 @@ class Picture:
         digest: SHA-256 of its bytes.
         read: returns its bytes.
         source: the index of its source in ``data.sources``.
+        more: its other captions, if it has several.
+        repeats: how often its folder's name repeats it, beside ``data.repeats``.
+        mask: where it is learned from; None: everywhere.
     """
 
     name: str
@@ -37,6 +55,14 @@ class Picture:
     digest: str
     read: Callable[[], bytes] = field(compare=False, repr=False)
     source: int = 0
+    more: tuple[str, ...] = ()
+    repeats: int = 1
+    mask: Mask | None = None
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        """All its captions."""
+        return self.caption, *self.more
 
     def read_same(self) -> bytes:
         """Read the picture again and verify its digest.
@@ -44,10 +70,19 @@ class Picture:
         Raises:
             UnusablePicture: it cannot be read, or has changed since the scan.
         """
-        data = self.read()
-        if hashlib.sha256(data).hexdigest() != self.digest:
-            raise UnusablePicture("has changed since the folder was scanned. Restart")
-        return data
+        return same_bytes(self)
+
+
+def same_bytes(picture: Picture | Mask) -> bytes:
+    """Read a picture or a mask again and verify its digest.
+
+    Raises:
+        UnusablePicture: it cannot be read, or has changed since the scan.
+    """
+    data = picture.read()
+    if hashlib.sha256(data).hexdigest() != picture.digest:
+        raise UnusablePicture("has changed since the folder was scanned. Restart")
+    return data
 
 
 @dataclass(frozen=True)
@@ -77,6 +112,7 @@ class Scan:
         captions: a description of where the captions come from.
         left_alone: pictures of unsupported formats, counted by file extension.
         hints: sentences about data that the user may have meant differently.
+        notes: sentences that say how data was understood.
     """
 
     pictures: list[Picture]
@@ -84,6 +120,7 @@ class Scan:
     captions: str
     left_alone: Mapping[str, int] = field(default_factory=dict)
     hints: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def _multiple_of_step(resolution: int) -> int:
@@ -106,6 +143,7 @@ class Source(Option):
 
     if TYPE_CHECKING:  # every member declares it, so that its tag comes first in JSON
         source: str
+        mask: str | None
 
     path: Annotated[str, AfterValidator(_named)]
     """Path of the pictures; demo:pictures and demo:subject are small built-in folders."""
@@ -126,7 +164,7 @@ class Source(Option):
     flip: bool = False
     """Mirror half of the presentations left to right."""
     variants: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many crops and flips of each picture to cache; training cycles through them."""
+    """How many crops, flips and prompts of each picture to draw and cache; training cycles through them."""
     repeats: Annotated[int, Field(ge=1, le=1000)] = 1
     """How often each picture appears in an epoch."""
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
@@ -135,6 +173,23 @@ class Source(Option):
     """Use the pictures for prior preservation, as a class that the model must not forget. They are trained on like all
     others, but never held out or evaluated, and their captions are never the validation prompt. At least one source
     must be without."""
+    caption_lines: Literal["join", "several"] = "join"
+    """Lines of a caption (multiline). join: join them with spaces; several: each is a caption of its own, and each
+    variant uses one. A list of texts in metadata.jsonl or a table is several captions either way."""
+    caption_prefix: str = ""
+    """Text before every caption, such as a trigger word; a space is added."""
+    caption_suffix: str = ""
+    """Text after every caption; a space is added unless it begins with punctuation."""
+    shuffle_tags: bool = False
+    """Shuffle the tags of a caption (shuffle_caption), once for each variant."""
+    tag_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Probability of dropping a tag from a caption (caption_tag_dropout_rate), drawn once for each variant."""
+    keep_tags: Annotated[int, Field(ge=0)] = 0
+    """How many tags at the start of a caption to neither shuffle nor drop (keep_tokens)."""
+    tag_separator: Annotated[str, Field(min_length=1, max_length=8)] = ","
+    """Text between tags."""
+    unmasked_weight: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Factor of the loss outside a picture's mask (unmasked share); 0: do not learn from there at all."""
     caption_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Probability of replacing a caption with the empty prompt; 0.05 to 0.1 helps classifier-free guidance."""
     on_error: Literal["stop", "skip"] = "stop"

@@ -31,7 +31,7 @@ def report(config: TrainConfig, out: Path | None, as_figures: bool = False, show
         UserError: no picture is usable, or the folder cannot be written.
     """
     with silent() if as_figures else nullcontext():
-        found = scan_dataset(resolve_data_folder(config), shown, config.data.place)
+        found = scan_dataset(resolve_data_folder(config), shown, tuple(source.path for source in config.data.members))
     if as_figures:
         print(json.dumps(as_json(found)))
     else:

@@ -29,6 +29,29 @@ class Need(NamedTuple):
     bytes: int
 
 
+class DataCounts(NamedTuple):
+    """What a run's data comes to."""
+
+    pictures: int
+    prompts: int
+    """Different prompts to encode, over all variants of the pictures."""
+    pixels: int
+    """Of all crops to encode."""
+    samples: int
+    """In an epoch."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> DataCounts:
+        """Count a plan's data."""
+        views = {view_key(view): view for view in plan.views()}
+        pictures = {(sample.picture.source, sample.picture.name) for sample in [*plan.samples, *plan.held_out]}
+        pixels = sum(math.prod(view.bucket) for view in views.values())
+        return cls(len(pictures), len(plan.captions()), pixels, len(plan.samples))
+
+
+NOTHING = DataCounts(0, 0, 0, 0)
+
+
 def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = False) -> None:
     """Refuse a run that needs more disk than is free; warn if it is close.
 
@@ -69,21 +92,23 @@ def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = 
         say(f"warning {in_words(traces)} are free for profiler traces: writing may fail. profile.max_traces=0 skips it")
 
 
-def disk_needs(config: TrainConfig, plan: Plan | None = None, start: int = 0, pictures: int = 0) -> Iterator[Need]:
+def disk_needs(
+    config: TrainConfig, plan: Plan | None = None, start: int = 0, counts: DataCounts = NOTHING
+) -> Iterator[Need]:
     """Yield what a run will write, except the quantised base, which is cached only if there is space to spare.
 
     Args:
         config: of the run; with a plan, folders must be resolved.
         plan: of the run; what it finds in the cache is not counted. None: do not read the data.
         start: steps already done; their checkpoints free space as they are replaced.
-        pictures: size of the data set, used without a plan: each counts as a square picture with its own caption.
+        counts: of the data, used without a plan; nothing of it counts as cached.
     """
     run, cache = run_folder(config), Path(config.output.cache)
     one, result = checkpoint_bytes(config)
-    yield Need("checkpoints", run, _more_checkpoints(config, plan, start, pictures) * one)
+    yield Need("checkpoints", run, _more_checkpoints(config, plan, start, counts.samples) * one)
     yield Need("result", run, result)
     if plan is None:
-        pixels, prompts = pictures * config.data.resolution**2, pictures
+        pixels, prompts = counts.pixels, counts.prompts
     else:
         pixels, prompts = _pixels_to_encode(config, plan), _prompts_to_encode(config, plan)
     prompt = config.model.text_tokens * config.model.text_width * config.precision.encoder_dtype().itemsize
@@ -91,14 +116,14 @@ def disk_needs(config: TrainConfig, plan: Plan | None = None, start: int = 0, pi
     yield Need("cached prompts", cache, prompts * prompt)
 
 
-def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, pictures: int) -> int:
+def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, samples: int) -> int:
     """Count the checkpoints that the run's folder will hold at most, beyond those that it holds now."""
     option = config.checkpoint
     if plan is None and config.train.epochs is not None and option.keep_last != "all":
         if option.keep_every is None:
             return option.keep_last + 1  # the number of steps per epoch is unknown
     batch = config.train.batch_size * config.train.gradient_accumulation
-    counted = math.ceil(pictures * max(source.repeats for source in config.data.members) / batch)
+    counted = math.ceil(samples / batch)
     steps = config.steps(max(1, counted) if plan is None else plan.steps_per_epoch)
     there = [step for step, _ in list_checkpoints(run_folder(config)) if step <= start] if start else []
     every = option.every or steps

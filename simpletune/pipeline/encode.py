@@ -17,11 +17,13 @@ from simpletune.data.cache import Cache, view_key
 from simpletune.data.pictures import cut, decode
 from simpletune.data.plan import Plan, make_plan
 from simpletune.data.samples import View, without
+from simpletune.data.shares import SourceShare, shares
 from simpletune.data.source import Rejected, UnusablePicture
 from simpletune.families import Model
 from simpletune.models.buckets import Size
 from simpletune.models.prompts import Encoder
 from simpletune.options import UserError
+from simpletune.pipeline.masks import MaskCache
 from simpletune.pipeline.plan_data import PlannedData, plan_data, report_rejected
 from simpletune.pipeline.sample import Request
 from simpletune.system.atomic import remove_stale
@@ -197,6 +199,7 @@ class Prepared:
         plan: the run's plan.
         text: the cached prompt embeddings.
         latents: the cached latents of the pictures.
+        masks: their cached masks.
         requests: the validation pictures to draw.
         captions: a description of where the captions come from.
         left_out: the unusable entries that training skips.
@@ -205,6 +208,7 @@ class Prepared:
     plan: Plan
     text: TextCache
     latents: LatentCache
+    masks: MaskCache
     requests: list[Request]
     captions: str
     left_out: list[Rejected] = field(default_factory=list)
@@ -215,10 +219,15 @@ class Prepared:
         rows = self.plan.manifest()
         return {
             "captions": self.captions,
+            "sources": [asdict(share) for share in self.sources()],
             "samples": [row for row in rows if not row.get("held_out")],
             "held_out": [row for row in rows if row.get("held_out")],
             "left_out": left_out,
         }
+
+    def sources(self) -> list[SourceShare]:
+        """What each data source contributes to an epoch."""
+        return shares(self.plan)
 
     def sizes(self) -> set[Size]:
         """(width, height) in pixels of every picture that the transformer will see."""
@@ -239,17 +248,18 @@ def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, sta
     """
     cache, dtype, plan = Path(config.output.cache), config.precision.encoder_dtype(), data.plan
     text = TextCache(config.model, dtype, cache)
-    latents = LatentCache(config.model, dtype, cache, config.memory.vae_tile)
+    latents, masks = LatentCache(config.model, dtype, cache, config.memory.vae_tile), MaskCache(cache)
     with accelerator.main_process_first():
         requests = validation_requests(config, plan)
         with stages.stage("text"):
             text.fill(prompts_of(plan, requests), accelerator.device)
         with stages.stage("latents"):
             _, rejected = latents.fill(plan.views(), accelerator.device)
+            rejected += masks.fill(plan.views())
     report_rejected(rejected, config.data)
     if rejected:
         plan = make_plan(config, without(data.usable, rejected), accelerator.num_processes)
-    return Prepared(plan, text, latents, requests, data.captions, [*data.left_out, *rejected])
+    return Prepared(plan, text, latents, masks, requests, data.captions, [*data.left_out, *rejected])
 
 
 def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> Prepared:

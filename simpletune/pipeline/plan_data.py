@@ -10,7 +10,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data import Data
 from simpletune.data.plan import Plan, make_plan
 from simpletune.data.samples import too_small, without
-from simpletune.data.several import scan_sources, stopping
+from simpletune.data.several import scan_sources, source_notes, stopping
 from simpletune.data.source import Picture, Rejected
 from simpletune.data.walk import printable
 from simpletune.options import UserError, plural
@@ -48,6 +48,8 @@ def plan_data(config: TrainConfig, processes: int) -> PlannedData:
     scan = scan_sources(config.data)
     small = too_small(scan.pictures, config.data, config.model.multiple)
     report_rejected([*scan.rejected, *small], config.data)
+    for note in [*scan.notes, *source_notes(config.data, scan.pictures)]:
+        say(f"data    {note}")
     for hint in scan.hints:
         say(f"hint    {hint}")
     usable = without(scan.pictures, small)

@@ -63,7 +63,7 @@ class Batches:
         process: int = 0,
         modulation: Modulation | None = None,
     ):
-        self.plan, self.text, self.latents = prepared.plan, prepared.text, prepared.latents
+        self.plan, self.text, self.latents, self.masks = prepared.plan, prepared.text, prepared.latents, prepared.masks
         self.seed, self.device, self.process = seed, device, process
         self.modulations: ModulationPlan | None = None
         if modulation is not None:
@@ -127,11 +127,14 @@ class Batches:
         return batch.map(Tensor.pin_memory) if self.device.type == "cuda" else batch
 
     def _weight(self, draws: Sequence[Draw]) -> Tensor | None:
-        """The weights of the draws in the loss [b, 1, 1, 1]; None if all are 1."""
-        weights = [draw.loss_weight for draw in draws]
-        if all(weight == 1 for weight in weights):
+        """The weights of the draws, and of their places if one has a mask, in the loss [b, 1, h or 1, w or 1]; None if
+        all are 1."""
+        if all(draw.loss_weight == 1 and draw.view.picture.mask is None for draw in draws):
             return None
-        return torch.tensor(weights, dtype=torch.float32).view(-1, 1, 1, 1)
+        masks = torch.stack(torch.broadcast_tensors(*(self.masks.load(draw.view) for draw in draws)))  # [b, 1, h, w]
+        outside = torch.tensor([self.plan.sources[draw.view.picture.source].unmasked_weight for draw in draws])
+        weights = torch.tensor([draw.loss_weight for draw in draws])
+        return weights.view(-1, 1, 1, 1) * torch.lerp(outside.view(-1, 1, 1, 1), torch.ones(()), masks)
 
     def _placed(self, batch: Batch) -> Batch:
         return batch.map(lambda tensor: tensor.to(self.device, non_blocking=True))

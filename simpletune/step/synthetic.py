@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -75,12 +76,21 @@ class SyntheticBatches:
             prompt_embeds=torch.zeros(text, dtype=self.text, device=self.device),
             pooled=self._pooled().expand(b, -1).clone().to(self.device),
             names=tuple(str(number) for number in range(b)),
+            weight=self._weight(b, latents[2:]),
         )
+
+    def _weight(self, b: int, sides: Sequence[int]) -> Tensor | None:
+        """Weights as a run's batches have them: of places if a source has masks, of samples if one has a weight."""
+        sources = self.config.data.members
+        if any(source.mask for source in sources):
+            return torch.ones((b, 1, *sides), device=self.device)
+        return torch.ones((b, 1, 1, 1), device=self.device) if any(source.weight != 1 for source in sources) else None
 
 
 def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
     """The tensors of a micro-batch."""
-    return batch.z_0, batch.noise, batch.level, batch.prompt_embeds, batch.pooled
+    weight = () if batch.weight is None else (batch.weight,)
+    return batch.z_0, batch.noise, batch.level, batch.prompt_embeds, batch.pooled, *weight
 
 
 class SingleProcess:
