@@ -33,6 +33,12 @@ ELSEWHERE = {
     "pretrained_model_name_or_path": "model.pretrained", "output_dir": "output.runs",
     "checkpointing_steps": "checkpoint.every", "checkpoints_total_limit": "checkpoint.keep_last",
     "validation_prompt": "validation.prompts", "guidance_scale": "validation.guidance", "use_ema": "ema",
+    "num_repeats": "data.repeats", "is_reg": "data.regularization", "prior_loss_weight": "data.weight",
+    "loss_weight": "data.weight", "caption_strategy": "data.captions", "class_tokens": "data.prompt",
+    "shuffle_caption": "data.shuffle_tags", "keep_tokens": "data.keep_tags",
+    "caption_tag_dropout_rate": "data.tag_dropout", "caption_dropout_rate": "data.caption_dropout",
+    "masked_loss": "data.mask", "masked_training": "data.mask", "conditioning_data_dir": "data.mask_path",
+    "concepts": "data.sources", "subsets": "data.sources",
 }  # fmt: skip
 SUGGESTED = 100  # problems of one validation that get a message of our own
 RENAMED = {  # an option renamed before the first release, and other names of families

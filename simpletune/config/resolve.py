@@ -91,12 +91,11 @@ def resolve_folders(config: TrainConfig) -> TrainConfig:
 
 def resolve_data_folder(config: TrainConfig) -> TrainConfig:
     """Replace the data's ``demo:`` names by their folders."""
-    paths = [source.path for source in config.data.members]
-    if not any(path.startswith(DEMO) for path in paths):
-        return config
-    cache = Path(config.output.cache)
-    places = [str(resolve(path, cache)) if path.startswith(DEMO) else path for path in paths]
-    return config.model_copy(update={"data": with_paths(config.data, places)})
+
+    def resolved(path: str) -> str:
+        return str(resolve(path, Path(config.output.cache))) if path.startswith(DEMO) else path
+
+    return config.model_copy(update={"data": with_paths(config.data, resolved)})
 
 
 def resolve_model_folder(config: TrainConfig) -> TrainConfig:

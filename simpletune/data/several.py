@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -129,12 +129,17 @@ def _scan(data: Several, index: int, source: Source) -> Scan:
         raise UserError(str(error) if name == str(error) else field_of(data, index, name), error.code) from None
 
 
-def with_paths(data: Folder | Table | Several, paths: Sequence[str]) -> Folder | Table | Several:
-    """The same sources with other paths."""
-    if not isinstance(data, Several):
-        return data.model_copy(update={"path": paths[0]})
-    sources = [source.model_copy(update={"path": path}) for source, path in zip(data.sources, paths, strict=True)]
-    return data.model_copy(update={"sources": sources})
+def with_paths(data: Folder | Table | Several, change: Callable[[str], str]) -> Folder | Table | Several:
+    """The same sources with other paths of pictures and masks.
+
+    Args:
+        data: one or several sources.
+        change: returns a path's replacement.
+    """
+    if isinstance(data, Several):
+        return data.model_copy(update={"sources": [with_paths(source, change) for source in data.sources]})
+    masks = {"mask_path": change(data.mask_path)} if isinstance(data, Folder) and data.mask_path is not None else {}
+    return data.model_copy(update={"path": change(data.path), **masks})
 
 
 def example_prompt(data: Source | Several, seed: int) -> str:

@@ -115,7 +115,7 @@ def shareable(config: TrainConfig) -> TrainConfig:
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
-            "data": with_paths(config.data, [last_name(source.path) for source in config.data.members]),
+            "data": with_paths(config.data, last_name),
             "output": type(config.output)(),
         }
     )
