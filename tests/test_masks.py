@@ -158,8 +158,9 @@ def test_masks_that_cannot_be_used(files: dict, mask: str, reason: str, tmp_path
 def test_a_mask_outside_by_a_link_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"p/a.png": rgb(), "secret.png": grey()})
     (tmp_path / "p" / "a-masklabel.png").symlink_to(tmp_path / "secret.png")
-    (rejected,) = Folder(path="x", prompt="x", mask="files").scan(tmp_path / "p").rejected
-    assert "outside the data folder" in rejected.reason
+    rejected = Folder(path="x", prompt="x", mask="files").scan(tmp_path / "p").rejected
+    assert sorted(each.name for each in rejected) == ["a-masklabel.png", "a.png"]
+    assert all("outside the data folder" in each.reason for each in rejected)
     assert not Folder(path="x", prompt="x", mask="files", links="anywhere").scan(tmp_path / "p").rejected
 
 
