@@ -44,6 +44,13 @@ def quality(args: argparse.Namespace) -> object:
     return quality.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
 
 
+def masks(args: argparse.Namespace) -> object:
+    """whether training with masks leaves the background alone, on the tiny SD3"""
+    from benchmarks import masks
+
+    return masks.run(args.out, args.prompts, args.minutes, args.rows)
+
+
 def inference(args: argparse.Namespace) -> object:
     """seconds, memory and cost of a picture, compared with plain diffusers"""
     from benchmarks import inference, prices
@@ -107,6 +114,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     estimate: ("rows",),
     dry: ("rows", "card", "predict"),
     quality: ("rows", "prompts", "overrides"),
+    masks: ("rows", "prompts"),
     inference: ("rows", "model", "price", "prices", "size", "steps", "rounds", "device"),
     study: ("rows", "model", "overrides"),
     vertex: ("rows",),

@@ -47,11 +47,11 @@ def plan_data(config: TrainConfig, processes: int) -> PlannedData:
     """
     scan = scan_sources(config.data)
     small = too_small(scan.pictures, config.data, config.model.multiple)
-    report_rejected([*scan.rejected, *small], config.data)
     for note in [*scan.notes, *source_notes(config.data, scan.pictures)]:
         say(f"data    {note}")
-    for hint in scan.hints:
+    for hint in scan.hints:  # before what is refused, which they may explain
         say(f"hint    {hint}")
+    report_rejected([*scan.rejected, *small], config.data)
     usable = without(scan.pictures, small)
     plan = make_plan(config, usable, processes)
     require_positions(config, plan)
