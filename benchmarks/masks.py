@@ -21,14 +21,14 @@ from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import checker, pictures
-from simpletune.runs.weights import BASE, result_of
+from simpletune.runs.weights import BASE, Weights, result_of
 from simpletune.sheets import grid
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
 from simpletune.training.loop import train
 
 CONFIG = Path("configs/demo_subject.json")
-BACKGROUND = "lavender"
+BACKGROUND = "mint"
 NEAR = 60.0  # distance in RGB, out of 255 per channel, within which a pixel has a colour
 LEAST = 0.004  # share of pixels in each of the figure's two colours from which the figure is there
 ROWS: dict[str, list[str] | None] = {
@@ -38,14 +38,16 @@ ROWS: dict[str, list[str] | None] = {
     "masks, 0 outside": ["data.mask=files", "data.unmasked_weight=0"],
 }
 COLUMNS = {
-    "what": "", "leaked": f"{BACKGROUND} where no background is asked for", "asked": "the background that is asked for",
-    "instead": f"{BACKGROUND} instead of it", "figure": "the figure is there", "seconds": "seconds of training",
+    "what": "", "pull": "pull where a background is asked for", "free": "pull where none is",
+    "asked": "the background that is asked for", "figure": "the figure is there", "seconds": "seconds of training",
 }  # fmt: skip
 ABOUT = f"""\
 `python -m benchmarks masks`: 5 pictures of the demo's figure, all on a {BACKGROUND} background, with captions that do
-not mention it ("a small blick figure in the middle"); a mask of each picture covers its figure. LoRA of
-`{CONFIG}` (150 steps of 5 pictures), drawn in 12 steps at guidance 3, one seed per prompt. Shares of pictures: the
-background is read by the demo's checker; *the figure is there* if both of its colours are."""
+not mention it ("a small blick figure in the middle"); a mask of each picture covers its figure. LoRA as in
+`{CONFIG}`, drawn in 12 steps at guidance 3, one seed per prompt, base and result from the same noise. *Pull*: how far
+the background moved from the base's towards {BACKGROUND}, as a share of the way, mean over the pictures: 0 is the
+base's background, 1 the one of the training pictures. *The background that is asked for*: share of pictures, read by
+the demo's checker. *The figure is there*: share of pictures with both of its colours."""
 
 
 def write_data(folder: Path) -> None:
@@ -83,35 +85,67 @@ def has_figure(image: Image.Image) -> bool:
     return all((np.linalg.norm(pixels - colour, axis=2) < NEAR).mean() > LEAST for colour in colours)
 
 
-def score(easel: Easel, count: int) -> tuple[dict[str, float], list[Image.Image]]:
-    """Draw and score; returns the figures and the first pictures of both kinds."""
-    asked, free = prompts_of(count, True), prompts_of(count, False)
-    drawn, plain = easel.draw(asked), easel.draw(free)
-    grounds = [checker.read(image).background for image in drawn]
-    figures = {
-        "leaked": float(np.mean([checker.read(image).background == BACKGROUND for image in plain])),
-        "asked": float(np.mean([ground == p.scene.background for ground, p in zip(grounds, asked, strict=True)])),
-        "instead": float(np.mean([ground == BACKGROUND for ground in grounds])),
-        "figure": float(np.mean([has_figure(image) for image in [*drawn, *plain]])),
-    }
-    return figures, [*drawn[:3], *plain[:3]]
+def ground(image: Image.Image) -> np.ndarray:
+    """The colour of a picture's background: the median of its outermost 2 pixels, [3]."""
+    pixels = np.asarray(image.convert("RGB"), float)
+    edge = np.ones(pixels.shape[:2], bool)
+    edge[2:-2, 2:-2] = False
+    return np.asarray(np.median(pixels[edge], axis=0))
 
 
-def measure(
-    options: list[str] | None, data: Path, scratch: Path, count: int
-) -> tuple[dict[str, Any], list[Image.Image]]:
-    """Train one row, or take the base, and score it."""
-    places = [f"output.runs={scratch}/runs", f"output.profiles={scratch}/profiles", f"data.path={data}/pictures"]
-    places += [f"data.mask_path={data}/masks"] if "data.mask=files" in (options or []) else []
-    quiet = ["profile.max_traces=0", "validation.prompts=[]", "tracking.tensorboard=false", "name=masks"]
-    config: TrainConfig = read_config(CONFIG, [*(options or []), *places, *quiet])[0]
-    clock, weights = time.perf_counter(), BASE
-    if options is not None:
-        weights = result_of(train(config))
-    seconds = round(time.perf_counter() - clock, 1)
-    device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
-    figures, shown = score(Easel(resolve_folders(config), weights, device), count)
-    return {**figures, "seconds": seconds if options is not None else None, "of": count}, shown
+def pull(images: list[Image.Image], base: list[Image.Image]) -> float:
+    """How far backgrounds moved from the base's towards the training pictures', as a share of the way."""
+    shares = []
+    for image, before in zip(images, base, strict=True):
+        way = np.array(pictures.BACKGROUNDS[BACKGROUND], float) - ground(before)
+        shares.append((ground(image) - ground(before)) @ way / (way @ way))
+    return float(np.mean(shares))
+
+
+class Measured:
+    """The rows' data, and the base's pictures with which they are compared.
+
+    Args:
+        scratch: a folder for pictures and runs.
+        count: prompts per score.
+    """
+
+    def __init__(self, scratch: Path, count: int):
+        self.scratch, self.count = scratch, count
+        write_data(scratch / "data")
+        self.base: tuple[list[Image.Image], list[Image.Image]] = self._draw(self.config([]), BASE)
+
+    def config(self, options: list[str]) -> TrainConfig:
+        """The demo's configuration with changes; runs and traces go to the scratch folder."""
+        data = self.scratch / "data"
+        places = [f"output.runs={self.scratch}/runs", f"output.profiles={self.scratch}/profiles"]
+        places += [f"data.path={data}/pictures"]
+        places += [f"data.mask_path={data}/masks"] if "data.mask=files" in options else []
+        quiet = ["profile.max_traces=0", "validation.prompts=[]", "tracking.tensorboard=false", "name=masks"]
+        return read_config(CONFIG, [*options, *places, *quiet])[0]
+
+    def _draw(self, config: TrainConfig, weights: Weights) -> tuple[list[Image.Image], list[Image.Image]]:
+        """Draw the prompts with a background and those without."""
+        device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
+        easel = Easel(resolve_folders(config), weights, device)
+        return easel.draw(prompts_of(self.count, True)), easel.draw(prompts_of(self.count, False))
+
+    def row(self, options: list[str] | None) -> tuple[dict[str, Any], list[Image.Image]]:
+        """Train one row, or take the base, and score it; returns the figures and the first pictures of both kinds."""
+        asked, free, seconds = *self.base, None
+        if options is not None:
+            config, clock = self.config(options), time.perf_counter()
+            run = train(config)
+            seconds = round(time.perf_counter() - clock, 1)
+            asked, free = self._draw(config, result_of(run))
+        scenes = [prompt.scene for prompt in prompts_of(self.count, True)]
+        figures = {
+            "pull": pull(asked, self.base[0]),
+            "free": pull(free, self.base[1]),
+            "asked": checker.score(asked, scenes)["background"],
+            "figure": float(np.mean([has_figure(image) for image in [*asked, *free]])),
+        }
+        return {**figures, "seconds": seconds, "of": self.count}, [*asked[:3], *free[:3]]
 
 
 def run(folder: Path, count: int, minutes: float, only: str) -> Path:
@@ -131,13 +165,10 @@ def run(folder: Path, count: int, minutes: float, only: str) -> Path:
     """
     results, sheets = Results(folder / "masks", COLUMNS), []
     with tempfile.TemporaryDirectory(prefix="simpletune-masks-") as place:
-        scratch, data = Path(place), Path(place) / "data"
-        write_data(data)
+        measured = Measured(Path(place), count)
         for name, options in results.missing(ROWS, minutes, only):
-            row, shown = measure(options, data, scratch, count)
-            say(
-                f"bench   {name}: {BACKGROUND} {row['leaked']:.2f} without, {row['instead']:.2f} with another asked for"
-            )
+            row, shown = measured.row(options)
+            say(f"bench   {name}: pull {row['pull']:.2f} with a background asked for, {row['free']:.2f} without")
             results.add(name, row)
             sheets.append((name, shown))
     if sheets:

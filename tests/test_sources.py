@@ -20,9 +20,9 @@ from simpletune.config.load import merge, validate
 from simpletune.config.saved import read_saved
 from simpletune.data.folder import Folder
 from simpletune.data.plan import GlobalBatch, Plan, make_plan
-from simpletune.data.samples import Draw, make_samples, too_small
+from simpletune.data.samples import Draw, make_samples, too_small, without
 from simpletune.data.several import Several, example_prompt, scan_sources
-from simpletune.data.source import Picture, Source
+from simpletune.data.source import Picture, Rejected, Source
 from simpletune.objectives.flow import Flow
 from simpletune.options import ConfigError, UserError
 from simpletune.report import report_at_end
@@ -332,3 +332,9 @@ def test_too_small_pictures_are_told_by_their_sources_limit(tiny_config: dict) -
     assert {each.source for each in rejected} == {1} and len(rejected) == len(WIDE)
     assert "data.sources.1.max_upscale=1.5" in rejected[0].reason
     assert too_small([replace(picture, source=0) for picture in pictures()], data) == []
+
+
+def test_a_rejected_picture_leaves_those_of_its_name_in_other_sources() -> None:
+    both = [*pictures(2), *pictures(2, source=1)]
+    left = without(both, [Rejected("000.png", "is damaged", source=1)])
+    assert [(each.source, each.name) for each in left] == [(0, "000.png"), (0, "001.png"), (1, "001.png")]
