@@ -10,7 +10,6 @@ import tempfile
 import time
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -130,13 +129,13 @@ class Measured:
         easel = Easel(resolve_folders(config), weights, device)
         return easel.draw(prompts_of(self.count, True)), easel.draw(prompts_of(self.count, False))
 
-    def row(self, options: list[str] | None) -> tuple[dict[str, Any], list[Image.Image]]:
+    def row(self, options: list[str] | None) -> tuple[dict[str, float], list[Image.Image]]:
         """Train one row, or take the base, and score it; returns the figures and the first pictures of both kinds."""
-        asked, free, seconds = *self.base, None
+        (asked, free), trained = self.base, dict[str, float]()
         if options is not None:
             config, clock = self.config(options), time.perf_counter()
             run = train(config)
-            seconds = round(time.perf_counter() - clock, 1)
+            trained = {"seconds": round(time.perf_counter() - clock, 1)}
             asked, free = self._draw(config, result_of(run))
         scenes = [prompt.scene for prompt in prompts_of(self.count, True)]
         figures = {
@@ -145,7 +144,7 @@ class Measured:
             "asked": checker.score(asked, scenes)["background"],
             "figure": float(np.mean([has_figure(image) for image in [*asked, *free]])),
         }
-        return {**figures, "seconds": seconds, "of": self.count}, [*asked[:3], *free[:3]]
+        return {**figures, **trained, "of": self.count}, [*asked[:3], *free[:3]]
 
 
 def run(folder: Path, count: int, minutes: float, only: str) -> Path:

@@ -169,17 +169,17 @@ def test_kohyas_folder_names_repeat_caption_and_are_said(tmp_path: Path) -> None
 
 def test_the_variants_of_a_picture_that_its_folder_repeats_go_on_from_epoch_to_epoch(tmp_path: Path) -> None:
     write_pictures(tmp_path, "3_cat/a.png")
-    folder = Folder(path=str(tmp_path), folder_names="kohya", resolution=64, variants=4, crop="random")
+    folder = Folder(path=str(tmp_path), folder_names="kohya", resolution=64, variants=6, crop="random")
     found = [
         Picture(each.name, each.caption, (96, 64), each.digest, each.read, repeats=each.repeats)
         for each in folder.scan(tmp_path).pictures
     ]
     plan = plan_of(folder, *found)
     sample = plan.samples[0]
-    views = [plan.view(sample, variant) for variant in range(4)]
-    seen = [draw.view for step in range(8) for draw in plan.micro_batch(step, 0) if draw.weight]
-    assert len(set(views)) == 4
-    assert Counter(seen) == {view: 3 for view in views}, "12 presentations in 4 epochs, each variant as often"
+    views = [plan.view(sample, variant) for variant in range(6)]
+    seen = [draw.view for step in range(2 * plan.steps_per_epoch) for draw in plan.micro_batch(step, 0) if draw.weight]
+    assert len(set(views)) == 6
+    assert Counter(seen) == {view: 1 for view in views}, "two epochs of 3 presentations show all 6 variants"
 
 
 def test_a_folder_without_such_names_is_told(tmp_path: Path) -> None:

@@ -188,8 +188,8 @@ class Source(Option):
     """How many tags at the start of a caption to neither shuffle nor drop (keep_tokens)."""
     tag_separator: Annotated[str, Field(min_length=1, max_length=8)] = ","
     """Text between tags."""
-    unmasked_weight: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Factor of the loss outside a picture's mask (unmasked share); 0: do not learn from there at all."""
+    unmasked_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Factor of the loss outside a picture's mask (unmasked share); 0: learn nothing from there."""
     caption_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Probability of replacing a caption with the empty prompt; 0.05 to 0.1 helps classifier-free guidance."""
     on_error: Literal["stop", "skip"] = "stop"
