@@ -458,7 +458,7 @@ def test_side_stages_do_not_take_the_run_down(tiny_config: dict, monkeypatch: py
         raise torch.OutOfMemoryError("CUDA out of memory (injected)") if len(calls) < 3 else RuntimeError("broken")
 
     monkeypatch.setattr("simpletune.training.validation.draw", fail)
-    monkeypatch.setattr("simpletune.training.run.evaluation_loss", fail)
+    monkeypatch.setattr("simpletune.training.evaluate.Evaluator.evaluate", fail)
     monkeypatch.setattr("simpletune.training.finish.write_card", fail)
     monkeypatch.setattr("simpletune.report.report_at_end", fail)
     monkeypatch.setattr("simpletune.profiling.window.Window.start", fail)

@@ -143,6 +143,17 @@ def test_the_figures_without_a_device() -> None:
     assert found["kernels"] == []
 
 
+def test_events_of_torch_2_11_have_no_such_question() -> None:
+    class Older(Event):
+        def __getattr__(self, name: str) -> Callable[[], object]:
+            if name == "is_python_function":
+                raise AttributeError(name)
+            return super().__getattr__(name)
+
+    found = read_events([Older("aten::mm", 0, 5), Event("a.py(3): f", 0, 9, python=True)])
+    assert [span.name for span in found.operators] == ["aten::mm"]
+
+
 def test_own_times_leave_out_what_is_inside() -> None:
     spans = [Span("c", 5, 6, 1), Span("a", 0, 10, 1), Span("b", 2, 8, 1), Span("d", 10, 12, 1), Span("e", 3, 4, 2)]
     assert {span.name: own for span, own in self_times(spans)} == {"a": 4, "b": 5, "c": 1, "d": 2, "e": 1}

@@ -149,9 +149,9 @@ def test_a_held_out_picture_never_reaches_a_training_batch(
     held, samples = {row["sha256"] for row in data["held_out"]}, {row["sha256"] for row in data["samples"]}
     assert (len(data["held_out"]), len(held), len(samples), len(data["samples"])) == (2, 2, 4, 12)
     assert held == set(sorted(held | samples)[:2])
-    # What was loaded is what was planned, and 5 held-out draws before and after.
+    # What was loaded is what was planned, and 5 held-out draws with two prompts before and after.
     evaluated = [view for view in loaded if view.picture.digest in held]
-    assert len(evaluated) == 10 and {view.picture.digest for view in evaluated} == held
+    assert len(evaluated) == 20 and {view.picture.digest for view in evaluated} == held
     assert {view_key(view) for view in loaded if view.picture.digest not in held} <= trained
     assert not {view_key(view) for view in evaluated} & trained
     assert len(read_metrics(folder)) == 6  # 12 samples in batches of 2: held-out pictures are in no epoch

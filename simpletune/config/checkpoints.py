@@ -37,22 +37,24 @@ class Checkpoint(Option):
     def _is_for_good(self, step: int) -> bool:
         return self.keep_every is not None and step % self.keep_every == 0
 
-    def most_at_once(self, steps: Sequence[int]) -> int:
+    def most_at_once(self, steps: Sequence[int], best: bool = False) -> int:
         """Return the maximum number of checkpoints on disk: a new one is complete before an old one is removed.
 
         Args:
             steps: steps after which the run saves, in ascending order.
+            best: whether the best checkpoint so far stays, too.
         """
         if not steps:
             return 0
-        return 1 + len(self.kept(steps[:-1]))
+        kept = len(self.kept(steps[:-1]))
+        return 1 + kept + (best and kept < len(steps) - 1)
 
     def in_words(self) -> str:
         """Describe which checkpoints are kept."""
         if self.keep_last == "all":
             return "keeps all"
         for_good = f" and one every {self.keep_every} steps" if self.keep_every is not None else ""
-        return f"keeps the last {self.keep_last}{for_good}"
+        return f"keeps the best and the last {self.keep_last}{for_good}"
 
     def rules(self) -> Iterator[Problem]:
         """Refuse to keep checkpoints that are never saved."""

@@ -74,7 +74,8 @@ def _evaluates(config: TrainConfig) -> str:
     count, split = config.validation.eval_samples, config.validation.split
     if not count:
         return "nothing (validation.eval_samples is 0)"
-    draws = f"a fixed set of {plural(count, 'picture')} with noise"
+    size = "4 to 16 samples" if count == "auto" else plural(count, "sample")
+    draws = f"a fixed set of {size} with noise"
     if split is None:
         return f"{ON_TRAINING}, {draws} (no validation.split)"
     held_out = f"a share of {split:g}" if split < 1 else plural(int(split), "picture")

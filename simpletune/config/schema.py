@@ -178,12 +178,7 @@ class TrainConfig(Option):
                 f"{plural(self.schedule.warmup_steps, 'warm-up step')} must be fewer than the run's "
                 f"{plural(self.train.steps, 'step')}. Use fewer",
             )
-        if self.validation.split is not None and not self.validation.eval_samples:
-            yield Problem(
-                "validation.split",
-                f"{self.validation.split} holds out pictures, but validation.eval_samples 0 computes no loss on them. "
-                "Use a larger eval_samples, or split null",
-            )
+        yield from self.validation.rules()
         for side in ("width", "height"):
             if (getattr(self.validation, side) or 0) > 4096:
                 yield Problem(f"validation.{side}", f"{getattr(self.validation, side)} is over 4096 px. Use less")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from simpletune.models.buckets import STEP
-from simpletune.options import Option
+from simpletune.options import Option, Problem
 
 
 def _share_or_number(split: float) -> float:
@@ -16,6 +17,16 @@ def _share_or_number(split: float) -> float:
             f"{split} is neither a share between 0 and 1 nor a whole number of pictures. Use 0.1, 20 or null"
         )
     return split
+
+
+class EarlyStop(Option):
+    """End training when the validation loss no longer falls."""
+
+    patience: Annotated[int, Field(ge=1)] = 3
+    """Evaluations in a row without a lower validation loss, after which training ends. An evaluation counts as lower if
+    it is lower than the best so far by more than the standard error of their paired differences."""
+    min_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps before which training does not end."""
 
 
 class Validation(Option):
@@ -37,12 +48,38 @@ class Validation(Option):
     """Width in pixels; null: the training resolution."""
     height: Annotated[int, Field(ge=STEP, multiple_of=STEP)] | None = None
     """Height in pixels; null: the training resolution."""
-    eval_samples: Annotated[int, Field(ge=0, le=4096)] = 16
-    """Number of fixed (picture, noise level, noise) samples that eval_loss averages over; 0: compute no loss. Without
-    a split, eval_loss is computed on training pictures and also falls while the model overfits; with one, it is the
-    validation loss."""
+    eval_samples: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = "auto"
+    """Number of fixed (picture, noise level, noise) samples on which the model is evaluated before training, at every
+    validation and checkpoint, and at the end: eval_loss, and drift, the change of the prediction against the base.
+    auto: as many as take at most 2% of the run's forward passes, from 4 to 16; 0: do not evaluate. Without a split,
+    eval_loss is computed on training pictures and also falls while the model overfits; with one, it is the validation
+    loss, and chooses the best checkpoint."""
+    class_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """Prompt of the subject's class without the trigger, such as "a photo of a dog": drift is measured for it, too."""
+    unrelated_prompts: list[Annotated[str, Field(min_length=1)]] = [
+        "a street in the rain at night",
+        "a bowl of fruit on a wooden table",
+    ]
+    """Prompts that have nothing to do with the training pictures, for which drift is measured; empty list: none."""
     split: Annotated[float | int, AfterValidator(_share_or_number)] | None = None
     """Pictures to hold out from training and compute eval_loss on. A share between 0 and 1 holds out each picture by
     the hash of its bytes: the number is close to the share, and adding pictures moves none. A whole number N holds out
     the N pictures with the lowest hashes; adding pictures may move some. Copies of a picture stay together. null: hold
     out none."""
+    early_stop: EarlyStop | None = None
+    """End training when the validation loss no longer falls, which needs a split; null: train all steps."""
+
+    def rules(self) -> Iterator[Problem]:
+        """Check that held-out pictures are evaluated, and that stopping early has a loss to go by."""
+        if self.split is not None and self.eval_samples == 0:
+            yield Problem(
+                "validation.split",
+                f"{self.split} holds out pictures, but validation.eval_samples 0 computes no loss on them. "
+                "Use a larger eval_samples, or split null",
+            )
+        if self.early_stop is not None and self.split is None:
+            yield Problem(
+                "validation.early_stop",
+                "without validation.split there is no validation loss to stop by. Set split, such as 0.1, or remove "
+                "early_stop",
+            )

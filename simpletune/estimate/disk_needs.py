@@ -118,17 +118,17 @@ def disk_needs(
 
 def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, samples: int) -> int:
     """Count the checkpoints that the run's folder will hold at most, beyond those that it holds now."""
-    option = config.checkpoint
+    option, best = config.checkpoint, config.validation.split is not None
     if plan is None and config.train.epochs is not None and option.keep_last != "all":
         if option.keep_every is None:
-            return option.keep_last + 1  # the number of steps per epoch is unknown
+            return option.keep_last + 1 + best  # the number of steps per epoch is unknown
     batch = config.train.batch_size * config.train.gradient_accumulation
     counted = math.ceil(samples / batch)
     steps = config.steps(max(1, counted) if plan is None else plan.steps_per_epoch)
     there = [step for step, _ in list_checkpoints(run_folder(config)) if step <= start] if start else []
     every = option.every or steps
     due = [*range(start - start % every + every, steps, every), *([steps] if start < steps else [])]
-    return max(0, option.most_at_once([*there, *due]) - len(option.kept(there)))
+    return max(0, option.most_at_once([*there, *due], best) - len(option.kept(there)))
 
 
 def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:
@@ -142,7 +142,7 @@ def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:
 def _prompts_to_encode(config: TrainConfig, plan: Plan) -> int:
     """Count the prompts that at least one encoder still has to encode."""
     text = TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache))
-    prompts = set(prompts_of(plan, validation_requests(config, plan)))
+    prompts = set(prompts_of(config, plan, validation_requests(config, plan)))
     return sum(any(prompt not in cache for cache in text.caches.values()) for prompt in prompts)
 
 

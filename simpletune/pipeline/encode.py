@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.cache import Cache, view_key
+from simpletune.data.evaluation import drift_prompts
 from simpletune.data.pictures import cut, decode
 from simpletune.data.plan import Plan, make_plan
 from simpletune.data.samples import View, without
@@ -252,7 +253,7 @@ def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, sta
     with accelerator.main_process_first():
         requests = validation_requests(config, plan)
         with stages.stage("text"):
-            text.fill(prompts_of(plan, requests), accelerator.device)
+            text.fill(prompts_of(config, plan, requests), accelerator.device)
         with stages.stage("latents"):
             _, rejected = latents.fill(plan.views(), accelerator.device)
             rejected += masks.fill(plan.views())
@@ -267,9 +268,10 @@ def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -
     return encode(config, plan_data(config, accelerator.num_processes), accelerator, stages)
 
 
-def prompts_of(plan: Plan, requests: Sequence[Request]) -> list[str]:
+def prompts_of(config: TrainConfig, plan: Plan, requests: Sequence[Request]) -> list[str]:
     """Every prompt whose embeddings a run needs."""
-    return [*plan.captions(), *(r.prompt for r in requests), *(r.negative_prompt for r in requests)]
+    drawn = [*(r.prompt for r in requests), *(r.negative_prompt for r in requests)]
+    return [*plan.captions(), *drawn, *drift_prompts(config.validation)]
 
 
 def validation_requests(config: TrainConfig, plan: Plan) -> list[Request]:

@@ -57,6 +57,11 @@ class Recording:
         return steps
 
 
+def is_python(event: _KinetoEvent) -> bool:
+    """Whether an event is a call of a Python function. torch 2.11 lists none and has no such method."""
+    return hasattr(event, "is_python_function") and event.is_python_function()
+
+
 def read_events(events: Iterable[_KinetoEvent]) -> Recording:
     """Sort the profiler's events into a recording.
 
@@ -71,7 +76,7 @@ def read_events(events: Iterable[_KinetoEvent]) -> Recording:
         if event.name() == "[memory]":
             (on_host if is_host else on_device).append((event.start_ns(), event.nbytes()))  # type: ignore[attr-defined]  # torch's stub lacks it
             continue
-        if event.is_python_function() or event.is_async():
+        if is_python(event) or event.is_async():
             continue
         track, stop = event.device_resource_id(), event.start_ns() + event.duration_ns()
         if not is_host:

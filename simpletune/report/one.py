@@ -10,6 +10,7 @@ from pathlib import Path
 from simpletune.options import plural
 from simpletune.report import charts, pictures
 from simpletune.report.checkpoints import checkpoint_sections
+from simpletune.report.choice import choice_sections
 from simpletune.report.content import Fact, Report, Section, Table, gib, seconds
 from simpletune.report.ended import attempts_section, resumes
 from simpletune.report.losses import loss_data, loss_section
@@ -40,6 +41,7 @@ def report_of(run: RunRecord, price: float | None) -> Report:
         picture_section(run, found),
         *checkpoint_sections(run.folder, run.config, sorted({picture.step for picture in found} - {0})),
         loss_section([run]),
+        *choice_sections(run),
         *source_sections(run),
         step_section(run),
         memory_section(run),

@@ -28,6 +28,7 @@ from simpletune.runs.checkpoint_folders import (
     list_checkpoints,
     remove_oldest,
 )
+from simpletune.runs.choice import best_step
 from simpletune.runs.state_file import DamagedCheckpoint, read_state, with_checksum
 from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine
 from simpletune.system.checksums import sha256_of
@@ -101,7 +102,7 @@ def save(run: Path, state: TrainingState) -> Path:
         _write(part, state, tensors, scalars)
     flush_to_disk(folder.parent)
     failpoint("checkpoint.after-rename")
-    remove_oldest(run, state.config.checkpoint)
+    remove_oldest(run, state.config.checkpoint, best_step(run))
     return folder
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from simpletune.config.checkpoints import Checkpoint
@@ -36,15 +37,16 @@ def last_saved(run: Path) -> str:
     return f"The last checkpoint is {found[-1][1]}" if found else "There is no checkpoint yet"
 
 
-def remove_oldest(run: Path, option: Checkpoint) -> None:
+def remove_oldest(run: Path, option: Checkpoint, best: int | None = None) -> None:
     """Remove the checkpoints that the configuration does not keep.
 
     Args:
         run: run folder.
         option: decides which checkpoints to keep.
+        best: step of the best checkpoint so far, which always stays.
     """
     found = list_checkpoints(run)
-    stay = set(option.kept([step for step, _ in found]))
+    stay = {*option.kept([step for step, _ in found]), best}
     for old in [folder for step, folder in found if step not in stay]:
         gone = temporary_path(old)  # a kill during removal must not leave half a checkpoint
         os.replace(old, gone)
@@ -52,7 +54,7 @@ def remove_oldest(run: Path, option: Checkpoint) -> None:
         remove(gone)
 
 
-def rewind(run: Path, step: int, option: Checkpoint) -> list[Path]:
+def rewind(run: Path, step: int, option: Checkpoint, best: Callable[[Path], int | None]) -> list[Path]:
     """Roll the checkpoint folder back to ``step``: delete partial and surplus checkpoints, and rename later ones to
     ``*.superseded``, because the run will write them again.
 
@@ -60,6 +62,7 @@ def rewind(run: Path, step: int, option: Checkpoint) -> list[Path]:
         run: run folder.
         step: step to roll back to.
         option: decides which checkpoints to keep.
+        best: finds the step of the best checkpoint of a run, which stays.
 
     Returns:
         The new paths of later checkpoints.
@@ -72,5 +75,5 @@ def rewind(run: Path, step: int, option: Checkpoint) -> list[Path]:
             later.append(folder.with_name(f"{folder.name}.superseded"))
             remove(later[-1])
             os.replace(folder, later[-1])
-    remove_oldest(run, option)
+    remove_oldest(run, option, best(run))
     return later

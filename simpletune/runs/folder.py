@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
@@ -21,19 +21,21 @@ METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.
 EVALUATIONS, ENVIRONMENT, DATA, SKIPPED = "evaluations.jsonl", "environment.json", "data.json", "skipped.jsonl"
 SAMPLES, CHECKPOINTS = "samples", "checkpoints"
 CHOSEN, ATTEMPTS, OVERFLOWS = "chosen.json", "attempts.json", "overflows.jsonl"
+DRIFT, BEST = "base_predictions.safetensors", "best.json"
 # Files that a run writes before its first checkpoint; wandb keeps its own copy.
 WRITTEN_FIRST = {
-    METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, CHOSEN, ATTEMPTS, OVERFLOWS,
+    METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, CHOSEN, ATTEMPTS, OVERFLOWS, DRIFT,
     "wandb",
 }  # fmt: skip
 # Files that a run overwrites; a folder in their place is set aside.
 WRITTEN_FILES = (
-    METRICS, SUMMARY, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, CHOSEN, ATTEMPTS, OVERFLOWS,
-    "README.md", "report.html", "report.md", "pytorch_lora_weights.safetensors",
+    METRICS, SUMMARY, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, CHOSEN, ATTEMPTS, OVERFLOWS, DRIFT,
+    BEST, "README.md", "report.html", "report.md", "pytorch_lora_weights.safetensors",
 )  # fmt: skip
 NEEDED = {  # numbers in each row
     METRICS: ("step", "loss"), EVALUATIONS: ("step", "eval_loss"), SKIPPED: ("step",), OVERFLOWS: ("step",),
 }  # fmt: skip
+OLD_SAMPLES = 16  # of an evaluation, before their losses were recorded one by one
 LEFT_OVER = re.compile(r"^\..*\.part$")
 
 
@@ -100,14 +102,25 @@ def read_evaluation(folder: Path) -> float | None:
     return evaluation["eval_loss"] if evaluation else None
 
 
+def evaluated_before(folder: Path) -> int | None:
+    """Return the number of samples that a run's evaluations have; None if it has made none."""
+    rows = list(read_rows(folder / EVALUATIONS))
+    return len(rows[-1].get("eval_losses", [])) or OLD_SAMPLES if rows else None
+
+
 def finished_steps(folder: Path) -> int | None:
     """Return the steps of a completely finished run, card and report included; None if it is unfinished."""
     summary = read_summary(folder)
     return summary["steps"] if summary and summary.get("complete") else None
 
 
-def open_again(config: TrainConfig, step: int) -> Path:
+def open_again(config: TrainConfig, step: int, best: Callable[[Path], int | None]) -> Path:
     """Open the folder of a run to resume: drop metrics of steps to repeat, and set damaged files aside.
+
+    Args:
+        config: configuration as the user gave it.
+        step: step of the checkpoint to continue from.
+        best: finds the step of the best checkpoint of a run, which stays.
 
     Raises:
         UserError: the run does not exist.
@@ -128,7 +141,7 @@ def open_again(config: TrainConfig, step: int) -> Path:
     if early := (read_json_or_none(folder / SUMMARY) or {}).get("status"):
         remove(folder / SUMMARY)
         say(f"resume  the run was {early}; that result stays until the run ends")
-    for later in rewind(folder, step, config.checkpoint):
+    for later in rewind(folder, step, config.checkpoint, best):
         say(f"  renamed a checkpoint later than step {step} to {later}; delete it if you do not need it")
     for entry in folder.glob(".*.part"):
         remove(entry)

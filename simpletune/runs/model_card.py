@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.evaluation import ON_TRAINING
+from simpletune.data.evaluation import ON_TRAINING, drift_words
 from simpletune.data.several import with_paths
 from simpletune.hub.fetch import is_hub_name
 from simpletune.models.family_facts import Licence
 from simpletune.options import Json, plural
+from simpletune.runs.choice import LAST
 from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
 
@@ -191,6 +192,11 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     before, after = summary["eval_loss_before"], summary["eval_loss_after"]
     if before is not None and after is not None:
         yield summary.get("eval_loss_is", ON_TRAINING), f"{before:.4f} before, {after:.4f} after"
+    if drift := summary.get("drift_after"):
+        yield "drift from the base", drift_words(drift)
+    best = summary.get("best")
+    if best is not None and best["by"] != LAST and best["step"] != summary["steps"]:
+        yield "best checkpoint", f"step {best['step']:,} by {best['by']}; this is step {summary['steps']:,}"
 
 
 def _cost(summary: Json) -> Iterator[tuple[str, str]]:

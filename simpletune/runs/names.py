@@ -29,9 +29,10 @@ from simpletune.runs.checkpoint_folders import (
     checkpoint_folder,
     list_checkpoints,
 )
+from simpletune.runs.choice import best_step
 from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
 
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 FORMS = "a LoRA file, a run's folder, a checkpoint (runs/demo@100) or a hub name (owner/name)"
 LISTED = 16  # steps in a message
 
@@ -75,7 +76,7 @@ def find_named(text: str, option: str = "") -> Named:
     """Resolve a name.
 
     Args:
-        text: name, with optional ``@STEP`` or ``@latest`` and ``:STRENGTH``.
+        text: name, with optional ``@STEP``, ``@best`` or ``@latest`` and ``:STRENGTH``.
         option: prefix of messages, such as ``--lora: ``.
 
     Raises:
@@ -140,7 +141,7 @@ def find_in_run(run: RunName) -> Named:
 
 
 def find_run(text: str, option: str = "") -> RunName:
-    """Find a run, ``RUN``, or a checkpoint, ``RUN@STEP`` or ``RUN@latest``.
+    """Find a run, ``RUN``, or a checkpoint, ``RUN@STEP``, ``RUN@best`` or ``RUN@latest``.
 
     Args:
         text: name.
@@ -214,7 +215,7 @@ def split_scale(text: str, default: float | None = None) -> tuple[str, float | N
 
 
 def split_step(name: str) -> RunName | None:
-    """Split ``RUN@STEP`` or ``RUN@latest`` into run and step; None if the name has no such suffix.
+    """Split ``RUN@STEP``, ``RUN@best`` or ``RUN@latest`` into run and step; None if the name has no such suffix.
 
     Raises:
         UserError: the run does not exist, or has no checkpoint of that step.
@@ -222,7 +223,7 @@ def split_step(name: str) -> RunName | None:
     before, at, step = name.rpartition("@")
     if not at or not before or Path(name).exists():
         return None
-    run, meant = Path(before), step.isdecimal() or step == LATEST
+    run, meant = Path(before), step.isdecimal() or step in (LATEST, BEST)
     if not run.is_dir():
         if meant:
             raise UserError(f"{name}: {before} does not exist. Name a run, such as runs/demo@100")
@@ -232,6 +233,8 @@ def split_step(name: str) -> RunName | None:
         raise UserError(f"{name}: {run} has no checkpoint. Name another run")
     if step == LATEST:
         return RunName(run, steps[-1])
+    if step == BEST:
+        return RunName(run, best_step(run))
     if not meant:
         raise UserError(f"{name}: {step!r} is not a step. Use one of {_listed(steps)}")
     if int(step) not in steps:

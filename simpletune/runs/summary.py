@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder
+from simpletune.data.evaluation import drift_words
 from simpletune.data.plan import GlobalBatch, steps_in_epoch
 from simpletune.data.samples import Sample
 from simpletune.data.shares import source_lines
@@ -26,6 +27,7 @@ from simpletune.runs.attempts import (
 )
 from simpletune.runs.checkpoint import SavedState
 from simpletune.runs.checkpoint_folders import TRAINABLE, list_checkpoints
+from simpletune.runs.choice import LAST, choose
 from simpletune.runs.folder import (
     EVALUATION,
     EVALUATIONS,
@@ -108,7 +110,24 @@ def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
         "eval_loss_after": evaluated.get(step),
     }
     summary |= {key: value for key, value in before.items() if key in ("eval_loss_is", "held_out_pictures")}
+    summary |= drift_at(run, step)
+    if (best := choose(run)) is not None:
+        summary["best"] = best.as_json()
     return summary | left_out(run, step)
+
+
+def drift_at(run: Path, step: int) -> Json:
+    """The drift from the base after ``step`` steps by group of prompts, if it was measured."""
+    found = next((row["drift"] for row in read_rows(run / EVALUATIONS) if row["step"] == step and "drift" in row), None)
+    return {} if found is None else {"drift_after": found}
+
+
+def _best_words(summary: Json, folder: Path) -> dict[str, str]:
+    """Name the best checkpoint, if a figure or the user chose it."""
+    best = summary.get("best")
+    if best is None or best["by"] == LAST:
+        return {}
+    return {"best": f"{folder}@{best['step']} by {best['by']}: {best['why']}"}
 
 
 def left_out(run: Path, step: int) -> Json:
@@ -212,10 +231,13 @@ def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list
     if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
         before, after = summary["eval_loss_before"], summary["eval_loss_after"]
         say(f"  {summary['eval_loss_is']}: {before:.4f} before, {after:.4f} after")
+    if drift := summary.get("drift_after"):
+        say(f"  drift from the base: {drift_words(drift)}")
     if undone := overflow_words(summary):
         say(f"  fp16: {undone}")
     rows = {
         "result": summary["output"],
+        **_best_words(summary, folder),
         "model card": folder / "README.md",
         "pictures": "none (validation.prompts is empty)" if config.validation.prompts == [] else folder / "samples",
         "figures": f"{folder}/summary.json, metrics.jsonl, config.json",

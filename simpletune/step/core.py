@@ -61,17 +61,24 @@ class StepCore:
         self.normed: list[nn.Parameter] = []  # parameters with a gradient
         self.norms = torch.empty(0)  # norms of their gradients
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of one micro-batch: an fp32 scalar.
-
-        It is the mean over the samples, or over the fillers if the micro-batch has nothing else.
-        """
+    def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        """What the network predicts for one micro-batch: [b, c, h, w] in the type of its products."""
         precision = self.config.precision
         with phase("noise"):
             z_t = self.process.noised(batch.z_0, batch.noise, batch.level)
         with autocast_of(precision, z_t.device), attention_by(self.config.speed.attention):
             time, dtype = self.process.time(batch.level), precision.compute_dtype()
-            prediction = self.config.model.predict(model, z_t, time, batch.prompt_embeds, batch.pooled, dtype)
+            return self.config.model.predict(model, z_t, time, batch.prompt_embeds, batch.pooled, dtype)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of one micro-batch: an fp32 scalar.
+
+        It is the mean over the samples, or over the fillers if the micro-batch has nothing else.
+        """
+        return self.loss_of(self.predict(model, batch), batch)
+
+    def loss_of(self, prediction: Tensor, batch: Batch) -> Tensor:
+        """The loss of a prediction [b, c, h, w]."""
         with phase("loss"):
             target, level, weight = self.process.target(batch.z_0, batch.noise, batch.level), batch.level, batch.weight
             if 0 < batch.fillers < len(target):

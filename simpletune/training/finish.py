@@ -10,9 +10,10 @@ from simpletune.printable import reason_of
 from simpletune.profiling import EpochTraces
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import setup_seconds, total_seconds
+from simpletune.runs.choice import choose
 from simpletune.runs.folder import SUMMARY, read_evaluation
 from simpletune.runs.model_card import shareable, write_card
-from simpletune.runs.summary import Measured, left_out, print_results, summarise
+from simpletune.runs.summary import Measured, drift_at, left_out, print_results, summarise
 from simpletune.system.atomic import write_json
 from simpletune.system.failpoints import failpoint
 from simpletune.training.run import DRAWING, EVALUATING, Run
@@ -46,7 +47,12 @@ def finish(run: Run, traces: EpochTraces) -> None:
         **run.evaluated_on,
         "output": str(output),
     }
-    summary |= left_out(run.folder, run.steps)
+    summary |= left_out(run.folder, run.steps) | drift_at(run.folder, run.steps)
+    if run.early is not None:
+        asked = run.config.steps(run.prepared.plan.steps_per_epoch)
+        summary |= {"stopped_early": True, "status": run.early, "steps_asked": asked}
+    if (best := choose(run.folder)) is not None:
+        summary["best"] = best.as_json()
     if run.predicted is not None:
         from simpletune.estimate.forecast import compare_with_measured
 

@@ -12,12 +12,14 @@ from accelerate import Accelerator
 from simpletune.config.compute import compute_of, kept_compute, settle_compute
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
+from simpletune.data.evaluation import is_evaluated
 from simpletune.optim.rounding import key_draws
 from simpletune.options import plural
 from simpletune.pipeline.encode import prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
+from simpletune.runs.choice import since_best
 from simpletune.runs.folder import EVALUATION, append_metrics, finished_steps, read_summary
 from simpletune.runs.mending import require_place
 from simpletune.runs.resume import check_resumable
@@ -37,7 +39,7 @@ from simpletune.system.stage_timer import StageTimer
 from simpletune.training.ending import explained
 from simpletune.training.finish import finish
 from simpletune.training.pending_steps import DeviceEvent, MetricsQueue, PendingStep, global_figures
-from simpletune.training.run import DRAWING, EVALUATING, Run
+from simpletune.training.run import DRAWING, EVALUATING, Run, due
 from simpletune.training.run_profiler import traces_of
 from simpletune.training.setup import StartOptions, make_accelerator, set_up
 
@@ -86,9 +88,8 @@ def validate_train_finish(run: Run) -> None:
         before = run.optional(EVALUATING, run.evaluate, 0)
         write_json(run.folder / EVALUATION, {"eval_loss": before, **run.evaluated_on})
         run.optional(DRAWING, run.validate, 0)
-    elif run.main and run.start < run.steps and due(run.config.validation.every, run.start):
-        if not run.is_validated(run.start):  # the run was stopped during this validation
-            run.evaluate_and_draw(run.start)
+    elif run.main and run.start < run.steps:
+        run.look(run.start)  # if the run was stopped while evaluating or drawing
     run.attempt.set_up()
     announce_stops(run)
     stop_if_asked()
@@ -112,7 +113,9 @@ def is_finished(config: TrainConfig) -> bool:
     if finished_steps(folder) is None:
         return False
     summary, saved = read_summary(folder), checkpoint.find("auto", folder)
-    if not saved or not summary or not summary["steps"] == saved.step == config.steps(summary["steps_per_epoch"]):
+    if not saved or not summary or summary["steps"] != saved.step:
+        return False
+    if saved.step != config.steps(summary["steps_per_epoch"]) and not summary.get("stopped_early"):
         return False
     check_resumable(saved, kept_compute(config, compute_of(saved.config)), saved.manifest)
     say(f"{folder} is already finished ({plural(saved.step, 'step')}). Its result is {summary['output']}")
@@ -197,6 +200,8 @@ def loop(run: Run) -> EpochTraces:
             if signal is not None:
                 run.accelerator.wait_for_everyone()  # a launcher ends all when one ends, even one that is saving
                 raise Stopped(signal)
+            if stops_early(run, step + 1):
+                break
     return traces
 
 
@@ -266,25 +271,34 @@ def save_and_validate(run: Run, done: int, progress: TrainingProgress, stops: bo
     if saves:
         with progress.interrupted("save"):
             run.save(done)
-    if stops or not due(config.validation.every, done):
+    if stops or not (is_evaluated(config, done) or due(config.validation.every, done)):
         return
     try:
         with progress.interrupted("validate"):
-            run.evaluate_and_draw(done)
+            run.look(done)
     except Stopped:
         if not saves:
             run.save(done)
         raise
 
 
+def stops_early(run: Run, done: int) -> bool:
+    """Tell whether training ends after ``done`` steps because the validation loss no longer falls, equally in all
+    processes; the run's length is then ``done``."""
+    option = run.config.validation.early_stop
+    if option is None or done < option.min_steps or not is_evaluated(run.config, done):
+        return False
+    asked = run.main and since_best(run.folder) >= option.patience
+    if run.accelerator.num_processes > 1:
+        asked = run.accelerator.reduce(torch.tensor(float(asked), device=run.accelerator.device), "sum").item() > 0
+    if asked:
+        run.stop_at(done)
+    return asked
+
+
 def is_interrupted(config: TrainConfig, step: int) -> bool:
     """Tell whether validation or saving follows a step."""
     return due(config.checkpoint.every, step + 1) or due(config.validation.every, step + 1)
-
-
-def due(every: int | None, step: int) -> bool:
-    """Tell whether something with period ``every`` is due after ``step`` steps."""
-    return every is not None and step % every == 0
 
 
 def prepare_only(config: TrainConfig) -> None:

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from PIL import Image
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.evaluation import evaluated_on, scalar_name
+from simpletune.data.evaluation import evaluated_on, is_evaluated, scalar_name
 from simpletune.ema import Average, averaged
-from simpletune.options import Json
+from simpletune.options import Json, plural
 from simpletune.pipeline.encode import Prepared, free_memory
 from simpletune.printable import reason_of
 from simpletune.runs import checkpoint
@@ -24,13 +24,14 @@ from simpletune.runs.folder import (
 )
 from simpletune.step.batches import Batches
 from simpletune.step.core import StepCore
-from simpletune.system.console import TrainingProgress
+from simpletune.system.console import TrainingProgress, say
 from simpletune.system.failpoints import failpoint
 from simpletune.system.stage_timer import StageTimer
 from simpletune.tensors import trained_parameters
+from simpletune.training.evaluate import Evaluator, samples_to_evaluate
 from simpletune.training.nonfinite import NonFiniteGuard, require_finite
 from simpletune.training.trackers import Trackers
-from simpletune.training.validation import Previews, evaluation_loss
+from simpletune.training.validation import Previews
 
 if TYPE_CHECKING:
     from simpletune.estimate.predict import Estimate
@@ -63,6 +64,7 @@ class Run:
         guard: check for NaN and infinity.
         predicted: predicted memory, if any.
         to_first_step: seconds from the start to the end of this process's first step.
+        early: why the run ended before its planned length, if it did.
         failed: optional tasks that failed, with the type of error.
     """
 
@@ -86,7 +88,15 @@ class Run:
     guard: NonFiniteGuard
     predicted: Estimate | None = None
     to_first_step: float | None = None
+    early: str | None = None
     failed: set[tuple[str, type]] = field(default_factory=set)
+    evaluator: Evaluator = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Settle on what the run is evaluated."""
+        pace = self.prepared.plan.samples_per_step
+        samples = samples_to_evaluate(self.config, pace, self.steps, resumed=self.start > 0)
+        self.evaluator = Evaluator(self.core, self.batches, self.config.adapter, self.folder, samples)
 
     @property
     def main(self) -> bool:
@@ -135,25 +145,40 @@ class Run:
             self.trackers.picture(step, "samples", Image.open(sheet))
 
     def evaluate(self, step: int) -> float | None:
-        """Compute the evaluation loss, and record it by step for resumed runs."""
+        """Compute the evaluation loss and the drift, and record them by step."""
         with self.stages.stage("validate"), averaged(self.average):
-            loss = evaluation_loss(self.transformer, self.core.loss, self.batches, self.config.validation.eval_samples)
-        if loss is not None:
-            put_evaluation(self.folder, {"step": step, "eval_loss": loss})
-            failpoint("validation.evaluated")
-            self.trackers.scalars(step, {scalar_name(self.prepared.plan): loss})
-        return loss
+            found = self.evaluator.evaluate(self.transformer, step)
+        if found is None:
+            return None
+        held_out = bool(self.prepared.plan.held_out)
+        put_evaluation(self.folder, {"step": step, **found.row(), "held_out": held_out})
+        failpoint("validation.evaluated")
+        drift = {f"drift_{group}": value for group, value in found.drift.items()}
+        self.trackers.scalars(step, {scalar_name(self.prepared.plan): found.loss, **drift})
+        return found.loss
 
     @property
     def evaluated_on(self) -> Json:
         """Describe what the evaluation loss measures."""
-        return evaluated_on(self.prepared.plan, self.config.validation.eval_samples)
+        return evaluated_on(self.prepared.plan, self.evaluator.samples)
 
-    def evaluate_and_draw(self, step: int) -> None:
-        """Evaluate and draw during training."""
-        self.optional(EVALUATING, self.evaluate, step)
-        self.optional(DRAWING, self.validate, step)
+    def look(self, step: int) -> None:
+        """Evaluate, and draw if due, during training; what a stopped run has done already is not repeated."""
+        if is_evaluated(self.config, step) and not self.is_evaluated(step):
+            self.optional(EVALUATING, self.evaluate, step)
+        if due(self.config.validation.every, step) and not self.previews.has_drawn(step):
+            self.optional(DRAWING, self.validate, step)
         self.attempt.update()
+
+    def stop_at(self, step: int) -> None:
+        """End the run after ``step`` steps, before its planned length."""
+        option = self.config.validation.early_stop
+        assert option is not None
+        without = plural(option.patience, "evaluation")
+        self.early = f"stopped early at step {step} of {self.steps}: no lower validation loss in {without}"
+        if self.main:
+            say(self.early)
+        self.steps = step
 
     def progress(self) -> TrainingProgress:
         """Create the progress display of the loop."""
@@ -162,10 +187,14 @@ class Run:
         took = {"validate": first.seconds} if first else {}
         progress = TrainingProgress(self.steps, self.start, samples, self.stages.memory_now, every, took)
         if not self.previews.requests:
-            progress.look = "evaluation" if self.config.validation.eval_samples else ""
+            progress.look = "evaluation" if self.evaluator.samples else ""
         return progress
 
-    def is_validated(self, step: int) -> bool:
-        """Tell whether the evaluation and pictures after ``step`` steps exist, if enabled."""
-        evaluated = not self.config.validation.eval_samples or was_evaluated(self.folder, step)
-        return evaluated and self.previews.has_drawn(step)
+    def is_evaluated(self, step: int) -> bool:
+        """Tell whether the evaluation after ``step`` steps is recorded, if enabled."""
+        return not self.evaluator.samples or was_evaluated(self.folder, step)
+
+
+def due(every: int | None, step: int) -> bool:
+    """Tell whether something with period ``every`` is due after ``step`` steps."""
+    return every is not None and step % every == 0

@@ -25,6 +25,7 @@ from simpletune.pipeline.plan_data import plan_data
 from simpletune.quant.int8_tuning import announce_tuning
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder, close_killed
+from simpletune.runs.choice import best_step
 from simpletune.runs.folder import (
     CONFIG,
     DATA,
@@ -250,7 +251,7 @@ def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.Saved
         close_killed(run_folder(config))
     if anew and not saved:
         clear_unsaved(config)
-    folder = open_again(config, saved.step) if saved else open_fresh(config)
+    folder = open_again(config, saved.step, best_step) if saved else open_fresh(config)
     write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
     write_json(folder / ENVIRONMENT, describe_machine())
     write_json(folder / DATA, prepared.data())

@@ -1,18 +1,14 @@
-"""Show what a run has changed: pictures of base and tuned model from the same noise, and the evaluation loss."""
+"""Show what a run has changed: pictures of base and tuned model from the same noise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-import torch
 from PIL import Image
-from torch import nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.models.fp16_blocks import finite_passes
 from simpletune.models.transformer import Transformer, device_of
 from simpletune.pipeline.encode import TextCache, free_memory
 from simpletune.pipeline.modulation_plan import Modulation
@@ -20,10 +16,8 @@ from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Request, Sampler, draw
 from simpletune.sheets import grid
 from simpletune.step.attention import attention_by
-from simpletune.step.batches import Batch, Batches
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.failpoints import failpoint
-from simpletune.system.signals import poll
 
 BASE = "base"
 GRID = "grid.png"
@@ -112,26 +106,3 @@ class Previews:
         titles = [BASE if state.name == BASE else f"step {int(state.name[5:])}" for state in states]
         grid(rows, titles).save(file)
         return file
-
-
-@torch.no_grad()
-def evaluation_loss(
-    transformer: Transformer, loss: Callable[[nn.Module, Batch], torch.Tensor], batches: Batches, count: int
-) -> float | None:
-    """Compute the mean loss over a fixed set of (picture, noise level, noise); None if the set is empty."""
-    if count == 0:
-        return None
-    was_training = transformer.training
-    transformer.eval()
-
-    def mean() -> torch.Tensor:
-        losses = []
-        for batch in batches.one_by_one(batches.plan.evaluation(count)):
-            poll()
-            losses.append(loss(transformer, batch))
-        return torch.stack(losses).mean()
-
-    try:
-        return finite_passes(transformer, mean).item()
-    finally:
-        transformer.train(was_training)

@@ -1,0 +1,147 @@
+"""Choose the best checkpoint of a run, and say why. Imports no torch.
+
+Held-out loss: an evaluation takes the place of the best so far if its loss is lower by more than the standard error of
+the differences sample by sample, so a later checkpoint must be better, not merely as good.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from simpletune.options import Json, UserError, plural, shortened
+from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.runs.folder import BEST, EVALUATIONS, read_json_or_none, read_rows
+from simpletune.system.atomic import remove, write_text
+
+USER, HELD_OUT, LAST = "user", "held-out loss", "last"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint to use.
+
+    Args:
+        step: its step.
+        by: what it was chosen by.
+        why: the reason, in words.
+    """
+
+    step: int
+    by: str
+    why: str
+
+    def as_json(self) -> Json:
+        """The fields of the summary."""
+        return {"step": self.step, "by": self.by, "why": self.why}
+
+
+def choose(run: Path) -> Choice | None:
+    """Choose among the checkpoints of a run: the user's choice, else the lowest held-out loss, else the last.
+
+    Args:
+        run: run folder.
+
+    Returns:
+        The choice; None if the run has no checkpoint.
+    """
+    steps = [step for step, _ in list_checkpoints(run)]
+    if not steps:
+        return None
+    taken = (read_json_or_none(run / BEST) or {}).get("step")
+    if taken in steps:
+        return Choice(taken, USER, "chosen with simpletune evaluate --choose")
+    rows = held_out_rows(run)
+    best = _best_of(rows)
+    while best is not None and best["step"] not in steps:  # not saved, or removed by hand
+        rows = [row for row in rows if row["step"] != best["step"]]
+        best = _best_of(rows)
+    if best is not None:
+        return Choice(best["step"], HELD_OUT, _why(best, rows))
+    return Choice(
+        steps[-1],
+        LAST,
+        "nothing measures which checkpoint is better. Set validation.split to hold out pictures",
+    )
+
+
+def best_step(run: Path) -> int | None:
+    """The step of the checkpoint to keep, whatever its age; None if the run has none."""
+    choice = choose(run)
+    return None if choice is None else choice.step
+
+
+def held_out_rows(run: Path) -> list[Json]:
+    """The evaluations on held-out pictures in order of steps, all on as many samples; the base's is the first."""
+    rows = [row for row in read_rows(run / EVALUATIONS) if row.get("held_out") and row.get("eval_losses")]
+    rows.sort(key=lambda row: row["step"])
+    return [row for row in rows if len(row["eval_losses"]) == len(rows[0]["eval_losses"])]
+
+
+def since_best(run: Path) -> int:
+    """Count the evaluations on held-out pictures since the best one, whether its step was saved or not."""
+    rows = held_out_rows(run)
+    best = _best_of(rows, first=0)
+    return 0 if best is None else sum(row["step"] > best["step"] for row in rows)
+
+
+def _best_of(rows: Sequence[Json], first: int = 1) -> Json | None:
+    """The evaluation that no later one is better than.
+
+    Args:
+        rows: evaluations in order of steps.
+        first: the first step that counts: 1 leaves out the base.
+    """
+    best: Json | None = None
+    for row in rows:
+        if row["step"] >= first and (best is None or is_lower(row["eval_losses"], best["eval_losses"])):
+            best = row
+    return best
+
+
+def is_lower(losses: Sequence[float], than: Sequence[float]) -> bool:
+    """Whether losses are lower by more than the standard error of their differences, sample by sample."""
+    difference, error = compared(losses, than)
+    return difference < -error
+
+
+def compared(losses: Sequence[float], than: Sequence[float]) -> tuple[float, float]:
+    """The mean difference of losses, sample by sample, and its standard error; of one sample the error is 0."""
+    differences = [one - other for one, other in zip(losses, than, strict=True)]
+    error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
+    return fmean(differences), error
+
+
+def _why(best: Json, rows: Sequence[Json]) -> str:
+    """Compare the best evaluation with the base and with the last one."""
+    count = plural(len(best["eval_losses"]), "held-out sample")
+    parts = [f"a loss of {best['eval_loss']:.4f} on {count}, and no later one is lower by more than the error"]
+    base, last = rows[0], rows[-1]
+    if base["step"] == 0:
+        difference, error = compared(best["eval_losses"], base["eval_losses"])
+        low = "lower" if difference < -error else "not lower by more than the error"
+        parts.append(f"{difference:+.4f} ± {error:.4f} against the base, {low}")
+    if last["step"] != best["step"]:
+        difference, error = compared(last["eval_losses"], best["eval_losses"])
+        word = "higher" if difference > error else "not lower by more than the error"
+        parts.append(f"the last, step {last['step']}, is {word} ({difference:+.4f} ± {error:.4f})")
+    return "; ".join(parts)
+
+
+def put_choice(run: Path, step: int | None) -> None:
+    """Record the checkpoint that the user takes; None: choose by the figures again.
+
+    Raises:
+        UserError: the run has no such checkpoint.
+    """
+    steps = [number for number, _ in list_checkpoints(run)]
+    if step is None:
+        remove(run / BEST)
+        return
+    if step not in steps:
+        have = f"It has {shortened([str(number) for number in steps], 12)}" if steps else "It has none"
+        raise UserError(f"--choose {step}: {run} has no checkpoint of this step. {have}")
+    write_text(run / BEST, json.dumps({"step": step}) + "\n")

@@ -1,0 +1,242 @@
+"""Evaluations of a run, and the checkpoint chosen by them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TrainOnce
+
+from simpletune.config.load import ConfigError, validate
+from simpletune.data.evaluation import LEAST, MOST, settle_evaluation
+from simpletune.options import UserError
+from simpletune.runs import choice
+from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.runs.choice import HELD_OUT, LAST, USER, choose, compared, is_lower, put_choice, since_best
+from simpletune.runs.folder import DRIFT, read_rows
+from simpletune.runs.names import find_named
+from simpletune.system.safetensors_file import WeightReader
+from simpletune.training.loop import train
+
+
+def run_of(folder: Path, losses: dict[int, list[float]], saved: list[int] | None = None, held_out: bool = True) -> Path:
+    """A run's folder with evaluations and checkpoints."""
+    rows = [
+        {"step": step, "eval_loss": sum(each) / len(each), "eval_losses": each, "held_out": held_out}
+        for step, each in losses.items()
+    ]  # fmt: skip
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for step in losses if saved is None else saved:
+        if step:
+            (folder / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    return folder
+
+
+def test_lower_means_lower_by_more_than_the_paired_error() -> None:
+    assert compared([1.0, 2.0], [2.0, 4.0]) == (-1.5, 0.5)
+    assert is_lower([1.0, 2.0], [2.0, 4.0])
+    assert not is_lower([1.0, 4.0], [2.0, 4.5]) or compared([1.0, 4.0], [2.0, 4.5])[1] < 0.75
+    assert not is_lower([1.0, 5.0], [2.0, 4.5])  # -0.25 with an error of 0.75
+    assert is_lower([1.0], [1.5]) and not is_lower([1.0], [1.0])
+
+
+def test_the_first_of_equals_is_chosen_and_a_worse_last_is_not(tmp_path: Path) -> None:
+    losses = {0: [3.0, 5.0, 4.0], 100: [2.0, 4.0, 3.1], 200: [1.9, 4.1, 3.1], 300: [2.5, 4.6, 3.5]}
+    found = choose(run_of(tmp_path, losses))
+    assert found is not None and (found.step, found.by) == (100, HELD_OUT)
+    for words in ("3 held-out samples", "against the base, lower", "the last, step 300, is higher"):
+        assert words in found.why, found.why
+
+
+def test_a_later_and_lower_one_takes_the_place(tmp_path: Path) -> None:
+    found = choose(run_of(tmp_path, {0: [3.0, 5.0], 100: [2.0, 4.0], 200: [1.0, 3.1]}))
+    assert found is not None and found.step == 200 and "the last" not in found.why
+
+
+def test_steps_that_were_not_saved_and_the_base_are_no_choice(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [0.1, 0.2], 50: [0.2, 0.3], 100: [1.0, 2.0], 150: [0.4, 0.5]}, saved=[100])
+    found = choose(run)
+    assert found is not None and found.step == 100
+    assert "against the base, not lower" in found.why and "150" not in found.why
+    assert since_best(run) == 3  # the base is the best, of saved steps or not
+
+
+def test_without_held_out_pictures_the_last_is_taken_and_that_is_said(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0]}, held_out=False)
+    found = choose(run)
+    assert found is not None and (found.step, found.by) == (200, LAST) and "validation.split" in found.why
+    assert choose(tmp_path / "nothing") is None
+
+
+def test_the_user_s_choice_comes_first(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0]})
+    put_choice(run, 200)
+    found = choose(run)
+    assert found is not None and (found.step, found.by) == (200, USER)
+    with pytest.raises(UserError, match="--choose 150: .* no checkpoint of this step. It has 100, 200"):
+        put_choice(run, 150)
+    put_choice(run, None)
+    found = choose(run)
+    assert found is not None and found.step == 100
+
+
+def test_a_checkpoint_removed_by_hand_is_passed_over(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0], 300: [1.5, 2.5]})
+    (run / "checkpoints/step-000100").rmdir()
+    found = choose(run)
+    assert found is not None and found.step == 300
+
+
+# How much is evaluated
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "asked", "expected"),
+    [(100_000, 1000, "auto", (9, 101)), (10**6, 10**5, "auto", (MOST, 11)), (100, 10, "auto", (LEAST, 11)),
+     (100, None, 7, (7, 2)), (100, 10, 0, (0, 0))],
+)  # fmt: skip
+def test_an_evaluation_takes_two_percent_within_bounds(
+    steps: int, every: int | None, asked: object, expected: tuple[int, int], tiny_config: dict
+) -> None:
+    tiny_config["validation"]["eval_samples"] = asked
+    tiny_config["checkpoint"]["every"] = every
+    found = settle_evaluation(validate(tiny_config, "test"), 1.0, steps)
+    assert (found.samples, found.times) == expected
+    assert found.share == pytest.approx(2 * found.samples * found.times / steps)  # two prompts a sample
+    assert asked != "auto" or found.share <= 0.02 or found.samples == LEAST
+    assert ("more than 2%" in found.in_words()) == (found.samples == LEAST)
+    resumed = settle_evaluation(validate(tiny_config, "test"), 1.0, 10 * steps, before=5)
+    assert resumed.samples == 5  # losses stay paired with those before
+
+
+# A run
+
+
+def evaluated_config(tiny_config: dict, **validation: object) -> dict:
+    config = copy.deepcopy(tiny_config)
+    config["checkpoint"] = {"every": 2, "keep_last": 1}
+    config["train"] = {"steps": 6, "batch_size": 2}
+    config["validation"] |= {"split": 2, "eval_samples": 3, "class_prompt": "a disc", **validation}
+    return config
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_drift_is_the_change_of_the_prediction(method: str, tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    from simpletune.training.evaluate import Evaluator
+
+    config = evaluated_config(tiny_config, class_prompt="a disc")
+    config["adapter"] = {"method": method} | ({"rank": 2} if method == "lora" else {})
+    seen: list[dict[str, torch.Tensor]] = []
+    compare = Evaluator._compared
+
+    def watched(self: Evaluator, transformer, base):
+        passes = {group: self._passes(transformer, draws) for group, draws in self.groups().items()}
+        seen.append({f"{group}.{n}": p for group, found in passes.items() for n, (p, _) in enumerate(found)})
+        return compare(self, transformer, base)
+
+    monkeypatch.setattr(Evaluator, "_compared", watched)
+    folder = train(validate(config, "test"))
+    base = WeightReader([folder / DRIFT]).get_all()
+    rows = {row["step"]: row for row in read_rows(folder / "evaluations.jsonl")}
+    assert list(rows) == [0, 2, 4, 6] and rows[0]["drift"] == {"training": 0, "class": 0, "unrelated": 0}
+    for step, now in zip((2, 4, 6), seen, strict=True):
+        for group in ("training", "class", "unrelated"):
+            names = [name for name in base if name.startswith(group)]
+            assert len(names) == 3
+            change = torch.stack([(now[name].double() - base[name].double()).square().mean() for name in names])
+            scale = torch.stack([base[name].double().square().mean() for name in names]).mean()
+            assert rows[step]["drift"][group] == pytest.approx(float(change.mean() / scale), rel=1e-4)
+            assert rows[step]["drift_error"][group] == pytest.approx(float((change / scale).std() / 3**0.5), rel=1e-3)
+        assert rows[step]["drift"]["training"] > 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["drift_after"] == rows[6]["drift"] and summary["eval_loss_after"] == rows[6]["eval_loss"]
+    assert summary["best"]["by"] == HELD_OUT
+
+
+def test_evaluating_changes_no_weight_and_a_resumed_run_repeats_it(tiny_config: dict) -> None:
+    config = evaluated_config(tiny_config)
+    whole = train(validate(config, "test"))
+    silent = copy.deepcopy(config) | {"name": "silent"}
+    silent["validation"] = {"prompts": [], "split": 2, "eval_samples": 1, "unrelated_prompts": []}
+    plain = train(validate(silent, "test"))
+    result = "pytorch_lora_weights.safetensors"
+    assert _tensors(whole / result) == _tensors(plain / result)
+
+    short = copy.deepcopy(config) | {"name": "short"}
+    train(validate(short | {"train": {"steps": 4, "batch_size": 2}}, "test"))
+    (whole.with_name("short") / DRIFT).unlink()  # a LoRA's base can be asked again
+    again = train(validate(short, "test"), resume="latest")
+    for file in ("evaluations.jsonl",):
+        assert [row for row in read_rows(again / file)] == [row for row in read_rows(whole / file)]
+    assert _tensors(again / result) == _tensors(whole / result)
+
+
+def _tensors(file: Path) -> dict[str, list]:
+    return {name: tensor.tolist() for name, tensor in WeightReader([file]).get_all().items()}
+
+
+def test_full_fine_tuning_without_the_base_s_predictions_has_a_loss_and_no_drift(tiny_config: dict) -> None:
+    config = evaluated_config(tiny_config) | {"adapter": {"method": "full"}}
+    folder = train(validate(config | {"train": {"steps": 4, "batch_size": 2}}, "test"))
+    (folder / DRIFT).unlink()
+    train(validate(config, "test"), resume="latest")
+    rows = {row["step"]: row for row in read_rows(folder / "evaluations.jsonl")}
+    assert "drift" in rows[4] and "drift" not in rows[6] and len(rows[6]["eval_losses"]) == 3
+
+
+def test_the_best_is_never_pruned_and_has_a_name(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    from simpletune.training.evaluate import Evaluated, Evaluator
+
+    losses = {0: 3.0, 2: 2.0, 4: 1.0, 6: 2.0, 8: 2.5, 10: 2.6}
+    given = lambda self, transformer, step: Evaluated(losses[step], [losses[step], losses[step] + 1])  # noqa: E731
+    monkeypatch.setattr(Evaluator, "evaluate", given)
+    folder = train(validate(evaluated_config(tiny_config) | {"train": {"steps": 10}}, "test"))
+    assert [step for step, _ in list_checkpoints(folder)] == [4, 10]  # keep_last is 1
+    named = find_named(f"{folder}@best")
+    assert named.step == 4 and named.lora is not None and "step-000004" in str(named.lora)
+    best = json.loads((folder / "summary.json").read_text())["best"]
+    assert best["step"] == 4 and "the last, step 10, is higher" in best["why"]
+    put_choice(folder, 10)
+    assert find_named(f"{folder}@best").step == 10
+
+
+def test_training_ends_early_and_is_finished(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from simpletune.training.evaluate import Evaluated, Evaluator
+
+    asked: list[int] = []
+
+    def given(self: Evaluator, transformer: object, step: int) -> Evaluated:
+        asked.append(step)
+        loss = abs(step - 4) + 1.0
+        return Evaluated(loss, [loss, loss + 1])
+
+    monkeypatch.setattr(Evaluator, "evaluate", given)
+    stop = {"early_stop": {"patience": 2, "min_steps": 6}}
+    config = validate(evaluated_config(tiny_config, **stop) | {"train": {"steps": 40}}, "test")
+    folder = train(config)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert asked == [0, 2, 4, 6, 8, 8]  # the last one once more, with its result
+    assert (summary["steps"], summary["steps_asked"], summary["stopped_early"]) == (8, 40, True)
+    assert "stopped early at step 8 of 40: no lower validation loss in 2 evaluations" in capsys.readouterr().out
+    assert [step for step, _ in list_checkpoints(folder)] == [4, 8] and summary["best"]["step"] == 4
+    asked.clear()
+    assert train(config, resume="auto") == folder and not asked  # finished
+    train(config, resume="latest")  # asked for: it goes on
+    assert asked[:2] == [10, 10] and json.loads((folder / "summary.json").read_text())["steps"] == 10
+
+
+def test_stopping_early_needs_held_out_pictures(tiny_config: dict) -> None:
+    tiny_config["validation"] |= {"eval_samples": 4, "early_stop": {}}
+    with pytest.raises(ConfigError, match="validation.early_stop: without validation.split .* Set split"):
+        validate(tiny_config, "test")
+
+
+def test_without_evaluations_nothing_is_written(tiny_config: dict, train_once: TrainOnce) -> None:
+    folder = train_once(tiny_config)
+    assert not (folder / DRIFT).exists() and not (folder / "evaluations.jsonl").exists()
+    assert json.loads((folder / "summary.json").read_text())["best"]["by"] == choice.LAST
