@@ -20,7 +20,8 @@ from pydantic import ValidationError
 
 from simpletune.cli import main as cli_main
 from simpletune.cli.main import main
-from simpletune.config.load import merge, read_config, validate
+from simpletune.config.load import read_config, validate
+from simpletune.config.overrides import merge
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from simpletune.cli.main import main
 from simpletune.config.family_rules import with_family
-from simpletune.config.load import merge, validate
+from simpletune.config.load import validate
+from simpletune.config.overrides import merge
 from simpletune.config.saved import read_saved
 from simpletune.data.folder import Folder
 from simpletune.data.plan import GlobalBatch, Plan, make_plan
@@ -236,10 +237,12 @@ def test_overrides_set_one_source_or_all(override: str, expected: list, tiny_con
     assert config.data.resolution == max(resolution for _, resolution in expected)
 
 
-@pytest.mark.parametrize("override", ["data.sources.2.repeats=5", "data.sources.x.repeats=5", "data.sources.repeats=5"])
+@pytest.mark.parametrize(
+    "override", ["data.sources.2.repeats=5", "data.sources.x.repeats=5", "data.sources.repeats=5", "data.sources.²=5"]
+)
 def test_overrides_of_a_source_that_is_not_there(override: str, tiny_config: dict) -> None:
     merged, _, problems = merge(tiny_config | {"data": {"sources": [tiny_config["data"]]}}, [override])
-    with pytest.raises(ConfigError, match="is not a section"):
+    with pytest.raises(ConfigError, match="sources is a list. Name a field of one of its items 0 to 0"):
         validate(merged, "test", problems)
 
 
