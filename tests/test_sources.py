@@ -295,6 +295,9 @@ def test_data_shows_each_source(tiny_config: dict, tmp_path: Path, capsys: pytes
     assert "source 0: " in shown and "6 pictures x 11 = 66 samples per epoch, 32 px in buckets, 6 prompts" in shown
     assert "6 pictures x 11 = 66 samples per epoch, 32 px in square" in shown
     assert "1 picture x 1 = 1 sample per epoch" in shown and "loss weight 0.5, for regularization" in shown
+    assert (
+        "from .txt files beside the pictures (source 0, 1); one prompt for all pictures: 'a class' (source 2)" in shown
+    )
     assert "identical files" not in shown, "copies of one folder are not duplicates"
     found = json.loads((tmp_path / "out" / "data.json").read_text())
     assert [each["samples"] for each in found["sources"]] == [66, 66, 1]

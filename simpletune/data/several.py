@@ -110,11 +110,13 @@ def scan_sources(data: Source | Several) -> Scan:
     if isinstance(data, Source):
         return data.scan(Path(data.path))
     scans = [_scan(data, index, source) for index, source in enumerate(data.members)]
-    captions = [f"{scan.captions} in {source.path}" for scan, source in zip(scans, data.members, strict=True)]
+    by_captions: dict[str, list[str]] = {}
+    for index, scan in enumerate(scans):
+        by_captions.setdefault(scan.captions, []).append(str(index))
     return Scan(
         [replace(picture, source=index) for index, scan in enumerate(scans) for picture in scan.pictures],
         [replace(each, source=index) for index, scan in enumerate(scans) for each in scan.rejected],
-        "; ".join(dict.fromkeys(captions)),
+        "; ".join(f"{text} (source {', '.join(indices)})" for text, indices in by_captions.items()),
         sum((Counter(scan.left_alone) for scan in scans), Counter[str]()),
         tuple(dict.fromkeys(hint for scan in scans for hint in scan.hints)),
         tuple(dict.fromkeys(note for scan in scans for note in scan.notes)),

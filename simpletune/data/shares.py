@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from simpletune.data.samples import repeats_of
 from simpletune.data.source import Source
 from simpletune.data.walk import printable
 from simpletune.options import plural
@@ -21,6 +22,7 @@ class SourceShare:
     Args:
         path: as the configuration names it.
         pictures: different pictures that are trained on.
+        passes: how often each of them appears in an epoch; a range if folder names repeat some more often.
         samples: their presentations in an epoch.
         held_out: pictures that ``validation.split`` holds out.
         prompts: different prompts over all variants, without the empty one of caption dropout.
@@ -33,6 +35,7 @@ class SourceShare:
 
     path: str
     pictures: int
+    passes: str
     samples: int
     held_out: int
     prompts: int
@@ -42,17 +45,9 @@ class SourceShare:
     regularization: bool
     shape: str
 
-    @property
-    def passes(self) -> str:
-        """How often each picture appears in an epoch, or the mean if folder names repeat some more often."""
-        return f"{self.samples / self.pictures:.4g}" if self.pictures else "0"
-
     def in_words(self) -> str:
         """One line about the source."""
-        mean = " on average" if self.pictures and self.samples % self.pictures else ""
-        parts = [
-            f"{plural(self.pictures, 'picture')} x {self.passes}{mean} = {plural(self.samples, 'sample')} per epoch"
-        ]
+        parts = [f"{plural(self.pictures, 'picture')} x {self.passes} = {plural(self.samples, 'sample')} per epoch"]
         parts += [self.shape, plural(self.prompts, "prompt")]
         parts += [plural(self.crops, "crop")] if self.crops != self.pictures + self.held_out else []
         parts += [plural(self.masks, "mask")] if self.masks else []
@@ -77,11 +72,13 @@ def _share(plan: Plan, index: int, source: Source, path: str) -> SourceShare:
     samples = [sample for sample in plan.samples if sample.picture.source == index]
     held_out = [sample for sample in plan.held_out if sample.picture.source == index]
     firsts = [sample for sample in samples if not sample.repeat]
+    counts = sorted({repeats_of(sample.picture, source) for sample in firsts}) or [0]
     pairs = [(sample, variant) for sample in firsts for variant in range(source.variants)]
     pairs += [(sample, 0) for sample in held_out]
     return SourceShare(
         path=path,
         pictures=len(firsts),
+        passes=str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
         samples=len(samples),
         held_out=len(held_out),
         prompts=len({plan.prompt(*pair) for pair in pairs}),
