@@ -33,6 +33,8 @@ def family_rules(config: TrainConfig) -> Iterator[Problem]:
             f"{model.objective}",
         )
     yield from config.objective.rules()
+    for resolution in sorted({source.resolution for source in config.data.members}):
+        yield from config.objective.density_rules(resolution)
     yield from source_rules(config.data)
     sides: dict[str, int | None] = {
         field_of(config.data, index, "resolution"): source.resolution

@@ -12,6 +12,7 @@ from simpletune.adapters import Adapter
 from simpletune.adapters.lora import Lora
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.config.family_rules import family_rules
+from simpletune.config.optimizer_rules import optimizer_rules
 from simpletune.config.validation import Validation
 from simpletune.data import Data
 from simpletune.ema import Ema
@@ -164,6 +165,7 @@ class TrainConfig(Option):
                 "adapter.method lora",
             )
         yield from family_rules(self)
+        yield from optimizer_rules(self)
         yield from self._fp16_rules()
         yield from self._streaming_rules()
         yield from self.memory.rules()

@@ -158,6 +158,6 @@ def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:
     wide = config.precision.base_dtype().itemsize
     trained = count * ({"fp32": 4, "bf16": 2}.get(getattr(adapter, "dtype", ""), wide))
     state = int(count * config.optimizer.bytes_per_parameter)
-    average = 4 * count if config.ema else 0
+    average = 4 * count if config.ema or config.optimizer.averages else 0
     result = sum(math.prod(shape) for shape in shapes.values()) * wide if adapter.trains_base else trained
     return trained + state + average + (result if adapter.exports_to_checkpoints else 0) + HEADERS, result

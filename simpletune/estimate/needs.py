@@ -51,7 +51,7 @@ def needs_of(config: TrainConfig, job: JobReport) -> Needs:
     host = {
         "libraries": LIBRARIES + CUDA_LIBRARIES,
         "levers (pinned)": job.train.host_bytes,
-        "the weights beside their average": trained if config.ema else 0,
+        "the weights beside their average": trained if config.ema or config.optimizer.averages else 0,
         "prompts or a checkpoint on their way": max(min(CHUNK_BYTES, disk["cached prompts"]), trained, state),
     }
     disk["quantised base"] = quantised_base(config, job)

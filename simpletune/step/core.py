@@ -13,11 +13,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
+from simpletune.ema import Average
 from simpletune.models.compile import compile_training
 from simpletune.models.fp16_blocks import fp16_blocks_of
 from simpletune.models.transformer import Transformer, device_of, units_of
 from simpletune.optim.in_backward import clip_each, step_in_backward
 from simpletune.optim.loss_scale import LossScale
+from simpletune.optim.optimizer import begin_step
 from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.options import plural
 from simpletune.pipeline.load import modulation_of
@@ -102,6 +104,7 @@ class StepCore:
         """
         total = torch.zeros((), device=batches[0].z_0.device)
         self.losses = []
+        begin_step(self.optimizer)
         if self.fp16 is not None:
             self.fp16.begin()
         for number, batch in enumerate(batches, 1):
@@ -207,6 +210,12 @@ def attach(
         assert isinstance(optimizer, RoundedOptimizer)
         step_in_backward(optimizer, config.train.clip_norm, streamed, scale)
     return optimizer
+
+
+def average_of(config: TrainConfig, transformer: nn.Module, optimizer: torch.optim.Optimizer) -> Average | None:
+    """Start the average of the weights that is drawn, evaluated and exported: the EMA or the optimizer's; or None."""
+    parameters = trained_parameters(transformer)
+    return config.ema.build(parameters) if config.ema else config.optimizer.average(optimizer, parameters)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

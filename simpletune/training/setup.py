@@ -41,7 +41,7 @@ from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
 from simpletune.step.attention import settle_attention
 from simpletune.step.batches import Batches
-from simpletune.step.core import StepCore, assemble
+from simpletune.step.core import StepCore, assemble, average_of
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.devices import capability_of, choose_device
@@ -50,7 +50,6 @@ from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import stop_if_asked
 from simpletune.system.stage_timer import StageTimer
 from simpletune.system.threads import choose_threads, use_threads
-from simpletune.tensors import trained_parameters
 from simpletune.training.nonfinite import NonFiniteGuard
 from simpletune.training.run import Run
 from simpletune.training.trackers import open_trackers
@@ -217,7 +216,7 @@ def load_model(
     failpoint("model.loaded")
     total = config.model.parameter_count()
     core = assemble(config, transformer, accelerator, len(prepared.plan.sizes()))
-    average = config.ema.build(trained_parameters(transformer)) if config.ema else None
+    average = average_of(config, transformer, core.optimizer)
     if saved:
         checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)
         if core.fp16 is not None and saved.fp16 is not None:
