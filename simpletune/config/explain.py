@@ -13,6 +13,7 @@ from simpletune.hub.fetch import is_hub_name
 from simpletune.models.model_config import Shape
 from simpletune.models.sources import is_single_file
 from simpletune.options import plural
+from simpletune.prior import NoPrior, describe
 
 HIGH_LR_FULL = 1e-4
 WITHOUT_BF16 = "T4, V100 and RTX 20 lack it"
@@ -50,6 +51,8 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     warm = f" after {plural(schedule.warmup_steps, 'warm-up step')}" if schedule.warmup_steps else ""
     yield "optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.name}{warm}"
     yield from (("data", _source(member)) for member in config.data.members)
+    if not isinstance(config.prior, NoPrior):
+        yield "prior", describe(config.prior)
     yield "saves", f"{run_folder(config) / config.adapter.result(config.model.denoiser)}, {_checkpoints(config)}"
     yield "evaluates", _evaluates(config)
     drawn = "no pictures (validation.prompts is empty)"

@@ -35,18 +35,25 @@ class SyntheticBatches:
         self.core, self.config, self.device = core, config, device
         self.size = size or (config.data.resolution, config.data.resolution)
         self.text = config.precision.encoder_dtype()
-        self.batch_size, self.accumulation = config.train.batch_size, config.train.gradient_accumulation
+        passes = 2 if config.prior.second_pass else 1
+        self.batch_size, self.accumulation = config.train.batch_size, config.train.gradient_accumulation * passes
         self.modulations: ModulationPlan | None = None
         if core.modulation is not None:
             self.modulations = ModulationPlan(core.modulation, self, lambda caption: self._pooled())
 
     def step(self, step: int) -> list[Batch]:
         """Make the micro-batches of one step."""
-        batches = [replace(self.batch(), parts=self.accumulation) for _ in range(self.accumulation)]
+        batches = [replace(self._trained(), parts=self.accumulation) for _ in range(self.accumulation)]
         if self.modulations is None:
             return batches
         rows = self.modulations.of_step(step)
         return [replace(batch, pooled=own) for batch, own in zip(batches, rows, strict=True)]
+
+    def _trained(self) -> Batch:
+        """Make one micro-batch, with the base's predictions as targets beside the usual ones if the run has any."""
+        batch = self.batch()
+        kept = torch.ones_like(batch.level).view(-1, 1, 1, 1)
+        return replace(batch, prior=kept) if self.config.prior.predicts else batch
 
     def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
         """Like ``Plan.micro_batch``, for the modulation plan: draws with placeholder captions and pictures."""

@@ -136,7 +136,8 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     stop_if_asked()
     with stages.stage("load"):
         model = load_model(fitted, prepared, accelerator, saved)
-    batches = Batches(prepared, config.train.seed, device, accelerator.process_index, model.core.modulation)
+    process, modulation = accelerator.process_index, model.core.modulation
+    batches = Batches(prepared, config.train.seed, device, process, modulation, config.prior)
     trackers = open_trackers(config, folder, start, main)
     return Run(
         config=config,
@@ -147,7 +148,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         prepared=prepared,
         **vars(model),
         batches=batches,
-        previews=Previews(resolved, prepared.requests, prepared.text, folder / "samples", model.core.modulation),
+        previews=Previews(resolved, prepared.requests, prepared.text, folder / "samples", modulation),
         trackers=trackers,
         start=start,
         steps=steps,
