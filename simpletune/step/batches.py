@@ -105,15 +105,16 @@ class Batches:
         return [replace(batch, pooled=own) for batch, own in zip(batches, rows[: len(batches)], strict=True)]
 
     def one_by_one(self, draws: Sequence[Draw]) -> Iterator[Batch]:
-        """Yield a batch of one for each draw."""
+        """Yield a batch of one for each draw, without the base's predictions as targets."""
         if self.modulations is None:
-            yield from (self.load([draw]) for draw in draws)
+            yield from (replace(self.load([draw]), prior=None) for draw in draws)
             return
         window = self.modulations.modulation.window
         for start in range(0, len(draws), window):
             portion = draws[start : start + window]
             rows = self.modulations.of_draws(portion)  # [n, m]
-            yield from (replace(self.load([draw]), pooled=row[None]) for draw, row in zip(portion, rows, strict=True))
+            for draw, row in zip(portion, rows, strict=True):
+                yield replace(self.load([draw]), pooled=row[None], prior=None)
 
     def load(self, draws: list[Draw]) -> Batch:
         """Load one micro-batch. Draws noise in fp32 on the CPU from its key, so that it is the same on every device."""
