@@ -25,6 +25,7 @@ from simpletune.models.buckets import Size
 from simpletune.models.model_config import Shape
 from simpletune.models.transformer import Transformer
 from simpletune.pipeline.load import empty_base
+from simpletune.speed import Kernel
 from simpletune.step.core import StepCore, assemble, average_of
 from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
 from simpletune.system.startup import without_collection
@@ -153,8 +154,7 @@ def take_steps(
         The report and the simulated run.
     """
     started = time.perf_counter()
-    kernel = "math" if config.speed.attention == "math" else "auto"  # the others use as much as flash
-    speed = config.speed.model_copy(update={"compile": False, "attention": kernel})
+    speed = config.speed.model_copy(update={"compile": False, "attention": simulated_attention(config)})
     config = config.model_copy(update={"speed": speed})
     base = all_tensors(transformer)
     accounting.register(base, "weights")
@@ -195,6 +195,11 @@ def take_steps(
         seconds=time.perf_counter() - started,
     )
     return report, SimulatedRun(core, synthetic, average)
+
+
+def simulated_attention(config: TrainConfig) -> Kernel:
+    """The kernel to run in place of the configured one: all but math use as much memory as flash."""
+    return "math" if config.speed.attention == "math" else "auto"
 
 
 def make_states(accounting: Accounting, core: StepCore) -> None:

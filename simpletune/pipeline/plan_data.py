@@ -54,9 +54,21 @@ def plan_data(config: TrainConfig, processes: int) -> PlannedData:
     report_rejected([*scan.rejected, *small], config.data)
     usable = without(scan.pictures, small)
     plan = make_plan(config, usable, processes)
+    hint_at_shares(plan)
     require_positions(config, plan)
     failpoint("data.scanned")
     return PlannedData(plan, usable, scan.captions, [*scan.rejected, *small])
+
+
+def hint_at_shares(plan: Plan) -> None:
+    """Say how many samples are for regularization, if they are far more or fewer than the others."""
+    of_class = sum(plan.source_of(sample).regularization for sample in plan.samples)
+    others = len(plan.samples) - of_class
+    ratio = of_class / others
+    if of_class and not 0.5 <= ratio <= 2:
+        more = f"about {ratio:.0f} times the repeats of the others" if ratio > 1 else "fewer repeats of the others"
+        counts = f"{plural(others, 'sample')} to learn and {of_class:,} for regularization"
+        say(f"hint    an epoch has {counts}. Equal shares are usual: use {more}")
 
 
 def require_positions(config: TrainConfig, plan: Plan) -> None:

@@ -50,6 +50,7 @@ from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import stop_if_asked
 from simpletune.system.stage_timer import StageTimer
 from simpletune.system.threads import choose_threads, use_threads
+from simpletune.training.class_pictures import with_class_pictures
 from simpletune.training.nonfinite import NonFiniteGuard
 from simpletune.training.run import Run
 from simpletune.training.trackers import open_trackers
@@ -117,6 +118,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     resolved = resolve_folders(config)
     require_model_rules(resolved)
     threads = settle_threads(resolved, device, resumed=saved is not None)
+    resolved = with_class_pictures(resolved, accelerator, stages)
     data = plan_data(resolved, accelerator.num_processes)
     if main:
         require_room(resolved, data.plan, start, options.force)
