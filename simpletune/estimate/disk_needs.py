@@ -12,11 +12,13 @@ from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.cache import view_key
 from simpletune.data.plan import Plan
 from simpletune.pipeline.encode import LatentCache, TextCache, prompts_of, validation_requests
+from simpletune.prior import ClassPictures
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, existing, free_bytes, in_words
 
 LATENT_BYTES = 4  # latents are cached in fp32
+PNG_BYTES = 3  # at most, per pixel
 HEADERS = 2**16  # bytes: lower bound of a checkpoint's headers, configuration and manifest
 CLOSE = 0.8  # of the free space: warn above this
 
@@ -114,6 +116,8 @@ def disk_needs(
     prompt = config.model.text_tokens * config.model.text_width * config.precision.encoder_dtype().itemsize
     yield Need("cached pictures", cache, pixels // 64 * config.model.latent_channels * LATENT_BYTES)
     yield Need("cached prompts", cache, prompts * prompt)
+    if plan is None and isinstance(config.prior, ClassPictures):
+        yield Need("class pictures", cache, config.prior.count * config.data.resolution**2 * PNG_BYTES)
 
 
 def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, samples: int) -> int:

@@ -16,6 +16,7 @@ from simpletune.hub.fetch import in_cache
 from simpletune.models.sources import hub_parts
 from simpletune.models.t5_layers import CHUNK_BYTES
 from simpletune.options import UserError
+from simpletune.prior import ClassPictures
 
 LIBRARIES = int(1.0 * 2**30)  # bytes: a process took 0.9 GiB after its imports (Python 3.11, torch 2.13.0 CPU)
 CUDA_LIBRARIES = 2 * 2**30  # bytes of host memory for the CUDA libraries: an allowance, not measured
@@ -71,9 +72,13 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
     try:
         pictures = scan_sources(config.data).pictures
         small = too_small(pictures, config.data, config.model.multiple)
-        return DataCounts.of(make_plan(config, without(pictures, small), 1))
+        found = DataCounts.of(make_plan(config, without(pictures, small), 1))
     except UserError:  # the run itself reports what is wrong with the data
         return None
+    if not isinstance(config.prior, ClassPictures):
+        return found
+    drawn, pixels = config.prior.count, config.data.resolution**2
+    return DataCounts(found.pictures + drawn, found.prompts + 1, found.pixels + drawn * pixels, found.samples + drawn)
 
 
 def quantised_base(config: TrainConfig, job: JobReport) -> int:
