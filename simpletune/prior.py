@@ -25,10 +25,13 @@ class PriorOption(Option):
     predicts: ClassVar[bool] = False
     """Whether a training step computes the base's own predictions, with the adapter off."""
 
-    @property
-    def class_prompt(self) -> str | None:
-        """The prompt of the class, if it is needed."""
-        return None
+    def class_prompt(self, caption: str) -> str:
+        """The prompt of the class for a picture with this caption.
+
+        Raises:
+            TypeError: there is none.
+        """
+        raise TypeError(f"{self.method} has no class prompt")
 
     @property
     def second_pass(self) -> bool:
@@ -50,6 +53,19 @@ class PriorOption(Option):
         yield from ()
 
 
+class NamedClass(PriorOption):
+    """What the members with a class prompt share."""
+
+    prompt: Prompt | None
+    trigger: Prompt | None
+
+    def class_prompt(self, caption: str) -> str:
+        """The prompt, in place of the trigger if the caption has it, else of the whole caption."""
+        assert self.prompt is not None
+        known = self.trigger is not None and self.trigger in caption
+        return caption.replace(self.trigger or "", self.prompt) if known else self.prompt
+
+
 class NoPrior(PriorOption):
     """Sources with ``regularization`` are trained on like all others."""
 
@@ -57,7 +73,7 @@ class NoPrior(PriorOption):
     """No prior preservation beyond data sources with regularization."""
 
 
-class BasePrediction(PriorOption):
+class BasePrediction(NamedClass):
     """The target is what the base itself predicts, with the adapter off: nothing to generate, and no drift at all."""
 
     method: Literal["base_prediction"] = "base_prediction"
@@ -65,8 +81,11 @@ class BasePrediction(PriorOption):
     prediction). Needs no class pictures. For adapters such as LoRA only."""
     prompt: Prompt | None = None
     """Class prompt, such as "a photo of a dog". Every picture has a second pass with it, in which the adapter must
-    predict what the base does; a step takes 2.3 times as long and no more memory. null: no second pass, only for data
-    sources with regularization, whose pictures then show where, not what to predict."""
+    predict what the base does. null: no second pass, only for data sources with regularization, whose pictures then
+    show where, not what to predict."""
+    trigger: Prompt | None = None
+    """Words in the captions that the class prompt replaces, such as "sks dog" by "dog"; null: it replaces captions as
+    a whole."""
     weight: Weight = 1.0
     """Factor of this loss (prior loss weight, lambda); of a regularization source it multiplies the source's own."""
     outside_mask: Annotated[float, Field(ge=0, le=1000)] = 0.0
@@ -74,11 +93,6 @@ class BasePrediction(PriorOption):
     the background stays as the base would draw it."""
 
     predicts: ClassVar[bool] = True
-
-    @property
-    def class_prompt(self) -> str | None:
-        """The prompt of the second pass."""
-        return self.prompt
 
     @property
     def second_pass(self) -> bool:
@@ -120,10 +134,10 @@ class BasePrediction(PriorOption):
                 "the second pass accumulates gradients, but memory.optimizer_in_backward keeps none. Use "
                 "optimizer_in_backward false, or prior.method class_pictures",
             )
-        yield from prompt_rules(self.prompt, config)
+        yield from prompt_rules(self, config)
 
 
-class ClassPictures(PriorOption):
+class ClassPictures(NamedClass):
     """Pictures of the class that the base draws before training are trained on beside the subject's."""
 
     method: Literal["class_pictures"] = "class_pictures"
@@ -131,6 +145,9 @@ class ClassPictures(PriorOption):
     training and which are kept in output.cache. For every adapter, and for full fine-tuning."""
     prompt: Prompt
     """Class prompt to draw and to train with, such as "a photo of a dog"."""
+    trigger: Prompt | None = None
+    """Words in the captions that the class prompt replaces, such as "sks dog" by "dog": the class pictures then have
+    the captions of the subject's in turn. null: they all have the class prompt."""
     count: Annotated[int, Field(ge=1, le=100_000)] = 100
     """Number of class pictures (num_class_images); missing ones are drawn. An epoch has each of them once: choose
     data.repeats so that the subject's pictures are as many."""
@@ -143,25 +160,34 @@ class ClassPictures(PriorOption):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the first class picture; each next one has the next seed."""
 
-    @property
-    def class_prompt(self) -> str | None:
-        """The prompt of the class pictures."""
-        return self.prompt
-
     def rules(self, config: TrainConfig) -> Iterator[Problem]:
         """Refuse the subject's own prompt."""
-        yield from prompt_rules(self.prompt, config)
+        yield from prompt_rules(self, config)
 
 
 Prior = Annotated[NoPrior | BasePrediction | ClassPictures, Field(discriminator="method")]
 
 
-def prompt_rules(prompt: str | None, config: TrainConfig) -> Iterator[Problem]:
+def prompt_rules(prior: NamedClass, config: TrainConfig) -> Iterator[Problem]:
     """Refuse a class prompt that also names the subject: it cannot both change and stay."""
-    if prompt in {source.prompt for source in config.data.members if not source.regularization} - {None}:
+    if prior.prompt is None:
+        if prior.trigger is not None:
+            yield Problem(
+                "prior.trigger", f"{prior.trigger!r} is replaced by prior.prompt, which is null. Name the class"
+            )
+        return
+    of_subject = {source.prompt for source in config.data.members if not source.regularization} - {None}
+    if prior.prompt in of_subject:
         yield Problem(
             "prior.prompt",
-            f"{prompt!r} is also the prompt of the pictures to learn. Name the class without the subject's rare word",
+            f"{prior.prompt!r} is also the prompt of the pictures to learn. Name the class without the subject's rare "
+            "word",
+        )
+    if prior.trigger is not None and prior.trigger in prior.prompt:
+        yield Problem(
+            "prior.trigger",
+            f"{prior.trigger!r} is in prior.prompt {prior.prompt!r}, so the class would be that of the subject alone. "
+            "Name the class without it",
         )
 
 

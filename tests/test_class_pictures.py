@@ -89,6 +89,17 @@ def test_they_are_drawn_once_and_linked_by_longer_series(tiny_config: dict) -> N
     assert folder(with_prior(tiny_config, "a flat picture of a ring", guidance=3.0)).parent != folder(two).parent
 
 
+def test_with_a_trigger_they_have_the_captions_of_the_subject(tiny_config: dict) -> None:
+    data = with_prior(tiny_config, "thing", trigger="flat picture", count=8, steps=1)
+    run = train(validate(data | {"train": {"steps": 1}}, "test"))
+    rows = json.loads((run / "data.json").read_text())["samples"]
+    captions = [[row["caption"] for row in rows if row["source"] == source] for source in (0, 1)]
+    replaced = {
+        caption.replace("flat picture", "thing") if "flat picture" in caption else "thing" for caption in captions[0]
+    }
+    assert set(captions[1]) == replaced and len(captions[1]) == 8 and len(replaced) > 2
+
+
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_resumes_bit_for_bit(method: str, tiny_config: dict) -> None:
     data = with_prior(tiny_config) | {"adapter": {"method": method}}

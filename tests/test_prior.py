@@ -22,6 +22,7 @@ from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.step.batches import Batch, Batches
 from simpletune.step.core import StepCore, assemble
+from simpletune.step.passes import Passes
 from simpletune.step.synthetic import SingleProcess
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.loop import train
@@ -78,6 +79,20 @@ def test_the_loss_is_that_of_a_base_loaded_again(tiny_config: dict) -> None:
     for number, gradient in enumerate(expected):
         if gradient is not None:
             torch.testing.assert_close(gradients[number], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_trigger_is_replaced_in_the_captions(tiny_config: dict) -> None:
+    """A caption without it, such as a dropped one, is replaced as a whole."""
+    data = tiny_config["data"] | {"caption_dropout": 0.5}
+    config = config_of(tiny_config, prior=PRIOR | {"prompt": "thing", "trigger": "background"}, data=data)
+    prepared = prepare(config, Accelerator(cpu=True), StageTimer(cuda=False))
+    passes = Passes(prepared.plan, config.prior)
+    pairs = [[passes.micro_batch(step, micro)[0].caption for micro in (0, 1)] for step in range(8)]
+    assert {"", *(own for own, _ in pairs)} == {own for own, _ in pairs} and passes.accumulation == 2
+    for own, of_class in pairs:
+        assert of_class == (own.replace("background", "thing") if "background" in own else "thing")
+        prepared.text.load(of_class)  # encoded ahead
+    assert any("background" in own for own, _ in pairs)
 
 
 def losses(run: Path) -> list[float]:
@@ -197,6 +212,14 @@ def test_it_is_predicted_because_it_runs(tiny_config: dict) -> None:
         (
             {"prior": PRIOR | {"outside_mask": 1.0}},
             "prior.outside_mask: 1, but no data source has masks. Set data.mask, or use 0",
+        ),
+        (
+            {"prior": PRIOR | {"trigger": "flat"}},
+            "prior.trigger: 'flat' is in prior.prompt 'a flat picture'.*Name the class without it",
+        ),
+        (
+            {"prior": {"method": "base_prediction", "trigger": "x", "outside_mask": 1.0}},
+            "prior.trigger: 'x' is replaced by prior.prompt, which is null. Name the class",
         ),
         ({"prior": PRIOR | {"prompt": "a blick"}}, "prior.prompt: 'a blick' is also the prompt of the pictures"),
         ({"prior": {"method": "class_pictures"}}, "prior.prompt"),

@@ -270,9 +270,10 @@ def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -
 
 def prompts_of(config: TrainConfig, plan: Plan, requests: Sequence[Request]) -> list[str]:
     """Every prompt whose embeddings a run needs."""
-    of_class = [config.prior.class_prompt] if config.prior.class_prompt is not None else []
+    captions = plan.captions()
+    of_class = [config.prior.class_prompt(caption) for caption in captions] if config.prior.second_pass else []
     drawn = [*(r.prompt for r in requests), *(r.negative_prompt for r in requests)]
-    return [*plan.captions(), *of_class, *drawn, *drift_prompts(config.validation)]
+    return [*captions, *of_class, *drawn, *drift_prompts(config.validation)]
 
 
 def validation_requests(config: TrainConfig, plan: Plan) -> list[Request]:

@@ -37,8 +37,7 @@ class Passes:
         """The draws of one pass."""
         draws = self.plan.micro_batch(step, micro // self._each, process)
         if self.is_second(micro):
-            assert self.prior.class_prompt is not None
-            draws = [replace(draw, caption=self.prior.class_prompt) for draw in draws]
+            draws = [replace(draw, caption=self.prior.class_prompt(draw.caption)) for draw in draws]
         return draws
 
     def is_second(self, micro: int) -> bool:

@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.schema import TrainConfig, cache_of_bases
 from simpletune.data.folder import Folder
-from simpletune.data.several import Several, subjects
+from simpletune.data.prompts import prompt_of
+from simpletune.data.several import Several, scan_sources, subjects
 from simpletune.models.transformer import device_of, units_of
 from simpletune.options import plural
 from simpletune.pipeline.encode import TextCache, free_memory
@@ -22,7 +23,7 @@ from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Request, Sampler, draw
 from simpletune.prior import ClassPictures
 from simpletune.step.attention import attention_by
-from simpletune.system.atomic import atomic_file
+from simpletune.system.atomic import atomic_file, write_text
 from simpletune.system.console import progress, say, silent
 from simpletune.system.stage_timer import StageTimer
 
@@ -63,11 +64,29 @@ def with_class_pictures(config: TrainConfig, accelerator: Accelerator, stages: S
 def requests_of(config: TrainConfig, prior: ClassPictures) -> list[Request]:
     """The pictures to draw: squares of the subject's largest resolution, each with a seed of its own."""
     side = max(source.resolution for source in subjects(config.data))
-    negative = config.validation.negative_prompt
+    negative, prompts = config.validation.negative_prompt, prompts_of_class(config, prior)
     return [
-        Request(prior.prompt, prior.seed + number, negative, side, side, prior.steps, prior.guidance)
+        Request(
+            prompts[(prior.seed + number) % len(prompts)],
+            prior.seed + number,
+            negative,
+            side,
+            side,
+            prior.steps,
+            prior.guidance,
+        )
         for number in range(prior.count)
     ]
+
+
+def prompts_of_class(config: TrainConfig, prior: ClassPictures) -> list[str]:
+    """The class prompt, or with a trigger those of the subject's captions."""
+    if prior.trigger is None:
+        return [prior.prompt]
+    data = config.data
+    pictures = [picture for picture in scan_sources(data).pictures if not data.members[picture.source].regularization]
+    captions = [prompt_of(picture, data.members[picture.source], config.train.seed, 0) for picture in pictures]
+    return list(dict.fromkeys(prior.class_prompt(caption) for caption in captions)) or [prior.prompt]
 
 
 def file_of(folder: Path, request: Request) -> Path:
@@ -88,7 +107,14 @@ def folder_of(config: TrainConfig, requests: list[Request]) -> Path:
         "encoders": [prompts.fingerprint(encoder) for encoder in prompts.encoders],
         "vae": model.vae_fingerprint(),
         "weights": precision.weights,
-        "request": [first.prompt, first.negative_prompt, first.width, first.height, first.steps, first.guidance],
+        "request": [
+            sorted({request.prompt for request in requests}),
+            first.negative_prompt,
+            first.width,
+            first.height,
+            first.steps,
+            first.guidance,
+        ],
         "version": VERSION,
     }
     key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
@@ -102,15 +128,16 @@ def link_known(folder: Path, requests: list[Request]) -> None:
         known = [sibling / place.name for sibling in sorted(folder.parent.iterdir()) if sibling != folder]
         drawn = next((file for file in known if file.is_file()), None)
         if drawn is not None and not place.is_file():
-            with atomic_file(place, shared=True) as part:
-                os.link(drawn, part)
+            for source in (drawn.with_suffix(".txt"), drawn):
+                with atomic_file(place.with_suffix(source.suffix), shared=True) as part:
+                    os.link(source, part)
 
 
 def draw_missing(config: TrainConfig, requests: list[Request], folder: Path, accelerator: Accelerator) -> None:
     """Draw pictures with the base, with the memory levers of training, and free it."""
     device, model = accelerator.device, config.model
     text = TextCache(model, config.precision.encoder_dtype(), Path(config.output.cache))
-    text.fill([requests[0].prompt, requests[0].negative_prompt], device)
+    text.fill([*(request.prompt for request in requests), requests[0].negative_prompt], device)
     config = for_drawing(config, on_host=device.type == "cpu")
     sizes = {(request.width, request.height) for request in requests}
     transformer = load_base(config, device, sizes, cache_of_bases(config))
@@ -125,7 +152,9 @@ def draw_missing(config: TrainConfig, requests: list[Request], folder: Path, acc
         for start in range(0, len(requests), TOGETHER):
             some = requests[start : start + TOGETHER]
             for picture, request in zip(draw(sampler, vae, model, some, text.load), some, strict=True):
-                with atomic_file(file_of(folder, request), shared=True) as part:
+                place = file_of(folder, request)
+                write_text(place.with_suffix(".txt"), request.prompt)
+                with atomic_file(place, shared=True) as part:
                     save_png(picture, part, request, weights="base", sampler=config.objective.sampler)
                 advance()
     del transformer, modulation, sampler, vae
@@ -146,7 +175,6 @@ def with_source(config: TrainConfig, prior: ClassPictures, folder: Path) -> Seve
     side = max(source.resolution for source in subjects(config.data))
     of_class = Folder(
         path=str(folder),
-        prompt=prior.prompt,
         resolution=side,
         aspect="square",
         weight=prior.weight,
