@@ -49,6 +49,11 @@ def masks(args: argparse.Namespace) -> object:
     from benchmarks import masks
 
     return masks.run(args.out, args.prompts, args.minutes, args.rows)
+def prior(args: argparse.Namespace) -> object:
+    """how far a class drifts while a subject of it is learned, without and with prior preservation"""
+    from benchmarks import prior
+
+    return prior.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
 
 
 def inference(args: argparse.Namespace) -> object:
@@ -115,6 +120,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     dry: ("rows", "card", "predict"),
     quality: ("rows", "prompts", "overrides"),
     masks: ("rows", "prompts"),
+    prior: ("rows", "prompts", "overrides"),
     inference: ("rows", "model", "price", "prices", "size", "steps", "rounds", "device"),
     study: ("rows", "model", "overrides"),
     vertex: ("rows",),
