@@ -49,6 +49,8 @@ def masks(args: argparse.Namespace) -> object:
     from benchmarks import masks
 
     return masks.run(args.out, args.prompts, args.minutes, args.rows)
+
+
 def prior(args: argparse.Namespace) -> object:
     """how far a class drifts while a subject of it is learned, without and with prior preservation"""
     from benchmarks import prior

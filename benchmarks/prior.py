@@ -1,13 +1,11 @@
 """``prior``: how far a class drifts while a subject of it is learned, without and with prior preservation.
 
-The base is the tiny SD3. The subject is the demo's particular figure, trained as in configs/demo_subject.json; its class
-are figures.
+The base is the tiny SD3. The subject is the figure of configs/demo_subject.json, its class are figures.
 """
 
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,7 @@ ROWS: dict[str, list[str]] = {
 SEEDS = 2
 COLUMNS = {
     "what": "", "steps": "steps", "fidelity": "subject fidelity", "class_drift": "class drift",
-    "class_fidelity": "likeness of the class to the subject", "drift": "drift of other prompts", "seconds": "seconds",
+    "class_fidelity": "likeness of the class to the subject", "drift": "drift of other prompts",
 }  # fmt: skip
 ABOUT = f"""\
 The demo's figure (a yellow star on a purple disc) learned from 5 pictures as in `configs/demo_subject.json`, means over
@@ -113,23 +111,15 @@ class Priors:
 
     def row(self, name: str, options: list[str]) -> dict[str, Any]:
         """Train with several seeds and score each result."""
-        found, seconds = [], []
+        found = []
         for seed in range(SEEDS):
             config = self.config(options, seed)
-            clock = time.perf_counter()
-            run = train(config)
-            seconds.append(time.perf_counter() - clock)
-            drawn = self._drawn(config, result_of(run))
+            drawn = self._drawn(config, result_of(train(config)))
             found.append(self._scores(drawn))
             if seed == 0:
                 self.sheets.append((name, self._shown(drawn)))
         means = {key: round(float(np.mean([scores[key] for scores in found])), 4) for key in found[0]}
-        return {
-            "steps": config.steps(1),
-            **means,
-            "seconds": round(float(np.mean(seconds)), 1),
-            "of": len(self.subject),
-        }
+        return {"steps": config.steps(1), **means, "of": len(self.subject)}
 
     def base_row(self) -> dict[str, Any]:
         """Score the base."""

@@ -113,13 +113,13 @@ def test_schedules_by_hand(schedule: Schedule, factors: list[float]) -> None:
     assert [schedule.factor(step, 7) for step in range(7)] == pytest.approx(factors)
 
 
-@pytest.mark.parametrize("steps", range(2, 80))
-def test_a_restart_begins_at_the_full_rate(steps: int) -> None:
-    for cycles in range(1, 12):
-        restarts = [step for step in range(steps) if step * cycles % steps == 0]
-        assert [CosineWithRestarts(cycles=cycles).factor(step, steps) for step in restarts] == [pytest.approx(1)] * len(
-            restarts
-        )
+def test_a_restart_begins_at_the_full_rate() -> None:
+    """Also where float64 puts it just before the restart, as 22 of 44 steps do at step 30."""
+    for steps in range(2, 70):
+        for cycles in range(1, steps):
+            restarts = [step for step in range(steps) if step * cycles % steps == 0]
+            factors = [CosineWithRestarts(cycles=cycles).factor(step, steps) for step in restarts]
+            assert len(factors) == len(restarts) >= 1 and min(factors) > 0.999, (steps, cycles)
 
 
 @pytest.fixture
