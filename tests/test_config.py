@@ -394,7 +394,7 @@ def test_long_lists_are_cut_and_say_how_many_they_leave_out(names: list[str], te
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("steps=30", "train.steps or validation.steps"),
+        ("steps=30", "train.steps or prior.steps or validation.steps"),
         ("learning_rate=0.1", "optimizer.lr"),
         ("lora_rank=4", "adapter.rank"),
         ("adapter.learning_rate=1", "optimizer.lr"),

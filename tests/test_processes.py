@@ -194,6 +194,16 @@ def test_quantised_bases_and_the_modulation_plan(
     torch.testing.assert_close(tensors(run_of(data)), tensors(resident), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("method", ["base_prediction", "class_pictures"])
+def test_priors(launcher: Launcher, ground: dict[str, Any], method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base's predictions, in the second pass of each process; class pictures, which one process draws."""
+    more = {"count": 3, "steps": 1} if method == "class_pictures" else {}
+    data = changed(ground, method, prior={"method": method, "prompt": "a picture", **more})
+    said = together(launcher, data)
+    assert ("class   3 class pictures" in said[0]) == bool(more) and "class   " not in said[1]
+    torch.testing.assert_close(tensors(run_of(data)), tensors(alone(data, monkeypatch)), rtol=1e-4, atol=1e-6)
+
+
 def test_what_is_not_finite_in_the_second_process_is_named_by_the_first(
     launcher: Launcher, whole: tuple[Path, list[str]], ground: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 
 from simpletune.config.compute import compute_of, settle_compute
 from simpletune.config.modulation import settle_modulation
-from simpletune.config.resolve import require_model_rules, resolve_folders
+from simpletune.config.resolve import checked_folders
 from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import Plan
 from simpletune.ema import Average
@@ -115,8 +115,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     start = saved.step if saved else 0
     config = settle_compute(config, capability_of(device), compute_of(saved.config) if saved else None)
     announce(config, reason)
-    resolved = resolve_folders(config)
-    require_model_rules(resolved)
+    resolved = checked_folders(config)
     threads = settle_threads(resolved, device, resumed=saved is not None)
     resolved = with_class_pictures(resolved, accelerator, stages)
     data = plan_data(resolved, accelerator.num_processes)
@@ -138,8 +137,9 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     stop_if_asked()
     with stages.stage("load"):
         model = load_model(fitted, prepared, accelerator, saved)
-    process, modulation = accelerator.process_index, model.core.modulation
-    batches = Batches(prepared, config.train.seed, device, process, modulation, config.prior)
+    batches = Batches(
+        prepared, config.train.seed, device, accelerator.process_index, model.core.modulation, config.prior
+    )
     trackers = open_trackers(config, folder, start, main)
     return Run(
         config=config,
@@ -150,7 +150,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         prepared=prepared,
         **vars(model),
         batches=batches,
-        previews=Previews(resolved, prepared.requests, prepared.text, folder / "samples", modulation),
+        previews=Previews(resolved, prepared.requests, prepared.text, folder / "samples", model.core.modulation),
         trackers=trackers,
         start=start,
         steps=steps,
