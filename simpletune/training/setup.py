@@ -108,7 +108,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         UserError: for anything that the user can fix.
     """
     accelerator, reason = make_accelerator(config)
-    device, main = accelerator.device, accelerator.is_main_process
+    device, main, process = accelerator.device, accelerator.is_main_process, accelerator.process_index
     stages = StageTimer(cuda=device.type == "cuda")
     with accelerator.main_process_first():  # the first process sets damaged checkpoints aside
         saved = checkpoint.find(options.resume, run_folder(config)) if options.resume else None
@@ -137,9 +137,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     stop_if_asked()
     with stages.stage("load"):
         model = load_model(fitted, prepared, accelerator, saved)
-    batches = Batches(
-        prepared, config.train.seed, device, accelerator.process_index, model.core.modulation, config.prior
-    )
+    batches = Batches(prepared, config.train.seed, device, process, model.core.modulation, config.prior)
     trackers = open_trackers(config, folder, start, main)
     return Run(
         config=config,
