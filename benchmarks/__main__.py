@@ -44,6 +44,20 @@ def quality(args: argparse.Namespace) -> object:
     return quality.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
 
 
+def masks(args: argparse.Namespace) -> object:
+    """whether training with masks leaves the background alone, on the tiny SD3"""
+    from benchmarks import masks
+
+    return masks.run(args.out, args.prompts, args.minutes, args.rows)
+
+
+def prior(args: argparse.Namespace) -> object:
+    """how far a class drifts while a subject of it is learned, without and with prior preservation"""
+    from benchmarks import prior
+
+    return prior.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
+
+
 def inference(args: argparse.Namespace) -> object:
     """seconds, memory and cost of a picture, compared with plain diffusers"""
     from benchmarks import inference, prices
@@ -114,6 +128,8 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     estimate: ("rows",),
     dry: ("rows", "card", "predict"),
     quality: ("rows", "prompts", "overrides"),
+    masks: ("rows", "prompts"),
+    prior: ("rows", "prompts", "overrides"),
     inference: ("rows", "model", "price", "prices", "size", "steps", "rounds", "device"),
     study: ("rows", "model", "overrides"),
     vertex: ("rows",),

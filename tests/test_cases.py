@@ -87,7 +87,7 @@ def case_json(tiny_config: dict, case: Case) -> dict:
         data["data"]["resolution"] = 64
     data["adapter"] = adapter | ({"rank": 2} if adapter.get("method") == "lora" else {})
     data["precision"] = precision
-    data["optimizer"] = {"lr": 0.001} | optimizer
+    data["optimizer"] = {"lr": 0.001} | optimizer | ({"lr": 1.0, "d0": 1e-3} if optimizer["name"] == "prodigy" else {})
     return data
 
 

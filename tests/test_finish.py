@@ -18,7 +18,7 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
-from simpletune.estimate.disk_needs import checkpoint_bytes, disk_needs
+from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_needs
 from simpletune.options import ConfigError, UserError
 from simpletune.pipeline.plan_data import plan_data
 from simpletune.report import make_report
@@ -203,7 +203,7 @@ def test_what_cannot_be_kept_is_refused(checkpoints: dict, message: str, tiny_co
 def test_the_disk_that_is_asked_for_holds_what_stays(keep: dict, count: int, tiny_config: dict) -> None:
     changes = {"train": {"steps": 9}, "checkpoint": {"every": 1, **keep}}
     config = validate(tiny_config | changes, "test")
-    asked = next(need.bytes for need in disk_needs(config, pictures=6)) / checkpoint_bytes(config)[0]
+    asked = next(need.bytes for need in disk_needs(config, counts=DataCounts(6, 6, 0, 6))) / checkpoint_bytes(config)[0]
     assert asked == count
     most = []
     run = Path(tiny_config["output"]["runs"]) / "tiny"

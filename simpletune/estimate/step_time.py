@@ -65,7 +65,9 @@ def predict_step_time(config: TrainConfig, report: StepReport, card: Card, size:
     hidden = products + again + unpacking
     transfer = max(0.0, _moved(config, report, size) / card.link / 1e9 - hidden)
     update = UPDATED * report.trained_bytes / (card.bandwidth or BANDWIDTH) / 1e9
-    micro = config.train.gradient_accumulation
+    if config.prior.predicts:  # a forward pass of the base, without a backward pass
+        products += flops.forward / rate
+    micro = config.train.gradient_accumulation * (2 if config.prior.second_pass else 1)
     return StepTime(micro * products, micro * again, micro * unpacking, micro * transfer, update)
 
 

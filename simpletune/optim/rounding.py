@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from simpletune.optim.optimizer import begin_step
 from simpletune.system.rng import key_of
 
 GROUP = 1 << 22
@@ -125,6 +126,11 @@ class RoundedOptimizer(torch.optim.Optimizer):
         super().__init__(parameters, dict(self._inner[0].defaults) | {"draws": None})
         for parameter, shell, inner in zip(parameters, self._shells, self._inner, strict=True):
             self.state[parameter] = inner.state[shell]  # shared dictionary: state saves and loads in place
+
+    def begin_step(self) -> None:
+        """Let the wrapped optimizers prepare for the updates of the next step."""
+        for inner in dict.fromkeys(self._inner):
+            begin_step(inner)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.evaluation import ON_TRAINING, drift_words
+from simpletune.data.several import with_paths
 from simpletune.hub.fetch import is_hub_name
 from simpletune.models.family_facts import Licence
 from simpletune.options import Json, plural
@@ -115,7 +116,7 @@ def shareable(config: TrainConfig) -> TrainConfig:
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
-            "data": config.data.model_copy(update={"path": last_name(config.data.path)}),
+            "data": with_paths(config.data, last_name),
             "output": type(config.output)(),
         }
     )
@@ -165,6 +166,11 @@ def _introduction(folder: Path, config: TrainConfig, prompt: str) -> str:
     return "\n\n".join(lines)
 
 
+def _places(config: TrainConfig) -> str:
+    """Name the folders of the pictures, without where they are."""
+    return ", ".join(dict.fromkeys(code(last_name(source.path)) for source in config.data.members))
+
+
 def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[str, str]]:
     """Yield the main settings and results."""
     train, settings = config.train, config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method"})
@@ -179,7 +185,7 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     yield "learning rate", f"{config.optimizer.lr:g} ({config.optimizer.name}; {schedule})"
     yield "resolution", f"{config.data.resolution} px"
     held_out = f", and {summary['held_out_pictures']} held out" if summary.get("held_out_pictures") else ""
-    yield "pictures", f"{pictures} from {cell(code(last_name(config.data.path)))}{held_out}"
+    yield "pictures", f"{pictures} from {cell(_places(config))}{held_out}"
     yield "precision", f"{config.precision.weights} weights, {config.precision.settled} compute"
     yield "seed", str(train.seed)
     yield from _cost(summary)
