@@ -1,4 +1,4 @@
-"""Report what ``simpletune evaluate`` measured: subject against prompt fidelity and drift, with a picture of each model."""
+"""Report what ``simpletune evaluate`` measured: subject fidelity against prompt fidelity and drift, with pictures."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def fidelity_sections(runs: Sequence[RunRecord]) -> Iterator[Section]:
         drifted = [point for point in points if "drift" in point]
         section.charts.append(scatter("drift", "drift for unrelated prompts", drifted, several))
     section.notes.append(
-        f"Up is more like the subject, by {subject}. Lines are 95% intervals over the prompts; each model is shown by its "
-        "first picture, all from the same noise."
+        f"Up is more like the subject, by {subject}. Lines are 95% intervals over the prompts; each model is shown by "
+        "its first picture, all from the same noise."
     )
     yield section
 
@@ -138,7 +138,8 @@ def scatter(x: str, axis: str, points: list[Json], several: bool) -> Chart:
         "data": {"values": points},
         "encoding": {"color": colour},
         "layer": [
-            {"mark": {"type": "line", "strokeWidth": 1, "opacity": 0.5}, "encoding": {**place, "order": {"field": "place"}}},
+            {"mark": {"type": "line", "strokeWidth": 1, "opacity": 0.5},
+             "encoding": {**place, "order": {"field": "place"}}},
             {"mark": {"type": "rule", "opacity": 0.7}, "encoding": wide},
             {"mark": {"type": "rule", "opacity": 0.7}, "encoding": high},
             {"mark": {"type": "image", "width": SIDE, "height": SIDE},
