@@ -13,6 +13,7 @@ from simpletune.report.checkpoints import checkpoint_sections
 from simpletune.report.choice import choice_sections
 from simpletune.report.content import Fact, Report, Section, Table, gib, seconds
 from simpletune.report.ended import attempts_section, resumes
+from simpletune.report.fidelity import fidelity_sections
 from simpletune.report.losses import loss_data, loss_section
 from simpletune.report.peaks import memory_section
 from simpletune.report.profile import profile_sections
@@ -43,6 +44,7 @@ def report_of(run: RunRecord, price: float | None) -> Report:
         loss_section([run]),
         *choice_sections(run),
         *source_sections(run),
+        *fidelity_sections([run]),
         step_section(run),
         memory_section(run),
         *([attempts] if attempts else []),

@@ -27,7 +27,7 @@ from simpletune.runs.attempts import (
 )
 from simpletune.runs.checkpoint import SavedState
 from simpletune.runs.checkpoint_folders import TRAINABLE, list_checkpoints
-from simpletune.runs.choice import LAST, choose
+from simpletune.runs.choice import LAST, Choice, choose
 from simpletune.runs.folder import (
     EVALUATION,
     EVALUATIONS,
@@ -127,7 +127,7 @@ def _best_words(summary: Json, folder: Path) -> dict[str, str]:
     best = summary.get("best")
     if best is None or best["by"] == LAST:
         return {}
-    return {"best": f"{folder}@{best['step']} by {best['by']}: {best['why']}"}
+    return {"best": f"{folder}{Choice(**best).suffix} by {best['by']}: {best['why']}"}
 
 
 def left_out(run: Path, step: int) -> Json:
