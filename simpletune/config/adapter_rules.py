@@ -19,3 +19,9 @@ def adapter_rules(config: TrainConfig) -> Iterator[Problem]:
             f"optimizer.name {config.optimizer.name} computes one learning rate from all gradients. Use b_lr_ratio 1, "
             "or another optimizer",
         )
+    if getattr(config.adapter, "max_norm", None) is not None and config.optimizer.averages:
+        yield Problem(
+            "adapter.max_norm",
+            f"optimizer.name {config.optimizer.name} averages the weights, and the limit would not hold for the average. "
+            "Use max_norm null, or another optimizer",
+        )
