@@ -22,6 +22,6 @@ def adapter_rules(config: TrainConfig) -> Iterator[Problem]:
     if getattr(config.adapter, "max_norm", None) is not None and config.optimizer.averages:
         yield Problem(
             "adapter.max_norm",
-            f"optimizer.name {config.optimizer.name} averages the weights, and the limit would not hold for the average. "
-            "Use max_norm null, or another optimizer",
+            f"optimizer.name {config.optimizer.name} averages the weights, and the limit would not hold for their "
+            "average. Use max_norm null, or another optimizer",
         )
