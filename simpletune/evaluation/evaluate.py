@@ -58,7 +58,8 @@ def evaluate(args: argparse.Namespace) -> Path:
         result["cost"] = cost_of(session, stages, drawn)
         write_json(args.run / FILE, result)
     say("\n".join(lines(result)))
-    say(f"{args.run / FILE}: every score with its interval; peak memory {session.memory()}")
+    memory = f"; peak memory {session.memory()}" if session.stages.as_json() else ", nothing was left to compute"
+    say(f"{args.run / FILE}: every score with its interval{memory}")
     return args.run / FILE
 
 
@@ -128,7 +129,7 @@ def result_of(plan: Plan, encoders: Sequence[About], gallery: Gallery) -> Json:
         "encoders": known,
         "main": main_encoders(known),
         "points": [
-            {"title": point.title, "step": point.step, "strength": point.strength, "weights": point.weights.label,
+            {"title": point.title, "name": point.name(session.run), "step": point.step, "strength": point.strength,
              "pictures": drawn[point]}
             for point in plan.points
         ],

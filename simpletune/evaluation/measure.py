@@ -80,7 +80,7 @@ def of_sets(plan: Plan, one: Embedded, point: Point, statistic: Callable[[Array,
     def computed(chosen: Sequence[int]) -> float:
         return statistic(drawn[np.concatenate([rows[prompts[each]] for each in chosen])], one.real)
 
-    measured = over_sets(computed, len(prompts) if smallest > 1 else 1)
+    measured = over_sets(computed, len(prompts), interval=smallest > 1)
     return {**measured.as_json(), "n": count, "prompts": len(prompts)}
 
 

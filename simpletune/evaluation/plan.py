@@ -53,6 +53,12 @@ class Point:
             return "base"
         return f"step {self.step}" + ("" if self.strength is None else f" x {self.strength:g}")
 
+    def name(self, run: Path | None) -> str:
+        """The name that other commands take: ``RUN@STEP:STRENGTH``."""
+        if self.step is None or run is None:
+            return "base"
+        return f"{run.name}@{self.step}" + ("" if self.strength is None else f":{self.strength:g}")
+
 
 @dataclass(frozen=True)
 class Shot:

@@ -185,7 +185,7 @@ def without(text: str, token: str) -> str:
 
 
 def _tidy(text: str) -> str:
-    return re.sub(r"\s+([,.])", r"\1", " ".join(text.split()))
+    return re.sub(r"(\s*,)+", ",", re.sub(r"\s+([,.])", r"\1", " ".join(text.split()))).strip(", ")
 
 
 def _fields(template: str) -> list[str]:

@@ -64,7 +64,7 @@ def mean_over_prompts(values: Sequence[float] | Array) -> Measured:  # one mean 
     return Measured(float(each.mean()), float(low), float(high), float(each.std(ddof=1) / np.sqrt(len(each))))
 
 
-def over_sets(statistic: Callable[[Sequence[int]], float], prompts: int) -> Measured:
+def over_sets(statistic: Callable[[Sequence[int]], float], prompts: int, interval: bool = True) -> Measured:
     """Compute a statistic of all pictures, and its interval by leaving out one prompt at a time (jackknife).
 
     A bootstrap would repeat pictures, and equal pictures change a distance of sets.
@@ -72,10 +72,11 @@ def over_sets(statistic: Callable[[Sequence[int]], float], prompts: int) -> Meas
     Args:
         statistic: computed from the prompts of these numbers.
         prompts: how many there are.
+        interval: whether the statistic exists without any one of them.
     """
     everyone = range(prompts)
     value = statistic(everyone)
-    if prompts < 3:
+    if prompts < 3 or not interval:
         return Measured(value, None, None, None)
     without = np.array([statistic([other for other in everyone if other != left]) for left in everyone])
     error = float(np.sqrt((prompts - 1) / prompts * ((without - without.mean()) ** 2).sum()))

@@ -41,8 +41,8 @@ def find_encoder(name: str) -> About:
         UserError: there is no such encoder, its kind is unknown, or it has no safetensors.
     """
     folder = _folder(name)
-    kind = KINDS[_model_type(folder)][0]
-    return About(name, folder, kind, fingerprint(folder), _parameters(folder))
+    kind, parameters = KINDS[_model_type(folder)][0], _parameters(folder)
+    return About(name, folder, kind, fingerprint(folder), parameters)
 
 
 def load_encoder(about: About, device: torch.device) -> Encoder:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model")
+"""Files that hold a tokenizer's words."""
+
 
 def complete(kind: type[PreTrainedModel], about: About, **options: object) -> PreTrainedModel:
     """Load a model in fp32, frozen.
@@ -68,6 +71,8 @@ def tokenizer_of(about: About) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
+    if not any((about.folder / name).is_file() for name in TOKENIZERS):  # transformers would make one without words
+        raise _damaged(about, f"has no usable tokenizer (none of {', '.join(TOKENIZERS)})")
     with quiet():
         try:
             return AutoTokenizer.from_pretrained(about.folder, local_files_only=True)
