@@ -284,13 +284,13 @@ def test_a_card_that_is_too_small_is_refused_before_anything_is_drawn(
     args.run, args.runs, args.model, args.no_t5 = run, None, None, None
     session = command.open_session(args)
     plan = plan_of(session, args)
-    found = predict(plan, command.encoders_of(session, encoders), 5)
+    found = predict(plan, command.encoders_of(False, encoders), 5)
     assert set(found) == {"text", "draw", "decode", "eye", "reader"}
     assert found["draw"].bytes > 4 * 100_000 and found["draw"].seconds > 0
     session.device = torch.device("cuda")
     monkeypatch.setattr(module, "card_at_hand", lambda device: (Card("tiny", 0.5, (8, 9), found=1.0), 0))
     with pytest.raises(UserError, match="evaluate: text needs .* MiB and tiny has 512 free. Try --resident-blocks 0"):
-        predict(plan, command.encoders_of(session, encoders), 5)
+        predict(plan, command.encoders_of(False, encoders), 5)
 
 
 def test_the_table_shows_each_encoder_with_its_intervals() -> None:
@@ -304,3 +304,23 @@ def test_the_table_shows_each_encoder_with_its_intervals() -> None:
     assert shown[0] == "a (dino), mine" and "0.500 ±0.110" in shown[2] and shown[3].split() == ["n", "8"]
     assert shown[4] == "b (clip), mine" and shown[6].split() == ["base", "0.500"]
     assert main_encoders(encoders[1:]) == {"subject_fidelity": "b", "prompt_fidelity": "b"}
+
+
+def test_the_demo_model_has_encoders_of_its_own() -> None:
+    assert [about.title for about in command.encoders_of(True, None)] == ["tiny-dino", "tiny-clip"]
+
+
+@pytest.mark.slow
+def test_a_run_of_the_demo_gets_nearer_to_its_subject_and_its_class_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo as it is: fidelity rises beyond chance, and another figure becomes the subject as well (PRES)."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "demo_subject"]) == 0
+    assert main(["evaluate", "runs/demo-subject"]) == 0
+    result = table(Path("runs/demo-subject"))
+    base, *_, last = (point["scores"] for point in result["points"])
+    assert result["main"] == {"subject_fidelity": "tiny-dino", "prompt_fidelity": "tiny-clip"}
+    assert last["subject_fidelity"]["tiny-dino"]["from_base"]["low"] > 0.1
+    assert last["cmmd"]["tiny-dino"]["value"] < base["cmmd"]["tiny-dino"]["value"]
+    assert last["pres"]["tiny-dino"]["from_base"]["low"] > 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -56,12 +57,9 @@ def embed(plan: Plan, gallery: Gallery, about: About) -> Embedded:
     for point, keys in drawn.items():
         # Named by its bytes too, so that a picture that was drawn again is embedded again.
         names[point] = [f"picture {key} {sha256_of(gallery.file(key))}" for key in keys]
-        jobs |= {
-            name: lambda key=key: gallery.open(key)
-            for name, key in zip(names[point], keys, strict=True)  # type: ignore[misc]
-        }
+        jobs |= {name: partial(gallery.open, key) for name, key in zip(names[point], keys, strict=True)}
     real = [f"real {picture.digest}" for picture in plan.real]
-    jobs |= {name: lambda picture=picture: opened(picture) for name, picture in zip(real, plan.real, strict=True)}  # type: ignore[misc]
+    jobs |= {name: partial(opened, picture) for name, picture in zip(real, plan.real, strict=True)}
     texts = [f"prompt {prompt.scored}" for prompt in plan.prompts.prompts]
     missing = store.lacking([*jobs, *texts])
     encoder: Encoder | None = None

@@ -37,7 +37,7 @@ def evaluate(args: argparse.Namespace) -> Path:
     """
     args.run, args.runs, args.model, args.no_t5 = find_run(str(args.evaluated)).folder, None, None, None
     session = open_session(args)
-    encoders = encoders_of(session, args.encoders)
+    encoders = encoders_of(run_config(args.run).is_demo, args.encoders)
     plan = plan_of(session, args)
     gallery = Gallery(args.run)
     gallery.folder.mkdir(exist_ok=True)
@@ -63,13 +63,13 @@ def evaluate(args: argparse.Namespace) -> Path:
     return args.run / FILE
 
 
-def encoders_of(session: InferenceSession, names: Sequence[str] | None) -> list[About]:
-    """Find the encoders; those of the demo by default.
+def encoders_of(is_demo: bool, names: Sequence[str] | None) -> list[About]:
+    """Find the encoders; for a run of the demo model its own two by default.
 
     Raises:
         UserError: none are named for a real model, or two have one title.
     """
-    if not names and not session.config.is_demo:
+    if not names and not is_demo:
         raise UserError(
             "--encoders is missing. Name folders or hub names, such as facebook/dino-vits16 "
             "openai/clip-vit-large-patch14"

@@ -96,7 +96,7 @@ def noisy(values: Tensor, norm: tuple, rng: torch.Generator) -> Tensor:  # [b, s
     return (shown - mean) / deviation
 
 
-def tower() -> dict[str, object]:
+def tower() -> dict[str, int]:
     """The sizes of both vision transformers."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": LAYERS}
     return sizes | {"num_attention_heads": HEADS, "image_size": SIDE, "patch_size": PATCH}
