@@ -62,7 +62,7 @@ mutants: setup  ## does a test fail for each fault of tests/mutants.toml? begins
 tiny-sd3: setup  ## make the tiny Stable Diffusion 3 that comes with the tool, from nothing; hours on 2 cores, resumable
 	$(PY) -m simpletune.demo.make_tiny_sd3
 
-tiny-encoders: setup  ## train the two tiny encoders that score the demo's pictures, from nothing; @TIME@
+tiny-encoders: setup  ## train the two tiny encoders that score the demo's pictures, from nothing; 30 min on one thread of a busy machine
 	$(PY) -m simpletune.evaluation.train_tiny_encoders
 
 clean:  ## remove caches and built files, keep .venv, runs/ and profiles/; seconds, not measured
