@@ -153,7 +153,9 @@ def stops(monkeypatch: pytest.MonkeyPatch, unpredicted: None) -> Iterator[list[i
     yield left
 
 
-@pytest.mark.parametrize("more", [(), ("--batch-size", 2)], ids=["alone", "in pairs"])
+@pytest.mark.parametrize(
+    "more", [pytest.param((), id="alone"), pytest.param(("--batch-size", 2), id="in pairs", marks=pytest.mark.slow)]
+)
 def test_a_stopped_evaluation_goes_on_and_gives_the_same_table(
     more: tuple, run: Path, encoders: list[str], stops: list[int], tmp_path: Path
 ) -> None:
@@ -248,6 +250,14 @@ def test_a_run_without_checkpoints_has_its_result(tiny_config: dict, copy_run: T
     (run / "summary.json").unlink()
     with pytest.raises(UserError, match="has no checkpoint and no result. Continue training it"):
         points_of(run, None)
+
+
+def test_strength_0_is_the_base_s_twin_and_no_number_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [point.weights.scale for point in points_of(run, [0.0, 0.5, 0.0])] == [1.0, 0.0, 0.5, 0.0, 0.5]
+    assert [point.name(run) for point in points_of(run, [0.5])] == ["base", "tiny@2:0.5", "tiny@4:0.5"]
+    with pytest.raises(SystemExit):
+        main(["evaluate", str(run), "--strengths", "nan"])
+    assert "nan is not a number, such as 0.8" in capsys.readouterr().err
 
 
 def test_a_full_model_has_no_strength(tiny_config: dict, copy_run: TrainOnce) -> None:

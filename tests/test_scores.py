@@ -116,3 +116,14 @@ def test_prompts_are_drawn_alike_for_every_score_and_paired() -> None:
 def test_one_prompt_has_no_interval() -> None:
     assert mean_over_prompts([0.5]).as_json() == {"value": 0.5, "low": None, "high": None, "error": None}
     assert over_sets(lambda chosen: float(len(chosen)), 2).low is None
+
+
+def test_sets_equal_torchmetrics() -> None:
+    """A public implementation; it is no dependency, and its extras ask for older libraries than ours."""
+    pytest.importorskip("torchmetrics", reason="pip install --no-deps torchmetrics lightning-utilities to compare")
+    theirs = pytest.importorskip("torchmetrics.image.kid")
+    import torch
+
+    generated, real = drawn(9, 16, 1), drawn(9, 16, 2, 0.4)  # it takes sets of one size
+    kid = theirs.poly_mmd(torch.from_numpy(generated), torch.from_numpy(real)).item()
+    assert scores.kid(generated, real) == pytest.approx(kid, rel=1e-9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from simpletune.system.startup import import_libraries
@@ -31,7 +32,7 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--token", metavar="WORD", help="rare word of the subject, {token} in prompts; not scored")
     parser.add_argument("--class", dest="kind", metavar="WORD", help="what the subject is, {class} in prompts")
-    parser.add_argument("--strengths", nargs="+", type=float, metavar="S", help="LoRA strengths (default: 1)")
+    parser.add_argument("--strengths", nargs="+", type=finite, metavar="S", help="LoRA strengths (default: 1)")
     parser.add_argument("--seeds", type=positive, default=2, help="pictures per prompt (default: 2)")
     parser.add_argument("--seed", type=int, help="seed of the first picture's noise (default: 10000)")
     parser.add_argument("--steps", type=positive, help="number of sampling steps (default: the run's)")
@@ -43,6 +44,17 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resident-blocks", type=natural, metavar="N", help="keep N blocks on the device")
     parser.add_argument("--vae-tile", type=tile, metavar="PX", help="decode in tiles of PX pixels; approximate")
     parser.add_argument("--predict", action="store_true", help="predict memory and time, and draw nothing")
+
+
+def finite(text: str) -> float:
+    """Parse a finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a number, such as 0.8")
+    return value
 
 
 VERBS = {"evaluate": (evaluate, evaluate_arguments)}

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from io import BytesIO
 from pathlib import Path
 
@@ -97,18 +97,13 @@ class Plan:
 
     def key(self, point: Point, shot: Shot) -> str:
         """Name a picture by everything that it depends on."""
-        config, speed = self.session.config, self.session.speed
         how: Json = {
+            **self._common,
             "weights": identity(point.weights),
             "request": {key: str(value) for key, value in asdict(shot.request).items()},
-            "model": config.model.model_dump(mode="json"),
-            "objective": config.objective.model_dump(mode="json"),
-            "precision": precision_of(config, point.weights).model_dump(mode="json"),
-            "speed": asdict(speed),
-            "device": self.session.device.type,
+            "precision": precision_of(self.session.config, point.weights).model_dump(mode="json"),
+            "batch": self._neighbours[shot],
         }
-        if speed.batch_size > 1:  # the last bits depend on the neighbours
-            how["batch"] = [shot.request.prompt for shot in self.group_of(shot)]
         return hashlib.sha256(json.dumps(how, sort_keys=True).encode()).hexdigest()[:24]
 
     def groups(self) -> list[list[Shot]]:
@@ -116,9 +111,18 @@ class Plan:
         size = self.session.speed.batch_size
         return [list(self.shots[first : first + size]) for first in range(0, len(self.shots), size)]
 
-    def group_of(self, shot: Shot) -> list[Shot]:
-        """The group of a shot."""
-        return next(group for group in self.groups() if shot in group)
+    @cached_property
+    def _common(self) -> Json:
+        """What all pictures depend on."""
+        config = self.session.config
+        parts = {"model": config.model, "objective": config.objective}
+        dumped = {name: part.model_dump(mode="json") for name, part in parts.items()}
+        return {**dumped, "speed": asdict(self.session.speed), "device": self.session.device.type}
+
+    @cached_property
+    def _neighbours(self) -> dict[Shot, list[str]]:
+        """The prompts that each shot is drawn together with: the last bits depend on them."""
+        return {shot: [each.request.prompt for each in group] for group in self.groups() for shot in group}
 
 
 @cache
@@ -153,7 +157,7 @@ def points_of(run: Path, strengths: Sequence[float] | None) -> list[Point]:
         if named.lora is None and strengths and list(strengths) != [1.0]:
             raise UserError("--strengths: a full model has no strength. Leave them out")
         scales = [None] if named.lora is None else list(dict.fromkeys(strengths or [1.0]))
-        points += [Point(number, scale, weights_of(named, scale or 1.0)) for scale in scales]
+        points += [Point(number, scale, weights_of(named, 1.0 if scale is None else scale)) for scale in scales]
     return points
 
 
