@@ -260,6 +260,13 @@ def test_strength_0_is_the_base_s_twin_and_no_number_is_refused(run: Path, capsy
     assert "nan is not a number, such as 0.8" in capsys.readouterr().err
 
 
+def test_only_a_whole_run_is_evaluated(run: Path, encoders: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="@2: all checkpoints of a run are evaluated together. Name the run: .*/tiny$"):
+        evaluate(parsed(Path(f"{run}@2"), "--encoders", *encoders))
+    with pytest.raises(UserError, match="^[^-].*nowhere does not exist. Name a run, such as runs/demo"):
+        evaluate(parsed(tmp_path / "nowhere"))
+
+
 def test_a_full_model_has_no_strength(tiny_config: dict, copy_run: TrainOnce) -> None:
     tiny_config |= {"adapter": {"method": "full"}, "checkpoint": {"every": 2}}
     run = copy_run(tiny_config)

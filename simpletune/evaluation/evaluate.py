@@ -35,9 +35,12 @@ def evaluate(args: argparse.Namespace) -> Path:
     Returns:
         ``evaluation.json``.
     """
-    args.run, args.runs, args.model, args.no_t5 = find_run(str(args.evaluated)).folder, None, None, None
-    session = open_session(args)
+    args.run, step = find_run(str(args.evaluated))
+    if step is not None:
+        raise UserError(f"{args.evaluated}: all checkpoints of a run are evaluated together. Name the run: {args.run}")
     encoders = encoders_of(run_config(args.run).is_demo, args.encoders)
+    args.runs = args.model = args.no_t5 = None
+    session = open_session(args)
     plan = plan_of(session, args)
     gallery = Gallery(args.run)
     gallery.folder.mkdir(exist_ok=True)
