@@ -6,15 +6,33 @@ import argparse
 import math
 from pathlib import Path
 
+from simpletune.options import UserError
 from simpletune.system.startup import import_libraries
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """score every checkpoint of a run and its base: subject, prompt, diversity, copying"""
+    """score every checkpoint of a run and its base: subject, prompt, diversity, copying; choose the best"""
+    if args.choose is not None:
+        choose_step(args.evaluated, args.choose)
+        return
     import_libraries()
     from simpletune.evaluation.evaluate import evaluate as run
 
     run(args)
+
+
+def choose_step(name: Path, step: str) -> None:
+    """Take a checkpoint as the run's best, or with ``auto`` choose by the figures again, and say which it is."""
+    from simpletune.runs.choice import choose, put_choice
+    from simpletune.runs.names import find_run
+    from simpletune.system.console import say
+
+    run = find_run(str(name)).folder
+    if step != "auto" and not step.isdecimal():
+        raise UserError(f"--choose {step}: this is no step. Give a number, or auto")
+    put_choice(run, None if step == "auto" else int(step))
+    best = choose(run)
+    say(f"{run}: no checkpoint" if best is None else f"best    {run}{best.suffix} by {best.by}: {best.why}")
 
 
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +61,7 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=positive, metavar="N", help="pictures drawn together (default: 1)")
     parser.add_argument("--resident-blocks", type=natural, metavar="N", help="keep N blocks on the device")
     parser.add_argument("--vae-tile", type=tile, metavar="PX", help="decode in tiles of PX pixels; approximate")
+    parser.add_argument("--choose", metavar="STEP", help="take this step as the best, draw nothing; auto: by figures")
     parser.add_argument("--predict", action="store_true", help="predict memory and time, and draw nothing")
 
 

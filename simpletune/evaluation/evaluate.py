@@ -20,6 +20,7 @@ from simpletune.evaluation.prompts import prompts_of, words_of
 from simpletune.evaluation.table import FILE, VERSION, lines, main_encoders
 from simpletune.options import Json, UserError, plural
 from simpletune.pipeline.sample import Request
+from simpletune.runs.choice import choose
 from simpletune.runs.names import find_run, run_config
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
@@ -63,6 +64,9 @@ def evaluate(args: argparse.Namespace) -> Path:
     say("\n".join(lines(result)))
     memory = f"; peak memory {session.memory()}" if session.stages.as_json() else ", nothing was left to compute"
     say(f"{args.run / FILE}: every score with its interval{memory}")
+    best = choose(args.run)
+    if best is not None:
+        say(f"best    {args.run}{best.suffix} by {best.by}: {best.why}")
     return args.run / FILE
 
 

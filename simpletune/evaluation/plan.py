@@ -14,6 +14,7 @@ from PIL import Image
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.pictures import decode
+from simpletune.data.several import scan_sources
 from simpletune.data.source import Picture, UnusablePicture
 from simpletune.drawing.session import InferenceSession
 from simpletune.evaluation.prompts import Prompt, PromptSet
@@ -183,7 +184,7 @@ def shots_of(first: Request, prompts: Sequence[Prompt], seeds: int) -> list[Shot
 
 
 def real_pictures(config: TrainConfig, run: Path) -> tuple[list[Picture], int]:
-    """The pictures that a run trained on, evenly thinned to `REAL`.
+    """The pictures that a run trained on, evenly thinned to `REAL`, without those of regularization sources.
 
     Returns:
         The pictures, and how many there were.
@@ -191,18 +192,22 @@ def real_pictures(config: TrainConfig, run: Path) -> tuple[list[Picture], int]:
     Raises:
         UserError: some are missing or have changed since.
     """
-    there = {picture.name: picture for picture in config.data.scan(Path(config.data.path)).pictures}
+    members = config.data.members
+    wanted = [each for each in scan_sources(config.data).pictures if not members[each.source].regularization]
+    there = {(picture.source, picture.name): picture for picture in wanted}
     trained: Json = read_json_or_none(run / DATA) or {}
-    rows = {row["file"]: row["sha256"] for row in trained.get("samples", [])}
-    lacking = [name for name, digest in rows.items() if name not in there or there[name].digest != digest]
+    rows = {(row.get("source", 0), row["file"]): row["sha256"] for row in trained.get("samples", [])}
+    rows = {key: digest for key, digest in rows.items() if not members[key[0]].regularization}
+    lacking = [key[1] for key, digest in rows.items() if key not in there or there[key].digest != digest]
     if lacking:
         raise UserError(
-            f"{config.data.path}: {plural(len(lacking), 'training picture')} missing or changed since the run "
+            f"{config.data.place}: {plural(len(lacking), 'training picture')} missing or changed since the run "
             f"({shortened(lacking, 4)}). Put them back; what is drawn already stays"
         )
-    found = [there[name] for name in sorted(rows)] if rows else sorted(there.values(), key=lambda each: each.name)
+    different = {there[key].digest: there[key] for key in sorted(rows or there)}  # a folder may be listed twice
+    found = list(different.values())
     if not found:
-        raise UserError(f"{config.data.path} has no usable picture to compare with. Put the run's pictures back")
+        raise UserError(f"{config.data.place} has no usable picture to compare with. Put the run's pictures back")
     chosen = [found[number * len(found) // min(REAL, len(found))] for number in range(min(REAL, len(found)))]
     return chosen, len(found)
 

@@ -87,7 +87,7 @@ class Words:
 def words_of(config: TrainConfig, token: str | None, kind: str | None) -> Words:
     """Take the words that the user gave, or the demo's own."""
     own = {"demo:subject": (pictures.SUBJECT_TRIGGER, "figure"), "demo:pictures": (pictures.STYLE_TRIGGER, "")}
-    known = own.get(config.data.path, ("", ""))
+    known = own.get(config.data.place, ("", ""))
     return Words(known[0] if token is None else token, known[1] if kind is None else kind)
 
 
@@ -104,7 +104,7 @@ def prompts_of(name: str | None, config: TrainConfig, words: Words, captions: Se
         UserError: the file is missing or has holes, or a template needs a word that is unknown.
     """
     if name is None:
-        name = DEMO if config.data.path in ("demo:subject", "demo:pictures") else RUN
+        name = DEMO if config.data.place in ("demo:subject", "demo:pictures") else RUN
     if name in DREAMBOOTH:
         return PromptSet(name, tuple(filled(template, words, name) for template in dreambooth(name)))
     if name == DEMO:
@@ -123,7 +123,7 @@ def dreambooth(name: str) -> list[str]:
 def demo_prompts(config: TrainConfig, words: Words) -> list[Prompt]:
     """Scenes of held-out triples: the demo's figure at their places, or scenes in the demo's style."""
     scenes = pictures.sample_scenes(DEMO_PROMPTS, seed=2024, held_out=True)
-    if config.data.path == "demo:subject":
+    if config.data.place == "demo:subject":
         template = pictures.SUBJECT_TEMPLATE.replace("{subject} figure", "{{token}} {{class}}")
         return [filled(template.format(**vars(scene)), words, DEMO) for scene in scenes]
     texts = [pictures.caption(scene, 0, words.token or None) for scene in scenes]
