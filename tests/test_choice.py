@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TrainOnce
+from PIL import Image
 
 from simpletune.config.load import ConfigError, validate
 from simpletune.data.evaluation import LEAST, MOST, settle_evaluation
 from simpletune.options import UserError
+from simpletune.report.choice import choice_sections
+from simpletune.report.fidelity import fidelity_sections
+from simpletune.report.recorded import RunRecord
 from simpletune.runs import choice
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.choice import FIDELITY, HELD_OUT, LAST, USER, choose, compared, is_lower, put_choice, since_best
@@ -280,3 +284,38 @@ def test_without_evaluations_nothing_is_written(tiny_config: dict, train_once: T
     folder = train_once(tiny_config)
     assert not (folder / DRIFT).exists() and not (folder / "evaluations.jsonl").exists()
     assert json.loads((folder / "summary.json").read_text())["best"]["by"] == choice.LAST
+
+
+# The report
+
+
+def test_the_report_shows_fidelity_with_intervals_and_pictures(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0]})
+    rows = [{**row, "drift": {"unrelated": row["step"] / 1000}, "drift_error": {"unrelated": 0.01}}
+            for row in read_rows(run / "evaluations.jsonl")]  # fmt: skip
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Image.new("RGB", (64, 64), "red").save(run / "first.png")
+    scores = lambda value: {  # noqa: E731
+        "subject_fidelity": {"dino": {"value": value, "low": value - 0.1, "high": value + 0.1}},
+        "prompt_fidelity": {
+            "clip": {"value": 0.3, "low": None, "high": None, "from_base": {"value": 0.0, "high": None}}
+        },
+    }
+    points = [
+        {"title": "base", "step": None, "strength": None, "scores": scores(0.1), "pictures": ["first.png"]},
+        {"title": "step 100", "step": 100, "strength": 1, "scores": scores(0.5), "pictures": ["gone.png"]},
+    ]
+    encoders = [{"title": "dino"}, {"title": "clip"}]
+    main = {"subject_fidelity": "dino", "prompt_fidelity": "clip"}
+    (run / "evaluation.json").write_text(json.dumps({"main": main, "points": points, "encoders": encoders}))
+    record = RunRecord(run, "one", {}, None, [], [], {}, {}, [])
+    (section,) = fidelity_sections([record])
+    assert [chart.name for chart in section.charts] == ["fidelity-prompt", "fidelity-drift"]
+    base, tuned = section.charts[1].spec["data"]["values"]
+    assert base["picture"].startswith("data:image/jpeg;base64,") and tuned["picture"] is None
+    assert (tuned["subject"], tuned["subject_low"], tuned["drift"]) == (0.5, 0.4, 0.1)
+    assert section.tables[0].rows[1] == ("step 100", "0.500 (0.400 to 0.600)")
+    assert section.tables[1].rows[0] == ("base", "0.300")
+    (chosen,) = choice_sections(record)
+    assert "step 100 (one@100), by fidelity" in chosen.notes[0] and chosen.charts[0].name == "drift"
+    assert chosen.tables[0].rows[1][:3] == ("100 (best)", "1.5000", "-2.5000 ± 0.5000")

@@ -16,7 +16,7 @@ from simpletune.report.recorded import RunRecord
 from simpletune.runs.choice import SCORES
 from simpletune.runs.folder import EVALUATIONS, read_json_or_none, read_rows
 
-SIDE = 56  # of a thumbnail, in pixels
+SIDE = 40  # of a thumbnail, in pixels
 NAMES = {
     "subject_fidelity": "subject", "prompt_fidelity": "prompt", "diversity": "diversity", "pres": "PRES",
     "copying": "copied", "cmmd": "CMMD", "kid": "KID",
@@ -119,6 +119,7 @@ def scatter(x: str, axis: str, points: list[Json], several: bool) -> Chart:
         return {"field": field, "type": "quantitative", "title": title, "scale": {"zero": False, "padding": 36}}
 
     across, up = of(x, axis), of("subject", "subject fidelity")
+    across["axis"] = {"format": "~%" if x == "drift" else "~g", "tickCount": 5}
     names = list(dict.fromkeys(point["run"] for point in points))
     colour: Json = {"value": "@first"}
     if several:
@@ -126,13 +127,13 @@ def scatter(x: str, axis: str, points: list[Json], several: bool) -> Chart:
         colour = {"field": "run", "type": "nominal", "scale": scale, "legend": {"orient": "top", "title": None}}
     tooltip = [
         {"field": "title", "title": "model"},
-        {"field": x, "title": axis, "format": ".3f"},
+        {"field": x, "title": axis, "format": ".1%" if x == "drift" else ".3f"},
         {"field": "subject", "title": "subject fidelity", "format": ".3f"},
     ]
     wide = {"x": {**across, "field": f"{x}_low"}, "x2": {"field": f"{x}_high"}, "y": up}
     high = {"x": across, "y": {**up, "field": "subject_low"}, "y2": {"field": "subject_high"}}
     place = {"x": across, "y": up}
-    text = {"type": "text", "dy": SIDE // 2 + 10, "fontSize": 11, "color": "@ink"}
+    text = {"type": "text", "dx": SIDE // 2 + 4, "align": "left", "fontSize": 11, "color": "@ink"}
     spec: Json = {
         "height": 360,
         "data": {"values": points},
