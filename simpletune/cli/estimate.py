@@ -1,4 +1,4 @@
-"""Verbs that predict before anything runs: estimate, plan."""
+"""Verbs that predict before anything runs: estimate, plan, calibrate."""
 
 from __future__ import annotations
 
@@ -88,4 +88,23 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="with --batches: " + JSON_HELP)
 
 
-VERBS = {"estimate": (estimate, estimate_arguments), "plan": (plan, plan_arguments)}
+def calibrate(args: argparse.Namespace) -> None:
+    """measure the speed of this machine's card or CPU, for predictions of time; takes up to 2 minutes"""
+    from simpletune.timing.calibrate import calibrate as run
+
+    run(args.device, args.out, args.cache, args.seconds)
+
+
+def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``calibrate``."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what to measure (default: cuda)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: one in the cache)")
+    parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="FOLDER", help="output.cache of your runs")
+    parser.add_argument("--seconds", type=float, default=110.0, metavar="S", help="begin nothing new after this long")
+
+
+VERBS = {
+    "estimate": (estimate, estimate_arguments),
+    "plan": (plan, plan_arguments),
+    "calibrate": (calibrate, calibrate_arguments),
+}
