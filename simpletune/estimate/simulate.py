@@ -29,6 +29,7 @@ from simpletune.step.core import StepCore, assemble
 from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors, trained_parameters
+from simpletune.timing.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def simulate(
     config: TrainConfig,
     size: tuple[int, int] | None = None,
     capability: tuple[int, int] | None = None,
+    recorder: Recorder | None = None,
 ) -> StepReport:
     """Predict the training stage's peak memory without weights, data or a GPU.
 
@@ -85,6 +87,7 @@ def simulate(
         size: width and height in pixels; None: the square of ``data.resolution``.
         capability: of the CUDA device, for its attention and its libraries' workspaces; None: an L4's attention, and no
             workspaces.
+        recorder: also records the step's work, for a prediction of its time.
 
     Raises:
         UserError: the model's configuration cannot be read.
@@ -93,7 +96,7 @@ def simulate(
     with fake_tensors(), without_collection():
         sizes = [size or (config.data.resolution, config.data.resolution), config.picture_size()]
         transformer = empty_base(config.model, config.memory, config.precision, CPU, sizes)
-        report = account(config, transformer, size, capability)
+        report = account(config, transformer, size, capability, recorder)
     extra = 0 if capability is None else cublas_workspace(capability)
     return StepReport(
         peak=with_workspace(report.peak, extra),
@@ -113,6 +116,7 @@ def account(
     transformer: Transformer,
     size: tuple[int, int] | None = None,
     capability: tuple[int, int] | None = None,
+    recorder: Recorder | None = None,
 ) -> StepReport:
     """Assemble the run around a loaded transformer, take a step, and count every byte, real or fake.
 
@@ -121,9 +125,11 @@ def account(
         transformer: from the model's ``load_transformer`` or ``empty_transformer``.
         size: width and height in pixels; None: the square of ``data.resolution``.
         capability: as for ``simulate``.
+        recorder: as for ``simulate``.
     """
-    with accounting_like_cuda(config, capability) as accounting:
-        report, _ = take_steps(accounting, config, transformer, size)
+    on_cpu = recorder is not None and not recorder.cuda
+    with Accounting() if on_cpu else accounting_like_cuda(config, capability) as accounting:
+        report, _ = take_steps(accounting, config, transformer, size, recorder)
     return report
 
 
@@ -145,7 +151,11 @@ def accounting_like_cuda(
 
 
 def take_steps(
-    accounting: Accounting, config: TrainConfig, transformer: Transformer, size: Size | None = None
+    accounting: Accounting,
+    config: TrainConfig,
+    transformer: Transformer,
+    size: Size | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[StepReport, SimulatedRun]:
     """Like ``account``, within an accounting that the caller opened and may continue.
 
@@ -158,9 +168,10 @@ def take_steps(
     config = config.model_copy(update={"speed": speed})
     base = all_tensors(transformer)
     accounting.register(base, "weights")
-    with accounting.allocating("optimizer"):
+    with accounting.allocating("optimizer"), recorder.queues() if recorder else nullcontext():
         core = assemble(config, transformer, SingleProcess(CPU))
-    take_cuda_paths(core.optimizer)
+    if recorder is None or recorder.cuda:
+        take_cuda_paths(core.optimizer)
     register_trained(accounting, transformer, base)
     updates_stream = config.memory.resident_blocks is not None and config.adapter.trains_base
     steps = 2 if updates_stream else 1
@@ -172,15 +183,12 @@ def take_steps(
     hooks = accounting.watch_gradients(core.parameters) + accounting.watch_modules(places(transformer))
     transformer.train()
     synthetic = SyntheticBatches(config, core, size)
-    for step in range(steps):
-        accounting.forget_snapshots()
-        batches = synthetic.step(step)
-        accounting.register((tensor for batch in batches for tensor in batch_tensors(batch)), "activations")
-        core.step(batches)
-        del batches
-        accounting.register(host_counters(core.optimizer), HOST)
-        if average is not None:
-            average.update()
+    with recorder.watching(accounting) if recorder else nullcontext():
+        for step in range(steps):
+            accounting.forget_snapshots()
+            if recorder is not None:
+                recorder.begin_step()
+            take_step(accounting, SimulatedRun(core, synthetic, average), step, recorder)
     for hook in hooks:
         hook.remove()
     report = StepReport(
@@ -195,6 +203,23 @@ def take_steps(
         seconds=time.perf_counter() - started,
     )
     return report, SimulatedRun(core, synthetic, average)
+
+
+def take_step(accounting: Accounting, run: SimulatedRun, step: int, recorder: Recorder | None) -> None:
+    """Take one step of a simulated run."""
+    modulation = run.core.modulation
+    with recorder.shared_by(modulation.window) if recorder and modulation else nullcontext():
+        batches = run.batches.step(step)
+    tensors = [tensor for batch in batches for tensor in batch_tensors(batch)]
+    if recorder is not None:
+        recorder.begin_work(tensors)
+    accounting.register(tensors, "activations")
+    del tensors
+    run.core.step(batches)
+    del batches
+    accounting.register(host_counters(run.core.optimizer), HOST)
+    if run.average is not None:
+        run.average.update()
 
 
 def make_states(accounting: Accounting, core: StepCore) -> None:

@@ -36,6 +36,7 @@ ACTIVATION_PHASES = ("noise", "forward", "loss", "backward")
 
 Temporaries = Mapping[OpOverload, Callable[..., int]]
 """Functions from an operation's arguments to the bytes that its kernel allocates and frees within the call."""
+Observer = Callable[[OpOverload, Sequence[object], dict, object], None]
 Resize = Callable[[torch.UntypedStorage, int], object]
 
 
@@ -74,6 +75,8 @@ class Accounting(TorchDispatchMode):
         """The largest snapshot of each phase."""
         self.snapshots: list[MemorySnapshot] | None = [] if keep else None
         """All snapshots since the last ``forget_snapshots``, in order."""
+        self.observer: Observer | None = None
+        """Called with every operation, its arguments and its output."""
 
     def __enter__(self) -> Accounting:
         _ACTIVE.append(self)
@@ -98,6 +101,8 @@ class Accounting(TorchDispatchMode):
         if name == "profiler::_record_function_exit._RecordFunction":
             self._leave_phase()
         output = op(*args, **(kwargs or {}))
+        if self.observer is not None:
+            self.observer(op, args, kwargs or {}, output)
         if name == "profiler::_record_function_enter_new":
             self._enter_phase(str(args[0]))
         grown = False
@@ -126,6 +131,16 @@ class Accounting(TorchDispatchMode):
         """Discard the recorded snapshots, at the start of another step."""
         if self.snapshots is not None:
             self.snapshots = [self.current]
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The current phase and module; the phase of a recomputation is ``recompute``."""
+        return self._snapshot_name(), self._module
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor is registered as host memory."""
+        known = self._storages.get(tensor.untyped_storage()._cdata)
+        return known is not None and known.kind == HOST
 
     @property
     def host_bytes(self) -> int:

@@ -131,7 +131,7 @@ def _sustained(watch: CudaStopwatch, work: tuple[Call, int]) -> float:
 
 def _repeated(call: Call, watch: CudaStopwatch) -> tuple[Call, int]:
     """A call, and how often it fits into 20 ms."""
-    return call, max(1, int(0.02 / watch.device_seconds(call, "beside")))
+    return call, max(1, int(0.02 / watch.device_seconds([call], "beside")))
 
 
 def _together(watch: CudaStopwatch, first: tuple[Call, int], second: tuple[Call, int]) -> tuple[float, float]:

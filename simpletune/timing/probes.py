@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -31,12 +32,14 @@ class Probe:
     Args:
         name: of the grid.
         axes: extents by name.
-        build: makes the operation of a point, with its tensors on a device.
+        build: makes the operation of a point, with its own tensors on a device.
+        size: bytes of its operands and results, roughly.
     """
 
     name: str
     axes: Axes
     build: Callable[[tuple[int, ...]], Call]
+    size: Callable[[tuple[int, ...]], int]
 
 
 def probes_of(device: torch.device) -> Iterator[Probe]:
@@ -67,32 +70,31 @@ def products(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pr
     widths = [16, 64, 256, 640, 1536, 6144] if cuda else [16, 64, 256, 1024, 3072]
     coarse = [64, 512, 4096] if cuda else [16, 128, 1024]
 
-    def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return (
-            drawn((m, k), dtype, device),
-            drawn((n, k), dtype, device),
-            drawn((k, n), dtype, device),
-            drawn((k, m), dtype, device),
-        )
+    def matrix(rows: int, columns: int) -> Tensor:
+        return drawn((rows, columns), dtype, device)
 
     def tn(point: tuple[int, ...]) -> Call:
-        x, w, _, _ = operands(*point)
-        return lambda: torch.mm(x, w.t())
+        m, n, k = point
+        return partial(torch.mm, matrix(m, k), matrix(n, k).t())
 
     def nn(point: tuple[int, ...]) -> Call:
-        x, _, w, _ = operands(*point)
-        return lambda: torch.mm(x, w)
+        m, n, k = point
+        return partial(torch.mm, matrix(m, k), matrix(k, n))
 
     def nt(point: tuple[int, ...]) -> Call:
-        _, _, w, x = operands(*point)
-        return lambda: torch.mm(x.t(), w)
+        m, n, k = point
+        return partial(torch.mm, matrix(k, m).t(), matrix(k, n))
+
+    def size(point: tuple[int, ...]) -> int:
+        m, n, k = point
+        return dtype.itemsize * (m * k + n * k + m * n)
 
     axes = {"rows": rows, "outputs": widths, "sum": widths}
-    yield Probe(f"product.{name}", axes, tn)
+    yield Probe(f"product.{name}", axes, tn, size)
     small = {"rows": coarse, "outputs": coarse, "sum": coarse}
-    yield Probe(f"product_tn.{name}", small, tn)
-    yield Probe(f"product_nn.{name}", small, nn)
-    yield Probe(f"product_nt.{name}", small, nt)
+    yield Probe(f"product_tn.{name}", small, tn, size)
+    yield Probe(f"product_nn.{name}", small, nn, size)
+    yield Probe(f"product_nt.{name}", small, nt, size)
 
 
 def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
@@ -122,8 +124,12 @@ def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[
 
         return call
 
-    yield Probe(f"attention.{name}", axes, forward)
-    yield Probe(f"attention_both.{name}", axes, both)
+    def size(point: tuple[int, ...]) -> int:
+        heads, queries, keys, width = point
+        return 2 * heads * (queries + keys) * width * dtype.itemsize
+
+    yield Probe(f"attention.{name}", axes, forward, size)
+    yield Probe(f"attention_both.{name}", axes, both, size)
 
 
 def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
@@ -151,17 +157,21 @@ def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterato
 
         return build
 
-    yield Probe(f"convolution.{name}", axes, forward)
+    def size(point: tuple[int, ...]) -> int:
+        pixels, inputs, outputs = point
+        return dtype.itemsize * (pixels * (inputs + outputs) + 9 * inputs * outputs)
+
+    yield Probe(f"convolution.{name}", axes, forward, size)
     few = {**axes, "pixels": [size for size in pixels if size <= 16384]}
-    yield Probe(f"convolution_input.{name}", few, gradient(True))
-    yield Probe(f"convolution_weight.{name}", few, gradient(False))
+    yield Probe(f"convolution_input.{name}", few, gradient(True), size)
+    yield Probe(f"convolution_weight.{name}", few, gradient(False), size)
 
 
 def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
     """Operations that move more than they compute, by the bytes that they read and write, as ``KIND.TYPE``."""
     cuda = device.type == "cuda"
     size = dtype.itemsize
-    axes = {"bytes": [2**power for power in ((12, 16, 20, 24, 28, 30) if cuda else (12, 16, 20, 24, 26))]}
+    axes = {"bytes": [2**power for power in ((12, 16, 20, 24, 28, 30) if cuda else (12, 16, 20, 24))]}
 
     def probe(kind: str, moved: float, build: Callable[[int], Call]) -> Probe:
         """``moved``: bytes of each element; ``build`` takes the number of elements, a multiple of ROW if it can."""
@@ -170,7 +180,7 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pro
             count = int(point[0] / moved)
             return build(max(ROW, count // ROW * ROW))
 
-        return Probe(f"{kind}.{name}", axes, at)
+        return Probe(f"{kind}.{name}", axes, at, lambda point: point[0])
 
     def flat(count: int) -> Tensor:
         return drawn((count,), dtype, device)
@@ -260,8 +270,8 @@ def copies(device: torch.device) -> Iterator[Probe]:
 
         return at
 
-    yield Probe("to_device.bytes", axes, build(False))
-    yield Probe("to_host.bytes", axes, build(True))
+    yield Probe("to_device.bytes", axes, build(False), lambda point: point[0])
+    yield Probe("to_host.bytes", axes, build(True), lambda point: point[0])
 
 
 def int8_products(device: torch.device) -> Iterator[Probe]:
@@ -283,11 +293,23 @@ def int8_products(device: torch.device) -> Iterator[Probe]:
 
         return at
 
-    yield Probe("int8_product.bf16", axes, build(False))
+    def size(point: tuple[int, ...]) -> int:
+        m, n, k = point
+        return m * k + n * k + 2 * m * n
+
+    yield Probe("int8_product.bf16", axes, build(False), size)
     few = {**axes, "rows": axes["rows"][1:3], "outputs": widths[1:], "sum": widths[1:]}
-    yield Probe("int8_gradient.bf16", few, build(True))
+    yield Probe("int8_gradient.bf16", few, build(True), size)
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random values: a card that is limited by its power multiplies zeros faster."""
-    return torch.randn(shape, device=device).mul_(0.1).to(dtype)
+    """Random values of its own: a card that is limited by its power multiplies zeros faster."""
+    count = math.prod(shape)
+    pool = _pool(device, dtype)
+    values = pool.repeat(-(-count // len(pool)))[:count] if count > len(pool) else pool[:count].clone()
+    return values.view(shape)
+
+
+@cache
+def _pool(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(2**24, device=device).mul_(0.1).to(dtype)

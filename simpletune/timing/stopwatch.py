@@ -2,13 +2,15 @@
 
 On CUDA a short operation is captured many times into a graph and replayed, because launching it one by one takes longer
 than running it. On a CPU each timing stands between two of a fixed reference load: what other programs slow down, they
-slow down alike, and the ratio stays.
+slow down alike, and the ratio stays. With one thread, time in which the system ran something else does not count.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -18,6 +20,8 @@ LONG = 100e-6  # seconds; a longer operation needs no graph
 ENOUGH = 2e-3  # seconds to time at once
 MOST = 400  # repetitions
 BEST_OF = 3
+SAMPLES = 3
+REFERENCES = 5
 QUEUED = 10  # calls to queue without waiting
 
 
@@ -25,56 +29,66 @@ class Stopwatch(Protocol):
     """Times operations on one device."""
 
     device: torch.device
+    beyond_caches: int
+    """Bytes of operands that displace each other from its caches."""
 
-    def device_seconds(self, call: Call, what: str = "") -> float:
-        """Seconds that the device takes for one call; ``what`` names the kind of operation."""
+    def device_seconds(self, calls: Sequence[Call], what: str = "") -> float:
+        """Seconds that the device takes for one of equal calls; ``what`` names the kind of operation."""
 
     def host_seconds(self, call: Call) -> float:
         """Seconds until one call returns, while the device is not waited for."""
 
-    def wall_seconds(self, call: Call) -> float:
-        """Seconds of one call, from a device that has nothing to do to one that has nothing to do again."""
-
 
 class CpuStopwatch:
-    """Times operations on the CPU.
+    """Times operations on the CPU, whose operands a step finds outside of a core's own caches.
 
     Args:
         reference: a fixed load; None: the default one.
     """
 
     device = torch.device("cpu")
+    beyond_caches = 2**24
 
     def __init__(self, reference: Call | None = None):
         self._reference = reference or reference_load()
         self._reference()
-        self.best = min(_clocked(self._reference) for _ in range(50))
-        """Seconds of the reference load at best, to which all timings refer."""
+        self.reference_seconds = statistics.median(clocked(self._reference) for _ in range(100))
+        """Seconds of the reference load, to which all timings refer."""
 
-    def device_seconds(self, call: Call, what: str = "") -> float:
-        """Seconds of one call, on a machine as quiet as when the reference load took least."""
-        call()
-        once = _clocked(call)
-        repeats = min(MOST, max(1, int(ENOUGH / once)))
+    def device_seconds(self, calls: Sequence[Call], what: str = "") -> float:
+        """Seconds of one of equal calls on operands that take turns, as those of a step do. Keeps the results, which
+        would else all be written to the same place."""
+        kept = [call() for call in calls]
 
         def several() -> None:
-            for _ in range(repeats):
-                call()
+            for _ in range(rounds):
+                for number, call in enumerate(calls):
+                    kept[number] = call()
 
-        return min(self.ratio(several) for _ in range(BEST_OF)) * self.best / repeats
+        rounds = 1
+        rounds = max(1, int(ENOUGH / clocked(several)))
+        return self._in_quiet(lambda: clocked(several)) / (rounds * len(calls))
 
     def host_seconds(self, call: Call) -> float:
-        """The same: the host computes."""
-        return self.device_seconds(call)
+        """Seconds of one call, repeated at once."""
+        call()
+        repeats = min(MOST, max(1, int(ENOUGH / clocked(call))))
 
-    def wall_seconds(self, call: Call) -> float:
-        """The same."""
-        return self.device_seconds(call)
+        return self._in_quiet(lambda: clocked(lambda: [call() for _ in range(repeats)])) / repeats
 
-    def ratio(self, call: Call) -> float:
-        """Time a call in units of the reference load before and after it."""
-        before, seconds = _clocked(self._reference), _clocked(call)
-        return 2 * seconds / (before + _clocked(self._reference))
+    def _in_quiet(self, measured: Callable[[], float]) -> float:
+        """The median of measurements in units of the reference load beside them, in its seconds."""
+        ratios, before = [], self._now()
+        for _ in range(SAMPLES):
+            seconds, after = measured(), self._now()
+            ratios.append(2 * seconds / (before + after))
+            before = after
+        return statistics.median(ratios) * self.reference_seconds
+
+    def _now(self) -> float:
+        """The reference load's seconds now, with its operands in the caches."""
+        self._reference()
+        return statistics.median(clocked(self._reference) for _ in range(REFERENCES))
 
 
 class CudaStopwatch:
@@ -84,43 +98,38 @@ class CudaStopwatch:
         device: the device.
     """
 
+    beyond_caches = 2**26
+
     def __init__(self, device: torch.device):
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self.graphs_failed: dict[str, str] = {}
         """Why no graph could be captured, by kind of operation; short ones then include their launch."""
 
-    def device_seconds(self, call: Call, what: str = "") -> float:
-        """Seconds of one call, repeated without gaps."""
-        for _ in range(2):
+    def device_seconds(self, calls: Sequence[Call], what: str = "") -> float:
+        """Seconds of one of equal calls on operands that take turns, without gaps."""
+        for call in calls[:2]:
             call()
-        once = self._between_events(call, 3)
+        turns = cycle(calls)
+        once = self._between_events(lambda: next(turns)(), 3)
+        repeats = min(MOST, max(8, int(ENOUGH / 4 / once))) if once < LONG else min(MOST, max(1, int(ENOUGH / once)))
         if once < LONG and what not in self.graphs_failed:
-            repeats = min(MOST, max(8, int(ENOUGH / 4 / once)))
-            replay = self._captured(call, repeats, what)
+            replay = self._captured([next(turns) for _ in range(repeats)], what)
             if replay is not None:
                 replay()
                 return min(self._between_events(replay, 1) for _ in range(BEST_OF)) / repeats
-        repeats = min(MOST, max(1, int(ENOUGH / once)))
-        return min(self._between_events(call, repeats) for _ in range(BEST_OF))
+        return min(self._between_events(lambda: next(turns)(), repeats) for _ in range(BEST_OF))
 
     def host_seconds(self, call: Call) -> float:
         """Seconds until a call returns, over fewer calls than the device's queue holds."""
         call()
         return min(self._returning(call, QUEUED) for _ in range(BEST_OF))
 
-    def wall_seconds(self, call: Call) -> float:
-        """Seconds of one call with a device that is idle before and after it."""
-        call()
-        return min(self._returning(call, 1, wait=True) for _ in range(BEST_OF))
-
-    def _returning(self, call: Call, repeats: int, wait: bool = False) -> float:
+    def _returning(self, call: Call, repeats: int) -> float:
         torch.cuda.synchronize(self.device)
         clock = time.perf_counter()
         for _ in range(repeats):
             call()
-        if wait:
-            torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - clock
         torch.cuda.synchronize(self.device)
         return seconds / repeats
@@ -135,15 +144,15 @@ class CudaStopwatch:
         torch.cuda.synchronize(self.device)
         return max(begin.elapsed_time(end) / 1e3 / repeats, 1e-7)
 
-    def _captured(self, call: Call, repeats: int, what: str) -> Call | None:
-        """Capture repeated calls; None if this device cannot."""
+    def _captured(self, calls: Sequence[Call], what: str) -> Call | None:
+        """Capture calls; None if this device cannot."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    for _ in range(repeats):
+                    for call in calls:
                         call()
                 finally:
                     graph.capture_end()
@@ -172,7 +181,9 @@ def stopwatch_of(device: torch.device) -> CpuStopwatch | CudaStopwatch:
     return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()
 
 
-def _clocked(call: Call) -> float:
-    clock = time.perf_counter()
+def clocked(call: Call) -> float:
+    """Seconds of a call on the CPU; if one thread computes, those that it ran, without those that others ran."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    began = clock()
     call()
-    return time.perf_counter() - clock
+    return clock() - began
