@@ -14,8 +14,9 @@ import torch
 from PIL import Image
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import convolutions, estimate, inference, int8, memory, memory_row, prices, quality, vertex
+from benchmarks import convolutions, estimate, inference, int8, memory, memory_row, quality, vertex
 from benchmarks.table import Results, shown
+from simpletune import prices
 from simpletune.cards import Card
 from simpletune.estimate.predict import needed
 from simpletune.options import UserError

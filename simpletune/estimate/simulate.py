@@ -6,7 +6,7 @@ No lever, adapter, precision or optimizer is modelled here: their own code runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ from simpletune.step.core import StepCore, assemble
 from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors, trained_parameters
-from simpletune.timing.recorder import Recorder
+from simpletune.timing.recorder import Recorder, Section
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class StepReport:
     """Size of the EMA, if the run has one."""
     seconds: float
     """Duration of the simulation."""
+    sections: Sequence[Section] = ()
+    """What the step makes host and device do, in order; empty if nothing recorded it."""
 
 
 L4 = (8, 9)  # whose kernels are counted where no device is named
@@ -87,7 +89,7 @@ def simulate(
         size: width and height in pixels; None: the square of ``data.resolution``.
         capability: of the CUDA device, for its attention and its libraries' workspaces; None: an L4's attention, and no
             workspaces.
-        recorder: also records the step's work, for a prediction of its time.
+        recorder: records the step's work, for a prediction of its time; None: one for a card.
 
     Raises:
         UserError: the model's configuration cannot be read.
@@ -96,7 +98,7 @@ def simulate(
     with fake_tensors(), without_collection():
         sizes = [size or (config.data.resolution, config.data.resolution), config.picture_size()]
         transformer = empty_base(config.model, config.memory, config.precision, CPU, sizes)
-        report = account(config, transformer, size, capability, recorder)
+        report = account(config, transformer, size, capability, recorder or Recorder(cuda=True))
     extra = 0 if capability is None else cublas_workspace(capability)
     return StepReport(
         peak=with_workspace(report.peak, extra),
@@ -108,6 +110,7 @@ def simulate(
         state_bytes=report.state_bytes,
         average_bytes=report.average_bytes,
         seconds=time.perf_counter() - started,
+        sections=report.sections,
     )
 
 
@@ -201,6 +204,7 @@ def take_steps(
         state_bytes=sum(value.nbytes for value in states(core.optimizer)),
         average_bytes=sum(value.nbytes for value in average.tensors().values()) if average else 0,
         seconds=time.perf_counter() - started,
+        sections=recorder.sections if recorder else (),
     )
     return report, SimulatedRun(core, synthetic, average)
 

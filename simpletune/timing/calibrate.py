@@ -13,8 +13,8 @@ from simpletune.options import UserError
 from simpletune.printable import reason_of
 from simpletune.system.console import say
 from simpletune.system.environment import cpu_name, describe_machine
-from simpletune.timing.composite import with_composite
-from simpletune.timing.constants import VERSION, Constants, file_of, write
+from simpletune.timing.composite import composites
+from simpletune.timing.constants import VERSION, Composite, Constants, file_of, write
 from simpletune.timing.grid import Grid, points
 from simpletune.timing.host_probes import beside_each_other, host_seconds
 from simpletune.timing.machine_probes import machine_rates
@@ -22,7 +22,6 @@ from simpletune.timing.probes import Probe, probes_of
 from simpletune.timing.stopwatch import CpuStopwatch, CudaStopwatch, stopwatch_of
 
 SECONDS = 110.0
-MOST_COPIES = 16  # of the operands
 LONGEST = 0.03  # seconds; what takes longer is not measured, but follows from smaller shapes
 
 
@@ -75,7 +74,7 @@ def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[Probe], budget
     started = time.perf_counter()
     figures: dict[str, dict[str, float]] = {"host": {}, "machine": {}, "beside": {}}
     singles: dict[str, Callable[[], dict[str, float]]] = {
-        "host": lambda: with_composite(watch, host_seconds(watch)),
+        "host": lambda: host_seconds(watch),
         "machine": machine_rates,
     }
     if isinstance(watch, CudaStopwatch):
@@ -85,6 +84,11 @@ def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[Probe], budget
             figures[name] = call()
         except (RuntimeError, OSError) as error:
             failed[name] = reason_of(error)
+    steps: list[Composite] = []
+    try:
+        steps = composites(watch)
+    except RuntimeError as error:
+        failed["steps"] = reason_of(error)
     for probe in probes:
         if time.perf_counter() - started > budget:
             failed[probe.name] = f"{budget:.0f} s were over"
@@ -100,7 +104,10 @@ def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[Probe], budget
     elif watch.graphs_failed:
         name, why = next(iter(watch.graphs_failed.items()))
         failed["graphs"] = f"{len(watch.graphs_failed)} kinds, such as {name}, are timed with their launches: {why}"
-    return described(watch, grids, figures["host"], rates, failed)
+    about = described(watch)
+    return about.model_copy(
+        update={"grids": grids, "host": figures["host"], "composites": steps, "rates": rates, "failed": failed}
+    )
 
 
 def grid_of(watch: CpuStopwatch | CudaStopwatch, probe: Probe) -> Grid:
@@ -115,7 +122,7 @@ def grid_of(watch: CpuStopwatch | CudaStopwatch, probe: Probe) -> Grid:
         ]
         if min(expected, default=0.0) > LONGEST:
             continue
-        copies = min(MOST_COPIES, max(1, watch.beyond_caches // probe.size(point)))
+        copies = min(watch.most_copies, max(1, watch.beyond_caches // probe.size(point)))
         found[point] = watch.device_seconds([probe.build(point) for _ in range(copies)], probe.name)
     return Grid(axes=probe.axes, seconds=[found.get(point) for point in points(probe.axes)])
 
@@ -128,14 +135,8 @@ def _ratio(smaller: tuple[int, ...], point: tuple[int, ...]) -> float:
     return ratio
 
 
-def described(
-    watch: CpuStopwatch | CudaStopwatch,
-    grids: dict[str, Grid],
-    host: dict[str, float],
-    rates: dict[str, float],
-    failed: dict[str, str],
-) -> Constants:
-    """Add what was measured on and with."""
+def described(watch: CpuStopwatch | CudaStopwatch) -> Constants:
+    """Say what is measured, and with what."""
     cuda = watch.device.type == "cuda"
     properties = torch.cuda.get_device_properties(watch.device) if cuda else None
     return Constants(
@@ -148,10 +149,7 @@ def described(
         date=datetime.date.today().isoformat(),
         versions=describe_machine()["versions"] + (f", CUDA {torch.version.cuda}" if cuda else ""),
         seconds=0.0,
-        grids=grids,
-        host=host,
-        rates=rates,
-        failed=failed,
+        grids={},
     )
 
 

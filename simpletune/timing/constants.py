@@ -8,11 +8,21 @@ from pydantic import Field, ValidationError
 
 from simpletune.options import Option, UserError
 from simpletune.system.atomic import write_json
-from simpletune.system.strict_json import JsonError, parse
 from simpletune.timing.grid import Grid
 
 VERSION = 1
 FOLDER = "calibrations"
+
+
+class Composite(Option):
+    """A whole step of a small model, timed, and what it consists of."""
+
+    seconds: float
+    """Of the step."""
+    host: dict[str, int]
+    """How often the host does what."""
+    work: list[tuple[str, str, list[int], int]]
+    """Kind, type, extents and number of the device's operations."""
 
 
 class Constants(Option):
@@ -40,6 +50,8 @@ class Constants(Option):
     """Seconds on the device by kind of operation and type, such as product.bf16."""
     host: dict[str, float] = Field(default_factory=dict)
     """Seconds that the host takes beside the operation itself, by what it does: an operation, a module call, ..."""
+    composites: list[Composite] = Field(default_factory=list)
+    """Whole steps, that of the smallest model first."""
     rates: dict[str, float] = Field(default_factory=dict)
     """Single figures, such as slow-downs of copies and products beside each other, and the reference load's seconds."""
     failed: dict[str, str] = Field(default_factory=dict)
@@ -72,7 +84,7 @@ def read(file: Path) -> Constants:
         UserError: it cannot be read, or was written in another format.
     """
     try:
-        return Constants.model_validate(parse(file.read_bytes()))
-    except (OSError, JsonError, ValidationError) as error:
+        return Constants.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise UserError(f"{file}: not a calibration of this version ({reason}). Run simpletune calibrate") from None

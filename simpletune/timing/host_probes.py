@@ -45,8 +45,8 @@ def host_seconds(watch: Watch) -> dict[str, float]:
     Returns:
         ``operation``: dispatch one from Python; ``view``: one that moves nothing; ``recorded``: more, where autograd
         records it; ``backward``: one node of a backward pass with one operation; ``module``: call a module;
-        ``function``, ``function_backward``: a custom autograd function; ``checkpoint``: run a checkpointed function
-        and recompute it; ``autocast``: more per operation under autocast.
+        ``function``, ``function_backward``: a custom autograd function; ``recomputed``: more for a recorded operation
+        in a checkpoint, besides running it again.
     """
     x = torch.ones(1, device=watch.device)
     w = torch.ones(1, device=watch.device, requires_grad=True)
@@ -67,9 +67,8 @@ def host_seconds(watch: Watch) -> dict[str, float]:
         function = seconds(_Through.apply, w)
         both = watch.host_seconds(_backward_of(lambda y: y * x, w)) / CHAIN
         through = watch.host_seconds(_backward_of(_Through.apply, w)) / CHAIN
-        again = watch.host_seconds(_backward_of(_checkpointed, w)) / CHAIN
-    with torch.autocast(watch.device.type, torch.bfloat16):
-        autocast = seconds(lambda y: y * x)
+        again = watch.host_seconds(_recomputed(lambda y: y * w, w)) / CHAIN
+        plain = watch.host_seconds(_backward_of(lambda y: y * w, w)) / CHAIN
     return {
         "operation": operation,
         "view": seconds(lambda y: y.view(1)),
@@ -78,15 +77,24 @@ def host_seconds(watch: Watch) -> dict[str, float]:
         "module": seconds(same),
         "function": function,
         "function_backward": max(0.0, through - function),
-        "checkpoint": max(0.0, again - 2 * recorded - (both - recorded)),
-        "autocast": max(0.0, autocast - operation),
+        "recomputed": max(0.0, again - plain - recorded),
     }
 
 
-def _checkpointed(y: Tensor) -> Tensor:
-    result = checkpoint(lambda x: x * 1.0, y, use_reentrant=False)
-    assert isinstance(result, Tensor)
-    return result
+def _recomputed(call: Callable[[Tensor], Tensor], start: Tensor) -> Call:
+    """A chain that a checkpoint runs twice."""
+
+    def chain(y: Tensor) -> Tensor:
+        for _ in range(CHAIN):
+            y = call(y)
+        return y
+
+    def both() -> None:
+        result = checkpoint(chain, start, use_reentrant=False)
+        assert isinstance(result, Tensor)
+        torch.autograd.grad(result, start)
+
+    return both
 
 
 def _backward_of(call: Callable[[Tensor], Tensor], start: Tensor) -> Call:

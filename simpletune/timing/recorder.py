@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,17 @@ class Section:
     event: int | None = None
     work: Counter[Work] = field(default_factory=Counter)
     host: Counter[str] = field(default_factory=Counter)
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values."""
+        work = [[each.kind, each.dtype, list(each.extents), count] for each, count in self.work.items()]
+        return {**asdict(replace(self, work=Counter(), host=Counter())), "work": work, "host": dict(self.host)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Section:
+        """From ``as_json``."""
+        work = {Work(kind, dtype, tuple(extents)): count for kind, dtype, extents, count in data["work"]}
+        return cls(**{**data, "work": Counter(work), "host": Counter(data["host"])})
 
 
 class Recorder:
@@ -101,7 +112,7 @@ class Recorder:
 
         def counted(cls: type, *args: Any, **kwargs: Any) -> Any:
             self._host("function")
-            if self._accounting is not None and self._accounting.place[0] != "backward":
+            if self._accounting is not None and self._accounting.place[0] != "backward" and torch.is_grad_enabled():
                 self._host("function_backward")
             return original.__func__(cls, *args, **kwargs)
 
@@ -154,6 +165,7 @@ class Recorder:
             section.host["operation"] += 1
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
                 section.host["recorded"] += 1
+                section.host["recomputed"] += section.phase == "backward"
 
     def _host(self, what: str) -> None:
         self._section().host[what] += 1

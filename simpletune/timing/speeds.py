@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
 from functools import lru_cache
 from typing import Protocol
 
-from simpletune.timing.constants import Constants
+from simpletune.timing.constants import Composite, Constants
 from simpletune.timing.grid import Grid
 
 Extents = tuple[int, ...]
 ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
 SCALES = 50  # tensors that one launch of a grouped update takes
+LINK = ("to_device", "to_host")
+CLEARLY = 1.2
 LARGE = 2**28  # bytes; traffic of this size runs at the memory's rate
 
 
@@ -40,35 +43,51 @@ class MeasuredSpeeds:
         self.constants, self.cuda = constants, constants.kind == "cuda"
         self.seconds = lru_cache(maxsize=100_000)(self._seconds)
 
-        self._scale = self._host_scale()
+        self._host_scale = self._device_scale = 1.0
+        self._scale()
 
     def host(self, what: str) -> float:
         """Seconds of the host beside the device's; on a CPU the operation itself is the device's part."""
-        return self._scale * self._in_a_loop(what)
+        return (1.0 if what == "recomputed" else self._host_scale) * self._in_a_loop(what)
 
     def _in_a_loop(self, what: str) -> float:
         each = self.constants.host
         if self.cuda:
-            return each[what]
+            return each.get(what, 0.0)
         if what == "operation":
             return 0.0
         return max(0.0, each["backward"] - each["operation"]) if what == "backward" else each[what]
 
-    def _host_scale(self) -> float:
-        """How much longer the host takes in a step, whose code is not in the caches, than in a loop (composite.py)."""
-        each = self.constants.host
-        if "composite" not in each:
-            return 1.0
-        parts = {name.partition(".")[2]: count for name, count in each.items() if name.startswith("composite.")}
-        kernels = parts.pop("kernel") * (0.0 if self.cuda else self._time("add", "fp32", (1,)))
-        expected = sum(count * self._in_a_loop(what) for what, count in parts.items())
-        return max(1.0, (each["composite"] - kernels) / expected)
+    def _scale(self) -> None:
+        """How much longer host and device take in a step than their parts do in loops (composite.py)."""
+        if not self.constants.composites:
+            return
+        smallest, *others = self.constants.composites
+        device, host = self._parts(smallest)
+        self._host_scale = max(1.0, (smallest.seconds - (0.0 if self.cuda else device)) / host)
+        ratios = []
+        for step in others:
+            device, host = self._parts(step)
+            if not self.cuda:
+                ratios.append((step.seconds - host) / device)
+            elif step.seconds > CLEARLY * host:  # otherwise the host bounds it
+                ratios.append(step.seconds / device)
+        self._device_scale = max(1.0, statistics.median(ratios)) if ratios else 1.0  # not faster than alone
+        self.seconds.cache_clear()
+
+    def _parts(self, step: Composite) -> tuple[float, float]:
+        """Seconds of a step's device and host, as predicted so far."""
+        device = sum(count * self.seconds(kind, dtype, tuple(extents)) for kind, dtype, extents, count in step.work)
+        return device, sum(count * self.host(what) for what, count in step.host.items())
 
     def rate(self, name: str, otherwise: float) -> float:
         """A measured figure, or another one where it was not measured."""
         return self.constants.rates.get(name, otherwise)
 
     def _seconds(self, kind: str, dtype: str, extents: Extents) -> float:
+        return self._alone(kind, dtype, extents) * (1.0 if kind in LINK else self._device_scale)
+
+    def _alone(self, kind: str, dtype: str, extents: Extents) -> float:
         if kind.startswith("product_"):
             return self._product(kind, dtype, extents)
         if kind == "attention_backward":
@@ -101,8 +120,8 @@ class MeasuredSpeeds:
 
     def _grid(self, kind: str, dtype: str) -> Grid:
         """The grid of a kind; where it was not measured that of bytes moved, which is the least it takes."""
-        grids = self.constants.grids
-        for name in (f"{kind}.{dtype}", f"{kind}.bf16", f"{kind}.fp32", f"add.{dtype}"):
+        grids, like = self.constants.grids, "bf16" if dtype == "fp16" and self.cuda else "fp32"
+        for name in (f"{kind}.{dtype}", f"{kind}.{like}", f"{kind}.bf16", f"add.{dtype}"):
             if name in grids:
                 return grids[name]
         return grids["add.fp32"]

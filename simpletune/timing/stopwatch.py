@@ -21,7 +21,7 @@ ENOUGH = 2e-3  # seconds to time at once
 MOST = 400  # repetitions
 BEST_OF = 3
 SAMPLES = 3
-REFERENCES = 5
+REFERENCES = 4
 QUEUED = 10  # calls to queue without waiting
 
 
@@ -31,6 +31,8 @@ class Stopwatch(Protocol):
     device: torch.device
     beyond_caches: int
     """Bytes of operands that displace each other from its caches."""
+    most_copies: int
+    """Copies of operands at most."""
 
     def device_seconds(self, calls: Sequence[Call], what: str = "") -> float:
         """Seconds that the device takes for one of equal calls; ``what`` names the kind of operation."""
@@ -47,12 +49,11 @@ class CpuStopwatch:
     """
 
     device = torch.device("cpu")
-    beyond_caches = 2**24
+    beyond_caches, most_copies = 2**24, 256
 
     def __init__(self, reference: Call | None = None):
         self._reference = reference or reference_load()
-        self._reference()
-        self.reference_seconds = statistics.median(clocked(self._reference) for _ in range(100))
+        self.reference_seconds = statistics.median(self.now() for _ in range(20))
         """Seconds of the reference load, to which all timings refer."""
 
     def device_seconds(self, calls: Sequence[Call], what: str = "") -> float:
@@ -78,16 +79,21 @@ class CpuStopwatch:
 
     def _in_quiet(self, measured: Callable[[], float]) -> float:
         """The median of measurements in units of the reference load beside them, in its seconds."""
-        ratios, before = [], self._now()
-        for _ in range(SAMPLES):
-            seconds, after = measured(), self._now()
-            ratios.append(2 * seconds / (before + after))
-            before = after
-        return statistics.median(ratios) * self.reference_seconds
+        return statistics.median(self.ratios(measured, SAMPLES)) * self.reference_seconds
 
-    def _now(self) -> float:
+    def ratios(self, measured: Callable[[], float], samples: int) -> list[float]:
+        """Measurements, each in units of the reference load before and after it."""
+        found, before = [], self.now()
+        for _ in range(samples):
+            seconds, after = measured(), self.now()
+            found.append(2 * seconds / (before + after))
+            before = after
+        return found
+
+    def now(self) -> float:
         """The reference load's seconds now, with its operands in the caches."""
-        self._reference()
+        for _ in range(REFERENCES):
+            self._reference()
         return statistics.median(clocked(self._reference) for _ in range(REFERENCES))
 
 
@@ -98,7 +104,7 @@ class CudaStopwatch:
         device: the device.
     """
 
-    beyond_caches = 2**26
+    beyond_caches, most_copies = 2**26, 16
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -21,28 +21,34 @@ class StepSeconds:
     """The predicted seconds of a step.
 
     Args:
-        total: from one step's end to the next one's.
+        seconds: from one step's end to the next one's.
         device: that the computation's stream is busy, by use: products, attention, traffic, unpacking, copies.
         host: that the host needs to queue the step.
         waits: that the computation waits for copies.
         phases: seconds of the device by phase.
     """
 
-    total: float
+    seconds: float
     device: dict[str, float]
     host: float
     waits: float
     phases: dict[str, float] = field(default_factory=dict)
 
     @property
+    def by_use(self) -> dict[str, float]:
+        """Seconds by use, waits for copies among the copies; ``host`` beside them."""
+        found = {use: self.device.get(use, 0.0) for use in ("products", "attention", "traffic", "unpacking")}
+        return {**found, "copies": self.device.get("copies", 0.0) + self.waits, "host": self.host}
+
+    @property
     def bound(self) -> str:
         """What bounds the step: launches (the host), copies, products (with attention), or bytes."""
-        busy = sum(self.device.values())
-        if self.host > busy + self.waits:
+        uses = self.by_use
+        host = uses.pop("host")
+        if host > sum(uses.values()):
             return "launches"
-        products = self.device.get("products", 0.0) + self.device.get("attention", 0.0)
-        parts = {"products": products, "copies": self.waits + self.device.get("copies", 0.0)}
-        parts["bytes"] = busy - products - self.device.get("copies", 0.0)
+        parts = {"products": uses["products"] + uses["attention"], "copies": uses["copies"]}
+        parts["bytes"] = uses["traffic"] + uses["unpacking"]
         return max(parts, key=lambda name: parts[name])
 
 

@@ -151,7 +151,7 @@ def _mm(args: Sequence[object], output: object) -> Iterator[Work]:
     *bias, a, b = tensors_in(args)
     yield _product(a, b)
     if bias:
-        yield Work("bias", _dtype([a]), (bytes_of(a[..., :1]) * b.shape[-1],))
+        yield Work("bias", _dtype([a]), (2 * bytes_of(a[..., :1]) * b.shape[-1],))
 
 
 def _int_mm(args: Sequence[object], output: object) -> Iterator[Work]:
@@ -207,7 +207,7 @@ def _convolved(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> Iterator[Work
 
 
 PRODUCTS = {
-    "mm": _mm, "addmm": _mm, "bmm": _mm, "baddbmm": _mm, "_int_mm": _int_mm,
+    "mm": _mm, "addmm": _mm, "addmm_": _mm, "bmm": _mm, "baddbmm": _mm, "_int_mm": _int_mm,
     "int8_product": _int8_product, "qbytes_mm": _quanto,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
