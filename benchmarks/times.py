@@ -11,7 +11,6 @@ import shutil
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from simpletune.config.resolve import resolve_data_folder, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import SHIPPED
 from simpletune.estimate.simulate import simulate
+from simpletune.options import Json
 from simpletune.system.console import say
 from simpletune.timing.constants import Constants, file_of, read
 from simpletune.timing.recorder import Recorder
@@ -162,7 +162,7 @@ def unet(models: Path) -> Path:
     return folder
 
 
-def predicted(config: TrainConfig, speeds: MeasuredSpeeds) -> dict[str, Any]:
+def predicted(config: TrainConfig, speeds: MeasuredSpeeds) -> Json:
     """Predict a step from its simulation."""
     recorder = Recorder(cuda=False)
     simulate(config, recorder=recorder)
@@ -170,7 +170,7 @@ def predicted(config: TrainConfig, speeds: MeasuredSpeeds) -> dict[str, Any]:
     return {"predicted": seconds.seconds, "host": seconds.host, "bound": seconds.bound}
 
 
-def measured(config: TrainConfig, constants: Constants) -> dict[str, Any]:
+def measured(config: TrainConfig, constants: Constants) -> Json:
     """Time steps in units of the reference load."""
     watch = CpuStopwatch()
     with ours(config, CPU) as steps:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 from simpletune import __version__
 from simpletune.cards import Card
@@ -23,6 +23,7 @@ from simpletune.memory.attention_terms import attention_kernel
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.models.buckets import Size
+from simpletune.options import Json
 from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
@@ -174,14 +175,14 @@ def estimate(config: TrainConfig, capability: tuple[int, int], size: Size | None
     return Estimate(job.stages, needs_of(config, job), size, job)
 
 
-def _stored(job: JobReport) -> dict[str, Any]:
+def _stored(job: JobReport) -> Json:
     """The report as plain values."""
     plain = asdict(replace(job, work={}, train=replace(job.train, sections=())))
     plain["train"]["sections"] = [section.as_json() for section in job.train.sections]
     return {**plain, "work": {name: [each.as_json() for each in part] for name, part in job.work.items()}}
 
 
-def _restored(data: dict[str, Any]) -> JobReport:
+def _restored(data: Json) -> JobReport:
     """Rebuild the report from ``_stored``."""
     train = data["train"]
     sizes = {name: train[name] for name in ("host_bytes", "trained_bytes", "state_bytes", "average_bytes", "seconds")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -113,26 +114,21 @@ def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[Probe], budget
 def grid_of(watch: CpuStopwatch | CudaStopwatch, probe: Probe) -> Grid:
     """Time the points of a grid, except those whose smaller neighbours say that they take too long."""
     found: dict[tuple[int, ...], float] = {}
-    order = sorted(points(probe.axes), key=lambda point: (sum(point), point))
-    for point in order:
-        expected = [
-            seconds * ratio
-            for smaller, seconds in found.items()
-            if all(a <= b for a, b in zip(smaller, point, strict=True)) and (ratio := _ratio(smaller, point)) <= 64
-        ]
-        if min(expected, default=0.0) > LONGEST:
+    skipped: list[tuple[int, ...]] = []
+    for point in sorted(points(probe.axes), key=lambda point: (sum(point), point)):
+        smaller = [(seconds, before) for before, seconds in found.items() if _is_within(before, point)]
+        longest = min((seconds * math.prod(point) / math.prod(before) for seconds, before in smaller), default=0.0)
+        if longest > LONGEST or any(_is_within(before, point) for before in skipped):
+            skipped.append(point)
             continue
         copies = min(watch.most_copies, max(1, watch.beyond_caches // probe.size(point)))
         found[point] = watch.device_seconds([probe.build(point) for _ in range(copies)], probe.name)
     return Grid(axes=probe.axes, seconds=[found.get(point) for point in points(probe.axes)])
 
 
-def _ratio(smaller: tuple[int, ...], point: tuple[int, ...]) -> float:
-    """How much more work a point is, at most."""
-    ratio = 1.0
-    for a, b in zip(smaller, point, strict=True):
-        ratio *= b / a
-    return ratio
+def _is_within(smaller: tuple[int, ...], point: tuple[int, ...]) -> bool:
+    """Whether no extent of a point is larger than another one's."""
+    return all(a <= b for a, b in zip(smaller, point, strict=True))
 
 
 def described(watch: CpuStopwatch | CudaStopwatch) -> Constants:

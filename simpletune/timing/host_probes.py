@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from simpletune.timing.stopwatch import Call, CpuStopwatch, CudaStopwatch
@@ -24,13 +24,12 @@ class _Through(torch.autograd.Function):
     """A custom function that returns its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Tensor:
-        assert len(ctx.saved_tensors) == 1
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
         return grads[0]
 
 

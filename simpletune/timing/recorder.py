@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from simpletune.memory import copy_stream
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.copy_stream import CopyEvent
 from simpletune.memory.fake import replaced
+from simpletune.options import Json
 from simpletune.timing.work import NOTHING, Work, bytes_of, tensors_in, works_of
 
 COMPUTE = "compute"
@@ -51,13 +51,13 @@ class Section:
     work: Counter[Work] = field(default_factory=Counter)
     host: Counter[str] = field(default_factory=Counter)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """As plain values."""
         work = [[each.kind, each.dtype, list(each.extents), count] for each, count in self.work.items()]
         return {**asdict(replace(self, work=Counter(), host=Counter())), "work": work, "host": dict(self.host)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Section:
+    def from_json(cls, data: Json) -> Section:
         """From ``as_json``."""
         work = {Work(kind, dtype, tuple(extents)): count for kind, dtype, extents, count in data["work"]}
         return cls(**{**data, "work": Counter(work), "host": Counter(data["host"])})
@@ -110,7 +110,7 @@ class Recorder:
         function = torch.autograd.Function
         original = function.__dict__["apply"]
 
-        def counted(cls: type, *args: Any, **kwargs: Any) -> Any:
+        def counted(cls: type, *args: object, **kwargs: object) -> object:
             self._host("function")
             if self._accounting is not None and self._accounting.place[0] != "backward" and torch.is_grad_enabled():
                 self._host("function_backward")
