@@ -106,7 +106,7 @@ Q = torch.ones(2, 3, 128, 16)
         ),
         (lambda: X.view(-1).expand(4, -1), []),
         (lambda: X + X[:1], [Work("add", "fp32", (4 * 96 * (64 + 1 + 64),))]),
-        (lambda: X.bfloat16(), [Work("cast", "bf16", (64 * 96 * 6,))]),
+        (lambda: X.bfloat16(), [Work("cast_from", "bf16", (64 * 96 * 6,))]),
         (lambda: X.clone().zero_(), [Work("add", "fp32", (49152,)), Work("add", "fp32", (24576,))]),
         (lambda: X.t().contiguous(), [Work("strided", "fp32", (49152,))]),
         (

@@ -18,8 +18,8 @@ from simpletune.timing.speeds import MeasuredSpeeds, Speeds
 from simpletune.timing.stated import StatedSpeeds
 from simpletune.timing.timeline import StepSeconds, step_seconds
 
-# Intervals, as factors of the prediction. On a calibrated device they hold the rows of benchmarks/results/cpu/times.md;
-# those of a data sheet are wide enough for what the same card does in different machines, and not measured.
+# Intervals, as factors of the prediction. That of a calibrated device holds 23 of the 24 rows of
+# benchmarks/results/cpu/times.md; that of a data sheet was not measured.
 CALIBRATED = (0.85, 1.3)
 STATED = (0.7, 2.0)
 # Seconds of the host, where it was not calibrated: of the order that an Intel Xeon needs.

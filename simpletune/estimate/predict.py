@@ -47,13 +47,13 @@ class Estimate:
         stages: the largest snapshot of ``text``, ``latents``, ``train`` and, if the run validates, ``validate``.
         needs: besides GPU memory.
         size: width and height of the training pictures in pixels.
-        job: what was simulated.
+        job: what was simulated; its time follows from it.
     """
 
     stages: Mapping[str, MemorySnapshot]
     needs: Needs
     size: Size
-    job: JobReport
+    job: JobReport | None = None
 
     @property
     def peak(self) -> MemorySnapshot:

@@ -50,7 +50,7 @@ class Grid(Option):
                 continue
             below = [(*self._before(index, axis), axis) for axis in range(len(self.shape))]
             steps = [(filled[near] + math.log(point[axis] / extent)) for near, extent, axis in below if near >= 0]
-            filled.append(max(steps))
+            filled.append(min(steps))  # larger work is done no less efficiently
         return filled
 
     def _before(self, index: int, axis: int) -> tuple[int, int]:

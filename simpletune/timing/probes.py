@@ -203,8 +203,7 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pro
     yield probe("gelu", 2 * size, with_(flat, lambda x: F.gelu(x, approximate="tanh")))
     yield probe("gelu_backward", 3 * size, with_(flat, lambda x: ops.gelu_backward(x, x, approximate="tanh")))
     yield probe("silu", 2 * size, with_(flat, F.silu))
-    yield probe("root", 2 * size, with_(flat, torch.sqrt))
-    yield probe("cast", size + other.itemsize, with_(flat, lambda x: x.to(other)))
+    yield probe("root", 2 * size, with_(lambda count: flat(count).abs_(), torch.sqrt))
     yield probe("cast_from", size + other.itemsize, with_(lambda count: flat(count).to(other), lambda x: x.to(dtype)))
     yield probe("sum", size, with_(rows, lambda x: x.sum(0)))
     yield probe("norm", 2 * size, with_(rows, lambda x: F.layer_norm(x, (ROW,), weight, weight)))
@@ -217,6 +216,7 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pro
     yield probe("normal", size, with_(flat, lambda x: x.normal_()))
     yield probe("unpack_int8", size + 1, lambda count: unpacked_int8(rows(count)))
     yield probe("unpack_nf4", size + 0.5, lambda count: unpacked_nf4(rows(count)))
+    yield probe("adam8bit", 2 * size + 2, lambda count: updated_in_8_bits(flat(count)))
     if why_not(device) is None:
         yield probe("int8_rows", size + 1, with_(rows, lambda x: int8_rows(x)))
 
@@ -256,6 +256,17 @@ def unpacked_nf4(x: Tensor) -> Call:
     scales = torch.ones(x.numel() // BLOCK, device=x.device)
     unpack = torch.ops.bitsandbytes.dequantize_4bit.default
     return lambda: unpack(packed, scales, BLOCK, "nf4", tuple(x.shape), x.dtype)
+
+
+def updated_in_8_bits(x: Tensor) -> Call:
+    """An update by bitsandbytes' Adam with 8-bit states."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    states = [torch.zeros(x.numel(), dtype=torch.uint8, device=x.device) for _ in range(2)]
+    maps = [create_dynamic_map(signed).to(x.device) for signed in (True, False)]
+    scales = [torch.ones(-(-x.numel() // 256), device=x.device) for _ in range(2)]
+    update, numbers = torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.default, (0.9, 0.999, 0.0, 0.0, 1e-8)
+    return lambda: update("adam", x, x, *states, *numbers, 1, 1e-4, *maps, *scales, 0.0, 1.0, False)
 
 
 def copies(device: torch.device) -> Iterator[Probe]:

@@ -40,7 +40,7 @@ NOTHING = {
 KINDS = {
     "gelu": "gelu", "gelu_backward": "gelu_backward", "silu": "silu", "silu_": "silu", "silu_backward": "gelu_backward",
     "sigmoid": "silu", "exp": "silu", "exp_": "silu", "tanh": "gelu", "cos": "silu", "sin": "silu", "log": "silu",
-    "sqrt": "root", "rsqrt": "root", "div": "root", "div_": "root", "reciprocal": "root", "pow": "root",
+    "sqrt": "root", "rsqrt": "root", "reciprocal": "root",
     "native_layer_norm": "norm", "native_layer_norm_backward": "norm_backward", "_fused_rms_norm": "norm",
     "_fused_rms_norm_backward": "norm_backward", "native_group_norm": "group_norm",
     "native_group_norm_backward": "group_norm_backward", "_softmax": "softmax", "_softmax_backward_data": "softmax",
@@ -90,7 +90,7 @@ def kind_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> s
     if outputs[0].dtype in NAMES and torch.int8 in types:
         return "unpack_int8"
     if name in ("_to_copy", "copy_") and types - {outputs[0].dtype} and outputs[0].dtype in NAMES:
-        return "cast" if inputs[-1].dtype == torch.float32 or outputs[0].dtype != torch.float32 else "cast_from"
+        return "cast_from"  # to the output's type
     if name != "cat" and any(not dense(tensor) for tensor in (*inputs, *outputs)):
         return "strided"
     return "add"
