@@ -91,8 +91,8 @@ units of a fixed reference load that ran just before and after it, times that lo
 are those that the thread ran. *Spread*: half the distance between the quartiles. Median error {median:.1f}%, worst
 {worst:.1f}%. No constant was chosen by these rows. The first run of the table (median 11.4%, worst 75.2%) showed
 mistakes: points of a grid that were not measured took the slowest neighbour's rate, casts were looked up the wrong way
-round, square roots were timed on negative numbers, 8-bit updates were not timed at all. They were mended, these two kinds
-were timed, and the predictions made again beside the same measurements."""
+round, square roots were timed on negative numbers, 8-bit updates were not timed at all. They were mended, these two
+kinds were timed, and the predictions made again beside the same measurements."""
 
 
 def run(folder: Path, minutes: float, only: str = "", calibration: Path | None = None) -> Path:

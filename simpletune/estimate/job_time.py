@@ -8,6 +8,7 @@ from pathlib import Path
 
 from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
+from simpletune.data.evaluation import settle_evaluation
 from simpletune.estimate.disk_needs import checkpoint_bytes
 from simpletune.estimate.simulate_stages import SIMULATED, JobReport
 from simpletune.models.prompts import BATCH
@@ -157,8 +158,10 @@ def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int,
         width, height = config.picture_size()
         png = width * height * speeds.rate("write_png", WRITE_PNG)
         seconds += times * prompts * (sampled + by_phase["decode"] + png)
-    if "evaluate" in job.work and option.eval_samples:
-        seconds += times * option.eval_samples * alone(job.work["evaluate"], speeds)
+    if "evaluate" in job.work:
+        batch = config.train.batch_size * config.train.gradient_accumulation
+        evaluated = settle_evaluation(config, batch, steps).share * batch * steps
+        seconds += evaluated * alone(job.work["evaluate"], speeds)
     return {"validate": seconds} if seconds else {}
 
 

@@ -9,20 +9,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from simpletune.quant.int8_products import dequantised, int8_product, int8_rows, why_not
+from simpletune.quant.int8_products import int8_product, int8_rows, why_not
+from simpletune.timing.probe_calls import (
+    ROW,
+    drawn,
+    gathered,
+    group_norm_gradient,
+    norm_gradient,
+    unpacked_int8,
+    unpacked_nf4,
+    updated_in_8_bits,
+)
 from simpletune.timing.stopwatch import Call
 
 Axes = dict[str, list[int]]
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD = 64  # width of rows in "strided": a head's
-ROW = 1024  # width of rows that norms and reductions work on
-BLOCK = 64  # nf4's weights a scale
 
 
 @dataclass(frozen=True)
@@ -221,54 +229,6 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pro
         yield probe("int8_rows", size + 1, with_(rows, lambda x: int8_rows(x)))
 
 
-def gathered(x: Tensor) -> Tensor:
-    """The first rows of a table, chosen by index."""
-    return x[torch.zeros(len(x), dtype=torch.int64, device=x.device)]
-
-
-def norm_gradient(x: Tensor) -> object:
-    """The gradient of layer norm's input."""
-    mean = x.new_zeros((len(x), 1), dtype=torch.float32)
-    mean = mean if x.device.type == "cuda" else mean.to(x.dtype)
-    return torch.ops.aten.native_layer_norm_backward(x, x, [ROW], mean, mean, None, None, [True, False, False])
-
-
-def group_norm_gradient(x: Tensor) -> object:
-    """The gradient of group norm's input."""
-    means, area = x.new_zeros((1, 32)), x.numel() // 32
-    grad = x.view(1, 32, area)
-    return torch.ops.aten.native_group_norm_backward(
-        grad, grad, means, means, None, 1, 32, area, 32, [True] + [False] * 2
-    )
-
-
-def unpacked_int8(x: Tensor) -> Call:
-    """Dequantise an int8 weight as the frozen int8 layers do."""
-    q, scale = torch.ones_like(x, dtype=torch.int8), torch.ones(len(x), device=x.device)
-    return lambda: dequantised(q, scale, x.dtype)
-
-
-def unpacked_nf4(x: Tensor) -> Call:
-    """Dequantise an nf4 weight."""
-    import bitsandbytes  # noqa: F401 registers the kernels
-
-    packed = torch.zeros((x.numel() // 2, 1), dtype=torch.uint8, device=x.device)
-    scales = torch.ones(x.numel() // BLOCK, device=x.device)
-    unpack = torch.ops.bitsandbytes.dequantize_4bit.default
-    return lambda: unpack(packed, scales, BLOCK, "nf4", tuple(x.shape), x.dtype)
-
-
-def updated_in_8_bits(x: Tensor) -> Call:
-    """An update by bitsandbytes' Adam with 8-bit states."""
-    from bitsandbytes.functional import create_dynamic_map
-
-    states = [torch.zeros(x.numel(), dtype=torch.uint8, device=x.device) for _ in range(2)]
-    maps = [create_dynamic_map(signed).to(x.device) for signed in (True, False)]
-    scales = [torch.ones(-(-x.numel() // 256), device=x.device) for _ in range(2)]
-    update, numbers = torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.default, (0.9, 0.999, 0.0, 0.0, 1e-8)
-    return lambda: update("adam", x, x, *states, *numbers, 1, 1e-4, *maps, *scales, 0.0, 1.0, False)
-
-
 def copies(device: torch.device) -> Iterator[Probe]:
     """Copies between pinned host memory and the device, as ``to_device.bytes`` and ``to_host.bytes``."""
     axes = {"bytes": [2**12, 2**16, 2**20, 2**24, 2**28]}
@@ -312,16 +272,3 @@ def int8_products(device: torch.device) -> Iterator[Probe]:
     yield Probe("int8_product.bf16", axes, build(False), size)
     few = {**axes, "rows": axes["rows"][1:3], "outputs": widths[1:], "sum": widths[1:]}
     yield Probe("int8_gradient.bf16", few, build(True), size)
-
-
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random values of its own: a card that is limited by its power multiplies zeros faster."""
-    count = math.prod(shape)
-    pool = _pool(device, dtype)
-    values = pool.repeat(-(-count // len(pool)))[:count] if count > len(pool) else pool[:count].clone()
-    return values.view(shape)
-
-
-@cache
-def _pool(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.randn(2**24, device=device).mul_(0.1).to(dtype)
