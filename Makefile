@@ -4,7 +4,7 @@ SHELL := /usr/bin/env bash
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test slow gpu dry softgpu kernels coverage torture mutants tiny-sd3 clean
+.PHONY: help setup quality style test slow gpu dry softgpu kernels coverage torture mutants tiny-sd3 tiny-encoders clean
 
 help:  ## show this list; takes no time
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ mutants: setup  ## does a test fail for each fault of tests/mutants.toml? begins
 
 tiny-sd3: setup  ## make the tiny Stable Diffusion 3 that comes with the tool, from nothing; hours on 2 cores, resumable
 	$(PY) -m simpletune.demo.make_tiny_sd3
+
+tiny-encoders: setup  ## train the two tiny encoders that score the demo's pictures, from nothing; 30 min on one thread of a busy machine
+	$(PY) -m simpletune.evaluation.train_tiny_encoders
 
 clean:  ## remove caches and built files, keep .venv, runs/ and profiles/; seconds, not measured
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -44,6 +44,20 @@ def quality(args: argparse.Namespace) -> object:
     return quality.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
 
 
+def masks(args: argparse.Namespace) -> object:
+    """whether training with masks leaves the background alone, on the tiny SD3"""
+    from benchmarks import masks
+
+    return masks.run(args.out, args.prompts, args.minutes, args.rows)
+
+
+def prior(args: argparse.Namespace) -> object:
+    """how far a class drifts while a subject of it is learned, without and with prior preservation"""
+    from benchmarks import prior
+
+    return prior.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
+
+
 def inference(args: argparse.Namespace) -> object:
     """seconds, memory and cost of a picture, compared with plain diffusers"""
     from benchmarks import inference
@@ -81,6 +95,13 @@ def convolutions(args: argparse.Namespace) -> object:
     return convolutions.run(args.out, args.minutes, args.rows)
 
 
+def methods(args: argparse.Namespace) -> object:
+    """seconds and predicted memory of other adapters' steps beside LoRA's, at SD3 Medium's width"""
+    from benchmarks import methods
+
+    return methods.run(args.out, args.minutes, args.rows)
+
+
 def speed(args: argparse.Namespace) -> object:
     """seconds per step, compared with the device's rates and diffusers' recipe"""
     from benchmarks import speed
@@ -115,11 +136,14 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     estimate: ("rows",),
     dry: ("rows", "card", "predict"),
     quality: ("rows", "prompts", "overrides"),
+    masks: ("rows", "prompts"),
+    prior: ("rows", "prompts", "overrides"),
     inference: ("rows", "model", "price", "prices", "size", "steps", "rounds", "device"),
     study: ("rows", "model", "overrides"),
     vertex: ("rows",),
     int8: ("rows", "overrides"),
     convolutions: ("rows",),
+    methods: ("rows",),
     speed: ("rows", "model", "device"),
     times: ("rows", "calibration"),
     kernels: ("rows",),

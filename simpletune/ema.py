@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 from pydantic import Field
 
@@ -21,9 +21,29 @@ class Ema(Option):
     """Decay per step; early steps use (1 + step) / (10 + step) to forget the initial weights. Averages over about
     1 / (1 - decay) steps. Costs 4 bytes of memory per trained parameter."""
 
-    def build(self, parameters: Mapping[str, nn.Parameter]) -> Average:
+    def build(self, parameters: Mapping[str, nn.Parameter]) -> MovingAverage:
         """Start an average from the parameters' current values."""
-        return Average(parameters, self.decay)
+        return MovingAverage(parameters, self.decay)
+
+
+class Average(Protocol):
+    """An average of the trained weights, of this module or of an optimizer."""
+
+    def update(self, undone: Tensor | None = None) -> None:
+        """Update the averages with the parameters' values after a step.
+
+        Args:
+            undone: bool [] on the device: whether the step was undone, so that the averages stay; None: it was not.
+        """
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Swap the average into the parameters within this context."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fp32 averages by name."""
+
+    def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Restore what ``tensors`` returned after ``step`` steps, bit for bit."""
 
 
 def averaged(average: Average | None) -> AbstractContextManager[None]:
@@ -31,7 +51,7 @@ def averaged(average: Average | None) -> AbstractContextManager[None]:
     return nullcontext() if average is None else average.in_place()
 
 
-class Average:
+class MovingAverage:
     """Keep fp32 averages of parameters with diffusers' ``EMAModel``.
 
     Args:

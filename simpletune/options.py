@@ -121,6 +121,14 @@ def tag_values(option: type[Option], field: str) -> tuple[str, ...]:
     return get_args(option.model_fields[field].annotation)
 
 
+def item_of(field: FieldInfo | None) -> FieldInfo | None:
+    """Return a list's items as a field of their own; None if the field is not a list of options."""
+    annotation = None if field is None else strip_annotated(field.annotation)
+    if get_origin(annotation) is not list or not option_classes(get_args(annotation)[0]):
+        return None
+    return FieldInfo.from_annotation(get_args(annotation)[0])
+
+
 def union_of(field: FieldInfo) -> Union_ | None:
     """Return the discriminated union of a field, or None. The first member is the default."""
     if not isinstance(field.discriminator, str):
@@ -136,5 +144,14 @@ def member_for(field: FieldInfo, value: object) -> type[Option] | None:
     if union is None:
         classes = option_classes(field.annotation)
         return classes[0] if len(classes) == 1 else None
-    tag = value.get(union.tag, union.default) if isinstance(value, dict) else union.default
+    tag = value.get(union.tag, default_tag(union, value)) if isinstance(value, dict) else union.default
     return union.members.get(tag) if isinstance(tag, str) else None
+
+
+def default_tag(union: Union_, value: Json) -> str:
+    """Return the tag of a JSON object that names none: of the first member whose required fields it has, such as
+    ``data.sources``; without any, the union's default."""
+    for tag, member in union.members.items():
+        if all(name in value for name, field in member.model_fields.items() if field.is_required()):
+            return tag
+    return union.default

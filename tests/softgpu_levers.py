@@ -17,7 +17,7 @@ from torch import Tensor
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.data.plan import Draw, View
+from simpletune.data.samples import Draw, View
 from simpletune.families.sd3.shapes import is_conditioning
 from simpletune.families.sd3.transformer import RandomTensors
 from simpletune.memory.block_offload import BlockOffload
@@ -117,7 +117,7 @@ class _Plan:
 
     def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
         first = (step * self.accumulation + micro) * BATCH
-        picture: Any = SimpleNamespace(name="p")
+        picture: Any = SimpleNamespace(name="p", mask=None)
         view = View(picture, (64, 64), (0.5, 0.5), False)
         return [Draw(view, str(n), (n % 7 + 1) / 9, (n,)) for n in range(first, first + BATCH)]
 
@@ -138,7 +138,7 @@ class _Text:
 
 def _prepared(accumulation: int) -> Any:
     latents = SimpleNamespace(load=lambda view: _numbers("0", 4, 8, 8))
-    return SimpleNamespace(plan=_Plan(accumulation), text=_Text(), latents=latents)
+    return SimpleNamespace(plan=_Plan(accumulation), text=_Text(), latents=latents, masks=None)
 
 
 def assembled(levers: Levers, device: torch.device) -> StepCore:

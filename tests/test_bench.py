@@ -9,15 +9,28 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import convolutions, estimate, inference, int8, memory, memory_row, quality, vertex
+from benchmarks import (
+    convolutions,
+    estimate,
+    inference,
+    int8,
+    memory,
+    memory_row,
+    methods,
+    prior,
+    quality,
+    vertex,
+)
 from benchmarks.table import Results, shown
 from simpletune import prices
 from simpletune.cards import Card
+from simpletune.demo import pictures
 from simpletune.estimate.predict import needed
 from simpletune.options import UserError
 from simpletune.report import write_report
@@ -85,6 +98,40 @@ def test_the_quality_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: 
     assert "LoRA" in table.read_text()
     with Image.open(tmp_path / "quality.png") as picture:
         assert picture.height > 2 * 64
+
+
+def test_the_grid_of_priors_compares_with_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = "prior.prompt=figure"
+    monkeypatch.setattr(prior, "ROWS", {"without": [], "kept": ["prior.method=base_prediction", named]})
+    monkeypatch.setattr(prior, "SEEDS", 1)
+    monkeypatch.setattr(quality, "STEPS", 2)
+    overrides = ["train.steps=2", "schedule.warmup_steps=1", "optimizer.lr=0.05", f"output.cache={tmp_path}/cache"]
+    table = prior.run(tmp_path, 2, 60, "", overrides)
+    rows = json.loads((tmp_path / "prior.json").read_text())["rows"]
+    assert list(rows) == ["base", "without", "kept"] and "kept" in table.read_text()
+    assert rows["base"]["class_drift"] == rows["base"]["drift"] == 0 < rows["kept"]["class_drift"]
+    with Image.open(tmp_path / "prior.png") as picture:
+        assert picture.height > 3 * 64
+
+
+def test_fidelity_is_1_for_the_figure_and_0_for_an_empty_background() -> None:
+    prompts = prior.prompts_of(3, prior.CLASS)
+    scenes = [prompt.scene for prompt in prompts]
+    figures = [pictures.draw_subject(scene.background, scene.size, scene.position) for scene in scenes]
+    empty = [Image.new("RGB", (64, 64), pictures.BACKGROUNDS[scene.background]) for scene in scenes]
+    assert prior.fidelity(figures, prompts) == 1 and prior.fidelity(empty, prompts) == 0
+    assert {prior.SUBJECT in prompt.text for prompt in prior.prompts_of(3, prior.SUBJECT)} == {True}
+    assert {prior.SUBJECT in prompt.text for prompt in prompts} == {False}
+
+
+def test_with_a_prior_the_committed_class_drifts_far_less_at_equal_fidelity() -> None:
+    file = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "cpu" / "prior.json"
+    rows = json.loads(file.read_text())["rows"]
+    without = sorted((row["fidelity"], row["class_drift"]) for name, row in rows.items() if name.startswith("without"))
+    for method, share in (("base's prediction", 0.5), ("class pictures", 0.7)):
+        kept = max((row for name, row in rows.items() if name.startswith(method)), key=lambda row: row["fidelity"])
+        assert without[0][0] < kept["fidelity"] <= without[-1][0]
+        assert kept["class_drift"] < share * np.interp(kept["fidelity"], *zip(*without, strict=True)), method
 
 
 LOSSY = "lossy: guidance difference for 2 steps"
@@ -199,7 +246,7 @@ def test_the_command_runs_the_grid_that_is_named(grid: str, tmp_path: Path, monk
     assert benchmarks.main([grid, *words, "--out", str(tmp_path), "--minutes", "3"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{grid} ({tmp_path!r}, ") and "3.0" in said and ("'base'" in said) == (grid != "pair")
-    assert ("train.steps=2" in said) == (grid in ("quality", "study", "int8", "pair"))
+    assert ("train.steps=2" in said) == (grid in ("quality", "prior", "study", "int8", "pair"))
     assert ("'spot': Price(per_hour=0.5, " in said) == (grid == "inference")
     assert ("some/model" in said) == (grid in ("inference", "study", "speed"))
 
@@ -266,6 +313,37 @@ def test_convolutions_are_measured_beside_frozen_ones(tmp_path: Path, monkeypatc
     assert row["plain_mib"] - row["int8_mib"] == pytest.approx(2 * one) and row["int8_mib"] >= 4 * one
     assert 0 < row["error"] < rows["small, batch 1, bf16"]["error"] < 2 and row["ratio"] > 0
     assert "| small, batch 1, bf16 |" in page
+
+
+COMMITTED_METHODS = Path(methods.__file__).parent / "results" / "cpu" / "methods.json"
+
+
+def test_the_committed_steps_of_lokr_meet_their_targets() -> None:
+    rows = json.loads(COMMITTED_METHODS.read_text())["rows"]
+    assert set(rows) >= set(methods.METHODS)
+    lokr = rows["lokr, factor 16, rank 16"]
+    assert lokr["parameters"] == 191 * (16 * 16 + 2 * 16 * 96) and lokr["ratio"] <= 1.15
+    assert all(lokr[f"{name}_ratio"] <= 1.05 for name in methods.SHIPPED)
+
+
+def test_the_committed_steps_of_dora_meet_their_targets() -> None:
+    """With checkpointing; the shipped 24 GB configuration has none, so that DoRA keeps each layer's output."""
+    dora = json.loads(COMMITTED_METHODS.read_text())["rows"]["dora, rank 16"]
+    assert dora["parameters"] == 191 * (2 * 16 * 1536 + 1536) and dora["ratio"] <= 1.15
+    assert dora[f"{methods.SHIPPED[0]}_ratio"] <= 1.05
+
+
+@pytest.mark.slow
+def test_other_adapters_are_measured_beside_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"BLOCKS": 1, "SIZE": 64, "ROUNDS": 2, "SHIPPED": methods.SHIPPED[1:]}.items():
+        monkeypatch.setattr(methods, name, value)
+    page = methods.run(tmp_path, 60, "lokr, factor 16, rank 16").read_text()
+    (row,) = json.loads((tmp_path / "methods.json").read_text())["rows"].values()
+    committed = json.loads(COMMITTED_METHODS.read_text())["rows"]
+    expected = committed["lokr, factor 16, rank 16"]
+    for key in ("parameters", methods.SHIPPED[0], f"{methods.SHIPPED[0]}_ratio"):
+        assert row[key] == pytest.approx(expected[key], rel=0.01)
+    assert row["least"] <= row["ratio"] <= row["most"] and "| lokr, factor 16, rank 16 |" in page
 
 
 def test_the_counts_of_the_vertex_report_are_the_published_ones() -> None:

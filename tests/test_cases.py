@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_sd15
@@ -40,6 +40,7 @@ def members(field: str) -> list[dict]:
     return found
 
 
+WHOLE = ("lora", "full")  # methods whose every pair of weights and compute type is trained in the fast suite
 MODELS = [{"family": "sd3"}, {"family": "sd15", "version": "sd15"}, {"family": "sd15", "version": "sd2"}]
 
 Case = tuple[dict, ...]
@@ -47,12 +48,12 @@ CASES: list[Case] = list(itertools.product(members("adapter"), members("precisio
 
 
 def pairs(case: Case) -> set[frozenset[tuple[str, str]]]:
-    """Every two choices that a case makes together (adapter, weights, compute type, optimizer, ...), and its
-    adapter's with its precision's."""
+    """Every two choices that a case makes together (adapter, weights, compute type, optimizer, ...), and LoRA's and
+    full fine-tuning's with every precision."""
     adapter, precision, *_ = case
     chosen = [item for part in case for item in part.items()]
     two = {frozenset(pair) for pair in itertools.combinations(chosen, 2)}
-    return two | {frozenset([*adapter.items(), *precision.items()])}
+    return two | ({frozenset([*adapter.items(), *precision.items()])} if adapter["method"] in WHOLE else set())
 
 
 Pairs = set[frozenset[tuple[str, str]]]
@@ -69,9 +70,20 @@ def covering(cases: Sequence[Case], of_case: Callable[[Case], Pairs] = pairs) ->
     return found
 
 
-def slow_unless(few: Sequence[Case], cases: Sequence[Case]) -> list[Any]:
-    """Parameters of pytest: all cases, of which those that are not among the few are slow."""
-    return [pytest.param(case, id=name_of(case), marks=[] if case in few else pytest.mark.slow) for case in cases]
+def parametrized(metafunc: pytest.Metafunc, few: Sequence[Case], cases: Sequence[Case]) -> None:
+    """Give a test the few cases, and where slow tests are asked for, all others: thousands, which collect slowly."""
+    asked = re.search(r"(?<!not )\bslow\b", metafunc.config.getoption("markexpr") or "")
+    found, names = [pytest.param(case, id=name_of(case)) for case in few], set(map(name_of, few))
+    others = [case for case in cases if name_of(case) not in names] if asked else []
+    metafunc.parametrize(
+        "case", found + [pytest.param(case, id=name_of(case), marks=pytest.mark.slow) for case in others]
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Spread the test that trains over its cases."""
+    if metafunc.function is test_trains_saves_resumes_reloads:
+        parametrized(metafunc, FEW, ALLOWED)
 
 
 def name_of(case: Case) -> str:
@@ -87,7 +99,7 @@ def case_json(tiny_config: dict, case: Case) -> dict:
         data["data"]["resolution"] = 64
     data["adapter"] = adapter | ({"rank": 2} if adapter.get("method") == "lora" else {})
     data["precision"] = precision
-    data["optimizer"] = {"lr": 0.001} | optimizer
+    data["optimizer"] = {"lr": 0.001} | optimizer | ({"lr": 1.0, "d0": 1e-3} if optimizer["name"] == "prodigy" else {})
     return data
 
 
@@ -134,7 +146,8 @@ def test_the_few_cases_hold_every_option_class_and_every_pair(tiny_config: dict)
         classes = option_classes(TrainConfig.model_fields[field].annotation)
         assert {type(getattr(config, field)) for config in configs} == set(classes)
     for of in (
-        lambda adapter, precision, optimizer, model: (*adapter.values(), *precision.values()),
+        lambda adapter, precision, optimizer, model: (*adapter.values(), precision["weights"]),
+        lambda adapter, precision, optimizer, model: (*adapter.values(), precision.get("compute")),
         lambda adapter, precision, optimizer, model: (*adapter.values(), *optimizer.values()),
         lambda adapter, precision, optimizer, model: (precision["weights"], *optimizer.values()),
         lambda adapter, precision, optimizer, model: (precision.get("compute"), *optimizer.values()),
@@ -147,7 +160,6 @@ def test_the_few_cases_hold_every_option_class_and_every_pair(tiny_config: dict)
     assert len(FEW) < len(ALLOWED)
 
 
-@pytest.mark.parametrize("case", slow_unless(FEW, ALLOWED))
 def test_trains_saves_resumes_reloads(case: Case, tiny_config: dict) -> None:
     data = case_json(tiny_config, case)
     data["checkpoint"] = {"every": 2}

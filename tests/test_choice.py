@@ -15,7 +15,7 @@ from simpletune.data.evaluation import LEAST, MOST, settle_evaluation
 from simpletune.options import UserError
 from simpletune.runs import choice
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.choice import HELD_OUT, LAST, USER, choose, compared, is_lower, put_choice, since_best
+from simpletune.runs.choice import FIDELITY, HELD_OUT, LAST, USER, choose, compared, is_lower, put_choice, since_best
 from simpletune.runs.folder import DRIFT, read_rows
 from simpletune.runs.names import find_named
 from simpletune.system.safetensors_file import WeightReader
@@ -88,6 +88,46 @@ def test_a_checkpoint_removed_by_hand_is_passed_over(tmp_path: Path) -> None:
     (run / "checkpoints/step-000100").rmdir()
     found = choose(run)
     assert found is not None and found.step == 300
+
+
+def scored(folder: Path, rows: list[tuple[int | None, float | None, float, float, float]], reads: bool = True) -> None:
+    """Write an evaluation: step, strength, subject fidelity, change of prompt fidelity, half its interval."""
+    points = [
+        {"step": step, "strength": strength, "scores": {
+            "subject_fidelity": {"dino": {"value": subject}},
+            "prompt_fidelity": {"clip": {
+                "value": 0.3 + change,
+                "from_base": {"value": change, "low": change - error, "high": change + error}}},
+        }}
+        for step, strength, subject, change, error in rows
+    ]  # fmt: skip
+    main = {"subject_fidelity": "dino", "prompt_fidelity": "clip" if reads else None}
+    (folder / "evaluation.json").write_text(json.dumps({"main": main, "points": points}))
+
+
+def test_fidelity_comes_before_the_loss_and_strength_is_part_of_it(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0], 300: [2.5, 3.5]})
+    scored(run, [(None, None, 0.1, 0, 0), (100, 1, 0.5, 0.01, 0.01), (200, 0.8, 0.7, -0.01, 0.02),
+                 (200, 1, 0.8, -0.05, 0.02), (300, 1, 0.9, -0.09, 0.01), (400, 1, 0.99, 0.1, 0)])  # fmt: skip
+    found = choose(run)
+    assert found is not None and (found.step, found.by, found.strength) == (200, FIDELITY, 0.8)
+    assert found.suffix == "@200:0.8"
+    for words in ("0.700 by dino", "prompt fidelity 0.290 by clip, -0.010 against the base", "of 4 models"):
+        assert words in found.why, found.why
+    put_choice(run, 300)
+    assert choose(run).step == 300  # type: ignore[union-attr]
+
+
+def test_without_a_model_that_follows_prompts_the_best_at_that_is_taken(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0], 100: [1.0], 200: [2.0]})
+    scored(run, [(None, None, 0.1, 0, 0), (100, None, 0.5, -0.1, 0.02), (200, None, 0.9, -0.3, 0.02)])
+    found = choose(run)
+    assert (
+        found is not None and (found.step, found.strength) == (100, 1) and found.why.startswith("none follows prompts")
+    )
+    scored(run, [(None, None, 0.1, 0, 0), (100, None, 0.5, -0.1, 0.02), (200, None, 0.9, -0.3, 0.02)], reads=False)
+    found = choose(run)
+    assert found is not None and found.step == 200 and "clip" not in found.why
 
 
 # How much is evaluated

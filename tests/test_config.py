@@ -20,7 +20,8 @@ from pydantic import ValidationError
 
 from simpletune.cli import main as cli_main
 from simpletune.cli.main import main
-from simpletune.config.load import merge, read_config, validate
+from simpletune.config.load import read_config, validate
+from simpletune.config.overrides import merge
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
@@ -91,7 +92,8 @@ def test_minimal_is_valid_and_defaults_are_complete() -> None:
     written = config.model_dump(mode="json", by_alias=True)
     assert TrainConfig.model_validate_json(json.dumps(written), strict=True) == config
     expected = {"rank": 16, "alpha": None, "targets": "attention", "dropout": 0.0, "dtype": "fp32"}
-    assert written["adapter"] == {"method": "lora"} | expected
+    expected |= {"rank_stabilized": False, "rank_dropout": 0.0, "module_dropout": 0.0, "max_norm": None}
+    assert written["adapter"] == {"method": "lora", "b_lr_ratio": 1.0} | expected
 
 
 def test_tags_may_be_left_out() -> None:
@@ -393,7 +395,7 @@ def test_long_lists_are_cut_and_say_how_many_they_leave_out(names: list[str], te
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("steps=30", "train.steps or validation.steps"),
+        ("steps=30", "train.steps or prior.steps or validation.steps"),
         ("learning_rate=0.1", "optimizer.lr"),
         ("lora_rank=4", "adapter.rank"),
         ("adapter.learning_rate=1", "optimizer.lr"),

@@ -18,7 +18,7 @@ from PIL import Image
 from simpletune.data.captions import read_metadata
 from simpletune.data.folder import Folder
 from simpletune.data.pictures import MAX_PIXELS, cut, decode, picture_size
-from simpletune.data.plan import make_samples
+from simpletune.data.samples import make_samples
 from simpletune.data.source import Picture, UnusablePicture
 from simpletune.models.buckets import bucket_sizes, covering_size, nearest_bucket
 from simpletune.options import UserError
@@ -381,8 +381,8 @@ def test_caption_files_are_read_as_txt_files_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "repeats", "words"),
     [
-        (["10_sksdog/a.png"], 1, ["10_sksdog:", "ignores the repeat count", "data.repeats=10"]),
-        (["10_dog/a.png", "2_cat/deep/b.png", "c.png"], 1, ["10_dog, 2_cat", "data.repeats=N", "all folders"]),
+        (["10_sksdog/a.png"], 1, ["10_sksdog:", "is ignored, unlike in kohya's", "data.folder_names=kohya"]),
+        (["10_dog/a.png", "2_cat/deep/b.png", "c.png"], 1, ["10_dog, 2_cat:", "data.folder_names=kohya"]),
         (["10_dog/a.png"], 10, []),
         (["2024_holiday/a.png", "1_dog/b.png", "dog_10/c.png", "10_d.png"], 1, []),
     ],
@@ -462,8 +462,8 @@ def test_pictures_without_a_caption(tmp_path: Path, options: dict, files: dict, 
         ('{"file_name": "a.png"}', 'not a JSON object with "file_name" and "text"'),
         ('["a.png", "text"]', "not a JSON object"),
         ("null", "not a JSON object"),
-        ('{"file_name": "a.png", "text": null}', "file_name and text must be strings"),
-        ('{"file_name": 3, "text": "a"}', "file_name and text must be strings"),
+        ('{"file_name": "a.png", "text": null}', "file_name must be a string, and text a string or a list of them"),
+        ('{"file_name": 3, "text": "a"}', "file_name must be a string, and text a string or a list of them"),
         ('{"file_name": "a.png", "text": "\\ud83e"}', "lone surrogate"),
     ],
 )
@@ -471,7 +471,7 @@ def test_metadata_that_cannot_be_used_names_the_line(tmp_path: Path, line: str, 
     file = tmp_path / "metadata.jsonl"
     file.write_text('{"file_name": "ok.png", "text": "fine"}\n\n' + line + "\n")
     metadata = read_metadata(file)
-    assert metadata.captions == {"ok.png": "fine"}
+    assert metadata.captions == {"ok.png": ("fine",)}
     assert [(each.name, each.kind) for each in metadata.rejected] == [("metadata.jsonl:3", "line")]
     assert message in metadata.rejected[0].reason
 
@@ -537,7 +537,7 @@ def test_each_bad_picture_is_named_with_its_reason(tmp_path: Path) -> None:
         assert reason in found[name]
     rejected = Folder(path=str(tmp_path), prompt="x").scan(tmp_path).rejected
     with pytest.raises(UserError, match="^data.path: 6 pictures cannot be used:\n") as error:
-        report_rejected(rejected, "stop")
+        report_rejected(rejected, Folder(path=str(tmp_path)))
     assert all(f"\n  {name}: {reason}\n" in str(error.value) for name, reason in found.items())
     assert str(error.value).endswith("set data.on_error=skip to skip them")
 
@@ -550,7 +550,7 @@ def test_a_file_name_that_is_no_text_is_a_reason(tmp_path: Path) -> None:
 
 def test_many_bad_pictures_take_no_more_than_a_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(tmp_path, {f"{number:02d}.png": b"" for number in range(25)})
-    report_rejected(Folder(path=str(tmp_path), prompt="x").scan(tmp_path).rejected, "skip")
+    report_rejected(Folder(path=str(tmp_path), prompt="x").scan(tmp_path).rejected, Folder(path="x", on_error="skip"))
     lines = capsys.readouterr().out.splitlines()
     assert "skipped 25 pictures" in lines[0]
     assert lines[20:] == [
@@ -560,7 +560,7 @@ def test_many_bad_pictures_take_no_more_than_a_screen(tmp_path: Path, capsys: py
 
 
 def test_nothing_is_said_when_all_pictures_are_good(capsys: pytest.CaptureFixture[str]) -> None:
-    report_rejected([], "stop")
+    report_rejected([], Folder(path="x"))
     assert capsys.readouterr().out == ""
 
 

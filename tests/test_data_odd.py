@@ -214,7 +214,7 @@ def test_all_bad_lines_of_a_metadata_file_come_at_once(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="^data.path: 7 lines cannot be used:\n  metadata.jsonl:2: is not a JSON object"
     ):
-        report_rejected(scan(tmp_path).rejected, "stop")
+        report_rejected(scan(tmp_path).rejected, Folder(path="x"))
 
 
 LINES = st.one_of(
@@ -264,7 +264,7 @@ def test_names_of_every_kind_are_read_and_shown_in_one_line(tmp_path: Path) -> N
     assert printable("fox 🦊 ä.png") == "fox 🦊 ä.png"
     assert len(printable("n" * 251 + ".png")) == 120
     with pytest.raises(UserError) as error:
-        report_rejected([Rejected(name, "why") for name in names], "stop")
+        report_rejected([Rejected(name, "why") for name in names], Folder(path="x"))
     assert len(str(error.value).splitlines()) == len(names) + 2
 
 

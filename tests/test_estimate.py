@@ -15,7 +15,7 @@ from simpletune.cli.main import main, parser
 from simpletune.config.load import validate
 from simpletune.estimate import forecast as forecasting
 from simpletune.estimate import predict as estimating
-from simpletune.estimate.disk_needs import checkpoint_bytes, disk_needs
+from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_needs
 from simpletune.estimate.forecast import cheapest_change, compare_with_measured, forecast, print_comparison
 from simpletune.estimate.needs import Needs
 from simpletune.estimate.predict import CONTEXT, MIB, Estimate, estimate, largest_peak, needed
@@ -140,7 +140,7 @@ def test_needs_follow_the_run(tiny_config: dict) -> None:
     needs = estimate(validate(tiny_config, "test"), L4.capability).needs
     tiny_config["checkpoint"] = {"every": 1, "keep_last": 5}
     more = estimate(validate(tiny_config, "test"), L4.capability).needs
-    assert needs.pictures and needs.pictures > 0 and needs.download == {}
+    assert needs.counts and needs.counts.pictures > 0 and needs.download == {}
     assert more.disk["checkpoints"] == 4 * needs.disk["checkpoints"]  # 4 steps
     assert needs.disk["cached pictures"] > 0 and needs.disk["cached prompts"] > 0
     tiny_config["ema"] = {}
@@ -160,7 +160,9 @@ def test_disk_needs_without_a_plan_count_checkpoints(
     checkpoint: dict, train: dict, count: int, tiny_config: dict
 ) -> None:
     config = validate(tiny_config | {"checkpoint": checkpoint, "train": train}, "test")
-    sizes = {need.what: need.bytes for need in disk_needs(config, pictures=3)}
+    sizes = {
+        need.what: need.bytes for need in disk_needs(config, counts=DataCounts(3, 3, 3 * config.data.resolution**2, 3))
+    }
     assert sizes["checkpoints"] == count * checkpoint_bytes(config)[0]
     assert sizes["cached pictures"] == 3 * 4 * 16 * (config.data.resolution // 8) ** 2
 

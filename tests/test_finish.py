@@ -18,7 +18,7 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
-from simpletune.estimate.disk_needs import checkpoint_bytes, disk_needs
+from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_needs
 from simpletune.options import ConfigError, UserError
 from simpletune.pipeline.plan_data import plan_data
 from simpletune.report import make_report
@@ -48,6 +48,12 @@ def stopped(tiny_config: dict, after: int = 4, **changes) -> Path:
 METHODS = {
     "lora": {"adapter": {"method": "lora", "rank": 2, "alpha": 3.0}},
     "lora with an average, bf16": {"adapter": {"method": "lora", "rank": 2, "dtype": "bf16"}, "ema": {"decay": 0.8}},
+    "lokr with an average": {
+        "adapter": {"method": "lokr", "factor": 4, "rank": 1, "dtype": "bf16"},
+        "ema": {"decay": 0.8},
+    },
+    "dora": {"adapter": {"method": "dora", "rank": 2, "alpha": 3.0, "max_norm": 0.5}},
+    "oft": {"adapter": {"method": "oft", "block_size": 8}},
     "full with an average": {"adapter": {"method": "full"}, "ema": {"decay": 0.8}},
     "partial": {"adapter": {"method": "partial", "layers": ["transformer_blocks.*.attn.*"]}},
 }
@@ -60,7 +66,7 @@ def test_the_result_is_that_of_a_run_of_so_many_steps(method: str, tiny_config: 
     whole = run_with(config, name="whole", **changes)
     run = stopped(config, after=6, **changes)
     output = finish_early(f"{run}@4")
-    file = LORA if changes["adapter"]["method"] == "lora" else FULL
+    file = LORA if changes["adapter"]["method"] in ("lora", "lokr", "dora", "oft") else FULL
     assert output == run / Path(file).parts[0]
     mine, theirs = load_file(run / file), load_file(whole / file)
     assert mine.keys() == theirs.keys() and any(tensor.abs().sum() > 0 for tensor in mine.values())
@@ -197,7 +203,7 @@ def test_what_cannot_be_kept_is_refused(checkpoints: dict, message: str, tiny_co
 def test_the_disk_that_is_asked_for_holds_what_stays(keep: dict, count: int, tiny_config: dict) -> None:
     changes = {"train": {"steps": 9}, "checkpoint": {"every": 1, **keep}}
     config = validate(tiny_config | changes, "test")
-    asked = next(need.bytes for need in disk_needs(config, pictures=6)) / checkpoint_bytes(config)[0]
+    asked = next(need.bytes for need in disk_needs(config, counts=DataCounts(6, 6, 0, 6))) / checkpoint_bytes(config)[0]
     assert asked == count
     most = []
     run = Path(tiny_config["output"]["runs"]) / "tiny"

@@ -25,6 +25,7 @@ from simpletune.models.fp16_blocks import fp16_blocks_of
 from simpletune.optim import loss_scale
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.loss_scale import LossScale
+from simpletune.optim.optimizer import begin_step
 from simpletune.options import ConfigError, UserError, option_classes
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.report import report_at_end
@@ -204,9 +205,11 @@ def test_the_scale_and_the_updates_are_those_of_torch_s_grad_scaler(monkeypatch:
 def test_an_overflow_changes_neither_weights_nor_state(option: type, dtype: torch.dtype, first: int) -> None:
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((70, 64), (8,))]
-    optimizer, scale = option(lr=0.05, weight_decay=0.1).build(parameters), LossScale(CPU)
+    more = {"d0": 0.1} if "d0" in option.model_fields else {}
+    optimizer, scale = option(lr=0.05, weight_decay=0.1, **more).build(parameters), LossScale(CPU)
 
     def step(value: float) -> None:
+        begin_step(optimizer)
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, value)
         scale.unscale([parameter.grad for parameter in parameters])

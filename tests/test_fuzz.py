@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from simpletune.config.load import merge, read_config, validate
+from simpletune.config.load import read_config, validate
+from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
 from simpletune.data.cache import Cache
 from simpletune.lora.describe import describe, in_words

@@ -25,6 +25,10 @@ CASES = [
                  ("fp32", "fp16"), ("bf16", "fp16"), ("int8", "fp16"), ("int8-quanto", "fp16"), ("nf4", "fp16")],
         "full": [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "fp16")],
         "partial": [("fp32", "fp32"), ("bf16", "bf16")],
+        "lokr": [("fp32", "fp32"), ("int8", "bf16")],
+        "loha": [("fp32", "fp32")],
+        "dora": [("fp32", "fp32"), ("int8", "bf16")],
+        "oft": [("fp32", "fp32"), ("int8", "bf16")],
     }.items()
     for weights, compute in precisions
 ]  # fmt: skip
@@ -32,7 +36,7 @@ CASES = [
 
 def losses_of(tiny_config: dict, adapter: str, weights: str, compute: str) -> list[float]:
     data = copy.deepcopy(tiny_config)
-    data["adapter"] = {"method": adapter} | ({"rank": 2} if adapter == "lora" else {})
+    data["adapter"] = {"method": adapter} | ({"rank": 2} if adapter in ("lora", "loha", "dora") else {})
     data["precision"] = {"weights": weights, "compute": compute}
     data["train"]["batch_size"] = 2
     return [row["loss"] for row in read_metrics(train(validate(data, "golden")))]

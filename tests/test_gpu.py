@@ -155,12 +155,12 @@ def test_losses_of_int8_products_equal_those_of_the_cpu(gradient: str, tiny_conf
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "paged_adamw8bit", "lion8bit", "adafactor", "adamw_bf16"])
+@pytest.mark.parametrize("optimizer", NAMES)
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_trains_and_resumes(method: str, optimizer: str, tiny_config: dict) -> None:
     config = copy.deepcopy(tiny_config)
     config["adapter"] = {"method": method}
-    config["optimizer"] = {"name": optimizer, "lr": 1e-3}
+    config["optimizer"] = {"name": optimizer} | ({"d0": 1e-3} if optimizer == "prodigy" else {"lr": 1e-3})
     precision = {"weights": "bf16"} if method == "full" else {"weights": "int8", "compute": "bf16"}
     config["precision"] = precision
     whole = run_on(config, "cuda", name="whole")

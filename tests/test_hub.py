@@ -25,8 +25,10 @@ from fake_hub import COMMIT, TOKEN, Failure, FakeHub
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http, close_session, validate_repo_id
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
+from tiny_encoders import write_clip
 
 from simpletune.cli.main import main
+from simpletune.evaluation.encoders.loading import find_encoder
 from simpletune.hub import download as hub_download
 from simpletune.hub import fetch as ours
 from simpletune.hub.download import HubFile, Repository
@@ -522,3 +524,19 @@ def test_progress_of_hf_xet_counts_network_and_disk_once() -> None:
                 )
             )
     assert len(counted) == 3
+
+
+def test_an_encoder_comes_from_the_hub_without_pickles(hub: FakeHub, tmp_path: Path) -> None:
+    files = {file.name: file.read_bytes() for file in write_clip(tmp_path / "clip").iterdir()}
+    hub.files = files | {"pytorch_model.bin": b"pickle", "tf_model.h5": b"other", "more/config.json": b"{}"}
+    about = find_encoder(NAME)
+    assert (about.kind, about.title) == ("clip", "tiny-sd3")
+    assert hub.fetched() == set(files)
+    hub.failure = Failure("close")
+    forget()
+    assert find_encoder(NAME) == about, "without a network it comes from the cache"
+    hub.failure = None
+    forget()
+    del hub.files["model.safetensors"]
+    with pytest.raises(UserError, match="has no model.safetensors with a config.json, only .*pytorch_model.bin"):
+        find_encoder(NAME)

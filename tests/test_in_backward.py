@@ -30,7 +30,8 @@ from simpletune.step.core import attach
 from simpletune.training.loop import train
 from simpletune.training.setup import make_accelerator
 
-OPTIMIZERS = list(union_of(TrainConfig.model_fields["optimizer"]).members)
+MEMBERS = union_of(TrainConfig.model_fields["optimizer"]).members
+OPTIMIZERS = [name for name, option in MEMBERS.items() if option.steps_in_backward]
 MIB = 2**20
 
 

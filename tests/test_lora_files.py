@@ -401,12 +401,12 @@ def test_the_sd3s_are_told_apart(family: str, tensors: dict, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight": None}, "lacks one of its two factors"),
+        ({"lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight": None}, "qkv lacks one of its factors"),
         ({"lora_unet_joint_blocks_0_x_block_mlp_fc3.lora_up.weight": torch.ones(2, 2)}, "1 of 4 keys match no .*fc3"),
         ({"something.else": torch.ones(1)}, "1 of 4 keys match no layer of Stable Diffusion 3: something.else"),
-        ({"lora_unet_joint_blocks_0_x_block_attn_qkv.dora_scale": torch.ones(4608, 1)}, "is DoRA, which is not"),
-        ({"lora_unet_joint_blocks_0_x_block_mlp_fc1.hada_w1_a": torch.ones(4, 2)}, "is LoHa, which is not supported"),
-        ({"lora_unet_joint_blocks_0_x_block_mlp_fc1.lokr_w1": torch.ones(4, 4)}, "is LoKr, which is not supported"),
+        ({"lora_unet_joint_blocks_0_x_block_attn_qkv.dora_scale": torch.ones(1, 1536)}, "is DoRA with a magn"),
+        ({"lora_unet_joint_blocks_0_x_block_mlp_fc1.hada_w1_a": torch.ones(4, 2)}, "fc1 lacks one of its factors"),
+        ({"lora_unet_joint_blocks_0_x_block_mlp_fc1.lokr_w1": torch.ones(4, 4)}, "fc1 lacks one of its factors"),
         ({"lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight": torch.ones(4608, 3)}, "do not match"),
         ({"lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight": torch.ones(4607, 2)}, "do not match"),
         ({"lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.ones(2)}, "must be a single number"),
@@ -472,7 +472,7 @@ def test_files_that_are_no_lora(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ("{", "lora_adapter_metadata in its header is not JSON. The file is damaged"),
-        ('{"transformer.use_dora": true}', "is DoRA according to its header, which is not supported. Only plain LoRA"),
+        ('{"transformer.use_dora": true}', "is DoRA according to its header, but lacks its magnitudes. The file"),
         (
             '{"transformer.alpha_pattern": {"(": 3}, "transformer.r": 2}',
             r"pattern '\(' in a LoRA's settings is invalid",

@@ -14,12 +14,13 @@ from torch import nn
 from simpletune.config.schema import TrainConfig
 from simpletune.optim import Optimizer, eight_bit_steps
 from simpletune.optim.in_backward import step_in_backward
-from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
+from simpletune.optim.optimizer import OptimizerOption, begin_step, load_state, state_to_tensors
 from simpletune.optim.rounding import RoundedOptimizer
-from simpletune.optim.schedule import Constant, Cosine, Linear, Polynomial
+from simpletune.optim.schedule import Constant, Cosine, CosineWithRestarts, Linear, Polynomial, Rex, Schedule
 from simpletune.options import union_of
 
 NAMES = list(union_of(TrainConfig.model_fields["optimizer"]).members)
+OWN_PACE = ["prodigy", "adamw_schedule_free"]  # whose weights do not move by the learning rate in each step
 STEPS, LR = 300, 1e-4
 
 
@@ -38,7 +39,7 @@ def drift(option: OptimizerOption) -> float:
     return 1 - weight.float().mean().item()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in OWN_PACE])
 def test_small_updates_of_bf16_weights_add_up(name: str) -> None:
     moved = drift(option_of(name))
     print(f"{name}: moved {moved:.5f}, exact {STEPS * LR:.5f}")
@@ -58,6 +59,7 @@ def test_state_goes_to_disk_and_back_bit_for_bit(name: str, dtype: torch.dtype) 
     def steps(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
         for step in range(first, first + count):
             torch.manual_seed(step)
+            begin_step(optimizer)
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape).to(dtype)
             optimizer.step()
@@ -102,10 +104,22 @@ def test_state_takes_the_bytes_that_are_promised(name: str) -> None:
         (Linear(), [1, 6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7]),
         (Cosine(warmup_steps=1), [0.5, 1, 0.9330127, 0.75, 0.5, 0.25, 0.0669873]),
         (Polynomial(power=2, end=0.2, warmup_steps=3), [0.25, 0.5, 0.75, 1, 0.65, 0.4, 0.25]),
+        (CosineWithRestarts(cycles=2, warmup_steps=1), [0.5, 1, 0.75, 0.25, 1, 0.75, 0.25]),
+        (CosineWithRestarts(cycles=1, warmup_steps=1), [0.5, 1, 0.9330127, 0.75, 0.5, 0.25, 0.0669873]),
+        (Rex(warmup_steps=3), [0.25, 0.5, 0.75, 1, 6 / 7, 2 / 3, 2 / 5]),
     ],
 )
-def test_schedules_by_hand(schedule: Constant | Linear | Cosine | Polynomial, factors: list[float]) -> None:
+def test_schedules_by_hand(schedule: Schedule, factors: list[float]) -> None:
     assert [schedule.factor(step, 7) for step in range(7)] == pytest.approx(factors)
+
+
+def test_a_restart_begins_at_the_full_rate() -> None:
+    """Also where float64 puts it just before the restart, as 22 of 44 steps do at step 30."""
+    for steps in range(2, 70):
+        for cycles in range(1, steps):
+            restarts = [step for step in range(steps) if step * cycles % steps == 0]
+            factors = [CosineWithRestarts(cycles=cycles).factor(step, steps) for step in restarts]
+            assert len(factors) == len(restarts) >= 1 and min(factors) > 0.999, (steps, cycles)
 
 
 @pytest.fixture
@@ -122,11 +136,15 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_no_update_waits_for_the_device(name: str, dtype: torch.dtype, in_backward: bool, waits: list[str]) -> None:
     parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((64, 128), (5,), (96, 64))]
-    optimizer = option_of(name, lr=0.05).build(parameters, in_backward)
+    option = option_of(name, lr=0.05, **({"d0": 1.0} if name == "prodigy" else {}))
+    if in_backward and not option.steps_in_backward:
+        pytest.skip(f"{name} is refused with memory.optimizer_in_backward")
+    optimizer = option.build(parameters, in_backward)
     if in_backward:
         assert isinstance(optimizer, RoundedOptimizer)
         step_in_backward(optimizer, clip_norm=1.0)
     for _ in range(3):
+        begin_step(optimizer)
         torch.stack([parameter.float().square().sum() for parameter in parameters]).sum().backward()
         optimizer.step()
     assert all(optimizer.state[parameter] and (parameter < 1).all() for parameter in parameters)

@@ -12,7 +12,8 @@ import pytest
 
 from simpletune.data.cache import view_key
 from simpletune.data.folder import Folder
-from simpletune.data.plan import Draw, GlobalBatch, Plan, View, make_samples
+from simpletune.data.plan import GlobalBatch, Plan
+from simpletune.data.samples import Draw, View, make_samples
 from simpletune.data.source import Picture
 from simpletune.objectives.flow import Flow
 
@@ -201,7 +202,7 @@ def test_sigmas_of_the_plan_are_uniform_when_asked() -> None:
 @pytest.mark.parametrize(("resolution", "shift"), [(64, 1.0), (512, 1.5), (1024, 3.0)])
 def test_auto_shift_follows_the_resolution(resolution: int, shift: float) -> None:
     """Draws of the same key: sigma / (1 - sigma) is multiplied by the shift."""
-    assert make_plan(resolution=resolution).shift == shift
+    assert make_plan(resolution=resolution).shifts == [shift]
     here, at_64 = make_plan(resolution=resolution, aspect="square"), make_plan(aspect="square")
     for plain, shifted in zip(first_draws(at_64, 20), first_draws(here, 20), strict=True):
         assert shifted.level / (1 - shifted.level) == pytest.approx(shift * plain.level / (1 - plain.level))

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from simpletune.config.load import validate
 from simpletune.data.cache import Cache, view_key
-from simpletune.data.plan import Draw, GlobalBatch, Plan, make_plan
+from simpletune.data.plan import GlobalBatch, Plan, make_plan
+from simpletune.data.samples import Draw
 from simpletune.demo import pictures, tiny_sd3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
@@ -101,7 +102,7 @@ def alone(data: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Path:
     honest = Plan.micro_batch
 
     def micro_batch(self: Plan, step: int, micro: int, process: int = 0) -> list[Draw]:
-        two = Plan(self.samples, self.source, self.objective, self.seed, GlobalBatch(self.batch_size, processes=2))
+        two = Plan(self.samples, self.data, self.objective, self.seed, GlobalBatch(self.batch_size, processes=2))
         return honest(two, step, 0, micro)
 
     with monkeypatch.context() as patch:
@@ -191,6 +192,16 @@ def test_quantised_bases_and_the_modulation_plan(
     assert f"base    {weights} weights cached" in said[0] and "base " not in said[1]
     resident = alone(changed(ground, weights, precision=precision), monkeypatch)
     torch.testing.assert_close(tensors(run_of(data)), tensors(resident), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["base_prediction", "class_pictures"])
+def test_priors(launcher: Launcher, ground: dict[str, Any], method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base's predictions, in the second pass of each process; class pictures, which one process draws."""
+    more = {"count": 3, "steps": 1} if method == "class_pictures" else {}
+    data = changed(ground, method, prior={"method": method, "prompt": "a picture", **more})
+    said = together(launcher, data)
+    assert ("class   3 class pictures" in said[0]) == bool(more) and "class   " not in said[1]
+    torch.testing.assert_close(tensors(run_of(data)), tensors(alone(data, monkeypatch)), rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_not_finite_in_the_second_process_is_named_by_the_first(

@@ -18,6 +18,7 @@ from simpletune.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import tiny_sd3
+from simpletune.estimate.disk_needs import DataCounts
 from simpletune.estimate.job_time import JobTime, job_time, speeds_of
 from simpletune.estimate.predict import _restored, _stored
 from simpletune.estimate.simulate import StepReport, simulate
@@ -227,7 +228,7 @@ def test_a_stored_prediction_keeps_the_sections(tiny_config: dict) -> None:
     assert list(again.train.sections) == list(job.train.sections) and again.work == job.work
     assert {"latents", "draw", "evaluate"} < set(job.work) and any(name.startswith("text.") for name in job.work)
     config = validate(data, "x")
-    found, more = (job_time(config, job, L4, pictures) for pictures in (4, 8))
+    found, more = (job_time(config, job, L4, DataCounts(n, n, n * 32**2, n)) for n in (4, 8))
     assert more.stages["latents"] == pytest.approx(2 * found.stages["latents"])
     assert found.stages["train"] == pytest.approx(found.steps * found.step.seconds)
 

@@ -81,7 +81,7 @@ class Ground:
         pick = self.random.choice
         adapter = pick(members("adapter"))  # kept: most combinations that go together are LoRA's
         for _ in range(1000):
-            in_backward = pick([True, False, False])
+            in_backward, optimizer = pick([True, False, False]), pick(members("optimizer"))
             data: dict[str, Any] = {
                 "name": f"case-{number}",
                 "device": "cpu",
@@ -89,7 +89,7 @@ class Ground:
                 "data": {"path": str(self.folder / "pictures"), "resolution": 32, "caption_dropout": 0.3},
                 "adapter": adapter,
                 "precision": pick(members("precision")),
-                "optimizer": {"lr": 0.001} | pick(members("optimizer")),
+                "optimizer": optimizer | {"lr": 1.0 if optimizer["name"] == "prodigy" else 0.001},
                 "train": {"steps": STEPS, "gradient_accumulation": pick([1, 2])}
                 | ({"clip": "per_parameter"} if in_backward else {}),
                 "ema": pick([None, {"decay": 0.9}]),

@@ -9,8 +9,12 @@ from typing import Annotated
 
 from pydantic import Field
 
+from simpletune.adapters.dora import Dora
 from simpletune.adapters.full import Full
+from simpletune.adapters.loha import Loha
+from simpletune.adapters.lokr import Lokr
 from simpletune.adapters.lora import Lora
+from simpletune.adapters.oft import Oft
 from simpletune.adapters.partial import Partial
 
-Adapter = Annotated[Lora | Full | Partial, Field(discriminator="method")]
+Adapter = Annotated[Lora | Dora | Full | Partial | Lokr | Loha | Oft, Field(discriminator="method")]

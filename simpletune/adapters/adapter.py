@@ -21,12 +21,18 @@ class TrainingMethod(Option):
 
     trains_base: ClassVar[bool] = False
     """Whether base weights change, which requires a trainable precision."""
+    title: ClassVar[str] = "LoRA"
+    """What a file of a method that does not change the base is called in texts for users."""
     output_name: ClassVar[str | None] = None
     """File of the result inside the run's folder; None: the folder of the denoiser, ``transformer`` or ``unet``."""
 
     def result(self, denoiser: str) -> str:
         """Return the file or folder of the result inside the run's folder."""
         return self.output_name or denoiser
+
+    def before_diffusers(self, denoiser: str) -> str | None:
+        """Return a sentence on what to do before diffusers loads the result; None if it loads it as it is."""
+        return None
 
     def describe(self, shapes: Shapes) -> str:
         """Describe what is trained."""
@@ -35,6 +41,10 @@ class TrainingMethod(Option):
     def trainable(self, shapes: Shapes) -> int:
         """Count the trained parameters from the base model's shapes alone."""
         raise NotImplementedError
+
+    def exported(self, shapes: Shapes) -> int:
+        """Count the numbers of the exported result of a method that does not change the base."""
+        return self.trainable(shapes)
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
         """Check the options against the base model's shapes."""
@@ -53,6 +63,18 @@ class TrainingMethod(Option):
             seed: seed of the initialisation.
         """
         raise NotImplementedError
+
+    @property
+    def has_lr_ratios(self) -> bool:
+        """Whether ``lr_ratio`` differs between parameters."""
+        return False
+
+    def lr_ratio(self, name: str) -> float:
+        """Return the factor on the learning rate of a trained parameter, by its name in the model."""
+        return 1.0
+
+    def constrain(self, model: nn.Module) -> None:
+        """Bring the trained parameters back within their bounds after an update. Must not read from the device."""
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
         """Restore the exact base model within this context. Only for methods that do not change the base."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -14,7 +16,7 @@ from simpletune.families.lora_names import result_layout
 from simpletune.models.lora_names import ALPHA, DOWN, UP
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 OUTPUT = "pytorch_lora_weights.safetensors"
 
@@ -28,6 +30,9 @@ class Lora(TargetedMethod):
     """Rank of each update. A higher rank gives more capacity and a larger file."""
     alpha: Annotated[float, Field(gt=0)] | None = None
     """Numerator of the scale alpha / rank that multiplies each update; null: alpha = rank, so the scale is 1."""
+    rank_stabilized: bool = False
+    """rsLoRA: scale each update by alpha / sqrt(rank) instead of alpha / rank, so that high ranks learn as fast as low
+    ones (arXiv:2312.03732). With alpha null the scale is sqrt(rank)."""
     targets: Targets = "attention"
     """Layers to update. attention: every projection of the attention (to_q, to_k, to_v, to_out.0 and, in SD3, the text
     stream's); attention_qv: only its queries and values; attention_image: the image stream's projections (SD3);
@@ -36,7 +41,17 @@ class Lora(TargetedMethod):
     ["attn.to_q", "ff.net.2"]."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the input of each update."""
-
+    rank_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Rank dropout: the probability of dropping each rank of an update, drawn for every layer and forward pass. Those
+    kept are scaled by 1 / (1 - rank_dropout)."""
+    module_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Module dropout: the probability of dropping the whole update of a layer, drawn for every forward pass."""
+    max_norm: Annotated[float, Field(gt=0)] | None = None
+    """Max-norm regularisation: after each step, scale down every update whose Frobenius norm, of scale times B A,
+    exceeds this, as kohya's scale_weight_norms does; null: no limit."""
+    b_lr_ratio: Annotated[float, Field(gt=0)] = 1.0
+    """LoRA+: the learning rate of the second factor, lora_B, as a multiple of optimizer.lr, which the first one uses
+    (arXiv:2402.12354). 16 is typical, with a lower optimizer.lr."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the updates, their gradients and the file. bf16 halves their size; keep optimizer.rounding
     stochastic, or small changes are lost."""
@@ -45,17 +60,21 @@ class Lora(TargetedMethod):
 
     @property
     def scale(self) -> float:
-        """Return alpha / rank."""
-        return 1.0 if self.alpha is None else self.alpha / self.rank
+        """Return alpha / rank, or alpha / sqrt(rank)."""
+        alpha = self.rank if self.alpha is None else self.alpha
+        return alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def describe(self, shapes: Shapes) -> str:
         """Describe what is trained."""
+        return f"LoRA {self._in_words(shapes)}"
+
+    def _in_words(self, shapes: Shapes) -> str:
         targets = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
         modules = self.modules(shapes)
         pointwise = sum(len(shapes[f"{name}.weight"]) == 4 for name in modules)
         convolutions = f" and {pointwise} 1x1 convolutions" if pointwise else ""
         return (
-            f"LoRA of rank {self.rank}, scale {self.scale:g}, on {len(modules) - pointwise} linear layers"
+            f"of rank {self.rank}, scale {self.scale:g}, on {len(modules) - pointwise} linear layers"
             f"{convolutions} ({targets})"
         )
 
@@ -68,7 +87,8 @@ class Lora(TargetedMethod):
         import torch
         from peft import LoraConfig, inject_adapter_in_model
 
-        from simpletune.adapters.lora_layers import compute_in_output_type, shapes_of
+        from simpletune.adapters.layers import shapes_of
+        from simpletune.adapters.lora_layers import compute_in_output_type, drop_ranks
         from simpletune.system.rng import reseed_global
 
         model.requires_grad_(False)
@@ -82,10 +102,36 @@ class Lora(TargetedMethod):
         )
         inject_adapter_in_model(config, model)
         compute_in_output_type(model, {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype])
+        if self.rank_dropout or self.module_dropout:
+            drop_ranks(model, self.rank_dropout, self.module_dropout)
+
+    @property
+    def has_lr_ratios(self) -> bool:
+        """Whether second factors have their own learning rate."""
+        return self.b_lr_ratio != 1
+
+    def lr_ratio(self, name: str) -> float:
+        """Return ``b_lr_ratio`` for second factors."""
+        return self.b_lr_ratio if ".lora_B." in name else 1.0
+
+    def constrain(self, model: nn.Module) -> None:
+        """Apply ``max_norm``."""
+        from simpletune.adapters.lora_layers import limit_norms
+
+        if self.max_norm is not None:
+            limit_norms(self.factors(model), self.scale, self.max_norm)
+
+    def factors(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield A and B of every update."""
+        from simpletune.adapters.layers import ADAPTER
+        from simpletune.adapters.lora_layers import lora_layers
+
+        for _, layer in lora_layers(model):
+            yield layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
         """Disable the updates within this context, which restores the exact base model."""
-        from simpletune.adapters.lora_layers import updates_disabled
+        from simpletune.adapters.layers import updates_disabled
 
         return updates_disabled(model)
 

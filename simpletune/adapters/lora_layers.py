@@ -1,40 +1,25 @@
-"""Handle PEFT's LoRA layers inside a transformer: data type, state, and disabling them."""
+"""Handle LoRA layers inside a transformer: data type and state of PEFT's, dropout and norms of any factors.
+
+The norms are in closed form: neither B A nor W + s B A is built. Shapes: o outputs, i inputs, r rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
+from simpletune.adapters.layers import ADAPTER
 from simpletune.adapters.lora_product import InPlaceLoraVariant
 
-ADAPTER = "default"  # PEFT's name for the first adapter, the only one in training
+TINY = 1e-30
 
 
-def shape_of(module: nn.Module) -> tuple[int, ...] | None:
-    """The logical shape of the weight of a linear layer, [o, i], or a 1x1 convolution, [o, i, 1, 1]; None for others.
-
-    A quantised layer's weight may be stored in another shape.
-    """
-    if isinstance(module, nn.Linear):
-        return module.out_features, module.in_features
-    if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride == (1, 1) and module.groups == 1:
-        return module.out_channels, module.in_channels, 1, 1
-    return None
-
-
-def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of the layers that can have an update, by name."""
-    found = {name: shape_of(module) for name, module in model.named_modules()}
-    return {name: shape for name, shape in found.items() if shape is not None}
-
-
-def lora_layers(model: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
-    """Yield the layers that have an update, with their names."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+    """Yield the layers with a LoRA update, with their names."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
 def compute_in_output_type(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
@@ -50,6 +35,12 @@ def compute_in_output_type(model: nn.Module, dtype: torch.dtype = torch.float32)
                 pair[adapter].weight = nn.Parameter(pair[adapter].weight.detach().to(dtype))
 
 
+def drop_ranks(model: nn.Module, rank: float, module: float) -> None:
+    """Add dropout on the ranks of every update and on whole updates; see ``UpdateDropout``."""
+    for _, layer in lora_layers(model):
+        layer.update_dropout = UpdateDropout(rank, module)
+
+
 def lora_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the updates' weights: ``{layer}.lora_A.weight`` [rank, i] and ``{layer}.lora_B.weight`` [o, rank].
 
@@ -62,36 +53,76 @@ def lora_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-@contextmanager
-def updates_disabled(model: nn.Module) -> Iterator[None]:
-    """Disable the updates within this context; PEFT skips them."""
-    layers = [layer for _, layer in lora_layers(model)]
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
+class UpdateDropout(nn.Dropout):
+    """Drop columns of an update's second factor, and whole updates, in training mode; drawn anew in every pass.
+
+    A kept rank is multiplied by 1 / (1 - rank), so that the expected update stays the same; a kept module is not scaled
+    (stochastic depth, arXiv:1603.09382, as kohya's scripts apply it to LoRA). Draws from the device's global generator,
+    which the loop seeds for every step, and which checkpointing restores for the recomputation because this is a
+    ``Dropout`` with ``p`` > 0.
+
+    Args:
+        rank: probability of dropping each rank.
+        module: probability of dropping the whole update.
+    """
+
+    def __init__(self, rank: float, module: float):
+        super().__init__(max(rank, module))
+        self.rank, self.module = rank, module
+
+    def forward(self, b: Tensor) -> Tensor:  # [o, r] -> [o, r]
+        """Return the factor with zeros in the dropped columns; unchanged in evaluation mode."""
+        if not self.training:
+            return b
+        draws = torch.rand(b.shape[1] + 1, device=b.device)
+        kept = (draws[1:] >= self.rank) & (draws[0] >= self.module)
+        return b * (kept.to(b.dtype) / (1 - self.rank))
 
 
-def detach(model: nn.Module) -> None:
-    """Remove every update and put the original layers back."""
-    for name, layer in list(lora_layers(model)):
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, layer.get_base_layer())
-    if hasattr(model, "peft_config"):
-        del model.peft_config  # otherwise PEFT takes the next update for a second adapter of the same name
+def product_norm(
+    a: Tensor,  # [r, i]
+    b: Tensor,  # [o, r]
+) -> Tensor:  # fp32 []
+    """||B A|| (Frobenius) = sqrt(trace((A A^T) (B^T B)))."""
+    a, b = a.float(), b.float()
+    return ((a @ a.T) * (b.T @ b)).sum().clamp_min(0).sqrt()
 
 
-def rescale(model: nn.Module, scale: float) -> None:
-    """Set the scale of every update."""
-    for _, layer in lora_layers(model):
-        layer.scaling[ADAPTER] = scale
+@torch.no_grad()
+def limit_norms(factors: Iterable[tuple[Tensor, Tensor]], scale: float, limit: float) -> None:
+    """Scale the factors of every update with ||s B A|| > limit in place, both by the same factor, so that it is limit.
+
+    Like kohya's ``scale_weight_norms``. Reads nothing from the device.
+
+    Args:
+        factors: A [r, i] and B [o, r] of each update; those of convolutions may have sides of 1.
+        scale: s.
+        limit: the largest norm.
+    """
+    for a, b in factors:
+        norm = scale * product_norm(a.flatten(1), b.flatten(1))
+        root = (limit / norm.clamp_min(TINY)).clamp_max(1).sqrt()
+        a.mul_(root)
+        b.mul_(root)
 
 
-def move_updates(model: nn.Module, device: torch.device) -> None:
-    """Move only the updates to a device: next to streamed weights, PEFT creates them in host memory."""
-    for _, layer in lora_layers(model):
-        for pair in (layer.lora_A, layer.lora_B):
-            pair.to(device)
+def row_norms(
+    squares: Tensor,  # fp32 [o]
+    projected: Tensor,  # [o, r]
+    a: Tensor,  # [r, i]
+    b: Tensor,  # [o, r]
+    scale: float,
+) -> Tensor:  # fp32 [o]
+    """||W_j + s B_j A|| of every row j = sqrt(||W_j||^2 + 2 s B_j (W A^T)_j + s^2 B_j (A A^T) B_j^T).
+
+    Args:
+        squares: ||W_j||^2.
+        projected: W A^T.
+        a: first factor.
+        b: second factor.
+        scale: s.
+    """
+    a, b = a.float(), b.float()
+    crossed = (b * projected.float()).sum(1)
+    own = ((b @ (a @ a.T)) * b).sum(1)
+    return (squares + 2 * scale * crossed + scale**2 * own).clamp_min(0).sqrt()

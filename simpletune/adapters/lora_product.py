@@ -16,12 +16,15 @@ import torch.nn.functional as F
 from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import Tensor
 
+Context = Any
+"""An autograd function's, whose saved tensors and needs have no useful types."""
+
 
 class _Added(torch.autograd.Function):
     """Compute y += scale (x A^T) B^T in the type of y and return y. The op that made y must not need y for backward."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Context, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
         down = x.flatten(0, -2) @ a.t()  # [n, r]
         y.detach().view(-1, y.shape[-1]).addmm_(down, b.t(), alpha=scale)
@@ -30,7 +33,7 @@ class _Added(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads  # [..., o]
         x, down, a, b = ctx.saved_tensors
         _, wants_x, wants_a, wants_b, _ = ctx.needs_input_grad
@@ -46,7 +49,7 @@ class _AddedPointwise(torch.autograd.Function):
     """Compute y += scale B (A x) for a 1x1 convolution, under the conditions of ``_Added``."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Context, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
         down = a @ x.flatten(2)  # [b, r, p]
         batch = b.expand(len(x), *b.shape)
@@ -56,7 +59,7 @@ class _AddedPointwise(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads  # [b, o, h, w]
         x, down, a, b = ctx.saved_tensors
         _, wants_x, wants_a, wants_b, _ = ctx.needs_input_grad
@@ -128,4 +131,7 @@ class InPlaceLoraVariant(LoraVariant):
         a, b = module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight
         dropped = module.lora_dropout[active_adapter](x)
         add = add_update if a.ndim == 2 else add_pointwise_update
-        return add(result, dropped, a.flatten(1), b.flatten(1), module.scaling[active_adapter])
+        b = b.flatten(1)
+        if (update_dropout := getattr(module, "update_dropout", None)) is not None:
+            b = update_dropout(b)
+        return add(result, dropped, a.flatten(1), b, module.scaling[active_adapter])

@@ -8,7 +8,7 @@ from pathlib import Path
 from simpletune.cli.config_arguments import JSON_HELP
 from simpletune.cli.drawing_arguments import OVERWRITE_HELP, positive
 
-FORMATS = ("diffusers", "kohya", "comfy")
+FORMATS = ("diffusers", "kohya", "comfy")  # of LoRA
 DTYPES = ("fp32", "bf16", "fp16")
 METHODS = ("cat", "linear", "svd", "ties", "ties_svd", "dare_linear", "dare_ties", "dare_linear_svd", "dare_ties_svd",
            "magnitude_prune", "magnitude_prune_svd")  # fmt: skip
@@ -35,7 +35,7 @@ def inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """write a LoRA in diffusers', kohya's or ComfyUI's layout"""
+    """write a LoRA, DoRA or OFT in another layout, or LoKr and LoHa as a LoRA"""
     from simpletune.cli.lora_commands import export as run
 
     run(args)
@@ -44,7 +44,13 @@ def export(args: argparse.Namespace) -> None:
 def export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``export``."""
     parser.add_argument("lora", metavar="LORA", help=LORA)
-    parser.add_argument("--format", choices=FORMATS, required=True, help="file layout; ComfyUI and Forge load kohya")
+    parser.add_argument(
+        "--format",
+        choices=(*FORMATS, "lycoris"),
+        required=True,
+        help="file layout; ComfyUI and Forge load kohya; lycoris: LoKr or LoHa as it is, for ComfyUI",
+    )
+    add_rank_or_energy(parser)
     parser.add_argument("--out", type=Path, help="file to write (default: beside the LoRA, named by format)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: unchanged")
     add_overwrite(parser)

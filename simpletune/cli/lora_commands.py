@@ -19,7 +19,8 @@ from simpletune.runs.outputs import require_new
 from simpletune.system.console import progress, say
 
 if TYPE_CHECKING:
-    from simpletune.lora.updates import Updates
+    from simpletune.lora.structured import AnyUpdates
+    from simpletune.lora.updates import Update
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,46 @@ def export(args: argparse.Namespace) -> Path:
     out = args.out or (source.run or source.file.parent) / f"{source.title}_{args.format}.safetensors"
     refuse_same(out, source.file)
     require_new(out, args.overwrite)
-    updates = updates_of(header)
+    updates: AnyUpdates = updates_of(header)
+    lost = None
+    if args.rank is not None or args.energy is not None:
+        updates, lost = approximated(updates, args)
     written = write(updates, out, args, header_of(updates, out.stem, source.config(header.metadata), source.steps))
+    if lost is not None:
+        say(f"  LoRA of rank {ranks_of(updates)} for {' and '.join(header.kinds)}: residual {lost:.3%} of the update "
+            "(Frobenius norm)")  # fmt: skip
     return written
+
+
+def approximated(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[str, Update], float]:
+    """Approximate LoKr and LoHa by LoRA, and return the residual relative to the updates.
+
+    Raises:
+        UserError: they are LoRA already, or the layout holds none.
+    """
+    from simpletune.lora.updates import Update
+
+    require_rank_or_energy(args)
+    if args.format == "lycoris":
+        raise UserError("--format lycoris writes LoKr and LoHa as they are. Leave out --rank and --energy")
+    if all(isinstance(update, Update) for update in updates.values()):
+        raise UserError("--rank and --energy approximate LoKr and LoHa; this is LoRA. Use simpletune resize")
+    return resized_all(updates, args)
+
+
+def resized_all(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[str, Update], float]:
+    """LoRAs of another rank, and the root of their squared error relative to the updates."""
+    from simpletune.lora.factors import resized
+    from simpletune.lora.structured import delta_of
+
+    changed = {layer: resized(update, args.rank, args.energy) for layer, update in updates.items()}
+    whole = sum(float(delta_of(update).double().square().sum()) for update in updates.values())
+    lost = (sum(error for _, error in changed.values()) / whole) ** 0.5 if whole else 0.0
+    return {layer: update for layer, (update, _) in changed.items()}, lost
 
 
 def resize(args: argparse.Namespace) -> Path:
     """Change the rank of a LoRA."""
-    from simpletune.lora.factors import resized
     from simpletune.lora.read import updates_of
 
     require_rank_or_energy(args)
@@ -101,10 +134,7 @@ def resize(args: argparse.Namespace) -> Path:
     require_new(args.out, args.overwrite)
     header = open_lora(source.file)
     old = updates_of(header)
-    changed = {layer: resized(update, args.rank, args.energy) for layer, update in old.items()}
-    new = {layer: update for layer, (update, _) in changed.items()}
-    whole = sum(float(update.delta().double().square().sum()) for update in old.values())
-    lost = (sum(error for _, error in changed.values()) / whole) ** 0.5 if whole else 0.0
+    new, lost = resized_all(old, args)
     note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
     metadata = header_of(new, args.out.stem, source.config(header.metadata), source.steps)
     written = write(new, args.out, args, metadata | note)
@@ -194,7 +224,7 @@ def extract(args: argparse.Namespace) -> Path:
     return written
 
 
-def write(updates: Updates, out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
+def write(updates: AnyUpdates, out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
     """Write a LoRA file and describe it."""
     from simpletune.lora.write import write_lora
 
@@ -205,7 +235,7 @@ def write(updates: Updates, out: Path, args: argparse.Namespace, metadata: Mappi
     return written
 
 
-def ranks_of(updates: Updates) -> str:
+def ranks_of(updates: AnyUpdates) -> str:
     """Format the rank, or the smallest and the largest."""
     ranks = sorted({update.rank for update in updates.values()})
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"

@@ -12,19 +12,20 @@ from simpletune import __version__
 from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
 from simpletune.lora.families import LARGE_35, MEDIUM_35, SD2, SD15, family_of_updates, is_sd3
+from simpletune.lora.kinds import DORA, LORA
 from simpletune.options import Json
 from simpletune.runs.folder import CONFIG
 from simpletune.runs.model_card import licence, public_name, shareable
 from simpletune.system.console import say
 
 if TYPE_CHECKING:
-    from simpletune.lora.updates import Updates
+    from simpletune.lora.structured import AnyUpdates
 
 EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
 SD3_MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; all others are SD3 Medium's, "m"
 
 
-def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
+def header_of(updates: AnyUpdates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
     """Build the header's strings.
 
     Args:
@@ -43,8 +44,11 @@ def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: i
     }
     family = family_of_updates({name: update.shape for name, update in updates.items()})
     common |= model_fields(family)
-    ranks = {update.rank for update in updates.values()}
-    alphas = {update.rank * update.scale for update in updates.values()}
+    if kinds := {update.kind for update in updates.values()} - {LORA, DORA}:
+        common["ss_network_module"] = "lycoris.kohya"
+        common["ss_network_args"] = json.dumps({"algo": min(kinds).lower()})
+    ranks = {update.dim or 1 for update in updates.values()}
+    alphas = {(update.dim or 1) * update.scale for update in updates.values()}
     common["ss_network_dim"] = f"{ranks.pop()}" if len(ranks) == 1 else "Dynamic"  # sd-scripts' term
     common["ss_network_alpha"] = f"{alphas.pop():g}" if len(alphas) == 1 else "Dynamic"
     if config is None:

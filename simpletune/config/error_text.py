@@ -7,12 +7,12 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from simpletune.options import Json, Option, Problem, member_for, option_classes, tag_values, union_of
+from simpletune.options import Json, Option, Problem, item_of, member_for, option_classes, tag_values, union_of
 from simpletune.system import strict_json
 from simpletune.system.strict_json import JsonError
 
@@ -23,7 +23,9 @@ SHOWN = 60  # characters of a value
 ELSEWHERE = {
     "learning_rate": "optimizer.lr", "optimizer_type": "optimizer.name", "use_8bit_adam": "optimizer.name",
     "lora_rank": "adapter.rank", "network_dim": "adapter.rank", "lora_alpha": "adapter.alpha",
-    "network_alpha": "adapter.alpha", "lora_dropout": "adapter.dropout", "lr_scheduler": "schedule.name",
+    "network_alpha": "adapter.alpha", "lora_dropout": "adapter.dropout", "use_dora": "adapter.method",
+    "use_rslora": "adapter.rank_stabilized", "loraplus_lr_ratio": "adapter.b_lr_ratio",
+    "scale_weight_norms": "adapter.max_norm", "lr_scheduler": "schedule.name",
     "lr_warmup_steps": "schedule.warmup_steps", "max_train_steps": "train.steps", "num_train_epochs": "train.epochs",
     "max_train_epochs": "train.epochs", "train_batch_size": "train.batch_size",
     "gradient_accumulation_steps": "train.gradient_accumulation", "max_grad_norm": "train.clip",
@@ -33,6 +35,12 @@ ELSEWHERE = {
     "pretrained_model_name_or_path": "model.pretrained", "output_dir": "output.runs",
     "checkpointing_steps": "checkpoint.every", "checkpoints_total_limit": "checkpoint.keep_last",
     "validation_prompt": "validation.prompts", "guidance_scale": "validation.guidance", "use_ema": "ema",
+    "num_repeats": "data.repeats", "is_reg": "data.regularization", "prior_loss_weight": "data.weight",
+    "loss_weight": "data.weight", "caption_strategy": "data.captions", "class_tokens": "data.prompt",
+    "shuffle_caption": "data.shuffle_tags", "keep_tokens": "data.keep_tags",
+    "caption_tag_dropout_rate": "data.tag_dropout", "caption_dropout_rate": "data.caption_dropout",
+    "masked_loss": "data.mask", "masked_training": "data.mask", "conditioning_data_dir": "data.mask_path",
+    "concepts": "data.sources", "subsets": "data.sources",
 }  # fmt: skip
 SUGGESTED = 100  # problems of one validation that get a message of our own
 RENAMED = {  # an option renamed before the first release, and other names of families
@@ -111,16 +119,11 @@ def locate(loc: tuple[int | str, ...], data: object, root: type[Option]) -> tupl
         elif isinstance(key, int):
             path.append(str(key))
             data = data[key] if isinstance(data, list) and key < len(data) else None
-            option = _item_option(field)
+            item = item_of(field)
+            union, option = (None, None) if item is None else (union_of(item), member_for(item, data))
+            if union is not None and rest and rest[0] in union.members:
+                option = union.members[str(rest.pop(0))]
     return ".".join(path), owner, field
-
-
-def _item_option(field: FieldInfo | None) -> type[Option] | None:
-    """Return the option class of a list's items; None if the field is not a list of options."""
-    if field is None or get_origin(field.annotation) is not list:
-        return None
-    classes = option_classes(get_args(field.annotation)[0])
-    return classes[0] if len(classes) == 1 else None
 
 
 def _message(

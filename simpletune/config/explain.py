@@ -7,10 +7,13 @@ from collections.abc import Iterator
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.evaluation import ON_TRAINING
+from simpletune.data.several import source_notes
+from simpletune.data.source import Source
 from simpletune.hub.fetch import is_hub_name
 from simpletune.models.model_config import Shape
 from simpletune.models.sources import is_single_file
 from simpletune.options import plural
+from simpletune.prior import NoPrior, describe
 
 HIGH_LR_FULL = 1e-4
 WITHOUT_BF16 = "T4, V100 and RTX 20 lack it"
@@ -47,17 +50,26 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     optimizer, schedule = config.optimizer, config.schedule
     warm = f" after {plural(schedule.warmup_steps, 'warm-up step')}" if schedule.warmup_steps else ""
     yield "optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.name}{warm}"
-    data = config.data
-    captions = f"prompt {data.prompt!r}" if data.prompt else "captions"
-    yield (
-        "data",
-        f"{data.path} ({data.source}), {captions}, {data.resolution} px in {data.aspect}, on_error {data.on_error}",
-    )
+    yield from (("data", _source(member)) for member in config.data.members)
+    if not isinstance(config.prior, NoPrior):
+        yield "prior", describe(config.prior)
     yield "saves", f"{run_folder(config) / config.adapter.result(config.model.denoiser)}, {_checkpoints(config)}"
     yield "evaluates", _evaluates(config)
     drawn = "no pictures (validation.prompts is empty)"
     drawn = drawn if config.validation.prompts == [] else str(run_folder(config) / "samples")
     yield "shows", f"{drawn}; {_trackers(config)}"
+
+
+def _source(source: Source) -> str:
+    """Describe one source of pictures."""
+    captions = f"prompt {source.prompt!r}" if source.prompt else "captions"
+    parts = [f"{source.path} ({source.source})", captions, f"{source.resolution} px in {source.aspect}"]
+    parts += [f"{source.repeats} times an epoch"] if source.repeats > 1 else []
+    parts += [f"loss weight {source.weight:g}"] if source.weight != 1 else []
+    parts += [f"masks ({source.mask}), weight outside {source.unmasked_weight:g}"] if source.mask else []
+    parts += [f"{source.variants} variants"] if source.variants > 1 else []
+    parts += ["for regularization"] if source.regularization else []
+    return ", ".join([*parts, f"on_error {source.on_error}"])
 
 
 def _evaluates(config: TrainConfig) -> str:
@@ -133,6 +145,7 @@ def _notes(config: TrainConfig) -> Iterator[str]:
         yield f"a learning rate of {config.optimizer.lr:g} is high for full fine-tuning; 1e-5 to 5e-5 is common"
     if config.adapter.trains_base and config.precision.weights == "fp32":
         yield "full fine-tuning with fp32 weights takes 16 bytes per parameter before activations"
+    yield from source_notes(config.data)
     if config.train.steps is None and config.train.epochs is None:
         yield f"train.steps and train.epochs are unset: the run has {plural(config.steps(1), 'step')}"
     precision = config.precision

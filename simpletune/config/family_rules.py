@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from simpletune.data.several import field_of, source_rules
 from simpletune.families import FAMILIES
 from simpletune.families.recognise import family_of
 from simpletune.models.family import Family
@@ -32,7 +33,13 @@ def family_rules(config: TrainConfig) -> Iterator[Problem]:
             f"{model.objective}",
         )
     yield from config.objective.rules()
-    sides = {"data.resolution": config.data.resolution}
+    for resolution in sorted({source.resolution for source in config.data.members}):
+        yield from config.objective.density_rules(resolution)
+    yield from source_rules(config.data)
+    sides: dict[str, int | None] = {
+        field_of(config.data, index, "resolution"): source.resolution
+        for index, source in enumerate(config.data.members)
+    }
     sides |= {f"validation.{side}": getattr(config.validation, side) for side in ("width", "height")}
     for path, side in sides.items():
         if side is not None and side % model.multiple:
@@ -81,4 +88,15 @@ def _family_in(data: Json) -> Family | None:
 def _filled(data: Json, defaults: dict[str, dict[str, object]]) -> Json:
     """Add what the sections do not set."""
     known = {name: data.get(name, {}) for name in defaults}
-    return {**data, **{name: {**defaults[name], **own} for name, own in known.items() if isinstance(own, dict)}}
+    filled = {name: {**defaults[name], **own} for name, own in known.items() if isinstance(own, dict)}
+    if "sources" in filled.get("data", {}) or filled.get("data", {}).get("source") == "several":
+        filled["data"] = _filled_sources(known["data"], defaults["data"])
+    return {**data, **filled}
+
+
+def _filled_sources(data: Json, defaults: dict[str, object]) -> Json:
+    """Add what the sources do not set; each owns the fields that a single source has in the section itself."""
+    sources = data.get("sources")
+    if not isinstance(sources, list):
+        return data
+    return {**data, "sources": [{**defaults, **own} if isinstance(own, dict) else own for own in sources]}

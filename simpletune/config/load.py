@@ -1,4 +1,4 @@
-"""Read a TrainConfig from a JSON file and ``key.path=value`` overrides; report all problems at once."""
+"""Read a TrainConfig from a JSON file and overrides; report all problems at once."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ import copy
 import json
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from simpletune.config.error_text import did_you_mean, other_field, problems_of
-from simpletune.config.family_rules import with_family, with_objective
-from simpletune.config.schema import DEMO, TrainConfig
+from simpletune.config.error_text import problems_of
+from simpletune.config.family_rules import with_family
+from simpletune.config.overrides import merge
+from simpletune.config.schema import TrainConfig
 from simpletune.config.shipped import find_config, missing_config
 from simpletune.memory.profiles import with_profile
-from simpletune.options import ConfigError, Json, Option, Problem, UserError, member_for, option_classes, union_of
+from simpletune.options import (
+    ConfigError,
+    Json,
+    Option,
+    Problem,
+    UserError,
+    default_tag,
+    item_of,
+    member_for,
+    union_of,
+)
 from simpletune.system import strict_json
 from simpletune.system.redact import secret_paths
 from simpletune.system.strict_json import JsonError
 
-BESIDE_THE_JOB = ("name", "about", "device", "checkpoint", "validation", "tracking", "profile", "output")
-"""Sections whose overrides do not invalidate ``about``: they change only where a run writes and what it shows."""
 REPAIRS = 3  # removing one wrong value can make another wrong, such as the fields of an unknown tag
 
 
@@ -82,119 +91,25 @@ def describe(value: object) -> str:
     return kinds.get(type(value), "null")
 
 
-def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Problem]]:
-    """Apply overrides to the file's JSON.
-
-    Returns:
-        The merged JSON, notices, and problems of overrides that cannot be applied.
-    """
-    merged, notices, problems = copy.deepcopy(data), [], []
-    for override in overrides:
-        path, equals, text = override.partition("=")
-        if not equals or not path:
-            problems.append(Problem(override, "is not an override. Write key.path=value, as in train.steps=100"))
-            continue
-        notices += _override(merged, path, text, problems)
-    if _speaks_of_another_job(data, merged):
-        del merged["about"]
-    return merged, notices, problems
-
-
-def _speaks_of_another_job(data: Json, merged: Json) -> bool:
-    """Tell whether overrides changed what ``about`` describes, but not ``about`` itself."""
-    if "about" not in data or merged["about"] != data["about"]:
-        return False
-    return any(_described(data, key) != _described(merged, key) for key in merged if key not in BESIDE_THE_JOB)
-
-
-def _described(data: Json, section: str) -> object:
-    """Return a section without the fields left to the user: path and prompt of the user's own data."""
-    value = data.get(section)
-    if section != "data" or not isinstance(value, dict) or str(value.get("path", "")).startswith(DEMO):
-        return value
-    return {key: value[key] for key in value if key not in ("path", "prompt")}
-
-
-def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> list[str]:
-    """Set one value in place; a change of a union's tag drops the fields that the new member lacks."""
-    option: type[Option] | None = TrainConfig
-    section, parts = merged, path.split(".")
-    if parts[0] == "objective":
-        merged |= with_objective(merged)
-    for part in parts[:-1]:
-        field = option.model_fields.get(part) if option else None
-        child = section.get(part, {})
-        if field is None or not option_classes(field.annotation) or not isinstance(child, dict):
-            known = _known(option)
-            problems.append(Problem(path, f"{part} is not a section.{did_you_mean(part, known)}"))
-            return []
-        section[part] = child
-        option, section = member_for(field, child), child
-    leaf = parts[-1]
-    field = option.model_fields.get(leaf) if option else None
-    if field is None and option is not None:
-        problems.append(Problem(path, f"unknown field.{other_field(path, _known(option), TrainConfig)}"))
-        return []
-    section[leaf] = parse_value(field, text)
-    parent = _field_at(parts[:-1], merged)
-    union = union_of(parent) if parent is not None else None
-    member = member_for(parent, section) if parent is not None and union is not None and union.tag == leaf else None
-    if member is not None:
-        kept = member.model_fields
-        dropped = [key for key in section if key not in kept]
-        for key in dropped:
-            del section[key]
-        if dropped:
-            return [f"{path}={text}: dropped {', '.join(dropped)}, which {text} does not have"]
-    return []
-
-
-def _field_at(parts: list[str], merged: Json) -> FieldInfo | None:
-    """Return the field at a path of sections."""
-    option: type[Option] | None = TrainConfig
-    field, section = None, merged
-    for part in parts:
-        field = option.model_fields.get(part) if option else None
-        section = section.get(part, {}) if isinstance(section, dict) else {}
-        option = member_for(field, section) if field else None
-    return field
-
-
-def _known(option: type[Option] | None) -> list[str]:
-    return [field.alias or name for name, field in option.model_fields.items()] if option else []
-
-
-def parse_value(field: FieldInfo | None, text: str) -> object:
-    """Parse an override by the field's type: ``name=123`` is text, ``train.steps=123`` is a number."""
-    try:
-        as_json = strict_json.parse(text)
-    except JsonError:
-        return text
-    if field is None or field.annotation is None or option_classes(field.annotation):
-        return as_json
-    adapter: TypeAdapter[object] = TypeAdapter(field.annotation)
-    for candidate in (None, text, as_json) if as_json is None else (text, as_json):
-        try:
-            adapter.validate_json(json.dumps(candidate), strict=True)
-        except ValidationError:
-            continue
-        return candidate
-    return as_json
-
-
 def with_default_tags(option: type[Option], data: Json) -> Json:
     """Add the default tag to each union that lacks one."""
     result = dict(data)
     for name, field in option.model_fields.items():
-        if not isinstance(result.get(name), dict):
-            continue
-        union = union_of(field)
-        if union is not None and union.tag not in result[name]:
-            result[name] = {union.tag: union.default, **result[name]}
-        member = member_for(field, result[name])
-        if member is not None:
-            result[name] = with_default_tags(member, result[name])
+        item, value = item_of(field), result.get(name)
+        if isinstance(value, dict):
+            result[name] = _tagged(field, value)
+        elif isinstance(value, list) and item is not None:
+            result[name] = [_tagged(item, each) if isinstance(each, dict) else each for each in value]
     return result
+
+
+def _tagged(field: FieldInfo, value: Json) -> Json:
+    """Add the default tags to an object of a field."""
+    union = union_of(field)
+    if union is not None and union.tag not in value:
+        value = {union.tag: default_tag(union, value), **value}
+    member = member_for(field, value)
+    return value if member is None else with_default_tags(member, value)
 
 
 def validate(
@@ -263,12 +178,17 @@ def _repaired(data: Json, found: list[Problem]) -> Json:
     for problem in found:
         section: object = result
         for part in problem.path.split("."):
-            if not isinstance(section, dict):
-                break
-            owner, leaf, section = section, part, section.get(part)
-        owner.pop(leaf, None)  # for an item of a list, remove the list
+            if isinstance(section, list) and part.isdecimal() and isinstance(section[int(part)], dict):
+                section = section[int(part)]
+            elif isinstance(section, dict):
+                owner, leaf, section = section, part, section.get(part)
+        owner.pop(leaf, None)  # for an item of a list of values, remove the list
     if not isinstance(result.setdefault("data", {}), dict):
         result["data"] = {}
-    result["data"].setdefault("path", "demo:pictures")
+    data = result["data"]
+    if data.get("source") == "several" and not data.get("sources"):
+        data = result["data"] = {}
+    for source in data.get("sources") or [data]:
+        source.setdefault("path", "demo:pictures")
     result.setdefault("name", "unnamed")
     return with_default_tags(TrainConfig, result)

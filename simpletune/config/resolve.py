@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from simpletune.config.schema import DEMO, TrainConfig
+from simpletune.data.several import field_of, source_problems, with_paths
 from simpletune.demo import resolve, transformer_config
 from simpletune.options import ConfigError, Problem, UserError
 
@@ -15,10 +16,12 @@ DATA_DEMOS = ["demo:pictures", "demo:subject"]
 def file_problems(config: TrainConfig) -> list[Problem]:
     """List missing folders and conflicts with the model's shapes; build and download nothing."""
     found: list[Problem] = []
-    if config.data.path.startswith(DEMO):
-        found += _demo_problems("data.path", config.data.path, DATA_DEMOS)
-    else:
-        found += config.data.problems(Path(config.data.path))
+    paths: list[Path | None] = []
+    for index, source in enumerate(config.data.members):
+        if source.path.startswith(DEMO):
+            found += _demo_problems(field_of(config.data, index, "path"), source.path, DATA_DEMOS)
+        paths.append(None if source.path.startswith(DEMO) else Path(source.path))
+    found += source_problems(config.data, paths)
     unknown = [p for part in _demo_parts(config) for p in _demo_problems(f"model.{part[0]}", part[1], MODEL_DEMOS)]
     if unknown:
         return found + unknown
@@ -86,13 +89,24 @@ def resolve_folders(config: TrainConfig) -> TrainConfig:
     return config
 
 
+def checked_folders(config: TrainConfig) -> TrainConfig:
+    """Resolve folders, and check the rules that need the model.
+
+    Raises:
+        UserError: a download failed, or a rule is broken.
+    """
+    resolved = resolve_folders(config)
+    require_model_rules(resolved)
+    return resolved
+
+
 def resolve_data_folder(config: TrainConfig) -> TrainConfig:
-    """Replace the data's ``demo:`` name by its folder."""
-    data = config.data
-    if not data.path.startswith(DEMO):
-        return config
-    data = data.model_copy(update={"path": str(resolve(data.path, Path(config.output.cache)))})
-    return config.model_copy(update={"data": data})
+    """Replace the data's ``demo:`` names by their folders."""
+
+    def resolved(path: str) -> str:
+        return str(resolve(path, Path(config.output.cache))) if path.startswith(DEMO) else path
+
+    return config.model_copy(update={"data": with_paths(config.data, resolved)})
 
 
 def resolve_model_folder(config: TrainConfig) -> TrainConfig:

@@ -10,8 +10,10 @@ from pydantic import Field
 
 from simpletune.adapters import Adapter
 from simpletune.adapters.lora import Lora
+from simpletune.config.adapter_rules import adapter_rules
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.config.family_rules import family_rules
+from simpletune.config.optimizer_rules import optimizer_rules
 from simpletune.config.validation import Validation
 from simpletune.data import Data
 from simpletune.ema import Ema
@@ -25,6 +27,7 @@ from simpletune.optim import Optimizer
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.schedule import Constant, Schedule
 from simpletune.options import Option, Problem, plural, shortened
+from simpletune.prior import NoPrior, Prior
 from simpletune.profiling.option import Profile
 from simpletune.quant import Precision
 from simpletune.quant.plain import BF16
@@ -116,6 +119,8 @@ class TrainConfig(Option):
     """Training objective and density of noise levels."""
     train: Train = Train()
     """Length of the run, batch size, seed and clipping."""
+    prior: Prior = NoPrior()
+    """Prior preservation: what keeps the class of a subject as it is."""
     ema: Ema | None = None
     """Exponential moving average of the trained weights; null: export the last step's weights."""
     memory: Memory = Memory()
@@ -164,6 +169,9 @@ class TrainConfig(Option):
                 "adapter.method lora",
             )
         yield from family_rules(self)
+        yield from adapter_rules(self)
+        yield from optimizer_rules(self)
+        yield from self.prior.rules(self)
         yield from self._fp16_rules()
         yield from self._streaming_rules()
         yield from self.memory.rules()

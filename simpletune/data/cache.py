@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.data.plan import View
+from simpletune.data.samples import View
 from simpletune.options import UserError
 from simpletune.system.atomic import quarantine
 from simpletune.system.console import say

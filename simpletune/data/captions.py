@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
+from simpletune.data.folder_names import MissingCaption
 from simpletune.data.source import Picture, Rejected, UnusablePicture
 from simpletune.data.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, read_regular
 from simpletune.options import UserError, plural
@@ -42,15 +43,37 @@ def one_line(caption: str) -> str:
     return " ".join(line.strip() for line in re.split("[\r\n]", caption) if line.strip())
 
 
-def join_lines(pictures: Sequence[Picture], described: str) -> tuple[list[Picture], str]:
-    """Join the lines of every caption, and add to the description how many captions had several lines."""
-    joined = [replace(picture, caption=one_line(picture.caption)) for picture in pictures]
-    count = sum(new.caption != old.caption for new, old in zip(joined, pictures, strict=True))
+def settle_lines(pictures: Sequence[Picture], described: str, several: bool) -> tuple[list[Picture], str]:
+    """Join the lines of every caption or take each as a caption of its own, and add to the description how many
+    captions had several lines, or how many pictures have several captions.
+
+    Args:
+        pictures: the pictures with their captions as read.
+        described: where the captions come from.
+        several: whether each line is a caption of its own.
+    """
+    settled = [
+        replace(picture, caption=lines[0], more=lines[1:])
+        for picture in pictures
+        if (lines := _lines(picture, several))
+    ]
+    if several or any(picture.more for picture in settled):
+        count = sum(bool(picture.more) for picture in settled)
+        return settled, f"{described} ({plural(count, 'picture')} with several captions)" if count else described
+    count = sum(new.caption != old.caption for new, old in zip(settled, pictures, strict=True))
     many = f" ({plural(count, 'caption')} of several lines, joined with spaces)" if count else ""
-    return joined, described + many
+    return settled, described + many
 
 
-def txt_caption(root: Path, links: Links, file: Path) -> str:
+def _lines(picture: Picture, several: bool) -> tuple[str, ...]:
+    """The different captions of a picture, each on one line."""
+    if not several:
+        return tuple(dict.fromkeys(map(one_line, picture.captions)))
+    lines = (line.strip() for caption in picture.captions for line in re.split("[\r\n]", caption))
+    return tuple(dict.fromkeys(line for line in lines if line))
+
+
+def txt_caption(root: Path, links: Links, file: Path) -> tuple[str, ...]:
     """Read the caption beside a picture from NAME.txt or NAME.caption.
 
     Raises:
@@ -58,11 +81,11 @@ def txt_caption(root: Path, links: Links, file: Path) -> str:
     """
     files = [text for suffix in TEXTS if os.path.lexists(text := file.with_suffix(suffix))]
     if not files:
-        raise UnusablePicture(f"has no caption: {file.with_suffix(TEXTS[0]).name} is missing")
+        raise MissingCaption(f"has no caption: {file.with_suffix(TEXTS[0]).name} is missing")
     captions = [_read_text(root, links, text_file) for text_file in files]
     if len(set(captions)) > 1:
         raise UnusablePicture(f"has two different captions: {' and '.join(text.name for text in files)}. Keep one")
-    return captions[0]
+    return (captions[0],)
 
 
 def endings_of_texts(files: Sequence[Path]) -> list[str]:
@@ -83,7 +106,7 @@ def _read_text(root: Path, links: Links, text_file: Path) -> str:
     return checked(caption.replace("\r\n", "\n"), what)
 
 
-def filename_caption(file: Path) -> str:
+def filename_caption(file: Path) -> tuple[str, ...]:
     """Turn a file name into a caption.
 
     Raises:
@@ -94,19 +117,19 @@ def filename_caption(file: Path) -> str:
         raise UnusablePicture(
             f"has no caption, and its file name has no words. Set data.prompt or add {file.with_suffix('.txt').name}"
         )
-    return checked(caption, "its file name")
+    return (checked(caption, "its file name"),)
 
 
-def jsonl_caption(path: Path, captions: dict[str, str], file: Path) -> str:
-    """Look up a picture's caption in metadata.jsonl.
+def jsonl_caption(path: Path, captions: dict[str, tuple[str, ...]], file: Path) -> tuple[str, ...]:
+    """Look up a picture's captions in metadata.jsonl.
 
     Raises:
         UnusablePicture: there is no usable caption.
     """
     name = file.relative_to(path).as_posix()
     if name not in captions:
-        raise UnusablePicture(f"has no line in {METADATA}")
-    return checked(captions[name], f"its text in {METADATA}")
+        raise MissingCaption(f"has no line in {METADATA}")
+    return tuple(checked(caption, f"its text in {METADATA}") for caption in captions[name])
 
 
 @dataclass
@@ -119,7 +142,7 @@ class Metadata:
         rejected: unusable lines.
     """
 
-    captions: dict[str, str] = field(default_factory=dict)
+    captions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)
 
@@ -167,9 +190,10 @@ def _read_line(line: str, number: int, found: Metadata) -> None:
         name, text = row["file_name"], row["text"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return found.refuse(number, 'is not a JSON object with "file_name" and "text"')
-    if not isinstance(name, str) or not isinstance(text, str):
-        return found.refuse(number, "file_name and text must be strings")
-    if not is_text(name + text):
+    texts = text if isinstance(text, list) and text else [text]
+    if not isinstance(name, str) or not all(isinstance(each, str) for each in texts):
+        return found.refuse(number, "file_name must be a string, and text a string or a list of them")
+    if not is_text("".join([name, *texts])):
         return found.refuse(number, "contains a lone surrogate, which is not valid text")
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
@@ -177,4 +201,4 @@ def _read_line(line: str, number: int, found: Metadata) -> None:
     name = path.as_posix()
     if name in found.captions:
         return found.refuse(number, f"repeats {name!r} from line {found.lines[name]}. Keep one")
-    found.captions[name], found.lines[name] = text, number
+    found.captions[name], found.lines[name] = tuple(texts), number

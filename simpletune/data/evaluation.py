@@ -10,7 +10,8 @@ from simpletune.options import Json, plural
 if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig
     from simpletune.config.validation import Validation
-    from simpletune.data.plan import Draw, Plan
+    from simpletune.data.plan import Plan
+    from simpletune.data.samples import Draw
 
 LEAST, MOST = 4, 16  # samples of an automatic evaluation
 SHARE = 0.02  # of the run's forward passes

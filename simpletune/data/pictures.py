@@ -110,6 +110,37 @@ def decode(data: bytes, at_least: int | None = None) -> Image.Image:
         raise _damaged(error) from None
 
 
+def has_alpha(data: bytes) -> bool:
+    """Whether a picture has an alpha channel or a transparent colour; reads only its header."""
+    image = _open(data)
+    return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+
+
+def decode_mask(data: bytes, kind: str) -> Image.Image:
+    """Decode a mask to 8-bit grey, with EXIF rotation.
+
+    Args:
+        data: the file's bytes.
+        kind: ``alpha``: the picture's opacity; ``file``: the brightness.
+
+    Raises:
+        UnusablePicture: the file is damaged or truncated.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        image = _open(data)
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        if kind == "alpha":
+            return image.convert("RGBA").getchannel("A")
+        return (_in_strips(image, _from_16_bit) if image.mode.startswith("I") else image).convert("L")
+    except Image.DecompressionBombError:
+        raise _too_many_pixels() from None
+    except DAMAGE as error:
+        raise _damaged(error) from None
+
+
 def _in_strips(image: Image.Image, to_rgb: Callable[[Image.Image], Image.Image]) -> Image.Image:
     """Convert a picture to RGB in strips, so that no temporary is as large as the picture."""
     from PIL import Image

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from simpletune.data.source import Picture, Rejected, Source
+from simpletune.data.prompts import prompt_of
+from simpletune.data.samples import Draw, Sample, View, make_samples, repeats_of
+from simpletune.data.several import Several, field_of
+from simpletune.data.source import Picture, Source
 from simpletune.data.split import split_pictures
-from simpletune.models.buckets import STEP, Size, nearest_bucket, upscaling
+from simpletune.models.buckets import Size
 from simpletune.objectives import Objective
 from simpletune.options import Json, UserError
 from simpletune.system.rng import stream
@@ -23,114 +26,27 @@ if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One repetition of a picture in an epoch, with its bucket."""
-
-    picture: Picture
-    bucket: Size
-    repeat: int
-
-
-@dataclass(frozen=True)
-class View:
-    """One crop of a picture: everything its latents depend on, apart from the autoencoder.
-
-    Args:
-        offset: position of the crop within the excess width and height, 0 to 1.
-        flip: whether it is mirrored left to right.
-    """
-
-    picture: Picture
-    bucket: Size
-    offset: tuple[float, float]
-    flip: bool
-
-
-@dataclass(frozen=True)
-class Draw:
-    """One presentation of a sample in a micro-batch.
-
-    Args:
-        view: the picture and its crop.
-        caption: the prompt; empty if dropped.
-        level: the noise level, after the shift: sigma in (0, 1) of a flow, the timestep of a diffusion.
-        noise_key: the parts of the key that seeds the noise.
-        weight: 1 for a sample of the epoch; 0 for a filler, which pads the micro-batch and is excluded from the loss.
-    """
-
-    view: View
-    caption: str
-    level: float
-    noise_key: tuple[int | str, ...]
-    weight: int = 1
-
-
-def bucket_of(picture: Picture, source: Source, step: int = STEP) -> Size:
-    """The size in pixels that a picture is cropped to, in multiples of ``step``."""
-    if source.aspect == "square":
-        return source.resolution, source.resolution
-    return nearest_bucket(picture.size, source.resolution, source.max_aspect, step)
-
-
-def too_small(pictures: Sequence[Picture], source: Source, step: int = STEP) -> list[Rejected]:
-    """Reject pictures that would have to be scaled up by more than ``data.max_upscale``.
-
-    Args:
-        step: sides of buckets are multiples of this, in pixels.
-    """
-    rejected = []
-    for picture in pictures if source.max_upscale is not None else ():
-        scale = upscaling(picture.size, bucket_of(picture, source, step))
-        if scale > source.max_upscale:  # type: ignore[operator]
-            size = f"{picture.size[0]}x{picture.size[1]}"
-            limit = f"the limit is data.max_upscale={source.max_upscale:g}"
-            rejected.append(
-                Rejected(picture.name, f"is too small: {size} would be scaled up {scale:.1f} times; {limit}")
-            )
-    return rejected
-
-
-def without(pictures: Sequence[Picture], rejected: Sequence[Rejected]) -> list[Picture]:
-    """The pictures that were not rejected."""
-    bad = {each.name for each in rejected}
-    return [picture for picture in pictures if picture.name not in bad]
-
-
-def make_samples(
-    pictures: Sequence[Picture], source: Source, repeats: int | None = None, step: int = STEP
-) -> list[Sample]:
-    """The samples of an epoch, sorted by picture name, with a picture's repetitions next to each other.
-
-    Args:
-        pictures: the pictures to sample.
-        source: gives aspect, resolution and repeats.
-        repeats: overrides the source's repeats.
-        step: sides of buckets are multiples of this, in pixels.
-    """
-    samples, repeats = [], source.repeats if repeats is None else repeats
-    for picture in sorted(pictures, key=lambda picture: picture.name):
-        bucket = bucket_of(picture, source, step)
-        samples += [Sample(picture, bucket, repeat) for repeat in range(repeats)]
-    return samples
-
-
 def make_plan(config: TrainConfig, pictures: Sequence[Picture], processes: int) -> Plan:
     """Plan a run over the usable pictures, without those that ``validation.split`` holds out.
 
     Raises:
-        UserError: there are no pictures, or none on one side of the split.
+        UserError: a source has no pictures, or none are on one side of the split.
     """
-    if not pictures:
-        raise UserError(f"data.path: {config.data.path} contains no usable pictures. Add some")
-    training, held_out = split_pictures(pictures, config.validation.split)
+    data = config.data
+    for index, source in enumerate(data.members):
+        if all(picture.source != index for picture in pictures):
+            raise UserError(f"{field_of(data, index, 'path')}: {source.path} contains no usable pictures. Add some")
+    kept = [picture for picture in pictures if data.members[picture.source].regularization]
+    others = [picture for picture in pictures if not data.members[picture.source].regularization]
+    training, held_out = split_pictures(others, config.validation.split)
+    firsts = {picture.digest: picture.source for picture in reversed(held_out)}  # a second source may hold copies
     return Plan(
-        make_samples(training, config.data, step=config.model.multiple),
-        config.data,
+        make_samples([*training, *kept], data, step=config.model.multiple),
+        data,
         config.objective,
         config.train.seed,
         GlobalBatch(config.train.batch_size, config.train.gradient_accumulation, processes),
-        make_samples(held_out, config.data, 1, config.model.multiple),
+        make_samples([p for p in held_out if firsts[p.digest] == p.source], data, 1, config.model.multiple),
     )
 
 
@@ -165,7 +81,7 @@ class Plan:
 
     Args:
         samples: the samples of an epoch (``make_samples``).
-        source: gives crop, flip, variants and caption dropout.
+        data: gives crop, flip, variants, captions and loss weight of each source.
         objective: gives the density of noise levels.
         seed: ``train.seed``.
         batch: the batch sizes of a step.
@@ -175,7 +91,7 @@ class Plan:
     def __init__(
         self,
         samples: Sequence[Sample],
-        source: Source,
+        data: Source | Several,
         objective: Objective,
         seed: int,
         batch: GlobalBatch,
@@ -183,10 +99,11 @@ class Plan:
     ):
         if not samples:
             raise ValueError("a plan needs at least one sample")
-        self.samples, self.source, self.objective = list(samples), source, objective
+        self.samples, self.data, self.objective = list(samples), data, objective
         self.held_out, self.seed = list(held_out), seed
         self.batch_size, self.accumulation, self.processes = batch.batch_size, batch.accumulation, batch.processes
-        self.shift = objective.shift_at(source.resolution)
+        self.sources = data.members
+        self.shifts = [objective.shift_at(source.resolution) for source in self.sources]
         self.buckets: dict[Size, list[int]] = defaultdict(list)
         for index, sample in enumerate(self.samples):
             self.buckets[sample.bucket].append(index)
@@ -263,32 +180,55 @@ class Plan:
         rows = [draws[row % len(draws)] for row in range(self.batch_size)]
         return rows[:real] + [replace(draw, weight=0) for draw in rows[real:]]
 
+    def source_of(self, sample: Sample) -> Source:
+        """The source of a sample's picture."""
+        return self.sources[sample.picture.source]
+
     def _draw(self, sample: Sample, epoch: int, step: int, micro: int, index: int) -> Draw:
-        key = (step, micro, index)
-        dropped = stream(self.seed, "dropout", *key).random() < self.source.caption_dropout
+        key, source = (step, micro, index), self.source_of(sample)
+        dropped = stream(self.seed, "dropout", *key).random() < source.caption_dropout
+        variant = (epoch * repeats_of(sample.picture, source) + sample.repeat) % source.variants
         return Draw(
-            view=self.view(sample, (epoch * self.source.repeats + sample.repeat) % self.source.variants),
-            caption="" if dropped else sample.picture.caption,
-            level=self.objective.draw(stream(self.seed, "sigma", *key), self.shift),
+            view=self.view(sample, variant),
+            caption="" if dropped else self.prompt(sample, variant),
+            level=self.objective.draw(stream(self.seed, "sigma", *key), self.shifts[sample.picture.source]),
             noise_key=("noise", *key),
+            loss_weight=source.weight,
         )
 
     def view(self, sample: Sample, variant: int) -> View:
         """One of a sample's crops. It depends on the picture's bytes, not on its name or position."""
-        draw = stream(self.seed, "view", sample.picture.digest, variant)
-        offset = (draw.random(), draw.random()) if self.source.crop == "random" else (0.5, 0.5)
-        return View(sample.picture, sample.bucket, offset, self.source.flip and draw.random() < 0.5)
+        draw, source = stream(self.seed, "view", sample.picture.digest, variant), self.source_of(sample)
+        offset = (draw.random(), draw.random()) if source.crop == "random" else (0.5, 0.5)
+        return View(sample.picture, sample.bucket, offset, source.flip and draw.random() < 0.5)
+
+    def prompt(self, sample: Sample, variant: int) -> str:
+        """The prompt of one variant of a sample."""
+        return prompt_of(sample.picture, self.source_of(sample), self.seed, variant)
 
     def views(self) -> list[View]:
         """Every distinct crop that the run may need: those of the samples in order, then of the held-out ones."""
-        variants = range(self.source.variants)
-        trained = [self.view(sample, variant) for sample in self.samples for variant in variants]
-        return list(dict.fromkeys([*trained, *(self.view(sample, 0) for sample in self.held_out)]))
+        return list(dict.fromkeys(self.view(sample, variant) for sample, variant in self._variants()))
 
     def captions(self) -> list[str]:
         """Every distinct prompt that the run may need: those of the samples in order, then of the held-out ones."""
-        captions = [sample.picture.caption for sample in [*self.samples, *self.held_out]]
-        return list(dict.fromkeys([*captions, ""] if self.source.caption_dropout else captions))
+        captions = [self.prompt(sample, variant) for sample, variant in self._variants()]
+        dropped = any(source.caption_dropout for source in self.sources)
+        return list(dict.fromkeys([*captions, ""] if dropped else captions))
+
+    def _variants(self) -> Iterator[tuple[Sample, int]]:
+        """Every sample with each of its variants, then the held-out ones with their only one."""
+        for sample in self.samples:
+            yield from ((sample, variant) for variant in range(self.source_of(sample).variants))
+        yield from ((sample, 0) for sample in self.held_out)
+
+    def example(self) -> str:
+        """The prompt of the first sample that is not for regularization."""
+        return self.prompt(self._subjects()[0], 0)
+
+    def _subjects(self) -> list[Sample]:
+        """The samples that are not for regularization; all of them if there is no other."""
+        return [sample for sample in self.samples if not self.source_of(sample).regularization] or self.samples
 
     def evaluation(self, count: int) -> list[Draw]:
         """A fixed set of draws for the evaluation loss: samples in order, noise levels at evenly spaced quantiles.
@@ -297,23 +237,32 @@ class Plan:
         with samples, so that the two are not correlated.
         """
         levels = stream(self.seed, "evaluation-levels").permutation(count)
-        draws, samples = [], self.held_out or self.samples
+        draws, samples = [], self.held_out or self._subjects()
         for index in range(count):
             sample = samples[index * len(samples) // count if count < len(samples) else index % len(samples)]
-            level = self.objective.quantile((levels[index] + 0.5) / count, self.shift)
-            draws.append(Draw(self.view(sample, 0), sample.picture.caption, level, ("evaluation-noise", index)))
+            level = self.objective.quantile((levels[index] + 0.5) / count, self.shifts[sample.picture.source])
+            draws.append(Draw(self.view(sample, 0), self.prompt(sample, 0), level, ("evaluation-noise", index)))
         return draws
 
     def manifest(self) -> list[Json]:
         """Everything that the order of samples and the evaluation depend on; checkpoints pin it."""
-        return [*map(_row, self.samples), *({**_row(sample), "held_out": True} for sample in self.held_out)]
+        return [*map(self._row, self.samples), *({**self._row(sample), "held_out": True} for sample in self.held_out)]
 
-
-def _row(sample: Sample) -> Json:
-    return {
-        "file": sample.picture.name,
-        "sha256": sample.picture.digest,
-        "caption": sample.picture.caption,
-        "bucket": list(sample.bucket),
-        "repeat": sample.repeat,
-    }
+    def _row(self, sample: Sample) -> Json:
+        """One line of the manifest. What is new since the first version is there only where it is used, so that the
+        manifests of older checkpoints stay equal."""
+        row: Json = {
+            "file": sample.picture.name,
+            "sha256": sample.picture.digest,
+            "caption": self.prompt(sample, 0),
+            "bucket": list(sample.bucket),
+            "repeat": sample.repeat,
+        }
+        prompts = dict.fromkeys(self.prompt(sample, variant) for variant in range(self.source_of(sample).variants))
+        if len(prompts) > 1:
+            row["captions"] = list(prompts)
+        if sample.picture.mask is not None:
+            row["mask"] = sample.picture.mask.digest
+        if not isinstance(self.data, Source):
+            row["source"] = sample.picture.source
+        return row

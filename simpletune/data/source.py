@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from simpletune.models.buckets import STEP, Size
-from simpletune.options import Option
+from simpletune.options import Option, Problem
 
 
 class UnusablePicture(Exception):
     """The reason why a picture cannot be used."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Where a picture is learned from. Its bytes are read on demand.
+
+    Args:
+        kind: ``alpha``: the opacity of the picture itself; ``file``: the brightness of a file of its own.
+        digest: SHA-256 of the bytes.
+        read: returns the bytes.
+    """
+
+    kind: Literal["alpha", "file"]
+    digest: str
+    read: Callable[[], bytes] = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,10 @@ class Picture:
         size: (width, height) in pixels, after EXIF rotation.
         digest: SHA-256 of its bytes.
         read: returns its bytes.
+        source: the index of its source in ``data.sources``.
+        more: its other captions, if it has several.
+        repeats: how often its folder's name repeats it, beside ``data.repeats``.
+        mask: where it is learned from; None: everywhere.
     """
 
     name: str
@@ -34,6 +54,15 @@ class Picture:
     size: Size
     digest: str
     read: Callable[[], bytes] = field(compare=False, repr=False)
+    source: int = 0
+    more: tuple[str, ...] = ()
+    repeats: int = 1
+    mask: Mask | None = None
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        """All its captions."""
+        return self.caption, *self.more
 
     def read_same(self) -> bytes:
         """Read the picture again and verify its digest.
@@ -41,10 +70,19 @@ class Picture:
         Raises:
             UnusablePicture: it cannot be read, or has changed since the scan.
         """
-        data = self.read()
-        if hashlib.sha256(data).hexdigest() != self.digest:
-            raise UnusablePicture("has changed since the folder was scanned. Restart")
-        return data
+        return same_bytes(self)
+
+
+def same_bytes(picture: Picture | Mask) -> bytes:
+    """Read a picture or a mask again and verify its digest.
+
+    Raises:
+        UnusablePicture: it cannot be read, or has changed since the scan.
+    """
+    data = picture.read()
+    if hashlib.sha256(data).hexdigest() != picture.digest:
+        raise UnusablePicture("has changed since the folder was scanned. Restart")
+    return data
 
 
 @dataclass(frozen=True)
@@ -55,11 +93,13 @@ class Rejected:
         name: the name of the picture, the folder or the line (``metadata.jsonl:3``).
         reason: the predicate of a sentence whose subject is the name.
         kind: the kind of the entry.
+        source: the index of its source in ``data.sources``.
     """
 
     name: str
     reason: str
     kind: Literal["picture", "folder", "line"] = "picture"
+    source: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,6 +112,7 @@ class Scan:
         captions: a description of where the captions come from.
         left_alone: pictures of unsupported formats, counted by file extension.
         hints: sentences about data that the user may have meant differently.
+        notes: sentences that say how data was understood.
     """
 
     pictures: list[Picture]
@@ -79,6 +120,7 @@ class Scan:
     captions: str
     left_alone: Mapping[str, int] = field(default_factory=dict)
     hints: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def _multiple_of_step(resolution: int) -> int:
@@ -99,6 +141,10 @@ def _named(path: str) -> str:
 class Source(Option):
     """Fields shared by all data sources."""
 
+    if TYPE_CHECKING:  # every member declares it, so that its tag comes first in JSON
+        source: str
+        mask: str | None
+
     path: Annotated[str, AfterValidator(_named)]
     """Path of the pictures; demo:pictures and demo:subject are small built-in folders."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
@@ -118,10 +164,62 @@ class Source(Option):
     flip: bool = False
     """Mirror half of the presentations left to right."""
     variants: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many crops and flips of each picture to cache; training cycles through them."""
+    """How many crops, flips and prompts of each picture to draw and cache; training cycles through them."""
     repeats: Annotated[int, Field(ge=1, le=1000)] = 1
     """How often each picture appears in an epoch."""
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Factor of its pictures' loss; for a regularization source the prior loss weight."""
+    regularization: bool = False
+    """Use the pictures for prior preservation, as a class that the model must not forget. They are trained on like all
+    others, but never held out or evaluated, and their captions are never the validation prompt. At least one source
+    must be without."""
+    caption_lines: Literal["join", "several"] = "join"
+    """Lines of a caption (multiline). join: join them with spaces; several: each is a caption of its own, and each
+    variant uses one. A list of texts in metadata.jsonl or a table is several captions either way."""
+    caption_prefix: str = ""
+    """Text before every caption, such as a trigger word; a space is added."""
+    caption_suffix: str = ""
+    """Text after every caption; a space is added unless it begins with punctuation."""
+    shuffle_tags: bool = False
+    """Shuffle the tags of a caption (shuffle_caption), once for each variant."""
+    tag_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Probability of dropping a tag from a caption (caption_tag_dropout_rate), drawn once for each variant."""
+    keep_tags: Annotated[int, Field(ge=0)] = 0
+    """How many tags at the start of a caption to neither shuffle nor drop (keep_tokens)."""
+    tag_separator: Annotated[str, Field(min_length=1, max_length=8)] = ","
+    """Text between tags."""
+    unmasked_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Factor of the loss outside a picture's mask (unmasked share); 0: learn nothing from there."""
     caption_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Probability of replacing a caption with the empty prompt; 0.05 to 0.1 helps classifier-free guidance."""
     on_error: Literal["stop", "skip"] = "stop"
     """What to do if pictures are unusable: stop and list them, or continue without them."""
+
+    @property
+    def members(self) -> tuple[Source, ...]:
+        """This source alone, as one of several would list itself."""
+        return (self,)
+
+    @property
+    def place(self) -> str:
+        """The path as the configuration names it, for messages."""
+        return self.path
+
+    def problems(self, path: Path) -> Iterator[Problem]:
+        """Check a source without reading its pictures.
+
+        Args:
+            path: where it is, with ``demo:`` names resolved.
+        """
+        raise NotImplementedError
+
+    def scan(self, path: Path) -> Scan:
+        """Find the usable pictures and their captions.
+
+        Args:
+            path: where they are, with ``demo:`` names resolved.
+
+        Raises:
+            UserError: the source cannot be read at all.
+        """
+        raise NotImplementedError

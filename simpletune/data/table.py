@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from simpletune.data.captions import MAX_BYTES, checked, join_lines
+from simpletune.data.captions import MAX_BYTES, checked, settle_lines
+from simpletune.data.masks import alpha_mask
 from simpletune.data.pictures import picture_size
 from simpletune.data.source import Picture, Rejected, Scan, Source, UnusablePicture
 from simpletune.data.walk import is_outside, read_regular, too_large
@@ -36,9 +37,11 @@ class Table(Source):
     image_column: Annotated[str, Field(min_length=1)] = "image"
     """Column of the pictures: bytes, or Hugging Face's {bytes, path}."""
     caption_column: Annotated[str, Field(min_length=1)] = "text"
-    """Column of the captions; unused if data.prompt is set."""
+    """Column of the captions: strings, or lists of strings; unused if data.prompt is set."""
     split: Annotated[str, Field(min_length=1)] = "train"
     """Split to use from a dataset on the Hub."""
+    mask: Literal["alpha"] | None = None
+    """Learn only, or mostly, from the opaque parts of the pictures (masked training); null: from all of them."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Use only this many rows, from the start; null: all rows."""
 
@@ -77,7 +80,7 @@ class Table(Source):
             else f"one prompt for all pictures: {self.prompt!r}"
         )
         if self.prompt is None:
-            pictures, described = join_lines(pictures, described)
+            pictures, described = settle_lines(pictures, described, self.caption_lines == "several")
         return Scan(pictures, rejected, described)
 
     def _cells(self, file: Path) -> Iterator[Cell]:
@@ -102,20 +105,31 @@ class Table(Source):
     def _picture(
         self, name: str, image: pyarrow.Scalar, caption: pyarrow.Scalar | str, file: Path, number: int, row: int
     ) -> Picture:
-        if not isinstance(caption, str):
-            size = _text_bytes(caption)
-            if size > MAX_BYTES:
-                raise UnusablePicture(f"its {self.caption_column} {too_large(size, MAX_BYTES)}")
-            try:
-                caption = caption.as_py()
-            except UnicodeDecodeError:
-                raise UnusablePicture(f"its {self.caption_column} is not UTF-8 text") from None
-        if not isinstance(caption, str) or not caption.strip():
-            raise UnusablePicture(f"its {self.caption_column} is empty or not a string")
-        caption = checked(caption, f"its {self.caption_column}")
+        first, *more = [caption] if isinstance(caption, str) else self._texts(caption)
         data = _bytes_of(image.as_py(), file)
-        read: Callable[[], bytes] = partial(_read_again, file, number, self.image_column, row)
-        return Picture(name, caption, picture_size(data), hashlib.sha256(data).hexdigest(), read)
+        read, digest = partial(_read_again, file, number, self.image_column, row), hashlib.sha256(data).hexdigest()
+        size = picture_size(data)
+        mask = alpha_mask(data, digest, read) if self.mask == "alpha" else None
+        return Picture(name, first, size, digest, read, more=tuple(more), mask=mask)
+
+    def _texts(self, cell: pyarrow.Scalar) -> list[str]:
+        """The captions in a cell: a string, or a list of strings.
+
+        Raises:
+            UnusablePicture: there is none, or one cannot be used.
+        """
+        what = f"its {self.caption_column}"
+        size = _text_bytes(cell)
+        if size > MAX_BYTES:
+            raise UnusablePicture(f"{what} {too_large(size, MAX_BYTES)}")
+        try:
+            value = cell.as_py()
+        except UnicodeDecodeError:
+            raise UnusablePicture(f"{what} is not UTF-8 text") from None
+        texts = value if isinstance(value, list) and value else [value]
+        if not all(isinstance(text, str) and text.strip() for text in texts):
+            raise UnusablePicture(f"{what} is empty or not a string")
+        return [checked(text, what) for text in texts]
 
     def _fetched(self) -> Path:
         """Download the parquet files of a dataset on the Hub."""
@@ -223,8 +237,11 @@ def _damaged(file: Path, error: Exception) -> UserError:
 
 
 def _text_bytes(cell: pyarrow.Scalar) -> int:
-    """The size of a string cell in bytes, without converting it to Python; 0 for other types."""
+    """The size of a cell of strings in bytes, without converting it to Python; 0 for other types."""
     import pyarrow as pa
+
+    if cell.is_valid and (pa.types.is_list(cell.type) or pa.types.is_large_list(cell.type)):
+        return int(cell.values.nbytes)
 
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     if not cell.is_valid or not any(is_kind(cell.type) for is_kind in kinds):

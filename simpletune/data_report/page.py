@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from PIL import Image
 
 from simpletune import __version__
+from simpletune.data.shares import SOURCE_COLUMNS, source_rows
 from simpletune.data.walk import printable
 from simpletune.data_report.contact_sheet import tiles
 from simpletune.data_report.look_alikes import look_alikes
@@ -70,6 +71,7 @@ def _tables(found: DatasetReport) -> Iterator[PageTable]:
     across = [("\n".join(printable(name) for name in group),) for group in found.across]
     same = [(printable(caption), str(len(names))) for caption, names in found.same_caption.items()]
     every: list[PageTable] = [
+        ("Sources", "", SOURCE_COLUMNS, source_rows(found.sources) if len(found.sources) > 1 else []),
         ("Unusable", "", ("entry", "reason"), [(printable(r.name), r.reason) for r in found.rejected]),
         ("Scaled up", "smaller than their bucket", ("picture", "size", "bucket", "factor"), small),
         ("Held out", "excluded from training and used for the validation loss", ("picture",), held),

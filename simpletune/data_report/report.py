@@ -31,7 +31,7 @@ def report(config: TrainConfig, out: Path | None, as_figures: bool = False, show
         UserError: no picture is usable, or the folder cannot be written.
     """
     with silent() if as_figures else nullcontext():
-        found = scan_dataset(resolve_data_folder(config), shown, config.data.path)
+        found = scan_dataset(resolve_data_folder(config), shown, tuple(source.path for source in config.data.members))
     if as_figures:
         print(json.dumps(as_json(found)))
     else:
@@ -44,7 +44,7 @@ def report(config: TrainConfig, out: Path | None, as_figures: bool = False, show
         if not as_figures:
             say(f"{'written':<10} {', '.join(str(file) for file in written)}")
     if not found.usable:
-        raise UserError(f"data.path: {config.data.path} contains no usable pictures. Fix the problems listed above")
+        raise UserError(f"data.path: {config.data.place} contains no usable pictures. Fix the problems listed above")
     return found
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,10 @@ from PIL import Image
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.pictures import cut, decode
-from simpletune.data.plan import Plan, View, make_plan, too_small, without
+from simpletune.data.plan import Plan, make_plan
+from simpletune.data.samples import View, too_small, without
+from simpletune.data.several import scan_sources, source_notes, stopping
+from simpletune.data.shares import SourceShare, shares
 from simpletune.data.source import Picture, Rejected, UnusablePicture
 from simpletune.data_report.near_duplicates import PictureHash, hash_of, near_duplicates
 from simpletune.data_report.token_counts import LIMIT, token_counts
@@ -91,6 +94,8 @@ class DatasetReport:
         on_error: ``data.on_error``.
         hints: sentences about data that the user may have meant differently.
         held_out: names of pictures that validation.split holds out; buckets and epochs exclude them.
+        notes: sentences that say how data was understood.
+        sources: what each source contributes to an epoch.
     """
 
     path: str
@@ -110,6 +115,8 @@ class DatasetReport:
     on_error: str = "stop"
     hints: tuple[str, ...] = ()
     held_out: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    sources: list[SourceShare] = field(default_factory=list)
 
     @property
     def across(self) -> list[list[str]]:
@@ -128,38 +135,63 @@ class DatasetReport:
         return [each for each in self.rejected if "caption" in each.reason or "text in" in each.reason]
 
 
-def scan_dataset(config: TrainConfig, shown: int, name: str = "") -> DatasetReport:
+def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -> DatasetReport:
     """Scan a dataset.
 
     Args:
         config: with the data's folder resolved.
         shown: how many pictures get a tile.
-        name: the name to report instead of the folder.
+        names: what to call the sources instead of their folders.
 
     Raises:
         UserError: the data cannot be scanned at all.
     """
-    scan = config.data.scan(Path(config.data.path))
+    scan = scan_sources(config.data)
     small = too_small(scan.pictures, config.data, config.model.multiple)
-    pictures = without(scan.pictures, small)
-    found = DatasetReport(name or config.data.path, scan.captions, [], [*scan.rejected, *small], dict(scan.left_alone))
-    found.on_error, found.resolution, found.hints = config.data.on_error, config.data.resolution, scan.hints
+    pictures = _named(without(scan.pictures, small), config)
+    found = DatasetReport(
+        ", ".join(dict.fromkeys(names)) or config.data.place,
+        scan.captions,
+        [],
+        [*scan.rejected, *small],
+        dict(scan.left_alone),
+    )
+    found.on_error = "stop" if stopping(config.data, found.rejected) else "skip"
+    found.resolution, found.hints = config.data.resolution, scan.hints
+    found.notes = (*scan.notes, *source_notes(config.data, scan.pictures))
     if not pictures:
         return found
     plan = make_plan(config, pictures, 1)
     samples = sorted([*plan.samples, *plan.held_out], key=lambda sample: sample.picture.name)
-    firsts = {sample.picture.name: plan.view(sample, 0) for sample in samples if sample.repeat == 0}
-    trained = [firsts[sample.picture.name] for sample in plan.samples if sample.repeat == 0]
+    firsts = {_place(sample.picture): plan.view(sample, 0) for sample in samples if sample.repeat == 0}
+    trained = [firsts[_place(sample.picture)] for sample in plan.samples if sample.repeat == 0]
     ordered = sorted(trained, key=lambda view: (view.bucket, view.picture.name))
-    chosen = {ordered[place].picture.name for place in evenly_spaced(len(ordered), shown)}
+    chosen = {_place(ordered[place].picture) for place in evenly_spaced(len(ordered), shown)}
     with progress("look", len(firsts), "pictures") as advance:
         for result in _scan_pictures(firsts.values(), chosen, advance):
             (found.usable if isinstance(result, ScannedImage) else found.rejected).append(result)  # type: ignore[arg-type]
     if found.usable:
         _compare(found)
         _read_captions(found, config)
-        _count(found, make_plan(config, [seen.picture for seen in found.usable], 1))
+        plan = make_plan(config, [seen.picture for seen in found.usable], 1)
+        _count(found, plan)
+        found.sources = shares(plan, names)
     return found
+
+
+def _named(pictures: Sequence[Picture], config: TrainConfig) -> list[Picture]:
+    """Pictures with names that tell several sources apart: with the folder's name before them."""
+    paths = [source.path for source in config.data.members]
+    if len(set(paths)) == 1:
+        return list(pictures)
+    folders = Counter(Path(path).name for path in set(paths))
+    labels = [path if folders[Path(path).name] > 1 else Path(path).name for path in paths]
+    return [replace(picture, name=f"{labels[picture.source]}/{picture.name}") for picture in pictures]
+
+
+def _place(picture: Picture) -> tuple[int, str]:
+    """Which entry of which source a picture is; the same folder may be listed twice."""
+    return picture.source, picture.name
 
 
 def evenly_spaced(count: int, room: int) -> list[int]:
@@ -168,13 +200,13 @@ def evenly_spaced(count: int, room: int) -> list[int]:
 
 
 def _scan_pictures(
-    views: Iterable[View], tiles: Collection[str], advance: Callable[[], None]
+    views: Iterable[View], tiles: Collection[tuple[int, str]], advance: Callable[[], None]
 ) -> Iterator[ScannedImage | Rejected]:
     """Decode pictures in several threads, but large ones in one: a thread never returns the memory of its largest."""
     with ThreadPoolExecutor(THREADS) as small, ThreadPoolExecutor(1) as large:
         futures = deque(
             (large if view.picture.size[0] * view.picture.size[1] > LARGE else small).submit(
-                _scan_picture, view, view.picture.name in tiles, advance
+                _scan_picture, view, _place(view.picture) in tiles, advance
             )
             for view in views
         )
@@ -187,7 +219,7 @@ def _scan_picture(view: View, tile: bool, advance: Callable[[], None]) -> Scanne
     try:
         image = decode(view.picture.read_same(), at_least=2 * TILE)
     except UnusablePicture as reason:
-        return Rejected(view.picture.name, str(reason))
+        return Rejected(view.picture.name, str(reason), source=view.picture.source)
     finally:
         advance()
     return ScannedImage(view.picture, view.bucket, hash_of(image), _tile(image, view) if tile else None)
@@ -205,27 +237,30 @@ def _compare(found: DatasetReport) -> None:
     by_digest = defaultdict(list)
     for seen in found.usable:
         by_digest[seen.picture.digest].append(seen)
-    found.exact = [[seen.picture.name for seen in group] for group in by_digest.values() if len(group) > 1]
+    named = (list(dict.fromkeys(seen.picture.name for seen in group)) for group in by_digest.values())
+    found.exact = [names for names in named if len(names) > 1]
     firsts = [group[0] for group in by_digest.values()]
     groups = near_duplicates([seen.hash for seen in firsts])
     found.near = [[firsts[place].picture.name for place in group] for group in groups]
 
 
 def _read_captions(found: DatasetReport, config: TrainConfig) -> None:
-    names = defaultdict(list)
+    names: dict[str, dict[str, None]] = defaultdict(dict)  # ordered, and each name once
+    prompted = {index for index, source in enumerate(config.data.members) if source.prompt is not None}
+    shared = set[str]()
     for seen in found.usable:
-        names[seen.picture.caption].append(seen.picture.name)
-    if config.data.prompt is None:
-        found.same_caption = {caption: group for caption, group in names.items() if len(group) > 1}
+        for caption in seen.picture.captions:
+            names[caption][seen.picture.name] = None
+            shared |= set() if seen.picture.source in prompted else {caption}
+    found.same_caption = {
+        caption: list(group) for caption, group in names.items() if len(group) > 1 and caption in shared
+    }
     counts = token_counts(config, list(names))
     found.tokens = counts is not None
     limit = LIMIT if found.tokens else LONG
     lengths = dict(zip(names, counts or map(len, names), strict=True))
-    found.long = [
-        (seen.picture.name, lengths[seen.picture.caption])
-        for seen in found.usable
-        if lengths[seen.picture.caption] > limit
-    ]
+    longest = {seen.picture.name: max(map(lengths.__getitem__, seen.picture.captions)) for seen in found.usable}
+    found.long = [(name, length) for name, length in longest.items() if length > limit]
 
 
 def _count(found: DatasetReport, plan: Plan) -> None:

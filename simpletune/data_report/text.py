@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
+from simpletune.data.shares import source_lines
 from simpletune.data.walk import printable
 from simpletune.data_report.scan import LONG, DatasetReport
 from simpletune.data_report.token_counts import LIMIT
@@ -62,8 +64,12 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
     total = len(found.usable) + sum(each.kind == "picture" for each in found.rejected)
     yield "data", f"{printable(found.path)}: {plural(total, 'picture')}, {len(found.usable)} usable"
     yield "captions", printable(f"from {found.captions}")
+    for note in found.notes:
+        yield "note", note
     for hint in found.hints:
         yield "hint", hint
+    for line in source_lines(found.sources):
+        yield "source", line
     if found.held_out:
         yield (
             "held out",
@@ -125,7 +131,8 @@ def as_json(found: DatasetReport) -> Json:
     """The full report as JSON."""
     return {
         "path": found.path, "captions": found.captions, "on_error": found.on_error, "left_alone": found.left_alone,
-        "hints": list(found.hints), "held_out": found.held_out, "held_out_and_alike": found.across,
+        "hints": list(found.hints), "notes": list(found.notes), "sources": [asdict(each) for each in found.sources],
+         "held_out": found.held_out, "held_out_and_alike": found.across,
         "usable": [
             {"name": seen.picture.name, "size": seen.picture.size, "bucket": seen.bucket,
              "caption": seen.picture.caption, "upscale": round(seen.upscale, 4),

@@ -21,6 +21,11 @@ TINY_SD3 = "demo:tiny-sd3"
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "tiny_sd3"
 """The tiny SD3's pipeline folder, created by `make tiny-sd3`."""
 
+ENCODERS = {
+    f"{PREFIX}{name}": SHIPPED.parent / "tiny_encoders" / name.replace("-", "_") for name in ("tiny-dino", "tiny-clip")
+}
+"""Folders of the two encoders that know the tiny SD3's pictures, created by `make tiny-encoders`."""
+
 
 def resolve(name: str, cache: Path) -> Path:
     """Locate a demo folder; draw its pictures if they are not cached.

@@ -68,6 +68,8 @@ TEMPLATES = (
 SUBJECT_TEMPLATE = "a {size} {subject} figure {position}, on a {background} background"
 STYLE_TRIGGER, SUBJECT_TRIGGER = "glim", "blick"
 """Meaningless words for the style and the figure that fine-tuning will teach."""
+SUBJECT = ("circle", "purple", "star", "yellow")
+"""Shape and colour of the demo's particular figure, outside and inside."""
 MEANINGLESS = ("blick", "zorp")
 """Words of the vocabulary that the text encoders saw in place of a style. The encoders place both in the middle of all
 styles, where a small change of the model cannot separate them; a word that splits into letters is easier to learn."""
@@ -185,13 +187,26 @@ def draw(scene: Scene, pixels: int = 64, seed: int = 0) -> Image.Image:
 
 def draw_subject(background: str, size: str, position: str, pixels: int = 64, seed: int = 0) -> Image.Image:
     """Draw the demo's particular figure, always in the same two colours: a yellow star on a purple disc."""
-    scene = Scene("circle", "purple", background, size, position, "flat")
+    scene = Scene(*SUBJECT[:2], background, size, position, "flat")
+    return draw_figure(scene, SUBJECT[2:], pixels, seed)
+
+
+def draw_figure(scene: Scene, inner: tuple[str, str], pixels: int = 64, seed: int = 0) -> Image.Image:
+    """Draw a flat shape in a shape.
+
+    Args:
+        scene: The outer shape and where it is; its style is not read.
+        inner: Shape and colour of the inner one.
+        pixels: Side of the square picture.
+        seed: Of small variations.
+    """
     rng = np.random.default_rng([seed, 1])
     x, y = place(scene, pixels, rng)
-    canvas = _shade(BACKGROUNDS[background], rng)
-    disc, star = circle(x, y, radius=1.0), DISTANCES["star"](x / 0.82, y / 0.82) * 0.82
-    for distance, colour in ((disc, COLOURS["purple"]), (star, COLOURS["yellow"])):
-        canvas = _over(canvas, np.array(colour, dtype=float), _coverage(distance * SIZES[size], pixels))
+    canvas = _shade(BACKGROUNDS[scene.background], rng)
+    outside = circle(x, y, radius=1.0) if scene.shape == "circle" else DISTANCES[scene.shape](x, y)  # room for a star
+    inside = DISTANCES[inner[0]](x / 0.82, y / 0.82) * 0.82
+    for distance, colour in ((outside, scene.colour), (inside, inner[1])):
+        canvas = _over(canvas, np.array(COLOURS[colour], dtype=float), _coverage(distance * SIZES[scene.size], pixels))
     return _to_image(canvas)
 
 

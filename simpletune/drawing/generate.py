@@ -9,6 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from simpletune.data.several import example_prompt
 from simpletune.drawing.session import InferenceSession, given_arguments, open_session
 from simpletune.options import UserError, plural
 from simpletune.pipeline.png import drawn_as, save_png
@@ -67,7 +68,7 @@ def default_prompt(session: InferenceSession) -> str:
             return str(drawn_as(file)["prompt"])
         except (OSError, ValueError, SyntaxError, KeyError):
             raise UserError(f"--prompt: {file} is damaged, so the run's prompt is not known. Give a prompt") from None
-    return session.config.data.scan(Path(session.config.data.path)).pictures[0].caption
+    return example_prompt(session.config.data, session.config.train.seed)
 
 
 def weights_of(session: InferenceSession, args: argparse.Namespace) -> tuple[str, Weights]:

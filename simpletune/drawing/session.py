@@ -140,7 +140,7 @@ class InferenceSession:
         if all(request.image is None for request in requests):
             return [None] * len(requests)
         with self.stages.stage("encode"):
-            vae = self._vae()
+            vae = self.autoencoder()
             starts = encode_starts(vae, self.config.model, requests)
             del vae
             free_memory(self.device)
@@ -150,7 +150,7 @@ class InferenceSession:
         self, models: Sequence[Weights], latents: dict[Weights, tuple[list[Tensor], float]]
     ) -> list[GeneratedImages]:
         with self.stages.stage("load"):
-            vae = self._vae()
+            vae = self.autoencoder()
         done: dict[Weights, GeneratedImages] = {}
         for weights, (z, denoise) in latents.items():
             with self.stages.stage("decode"):
@@ -161,7 +161,8 @@ class InferenceSession:
         free_memory(self.device)
         return [done[weights] for weights in models]
 
-    def _vae(self) -> torch.nn.Module:
+    def autoencoder(self) -> torch.nn.Module:
+        """Load the autoencoder."""
         config = self.config
         return config.model.load_vae(self.device, config.precision.encoder_dtype(), config.memory.vae_tile)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from simpletune.adapters.lora_layers import detach, move_updates, rescale
+from simpletune.adapters.layers import detach, move_updates, rescale
 from simpletune.config.schema import TrainConfig
 from simpletune.lora.attach import load_loras
 from simpletune.lora.header import open_lora

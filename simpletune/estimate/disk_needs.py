@@ -12,11 +12,13 @@ from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.cache import view_key
 from simpletune.data.plan import Plan
 from simpletune.pipeline.encode import LatentCache, TextCache, prompts_of, validation_requests
+from simpletune.prior import ClassPictures
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, existing, free_bytes, in_words
 
 LATENT_BYTES = 4  # latents are cached in fp32
+PNG_BYTES = 3  # at most, per pixel
 HEADERS = 2**16  # bytes: lower bound of a checkpoint's headers, configuration and manifest
 CLOSE = 0.8  # of the free space: warn above this
 
@@ -27,6 +29,29 @@ class Need(NamedTuple):
     what: str
     folder: Path
     bytes: int
+
+
+class DataCounts(NamedTuple):
+    """What a run's data comes to."""
+
+    pictures: int
+    prompts: int
+    """Different prompts to encode, over all variants of the pictures."""
+    pixels: int
+    """Of all crops to encode."""
+    samples: int
+    """In an epoch."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> DataCounts:
+        """Count a plan's data."""
+        views = {view_key(view): view for view in plan.views()}
+        pictures = {(sample.picture.source, sample.picture.name) for sample in [*plan.samples, *plan.held_out]}
+        pixels = sum(math.prod(view.bucket) for view in views.values())
+        return cls(len(pictures), len(plan.captions()), pixels, len(plan.samples))
+
+
+NOTHING = DataCounts(0, 0, 0, 0)
 
 
 def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = False) -> None:
@@ -69,36 +94,40 @@ def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = 
         say(f"warning {in_words(traces)} are free for profiler traces: writing may fail. profile.max_traces=0 skips it")
 
 
-def disk_needs(config: TrainConfig, plan: Plan | None = None, start: int = 0, pictures: int = 0) -> Iterator[Need]:
+def disk_needs(
+    config: TrainConfig, plan: Plan | None = None, start: int = 0, counts: DataCounts = NOTHING
+) -> Iterator[Need]:
     """Yield what a run will write, except the quantised base, which is cached only if there is space to spare.
 
     Args:
         config: of the run; with a plan, folders must be resolved.
         plan: of the run; what it finds in the cache is not counted. None: do not read the data.
         start: steps already done; their checkpoints free space as they are replaced.
-        pictures: size of the data set, used without a plan: each counts as a square picture with its own caption.
+        counts: of the data, used without a plan; nothing of it counts as cached.
     """
     run, cache = run_folder(config), Path(config.output.cache)
     one, result = checkpoint_bytes(config)
-    yield Need("checkpoints", run, _more_checkpoints(config, plan, start, pictures) * one)
+    yield Need("checkpoints", run, _more_checkpoints(config, plan, start, counts.samples) * one)
     yield Need("result", run, result)
     if plan is None:
-        pixels, prompts = pictures * config.data.resolution**2, pictures
+        pixels, prompts = counts.pixels, counts.prompts
     else:
         pixels, prompts = _pixels_to_encode(config, plan), _prompts_to_encode(config, plan)
     prompt = config.model.text_tokens * config.model.text_width * config.precision.encoder_dtype().itemsize
     yield Need("cached pictures", cache, pixels // 64 * config.model.latent_channels * LATENT_BYTES)
     yield Need("cached prompts", cache, prompts * prompt)
+    if plan is None and isinstance(config.prior, ClassPictures):
+        yield Need("class pictures", cache, config.prior.count * config.data.resolution**2 * PNG_BYTES)
 
 
-def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, pictures: int) -> int:
+def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, samples: int) -> int:
     """Count the checkpoints that the run's folder will hold at most, beyond those that it holds now."""
     option, best = config.checkpoint, config.validation.split is not None
     if plan is None and config.train.epochs is not None and option.keep_last != "all":
         if option.keep_every is None:
             return option.keep_last + 1 + best  # the number of steps per epoch is unknown
     batch = config.train.batch_size * config.train.gradient_accumulation
-    counted = math.ceil(pictures * config.data.repeats / batch)
+    counted = math.ceil(samples / batch)
     steps = config.steps(max(1, counted) if plan is None else plan.steps_per_epoch)
     there = [step for step, _ in list_checkpoints(run_folder(config)) if step <= start] if start else []
     every = option.every or steps
@@ -131,8 +160,10 @@ def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:
     shapes = config.model.known_shapes()
     count = adapter.trainable(shapes)
     wide = config.precision.base_dtype().itemsize
-    trained = count * ({"fp32": 4, "bf16": 2}.get(getattr(adapter, "dtype", ""), wide))
+    each = {"fp32": 4, "bf16": 2}.get(getattr(adapter, "dtype", ""), wide)
+    trained = count * each
     state = int(count * config.optimizer.bytes_per_parameter)
-    average = 4 * count if config.ema else 0
-    result = sum(math.prod(shape) for shape in shapes.values()) * wide if adapter.trains_base else trained
+    average = 4 * count if config.ema or config.optimizer.averages else 0
+    numbers = sum(math.prod(shape) for shape in shapes.values())
+    result = numbers * wide if adapter.trains_base else adapter.exported(shapes) * each
     return trained + state + average + (result if adapter.exports_to_checkpoints else 0) + HEADERS, result

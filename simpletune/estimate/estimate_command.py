@@ -94,7 +94,7 @@ def price_of(card: Card, prices: Path | None) -> Price | None:
 def time_of(config: TrainConfig, prediction: Estimate, card: Card) -> JobTime:
     """Predict the time of an estimated job on a card."""
     assert prediction.job is not None, "estimate() gives one"
-    return job_time(config, prediction.job, card, prediction.needs.pictures)
+    return job_time(config, prediction.job, card, prediction.needs.counts)
 
 
 def compare_cards(

@@ -9,7 +9,7 @@ from pathlib import Path
 from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.data.evaluation import settle_evaluation
-from simpletune.estimate.disk_needs import checkpoint_bytes
+from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes
 from simpletune.estimate.simulate_stages import SIMULATED, JobReport
 from simpletune.models.prompts import BATCH
 from simpletune.prices import Price
@@ -113,30 +113,30 @@ def fits(card: Card, constants: Constants) -> bool:
     return abs(there.gib - card.gib * card.found) / there.gib < 0.1
 
 
-def job_time(config: TrainConfig, job: JobReport, card: Card, pictures: int | None = None) -> JobTime:
+def job_time(config: TrainConfig, job: JobReport, card: Card, counts: DataCounts | None = None) -> JobTime:
     """Predict the time of a job, with nothing in the cache yet.
 
     Args:
         config: of the run.
         job: its simulation.
         card: that it runs on.
-        pictures: in the data set; None: it was not read, and its stages are not counted.
+        counts: of the data set; None: it was not read, and its stages are not counted.
     """
     speeds, interval, source = speeds_of(card, Path(config.output.cache))
     step = step_seconds(job.train.sections, speeds)
     batch = config.train.batch_size * config.train.gradient_accumulation
-    per_epoch = None if pictures is None else max(1, -(-pictures * config.data.repeats // batch))
+    per_epoch = None if counts is None else max(1, -(-counts.samples // batch))
     steps = config.steps(per_epoch or 1)
     stages = {name: 0.0 for name in ("text", "latents")}
     drawn = config.validation.prompts or []
     for name, sections in job.work.items():
         if name.startswith("text."):
             part = job.part_bytes.get(name.removeprefix("text."), 0)
-            prompts = (pictures or 0) + len(drawn) + 1
+            prompts = (counts.prompts if counts else 0) + len(drawn) + 1
             stages["text"] += part / (card.link * 1e9) + prompts / (2 * BATCH) * alone(sections, speeds)
     side = config.data.resolution
     read_picture = speeds.rate("read_jpeg", READ_JPEG) * side * side * 4  # pictures are larger than their crops
-    stages["latents"] = (pictures or 0) * (alone(job.work["latents"], speeds) + read_picture)
+    stages["latents"] = (counts.pixels / side**2 if counts else 0) * (alone(job.work["latents"], speeds) + read_picture)
     stages["train"] = steps * step.seconds
     stages |= _validation(config, job, speeds, steps, len(drawn))
     times = steps // config.checkpoint.every if config.checkpoint.every else 0

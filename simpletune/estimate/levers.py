@@ -9,7 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from simpletune.config.load import merge, validate
+from simpletune.config.load import validate
+from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.simulate import simulate
 from simpletune.options import ConfigError

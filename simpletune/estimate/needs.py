@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.disk_needs import disk_needs
+from simpletune.data.plan import make_plan
+from simpletune.data.samples import too_small, without
+from simpletune.data.several import scan_sources
+from simpletune.estimate.disk_needs import NOTHING, DataCounts, disk_needs
 from simpletune.estimate.simulate_stages import JobReport
 from simpletune.hub.fetch import in_cache
 from simpletune.models.sources import hub_parts
 from simpletune.models.t5_layers import CHUNK_BYTES
 from simpletune.options import UserError
+from simpletune.prior import ClassPictures
 
 LIBRARIES = int(1.0 * 2**30)  # bytes: a process took 0.9 GiB after its imports (Python 3.11, torch 2.13.0 CPU)
 CUDA_LIBRARIES = 2 * 2**30  # bytes of host memory for the CUDA libraries: an allowance, not measured
@@ -26,13 +30,13 @@ class Needs:
         host: host memory at its peak.
         disk: what the run writes.
         download: missing from the hub's cache, by part of the model.
-        pictures: number of pictures in the data set; None: it could not be read.
+        counts: of the data set; None: it could not be read.
     """
 
     host: Mapping[str, int]
     disk: Mapping[str, int]
     download: Mapping[str, int]
-    pictures: int | None
+    counts: DataCounts | None
 
 
 def needs_of(config: TrainConfig, job: JobReport) -> Needs:
@@ -42,13 +46,13 @@ def needs_of(config: TrainConfig, job: JobReport) -> Needs:
         config: of the run; demo names may be unresolved.
         job: the simulated run.
     """
-    pictures = pictures_of(config)
+    counts = counts_of(config)
     trained, state = job.train.trained_bytes, job.train.state_bytes
-    disk = {need.what: need.bytes for need in disk_needs(config, pictures=pictures or 0)}
+    disk = {need.what: need.bytes for need in disk_needs(config, counts=counts or NOTHING)}
     host = {
         "libraries": LIBRARIES + CUDA_LIBRARIES,
         "levers (pinned)": job.train.host_bytes,
-        "the weights beside their average": trained if config.ema else 0,
+        "the weights beside their average": trained if config.ema or config.optimizer.averages else 0,
         "prompts or a checkpoint on their way": max(min(CHUNK_BYTES, disk["cached prompts"]), trained, state),
     }
     disk["quantised base"] = quantised_base(config, job)
@@ -56,18 +60,25 @@ def needs_of(config: TrainConfig, job: JobReport) -> Needs:
         {name: size for name, size in host.items() if size},
         {name: size for name, size in disk.items() if size},
         download(config, job),
-        pictures,
+        counts,
     )
 
 
-def pictures_of(config: TrainConfig) -> int | None:
-    """Count the pictures of the data set; None if it is missing or cannot be read."""
-    if config.data.path.startswith("demo:") or not Path(config.data.path).exists():
+def counts_of(config: TrainConfig) -> DataCounts | None:
+    """Count the pictures and prompts of the data set; None if it is missing or cannot be read."""
+    paths = [source.path for source in config.data.members]
+    if any(path.startswith("demo:") or not Path(path).exists() for path in paths):
         return None
     try:
-        return len(config.data.scan(Path(config.data.path)).pictures)
+        pictures = scan_sources(config.data).pictures
+        small = too_small(pictures, config.data, config.model.multiple)
+        found = DataCounts.of(make_plan(config, without(pictures, small), 1))
     except UserError:  # the run itself reports what is wrong with the data
         return None
+    if not isinstance(config.prior, ClassPictures):
+        return found
+    drawn, pixels = config.prior.count, config.data.resolution**2
+    return DataCounts(found.pictures + drawn, found.prompts + 1, found.pixels + drawn * pixels, found.samples + drawn)
 
 
 def quantised_base(config: TrainConfig, job: JobReport) -> int:

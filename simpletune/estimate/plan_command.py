@@ -10,7 +10,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from simpletune.cards import CARDS, Card, card_of
-from simpletune.config.load import merge, read_json
+from simpletune.config.load import read_json
+from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
 from simpletune.estimate.levers import differing, what_may_cost

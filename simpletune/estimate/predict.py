@@ -92,7 +92,8 @@ class Estimate:
             "disk_by_use_gib": {name: gib(size) for name, size in self.needs.disk.items()},
             "download_gib": gib(sum(self.needs.download.values())),
             "download_by_part_gib": {name: gib(size) for name, size in self.needs.download.items()},
-            "pictures": self.needs.pictures,
+            "pictures": None if self.needs.counts is None else self.needs.counts.pictures,
+            "prompts": None if self.needs.counts is None else self.needs.counts.prompts,
             "size": list(self.size),
         }
         if card is not None:

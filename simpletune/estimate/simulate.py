@@ -25,7 +25,8 @@ from simpletune.models.buckets import Size
 from simpletune.models.model_config import Shape
 from simpletune.models.transformer import Transformer
 from simpletune.pipeline.load import empty_base
-from simpletune.step.core import StepCore, assemble
+from simpletune.speed import Kernel
+from simpletune.step.core import StepCore, assemble, average_of
 from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors, trained_parameters
@@ -166,8 +167,7 @@ def take_steps(
         The report and the simulated run.
     """
     started = time.perf_counter()
-    kernel = "math" if config.speed.attention == "math" else "auto"  # the others use as much as flash
-    speed = config.speed.model_copy(update={"compile": False, "attention": kernel})
+    speed = config.speed.model_copy(update={"compile": False, "attention": simulated_attention(config)})
     config = config.model_copy(update={"speed": speed})
     base = all_tensors(transformer)
     accounting.register(base, "weights")
@@ -181,7 +181,7 @@ def take_steps(
     if not updates_stream:
         make_states(accounting, core)
     with accounting.allocating("optimizer"):
-        average = config.ema.build(trained_parameters(transformer)) if config.ema else None
+        average = average_of(config, transformer, core.optimizer)
     accounting.forget_peak()
     hooks = accounting.watch_gradients(core.parameters) + accounting.watch_modules(places(transformer))
     transformer.train()
@@ -202,7 +202,7 @@ def take_steps(
         trained={name: tuple(p.shape) for name, p in trained_parameters(transformer).items()},
         trained_bytes=sum(parameter.nbytes for parameter in core.parameters),
         state_bytes=sum(value.nbytes for value in states(core.optimizer)),
-        average_bytes=sum(value.nbytes for value in average.tensors().values()) if average else 0,
+        average_bytes=4 * sum(parameter.numel() for parameter in core.parameters) if average else 0,
         seconds=time.perf_counter() - started,
         sections=recorder.sections if recorder else (),
     )
@@ -224,6 +224,11 @@ def take_step(accounting: Accounting, run: SimulatedRun, step: int, recorder: Re
     accounting.register(host_counters(run.core.optimizer), HOST)
     if run.average is not None:
         run.average.update()
+
+
+def simulated_attention(config: TrainConfig) -> Kernel:
+    """The kernel to run in place of the configured one: all but math use as much memory as flash."""
+    return "math" if config.speed.attention == "math" else "auto"
 
 
 def make_states(accounting: Accounting, core: StepCore) -> None:

@@ -11,14 +11,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.ema import averaged
-from simpletune.estimate.simulate import SimulatedRun, StepReport, accounting_like_cuda, take_steps, with_workspace
+from simpletune.estimate.simulate import (
+    SimulatedRun,
+    StepReport,
+    accounting_like_cuda,
+    simulated_attention,
+    take_steps,
+    with_workspace,
+)
+from simpletune.estimate.without_values import ShapesOnlyModel, WholeWindowModulation
 from simpletune.families import Model
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.attention_terms import CudaLayouts
@@ -29,21 +37,20 @@ from simpletune.models.buckets import Size
 from simpletune.models.parts import use_tiles
 from simpletune.models.prompts import BATCH
 from simpletune.models.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
-from simpletune.models.transformer import Transformer
-from simpletune.objectives.objective import TrainingObjective
-from simpletune.objectives.solvers import Euler
-from simpletune.pipeline.load import empty_base
+from simpletune.models.transformer import Transformer, device_of, units_of
+from simpletune.pipeline.load import empty_base, modulation_of
 from simpletune.pipeline.modulation_plan import ModulationSource
 from simpletune.pipeline.sample import Request, Sampler
+from simpletune.prior import ClassPictures
 from simpletune.profiling import phase
 from simpletune.step.attention import attention_by
-from simpletune.step.synthetic import CPU, SyntheticBatches
+from simpletune.step.synthetic import CPU
 from simpletune.system.console import silent
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors
 from simpletune.timing.recorder import Recorder, Section
 
-STAGE_THREADS = {"text": 1, "latents": 1, "train": 2, "validate": 2}  # that multiply matrices on the device
+STAGE_THREADS = {"text": 1, "class": 1, "latents": 1, "train": 2, "validate": 2}  # that multiply matrices on the device
 SIMULATED = 3  # sampling steps: by the third, everything that earlier steps leave behind is allocated
 
 
@@ -52,7 +59,8 @@ class JobReport:
     """Memory of the whole job."""
 
     stages: Mapping[str, MemorySnapshot]
-    """The largest snapshot of each stage: ``text``, ``latents``, ``train`` and, if the run validates, ``validate``.
+    """The largest snapshot of each stage: ``text``, ``latents``, ``train``, if the run draws class pictures ``class``,
+    and if it validates ``validate``.
     The snapshot of ``text`` is that of the largest encoder and names it as module; the phase of ``validate`` is
     ``sample``, ``decode`` or ``evaluate``."""
     train: StepReport
@@ -91,6 +99,7 @@ def simulate_stages(
         train, validate = train_and_validate(config, size, capability, recorders)
         snapshots = {
             "text": largest(texts),
+            **({"class": of_class(config, capability)} if isinstance(config.prior, ClassPictures) else {}),
             "latents": of_encoding(config.model, vae, size, recorders),
             "train": train.peak,
             **({} if validate is None else {"validate": validate}),
@@ -113,13 +122,15 @@ def predict_stage(config: TrainConfig, stage: str, capability: tuple[int, int]) 
 
     Args:
         config: of the run.
-        stage: ``text``, ``latents`` or ``validate``.
+        stage: ``text``, ``class``, ``latents`` or ``validate``.
         capability: as for ``simulate``.
     """
     size = config.data.resolution, config.data.resolution
     with fake_tensors(), without_collection(), silent():
         if stage == "text":
             snapshot = largest(text_snapshots(config))
+        elif stage == "class":
+            snapshot = of_class(config, capability)
         elif stage == "latents":
             snapshot = of_encoding(config.model, empty_autoencoder(config), size)
         else:
@@ -227,8 +238,13 @@ def train_and_validate(
                 with recording(accounting, recorders, "evaluate"):
                     snapshots.append(of_evaluating(accounting, run, transformer))
             if config.validation.prompts != []:
+                option, (width, height) = config.validation, config.picture_size()
+                request = Request("", 0, "", width, height, option.steps, option.guidance)
+                batch = run.batches.batch(1)
+                models = DrawingModels(transformer, vae, run.core.modulation)
+                text = batch.prompt_embeds[0], batch.pooled[0]
                 with recording(accounting, recorders, "draw"):
-                    snapshots.append(of_drawing(accounting, config, run.batches, transformer, vae))
+                    snapshots.append(of_drawing(accounting, config, request, models, text))
     return report, max(snapshots, key=lambda snapshot: snapshot.bytes, default=None)
 
 
@@ -245,58 +261,46 @@ def of_evaluating(accounting: Accounting, run: SimulatedRun, transformer: Transf
     return accounting.peak
 
 
+def of_class(config: TrainConfig, capability: tuple[int, int] | None = None) -> MemorySnapshot:
+    """Draw a class picture with the base alone."""
+    prior = config.prior
+    assert isinstance(prior, ClassPictures)
+    memory, side, dtype = config.memory, config.data.resolution, config.precision.encoder_dtype()
+    transformer = empty_base(config.model, memory, config.precision, CPU, [(side, side)])
+    vae = empty_autoencoder(config)
+    with accounting_like_cuda(config, capability) as accounting:
+        accounting.register(all_tensors(transformer), "weights")
+        modulation = modulation_of(transformer, memory, config.precision, CPU)
+        memory.attach(units_of(transformer), device_of(transformer))
+        request = Request("", 0, "", side, side, prior.steps, prior.guidance)
+        embeds = torch.zeros(config.model.text_tokens, config.model.text_width, dtype=dtype)
+        text = embeds, torch.zeros(config.model.pooled_width, dtype=dtype)
+        return of_drawing(accounting, config, request, DrawingModels(transformer.eval(), vae, modulation), text)
+
+
+class DrawingModels(NamedTuple):
+    """What draws a picture."""
+
+    transformer: Transformer
+    vae: nn.Module
+    modulation: ModulationSource | None
+
+
 def of_drawing(
-    accounting: Accounting, config: TrainConfig, batches: SyntheticBatches, transformer: Transformer, vae: nn.Module
+    accounting: Accounting, config: TrainConfig, request: Request, models: DrawingModels, text: tuple[Tensor, Tensor]
 ) -> MemorySnapshot:
-    """Draw a validation picture: the autoencoder is loaded before sampling begins."""
-    option = config.validation
-    width, height = config.picture_size()
-    request = Request("", 0, "", width, height, min(SIMULATED, option.steps), option.guidance)
-    batch = batches.batch(1)
-    text = batch.prompt_embeds[0], batch.pooled[0]
+    """Draw a picture: the autoencoder is loaded before sampling begins."""
+    transformer, vae, modulation = models
+    wanted, request = request.steps, replace(request, steps=min(SIMULATED, request.steps))
     accounting.register(all_tensors(vae), "weights")
     accounting.forget_peak()
-    model, modulation = ShapesOnlyModel(config.model), batches.core.modulation
-    whole = None if modulation is None else WholeWindowModulation(modulation, option.steps, request.steps)
+    model = ShapesOnlyModel(config.model)
+    whole = None if modulation is None else WholeWindowModulation(modulation, wanted, request.steps)
     with accounting.allocating("activations"), torch.no_grad():
         with phase("sample"):
-            kernel = partial(attention_by, batches.core.config.speed.attention)
+            kernel = partial(attention_by, simulated_attention(config))
             sampler = Sampler(transformer, model, config.precision, whole, attention=kernel)
             z = sampler.denoise([request], [text], [text])
         with phase("decode"):
             config.model.decode_latents(vae, z)
     return accounting.peak
-
-
-class ShapesOnlyModel:
-    """A family for sampling whose noise levels have no values.
-
-    Args:
-        family: the run's.
-    """
-
-    def __init__(self, family: Model):
-        self.latent_shape, self.predict, self.objective = family.latent_shape, family.predict, family.objective
-
-    def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Euler:
-        """Return a solver whose levels have no values; another one keeps at most two more latents."""
-        return Euler(torch.zeros(steps + 1 - skipped))
-
-
-class WholeWindowModulation:
-    """Compute the modulation of a whole window of sampling steps, and return that of the few simulated ones.
-
-    Args:
-        modulation: of the transformer.
-        steps: of a validation picture.
-        simulated: number of steps that are simulated.
-    """
-
-    def __init__(self, modulation: ModulationSource, steps: int, simulated: int):
-        self.modulation, self.window = modulation, modulation.window
-        self.ratio = min(self.window, steps) / min(self.window, simulated)
-
-    def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:  # [n], [n, p] -> [n, m]
-        """Return the first rows of the whole window's modulation."""
-        rows = round(len(sigma) * self.ratio)
-        return self.modulation(sigma[:1].expand(rows), pooled[:1].expand(rows, -1))[: len(sigma)]

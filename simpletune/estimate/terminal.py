@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from simpletune.cards import Card
 from simpletune.estimate.predict import CONTEXT, FRAGMENTED, LEAST_FRAGMENTED, MIB, Estimate, fragmentation
 from simpletune.memory.snapshot import KINDS, MemorySnapshot
+from simpletune.options import plural
 
 WIDTH = 40  # characters of the longest bar
 SIGNS = dict(zip(KINDS, "█▓▚▒░▞·", strict=True))
@@ -85,7 +86,10 @@ def _needs(estimate: Estimate) -> Iterator[str]:
     yield f"  disk about {(disk + download) / GB:.1f} GB ({_listed({'download': download, **needs.disk}, GB)})"
     if download:
         yield f"  to download {download / GB:.1f} GB ({_listed(needs.download, GB)})"
-    if needs.pictures is None:
+    if needs.counts is not None:
+        pictures, prompts = plural(needs.counts.pictures, "picture"), plural(needs.counts.prompts, "prompt")
+        yield f"  {pictures} to encode with {prompts}, which data.variants bounds"
+    else:
         yield "  the data set was not read, so its cache on disk is not counted"
 
 

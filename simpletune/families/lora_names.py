@@ -77,6 +77,18 @@ def result_layout(layers: Iterable[str]) -> Layout:
     return LAYOUTS[names_of(layers)][0]
 
 
+def kohya_layout(layers: Iterable[str]) -> Layout:
+    """The layout of kohya's scripts for these layers' family."""
+    return next(layout for layout in LAYOUTS[names_of(layers)] if layout.name == "kohya")
+
+
+def update_layout(layers: Iterable[str]) -> Layout:
+    """The layout of a run's result by a method other than LoRA, whose keys diffusers does not read: ComfyUI's names for
+    updates of diffusers' layers, as LyCORIS's tools write them."""
+    layouts = LAYOUTS[names_of(layers)]
+    return next((layout for layout in layouts if layout.name == "lycoris"), layouts[0])
+
+
 def family_of_class(name: str) -> Family:
     """The family whose denoiser has this class in diffusers.
 

@@ -96,7 +96,7 @@ def needed(part: HubPart, files: Sequence[HubFile]) -> list[HubFile]:
     inside = {path: file for path, file in inside.items() if "/" not in path}
     chosen = [file for path, file in inside.items() if path.endswith(DESCRIPTIONS) and ".fp16." not in path]
     if part.weights:
-        weights = _weights(inside)
+        weights = chosen_weights(inside)
         if not weights:
             raise UserError(
                 f"{name}: {prefix or 'the repository'} has no {NAMES[0]}.safetensors, only {', '.join(inside)}. "
@@ -106,7 +106,7 @@ def needed(part: HubPart, files: Sequence[HubFile]) -> list[HubFile]:
     return sorted(chosen, key=lambda file: (file.path.endswith(LAST), not file.path.endswith(".safetensors")))
 
 
-def _weights(inside: dict[str, HubFile]) -> list[HubFile]:
+def chosen_weights(inside: dict[str, HubFile]) -> list[HubFile]:
     """List the weight files that ``weight_files`` will read: the shards if there is an index, else the single file."""
     for name in NAMES:
         shards = [file for path, file in inside.items() if re.fullmatch(rf"{name}-\d+-of-\d+\.safetensors", path)]

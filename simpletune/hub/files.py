@@ -7,7 +7,7 @@ from pathlib import Path
 
 from simpletune.hub.download import Repository
 from simpletune.hub.errors import Unreachable
-from simpletune.hub.fetch import fetch_files, listing, snapshot
+from simpletune.hub.fetch import DESCRIPTIONS, chosen_weights, fetch_files, listing, snapshot
 from simpletune.options import UserError
 
 
@@ -49,3 +49,27 @@ def data_set_folder(name: str, patterns: list[str]) -> Path:
         raise UserError(f"{name} has no file that matches {' or '.join(patterns)}, only {first}. Check the name")
     fetch_files(found)
     return repository.cache / "snapshots" / found[0].commit
+
+
+def model_folder(name: str, revision: str | None = None) -> Path:
+    """Return the local folder of a whole model in transformers' layout; fetch it if necessary, safetensors only.
+
+    Raises:
+        UserError: the repository has no such model, or cannot be reached.
+    """
+    repository = Repository(name, revision)
+    try:
+        files = [file for file in listing(repository) if "/" not in file.path]
+    except Unreachable as reason:
+        if not (folder := snapshot(repository) / "config.json").exists():
+            raise reason from None
+        return folder.parent
+    weights = chosen_weights({file.path: file for file in files})
+    described = [file for file in files if file.path.endswith(DESCRIPTIONS)]
+    if not weights or not any(file.path == "config.json" for file in described):
+        held = ", ".join(file.path for file in files[:8]) or "no files"
+        raise UserError(
+            f"{name} has no model.safetensors with a config.json, only {held}. Name a repository that has them"
+        )
+    fetch_files([*weights, *sorted(described, key=lambda file: file.path == "config.json")])
+    return weights[0].place.parent

@@ -9,14 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
+from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor, nn
 
-from simpletune.adapters.lora_layers import ADAPTER, compute_in_output_type, lora_layers, shapes_of
+from simpletune.adapters.layers import ADAPTER, UpdateLayer, all_layers, base_of, outer_layers, shapes_of, wrap
+from simpletune.adapters.lora_layers import compute_in_output_type, lora_layers
 from simpletune.families.lora_names import title_of
 from simpletune.lora.families import MEDIUM_35
 from simpletune.lora.header import open_lora
+from simpletune.lora.of_weight import WeightUpdate
 from simpletune.lora.read import updates_of
-from simpletune.lora.updates import Updates
+from simpletune.lora.structured import AnyUpdates, Structured, fits
+from simpletune.lora.updates import Update, Updates
 from simpletune.options import UserError, plural, shortened
 
 DUAL_LAYER = re.compile(r"transformer_blocks\.\d+\.attn2\.")
@@ -28,7 +32,7 @@ def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
 
 
 def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[str]:
-    """Add LoRAs to a transformer in place and activate all of them: y = W x + sum of scale_n B_n A_n x.
+    """Add LoRAs to a transformer in place and activate all of them: y = W x + sum of scale_n B_n A_n x, or LoKr, LoHa.
 
     Args:
         model: the transformer, quantised or not, without adapters.
@@ -41,14 +45,22 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         UserError: keys match no layer, shapes belong to another model, or ``read_lora`` refuses a file.
     """
     names = [ADAPTER if number == 0 else f"{ADAPTER}_{number}" for number in range(len(loras))]
+    structured: list[tuple[str, str, Structured | WeightUpdate, float]] = []
     for name, (file, scale) in zip(names, loras, strict=True):
         header = open_lora(file)
         updates = updates_of(header)
         require_layers(f"{file} (for {header.family[0]})", updates, model)
-        _inject(model, name, updates, scale)
+        low_rank = {layer: update for layer, update in updates.items() if isinstance(update, Update)}
+        if low_rank:
+            _inject(model, name, low_rank, scale)
+        structured += [(name, layer, u, scale) for layer, u in updates.items() if not isinstance(u, Update)]
     for _, layer in lora_layers(model):
         layer.set_adapter([name for name in names if name in layer.lora_A])
     compute_in_output_type(model)
+    for name, layer_name, update, scale in structured:  # around PEFT's layers, which cannot wrap these
+        wrapped = update.layer(model.get_submodule(layer_name), name)
+        wrapped.scaling[name] = scale
+        wrap(model, layer_name, wrapped)
     model.requires_grad_(False)
     return names
 
@@ -62,7 +74,7 @@ def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
         scales: strengths by adapter name, as returned by ``load_loras``.
     """
     before = {}
-    for layer_name, layer in lora_layers(model):
+    for layer_name, layer in all_layers(model):
         for name, scale in scales.items():
             if name in layer.scaling:
                 before[layer_name, name] = layer.scaling[name]
@@ -70,11 +82,11 @@ def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
     try:
         yield
     finally:
-        for layer_name, layer in lora_layers(model):
+        for layer_name, layer in all_layers(model):
             layer.scaling.update({name: scale for (owner, name), scale in before.items() if owner == layer_name})
 
 
-def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
+def require_layers(place: str, updates: AnyUpdates, model: nn.Module) -> None:
     """Check that a model has every layer of a LoRA, with the same shape.
 
     Args:
@@ -97,7 +109,7 @@ def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
         )
     for name, update in updates.items():
         expected = shapes[name][:2]
-        if update.shape != expected:
+        if not fits(update, expected):
             raise UserError(
                 f"{place}: {name} has {update.shape[1]} inputs and {update.shape[0]} outputs; "
                 f"this model has {expected[1]} and {expected[0]}. It belongs to another model"
@@ -127,13 +139,21 @@ def _inject(model: nn.Module, adapter: str, updates: Updates, scale: float) -> N
 
 
 def fold_lora(model: nn.Module) -> None:
-    """Merge each update into its layer's weight, W + scale B A, and remove it. Weights must not be quantised."""
-    for name, layer in list(lora_layers(model)):
-        linear = layer.get_base_layer()
-        weight = linear.weight.data.float()
+    """Merge each update into its layer's weight, and remove it. Weights must not be quantised."""
+    for name, layer in outer_layers(model):
+        frozen = base_of(layer)
+        weight = frozen.get_parameter("weight")
+        weight.data.copy_(_merged(layer, weight.data.float()))
+        wrap(model, name, frozen)
+
+
+def _merged(layer: nn.Module, weight: Tensor) -> Tensor:
+    """The fp32 weight of the innermost layer with the updates of all that wrap it, inner ones first."""
+    if isinstance(layer, UpdateLayer):
+        return layer.merged(_merged(layer.base_layer, weight))
+    if isinstance(layer, LoraLayer):
+        weight = _merged(layer.base_layer, weight)
         for adapter in layer.active_adapters:
             a, b = (pair[adapter].weight.data for pair in (layer.lora_A, layer.lora_B))
-            weight += layer.scaling[adapter] * (b.flatten(1).float() @ a.flatten(1).float()).view_as(weight)
-        linear.weight.data.copy_(weight)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, linear)
+            weight = weight + layer.scaling[adapter] * (b.flatten(1).float() @ a.flatten(1).float()).view_as(weight)
+    return weight

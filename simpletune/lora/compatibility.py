@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from simpletune.lora.families import is_sd3, is_unet
+from simpletune.lora.families import is_known, is_sd3, is_unet
 from simpletune.lora.header import LoraHeader
-from simpletune.models.lora_names import ALPHA
+from simpletune.lora.kinds import DORA, LORA, OFT
+from simpletune.models.lora_names import ALPHA, DORA_MARK, DORA_SCALE, MAGNITUDE
 
 DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE = "diffusers", "ComfyUI", "Forge", "simpletune"
 TOOLS = (DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE)
@@ -41,7 +42,9 @@ def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> 
         damaged: whether it contains NaN or infinite values.
     """
     own = Verdict(SIMPLETUNE, "refuses", [refusal]) if refusal else Verdict(SIMPLETUNE, "yes")
-    if is_sd3(header.family[0]):
+    if is_known(header.family[0]) and {DORA, OFT} & set(header.kinds):
+        others = _depends_on_the_weight(header)
+    elif is_sd3(header.family[0]):
         others = [_diffusers(header), _comfyui(header), _forge(header)]
     elif is_unet(header.family[0]):
         others = [_diffusers_unet(header), *_others_unet(header)]
@@ -52,7 +55,43 @@ def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> 
     return [*others, own]
 
 
+def _depends_on_the_weight(header: LoraHeader) -> list[Verdict]:
+    """How tools load DoRA and OFT. Forge takes no scale by rows, and no rotation."""
+    merged = "merge it into its base instead"
+    diffusers = Verdict(DIFFUSERS_TOOL, "refuses", [f"reads no OFT: {merged}"])
+    forge = Verdict(FORGE, "silently nothing", [f"reads no OFT for SD3: {merged}"])
+    comfyui = Verdict(COMFYUI, "yes", ["exactly at strength 1; strength k changes the weights by k squared"])
+    if DORA in header.kinds:
+        forge = Verdict(FORGE, "yes", [f"wrongly: divides dora_scale by the norms of columns: {merged}"])
+        diffusers, comfyui = _diffusers_dora(header), _comfyui_dora(header)
+    if _layout(header) in ("diffusers", "peft", "lycoris", "onetrainer") and is_sd3(header.family[0]):
+        forge = Verdict(FORGE, "silently nothing", [f"knows only the original names for SD3: {merged}"])
+    if _layout(header) in ("diffusers", "peft") and not is_sd3(header.family[0]):
+        names = ["drops the projections under these names: export to kohya"]
+        comfyui, forge = Verdict(COMFYUI, "partly", names), Verdict(FORGE, "partly", names)
+    return [diffusers, comfyui, forge]
+
+
+def _diffusers_dora(header: LoraHeader) -> Verdict:
+    complete = all(MAGNITUDE in module.keys for module in header.modules.values())
+    if _layout(header) == "diffusers" and complete:
+        return Verdict(DIFFUSERS_TOOL, "yes")
+    if _layout(header) == "diffusers" and is_sd3(header.family[0]):
+        return Verdict(DIFFUSERS_TOOL, "yes", ["as plain LoRA, which is wrong: it drops dora_scale"])
+    return Verdict(DIFFUSERS_TOOL, "refuses", ["its DoRA needs lora_magnitude_vector: export to diffusers"])
+
+
+def _comfyui_dora(header: LoraHeader) -> Verdict:
+    if not all(DORA_SCALE in module.keys for module in header.modules.values()):
+        return Verdict(COMFYUI, "yes", ["as plain LoRA, which is wrong: it does not know lora_magnitude_vector"])
+    if DORA_MARK.items() <= header.metadata.items():
+        return Verdict(COMFYUI, "yes", ["exactly; a version that divides by the norm of the sum would be wrong"])
+    return Verdict(COMFYUI, "yes", ["divides by the norms of the base's rows instead of the sum's: wrong"])
+
+
 def _diffusers(header: LoraHeader) -> Verdict:
+    if other := _not_lora(header):
+        return _refused_by_diffusers(other)
     without_lora = [name for name in header.names if "lora" not in name]
     if without_lora:
         note = f"rejects keys without 'lora' in their name, such as {without_lora[0]}"
@@ -79,14 +118,17 @@ def _comfyui(header: LoraHeader) -> Verdict:
 
 
 def _forge(header: LoraHeader) -> Verdict:
+    with_rank = " with --rank" if _not_lora(header) else ""
     if _layout(header) == "kohya":
         return Verdict(FORGE, "partly" if header.unmatched else "yes", list(_dropped(header)))
     if _layout(header) == "comfy":
         return Verdict(FORGE, "yes", ["according to its source, untested; kohya's layout is safer"])
-    return Verdict(FORGE, "silently nothing", ["knows only the original names for SD3: export to kohya"])
+    return Verdict(FORGE, "silently nothing", [f"knows only the original names for SD3: export to kohya{with_rank}"])
 
 
 def _diffusers_unet(header: LoraHeader) -> Verdict:
+    if other := _not_lora(header):
+        return _refused_by_diffusers(other)
     layout = _layout(header)
     loads = "partly" if header.unmatched else "yes"
     if layout == "original":
@@ -124,6 +166,16 @@ def _layout(header: LoraHeader) -> str | None:
     return header.layout.name if header.layout else None
 
 
+def _not_lora(header: LoraHeader) -> str | None:
+    """The kinds of a file's modules besides LoRA."""
+    return " and ".join(kind for kind in header.kinds if kind != LORA) or None
+
+
+def _refused_by_diffusers(kinds: str) -> Verdict:
+    note = f"reads no {kinds}: export to diffusers with --rank, which approximates it by a LoRA"
+    return Verdict(DIFFUSERS_TOOL, "refuses", [note])
+
+
 def _ignored_scale(header: LoraHeader) -> str | None:
     """The scales other than 1 that only the header specifies."""
     if _layout(header) not in ("diffusers", "peft", "onetrainer") or header.settings is None:
@@ -144,7 +196,7 @@ def _without_alpha(header: LoraHeader) -> bool:
 
 
 def _ranks(header: LoraHeader) -> set[int]:
-    return {header.rank(module) for module in header.modules.values() if "down" in module.keys}
+    return {header.rank(module) or 0 for module in header.modules.values() if "down" in module.keys}
 
 
 def _scales(header: LoraHeader) -> str:

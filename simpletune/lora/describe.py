@@ -11,14 +11,15 @@ from simpletune.families.recognise import denoiser_in
 from simpletune.lora.compatibility import verdicts
 from simpletune.lora.families import kind_of_model
 from simpletune.lora.header import LISTED, LoraHeader, natural, open_lora, require_tensors
+from simpletune.lora.kinds import is_whole
 from simpletune.lora.layouts import title
 from simpletune.lora.values import scan_values
-from simpletune.models.lora_names import ALPHA
 from simpletune.options import Json, UserError, plural, shortened
 from simpletune.system.model_folder import weight_files
 
 BASE_KEYS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "modelspec.title", "base_model")
 LONG = 60
+SETTINGS = ("r", "lora_alpha", "alpha", "use_rslora", "use_dora")
 
 
 def file_of(path: Path) -> Path:
@@ -73,7 +74,7 @@ def _model(header: LoraHeader) -> Json:
 
 def _lora(header: LoraHeader, damaged: bool) -> Json:
     family, shown = header.family
-    whole = [m for m in header.modules.values() if {"down", "up"} <= set(m.keys)]
+    whole = [m for m in header.modules.values() if is_whole(m.keys)]
     refusal = None
     try:
         open_lora(header.file)
@@ -81,18 +82,18 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
         refusal = str(error).removeprefix(f"{header.file}").lstrip(": ").removeprefix("is ")
     refusal = refusal or ("values are NaN or infinite" if damaged else None)
     return {
-        "method": ", ".join(header.methods) or ("DoRA" if (header.settings or {}).get("use_dora") else "LoRA"),
+        "method": ", ".join(header.methods) or _method(header),
         "layout": header.layout.name if header.layout else None,
         "layout_title": title(header.layout) if header.layout else "unknown layout",
         "family": family,
         "family_shown_by": shown,
         "modules": len(header.modules),
         "layers": sum(len(module.layers) for module in header.modules.values()),
-        "ranks": _counted(str(header.rank(module)) for module in whole),
+        "ranks": _counted(header.rank_words(module) for module in whole),
         "targets": _targets(header),
         "alpha": _alpha(header),
         "scales": _counted(f"{header.scale(module):g}" for module in whole),
-        "parameters": sum(_size(header.shapes[key]) for m in whole for role, key in m.keys.items() if role != ALPHA),
+        "parameters": sum(_size(header.shapes[key]) for m in whole for key in m.factors.values()),
         "base": _base(header.metadata),
         "text_encoder_keys": len(header.text),
         "unmatched": header.unmatched,
@@ -100,6 +101,10 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
         "tools": [vars(verdict) for verdict in verdicts(header, refusal, damaged)],
         "metadata": _short(header.metadata),
     }
+
+
+def _method(header: LoraHeader) -> str:
+    return "DoRA" if (header.settings or {}).get("use_dora") else " and ".join(header.kinds)
 
 
 def _base(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -112,17 +117,19 @@ def _base(metadata: Mapping[str, str]) -> dict[str, str]:
 
 def _values(header: LoraHeader) -> Json:
     found = scan_values(header.file, header.entries)
-    ups = [m.keys["up"] for m in header.modules.values() if "up" in m.keys]
     return {
         "not_finite": {name: value.not_finite for name, value in found.items() if value.not_finite},
-        "zero_updates": sum(1 for key in ups if key in found and found[key].zero),
+        "zero_updates": sum(
+            any(key in found and found[key].zero for key in module.factors.values())
+            for module in header.modules.values()
+        ),
     }
 
 
 def _alpha(header: LoraHeader) -> Json:
     """Where the file specifies alpha, and its values."""
     tensors = _counted(f"{m.alpha:g}" for m in header.modules.values() if m.alpha is not None)
-    settings = {k: v for k, v in (header.settings or {}).items() if k in ("r", "lora_alpha", "use_rslora", "use_dora")}
+    settings = {k: v for k, v in (header.settings or {}).items() if k in SETTINGS}
     for name in ("rank_pattern", "alpha_pattern"):
         if patterns := (header.settings or {}).get(name):
             settings[name] = plural(len(patterns), "layer")

@@ -10,6 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from simpletune.adapters.lokr_layer import whole
+from simpletune.lora.structured import AnyUpdate, LokrUpdate, plain
 from simpletune.lora.updates import Update
 
 
@@ -22,6 +24,19 @@ def svd_of_product(update: Update) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o,
     right, small_right = torch.linalg.qr(update.down.double().T)
     u, s, vt = torch.linalg.svd(small_left @ small_right.T, full_matrices=False)
     return left @ u, s, vt @ right.T
+
+
+def svd_of(update: AnyUpdate) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], [m, i]
+    """Compute U, S, V^T of an update. LoKr's are the Kronecker products of its factors', in descending order."""
+    if not isinstance(update, LokrUpdate) or not update.is_own:
+        return svd_of_product(plain(update))
+    parts = [
+        torch.linalg.svd(whole(update.factors, name).double(), full_matrices=False) for name in ("lokr_w1", "lokr_w2")
+    ]
+    (u1, s1, v1), (u2, s2, v2) = parts
+    s, order = torch.kron(s1, s2).sort(descending=True)
+    signed = torch.kron(u1, u2)[:, order] * (-1 if update.scale < 0 else 1)
+    return signed, s * abs(update.scale), torch.kron(v1, v2)[order]
 
 
 def truncated(
@@ -53,8 +68,8 @@ def rank_for(s: Tensor, rank: int | None, energy: float | None) -> int:
     return max(1, min(kept, rank or len(s)))
 
 
-def resized(update: Update, rank: int | None, energy: float | None) -> tuple[Update, float]:
-    """Change the rank of an update.
+def resized(update: AnyUpdate, rank: int | None, energy: float | None) -> tuple[Update, float]:
+    """Change the rank of an update; approximate LoKr or LoHa by a LoRA.
 
     Args:
         update: the update.
@@ -64,7 +79,7 @@ def resized(update: Update, rank: int | None, energy: float | None) -> tuple[Upd
     Returns:
         The fp32 update, and its squared error (Frobenius).
     """
-    u, s, vt = svd_of_product(update)
+    u, s, vt = svd_of(update)
     kept = rank_for(s, rank, energy)
     smaller = replace(truncated(u, s, vt, kept), pointwise=update.pointwise)
     if rank is not None and energy is None:

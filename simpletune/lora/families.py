@@ -130,7 +130,7 @@ def _first(pattern: str, names: list[str]) -> str | None:
 def _sd3_modules(names: list[str]) -> list[str]:
     modules = sorted({split[0] for name in names if (split := split_key(name))})
     groups = [[m for m in modules if m.startswith(p)] for p in ("transformer.", "lora_unet_", "diffusion_model.")]
-    groups += [[m for m in modules if m.startswith(p)] for p in ("base_model.model.", "lora_transformer_")]
+    groups += [[m for m in modules if m.startswith(p)] for p in ("base_model.model.", "lora_transformer_", "lycoris_")]
     groups.append([m for m in modules if not any(m in group for group in groups)])
     found = []
     for group in groups:

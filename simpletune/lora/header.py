@@ -6,17 +6,17 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
 
 from simpletune.families.lora_names import LAYOUTS
-from simpletune.families.recognise import DENOISERS
 from simpletune.lora.families import family_of_lora, is_known, is_lora, kind_of_model, other_methods
+from simpletune.lora.kinds import DORA, DORA_ROLES, LORA, OFT, Size, is_by_output, is_whole, kind_of, size_of
 from simpletune.lora.layouts import TEXT_ENCODERS, layout_of, split_key
-from simpletune.models.lora_names import ALPHA, DOWN, UP, Layout
+from simpletune.lora.settings import DAMAGED, checked, scale_for
+from simpletune.models.lora_names import ALPHA, DOWN, Layout
 from simpletune.options import Json, UserError, shortened
 from simpletune.system.safetensors_file import TYPES, read_header
 
@@ -24,8 +24,6 @@ PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 ADAPTER_METADATA = "lora_adapter_metadata"  # diffusers' name for PEFT's settings in the header
 LISTED = 6
 FAMILIES = ", ".join(names.title for names in LAYOUTS)
-LONGEST_PATTERN = 200  # characters
-DAMAGED = "The file is damaged: download or export it again"
 PLAIN_ONLY = "Only plain LoRA can be applied exactly"
 LARGEST_SCALE = 1e6
 """Largest accepted alpha / rank; real files have 0.001 to 100."""
@@ -54,6 +52,16 @@ class Module:
     keys: dict[str, str] = field(default_factory=dict)
     layers: tuple[str, ...] = ()
     alpha: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """LoRA, LoKr or LoHa, by its roles."""
+        return kind_of(self.keys)
+
+    @property
+    def factors(self) -> dict[str, str]:
+        """Keys by role, without alpha's."""
+        return {role: key for role, key in self.keys.items() if role != ALPHA}
 
 
 class LoraHeader:
@@ -102,7 +110,11 @@ class LoraHeader:
     @cached_property
     def family(self) -> tuple[str, str]:
         """The model that it is for, and the evidence."""
-        return family_of_lora(self.shapes)
+        sizes = {module.name: self.size(module) for module in self.modules.values() if module.kind != LORA}
+        known = {name: size for name, size in sizes.items() if size is not None}
+        as_lora = {f"{name}.lora_A.weight": (1, size.inputs) for name, size in known.items()}
+        as_lora |= {f"{name}.lora_B.weight": (size.outputs, 1) for name, size in known.items()}
+        return family_of_lora(self.shapes | as_lora)
 
     @property
     def is_lora(self) -> bool:
@@ -118,12 +130,30 @@ class LoraHeader:
 
     @property
     def halves(self) -> list[str]:
-        """Modules that lack one of the two factors."""
-        return [module.name for module in self.modules.values() if not {DOWN, UP} <= set(module.keys)]
+        """Modules that lack a factor."""
+        return [module.name for module in self.modules.values() if not is_whole(module.keys)]
 
-    def rank(self, module: Module) -> int:
-        """A module's rank: the number of rows of its first factor; 0 for a scalar."""
-        return (self.shapes[module.keys[DOWN]] or (0,))[0]
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of its modules."""
+        return sorted({module.kind for module in self.modules.values()})
+
+    def size(self, module: Module) -> Size | None:
+        """The size of a module's update; None if factors are missing or do not match."""
+        if not is_whole(module.keys):
+            return None
+        return size_of({role: self.shapes[key] for role, key in module.factors.items()})
+
+    def rank(self, module: Module) -> int | None:
+        """What alpha is divided by: a LoRA's number of rows of its first factor, 0 for a scalar; None: nothing is."""
+        if module.kind in (LORA, DORA) and DOWN in module.keys:
+            return (self.shapes[module.keys[DOWN]] or (0,))[0]
+        size = self.size(module)
+        return 0 if size is None else size.rank
+
+    def rank_words(self, module: Module) -> str:
+        """A module's rank, and LoKr's factors, in words."""
+        return str(self.rank(module) if module.kind in (LORA, DORA) else self.size(module) or "unknown")
 
     @cached_property
     def settings(self) -> Json | None:
@@ -133,11 +163,11 @@ class LoraHeader:
                 found = json.loads(self.metadata[ADAPTER_METADATA])
             except (ValueError, RecursionError):
                 raise UserError(f"{self.file}: {ADAPTER_METADATA} in its header is not JSON. {DAMAGED}") from None
-            return _checked(found, f"{self.file}: {ADAPTER_METADATA} in its header")
+            return checked(found, f"{self.file}: {ADAPTER_METADATA} in its header")
         beside = self.file.with_name("adapter_config.json")
         if self.layout and self.layout.name == "peft" and beside.is_file():
             try:
-                return _checked(json.loads(beside.read_text()), str(beside))
+                return checked(json.loads(beside.read_text()), str(beside))
             except ValueError:
                 raise UserError(f"{beside} is not JSON. {DAMAGED}") from None
         return None
@@ -145,20 +175,16 @@ class LoraHeader:
     def scale(self, module: Module) -> float:
         """The scale of a module: its own alpha / rank, otherwise the header's, otherwise 1."""
         rank = self.rank(module)
+        if module.alpha is not None and rank is None:
+            return 1.0
         if module.alpha is not None:
             return module.alpha / rank if rank else math.nan
         return self.header_scale(module)
 
     def header_scale(self, module: Module) -> float:
         """The scale that PEFT derives from the header's settings; 1 without settings."""
-        if self.settings is None:
-            return 1.0
         layer = module.layers[0] if module.layers else module.name
-        alpha = _pattern(self.settings.get("alpha_pattern"), layer, self.settings.get("lora_alpha"))
-        rank = _pattern(self.settings.get("rank_pattern"), layer, self.settings.get("r"))
-        if alpha is None or not rank:
-            return 1.0
-        return alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
+        return 1.0 if self.settings is None else scale_for(layer, self.settings)
 
     def _scalar(self, key: str) -> float | None:
         entry = self.entries[key]
@@ -224,8 +250,8 @@ def open_lora(file: Path) -> LoraHeader:
     if header.methods:
         method, keys = next(iter(header.methods.items()))
         raise UserError(f"{file} is {method}, which is not supported ({keys[0]}). {PLAIN_ONLY}")
-    if header.settings and header.settings.get("use_dora"):
-        raise UserError(f"{file} is DoRA according to its header, which is not supported. {PLAIN_ONLY}")
+    if header.settings and header.settings.get("use_dora") and header.kinds != [DORA]:
+        raise UserError(f"{file} is DoRA according to its header, but lacks its magnitudes. {DAMAGED}")
     if header.layout is None:
         raise UserError(f"{file} mixes layouts: {', '.join(_examples(header))}. Every key must have the same prefix")
     if header.unmatched:
@@ -234,7 +260,7 @@ def open_lora(file: Path) -> LoraHeader:
             f"{file}: {count} of {len(header.names)} keys match no layer of {header.layout.names.title}: {listed}"
         )
     if header.halves:
-        raise UserError(f"{file}: {header.halves[0]} lacks one of its two factors. {DAMAGED}")
+        raise UserError(f"{file}: {header.halves[0]} lacks one of its factors. {DAMAGED}")
     if header.odd_alphas:
         raise UserError(f"{file}: {header.odd_alphas[0]}. {DAMAGED}")
     _require_shapes(header)
@@ -244,17 +270,28 @@ def open_lora(file: Path) -> LoraHeader:
 
 def _require_shapes(header: LoraHeader) -> None:
     for module in header.modules.values():
-        down, up = header.shapes[module.keys[DOWN]], header.shapes[module.keys[UP]]
-        factors = f"{header.file}: {module.name} has factors {list(down)} and {list(up)}"
-        if len(down) == 4 and down[2:] != (1, 1):
-            side = "x".join(map(str, down[2:]))
+        shapes = {role: header.shapes[key] for role, key in module.factors.items()}
+        if module.kind == OFT and any(len(shape) == 4 for shape in shapes.values()):
+            raise UserError(f"{header.file} is BOFT, which is not supported ({module.name}). {PLAIN_ONLY}")
+        listed = " and ".join(str(list(shape)) for shape in shapes.values())
+        factors = f"{header.file}: {module.name} has factors {listed}"
+        larger = [shape[2:] for shape in shapes.values() if len(shape) == 4 and shape[2:] != (1, 1)]
+        if larger:
+            side = "x".join(map(str, larger[0]))
             raise UserError(
                 f"{header.file}: {module.name} updates a {side} convolution, which is not supported. Train without it"
             )
-        if not (len(down) == len(up) == 2 or len(down) == len(up) == 4 and up[2:] == (1, 1)):
+        plain = {len(shape) for role, shape in shapes.items() if role not in DORA_ROLES}
+        if module.kind in (LORA, DORA) and plain not in ({2}, {4}):
             raise UserError(f"{factors}; both must be matrices, or both of a 1x1 convolution")
-        if down[0] != up[1] or up[0] % len(module.layers) or 0 in (*down, *up):
+        size = size_of(shapes)
+        if size is None or size.outputs % len(module.layers):
             raise UserError(f"{factors}, which do not match. {DAMAGED}")
+        if any(not is_by_output(shapes[role], size.outputs) for role in DORA_ROLES if role in shapes):
+            raise UserError(
+                f"{header.file} is DoRA with a magnitude for each input ({module.name}), which is not supported. Train "
+                "it with magnitudes of the outputs (LyCORIS: wd_on_out)"
+            )
 
 
 def _require_scales(header: LoraHeader) -> None:
@@ -270,42 +307,6 @@ def _require_scales(header: LoraHeader) -> None:
 def _examples(header: LoraHeader) -> list[str]:
     by_start = {name.partition(".")[0].partition("_")[0]: name for name in header.modules}
     return list(by_start.values())[:LISTED]
-
-
-def _checked(found: object, where: str) -> Json:
-    """Validate the values of PEFT's settings.
-
-    Raises:
-        UserError: a value is invalid.
-    """
-    denoisers = "|".join(DENOISERS)
-    given = found if isinstance(found, dict) else {}
-    settings = {re.sub(rf"^({denoisers})\.", "", str(k)): v for k, v in given.items()}
-    numbers = [settings.get(name) for name in ("r", "lora_alpha")]
-    for name in ("rank_pattern", "alpha_pattern"):
-        patterns = settings.get(name) or {}
-        numbers += patterns.values() if isinstance(patterns, dict) else [patterns]
-    odd = [n for n in numbers if n is not None and (type(n) not in (int, float) or not 0 <= n < 2**31)]
-    if not isinstance(found, dict) or odd:
-        raise UserError(f"{where} contains the invalid value {str(odd[0] if odd else found)[:40]!r}. {DAMAGED}")
-    return settings
-
-
-def _pattern(patterns: Mapping[str, float] | None, layer: str, default: float | None) -> float | None:
-    """Apply PEFT's rule: use the first pattern that matches the end of a layer's name."""
-    for pattern, value in (patterns or {}).items():
-        if len(pattern) > LONGEST_PATTERN or len(re.findall(r"[*+?{]", pattern)) > 4 or re.search(r"\)[*+?{]", pattern):
-            raise UserError(
-                f"the pattern {pattern[:40]!r} in a LoRA's settings could take forever to match: patterns may have at "
-                f"most {LONGEST_PATTERN} characters and 4 repetitions, none of a group. Use the layers' names"
-            )
-        try:
-            fits = re.match(rf"(.*\.)?({pattern})$", layer)
-        except re.error:
-            raise UserError(f"the pattern {pattern!r} in a LoRA's settings is invalid. {DAMAGED}") from None
-        if fits:
-            return value
-    return default
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

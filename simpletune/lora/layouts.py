@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 
 from simpletune.families.lora_names import LAYOUTS, names_of
-from simpletune.models.lora_names import ALPHA, DOWN, UP, Layout
+from simpletune.lora.kinds import LOHA_ROLES, LOKR_ROLES
+from simpletune.models.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP, Layout
 
 ROLES = {
     "lora_A.weight": DOWN,
@@ -18,14 +19,18 @@ ROLES = {
     "lora.down.weight": DOWN,
     "lora.up.weight": UP,
     "alpha": ALPHA,
+    "lora_magnitude_vector": MAGNITUDE,
+    "lora_magnitude_vector.weight": MAGNITUDE,
+    "lora_magnitude_vector.default.weight": MAGNITUDE,
+    "dora_scale": DORA_SCALE,
+    OFT_BLOCKS: OFT_BLOCKS,
+    **{role: role for role in (*LOKR_ROLES, *LOHA_ROLES)},
 }
 OLD_ROLES = {"_lora.down.weight": DOWN, "_lora.up.weight": UP}  # of old diffusers' attention processors
 # Keys of other methods, which are refused by name because plain LoRA arithmetic would be wrong for them.
 OTHER_METHODS = (
-    (r"\.(dora_scale|lora_magnitude_vector(\.default)?(\.weight)?)$", "DoRA"),
-    (r"\.hada_[wt]\d(_[ab])?$", "LoHa"),
-    (r"\.lokr_[wt]\d(_[ab])?$", "LoKr"),
-    (r"\.oft_(blocks|diag)$|\.oft_R\.", "OFT"),
+    (r"\.(hada_t[12]|lokr_t[12])$", "LoHa or LoKr of convolutions (Tucker form)"),
+    (r"\.oft_diag$|\.oft_R\.|\.rescale$", "OFT on the inputs, diagonal or rescaled"),
     (r"\.lora_mid\.weight$", "LoCon with a middle convolution (lora_mid)"),
     (r"\.(diff|diff_b|w_norm|b_norm|set_weight)$", "whole differences of weights (.diff)"),
     (r"\.(a1|a2|b1|b2)\.weight$", "GLoRA"),
@@ -39,6 +44,7 @@ TITLES = {
     "peft": "PEFT",
     "onetrainer": "OneTrainer",
     "original": "original names",
+    "lycoris": "LyCORIS",
 }
 
 

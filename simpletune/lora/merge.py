@@ -14,7 +14,7 @@ from torch import Tensor
 
 from simpletune.lora.bases import Base
 from simpletune.lora.header import TensorEntry
-from simpletune.lora.updates import Updates
+from simpletune.lora.structured import AnyUpdates, difference, fits
 from simpletune.lora.write import overflow
 from simpletune.models.single_file import Origin, open_file
 from simpletune.options import UserError, plural, shortened
@@ -54,7 +54,7 @@ class Merger:
         UserError: the base lacks a layer, or has it with another shape.
     """
 
-    def __init__(self, base: Base, loras: Sequence[tuple[Updates, float]], dtype: str | None):
+    def __init__(self, base: Base, loras: Sequence[tuple[AnyUpdates, float]], dtype: str | None):
         self.base, self._loras, self._dtype = base, loras, dtype
         self._error = self._effect = 0.0
         self.changed = {name for updates, _ in loras for name in updates}
@@ -67,7 +67,7 @@ class Merger:
             )
         for updates, _ in loras:
             for name, update in updates.items():
-                if update.shape != linears[name]:
+                if not fits(update, linears[name]):
                     raise UserError(
                         f"{name}: the LoRA has shape {list(update.shape)} (outputs, inputs), and {base.name} has "
                         f"{list(linears[name])}. The LoRA belongs to another model"
@@ -87,7 +87,7 @@ class Merger:
         delta = torch.zeros_like(exact)
         for updates, strength in self._loras:
             if layer in updates:
-                delta += strength * updates[layer].delta().view_as(delta)
+                delta += strength * difference(updates[layer], exact.flatten(1)).view_as(delta)
         exact = exact + delta
         merged = _cast(name, exact, dtype)
         self._error += float((merged.float() - exact).double().square().sum())

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from simpletune.families.lora_names import require_one
-from simpletune.lora.updates import Update, Updates
+from simpletune.lora.structured import AnyUpdates, plain
+from simpletune.lora.updates import Update
 from simpletune.options import UserError
 from simpletune.system.rng import key_of
 
@@ -36,12 +37,13 @@ class Recipe:
     seed: int = 0
 
 
-def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Update]:
+def mix(loras: Sequence[tuple[AnyUpdates, float]], recipe: Recipe) -> dict[str, Update]:
     """Mix several LoRAs into one.
 
     ``cat`` is the exact sum of their deltas, with the sum of their ranks; ``svd`` is the best approximation of that sum
     at a given rank. ``linear`` and the methods based on it sum the factors instead of the products: (sum a_n A_n) and
-    (sum a_n B_n) with a_n = sqrt(weight), so their product has cross terms.
+    (sum a_n B_n) with a_n = sqrt(weight), so their product has cross terms. LoKr and LoHa count as the LoRA that equals
+    them.
 
     Args:
         loras: updates with their weights.
@@ -57,7 +59,7 @@ def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Upd
     require_one(layers)
     mixed = {}
     for name in layers:
-        parts = [(updates[name], weight) for updates, weight in loras if name in updates]
+        parts = [(plain(updates[name]), weight) for updates, weight in loras if name in updates]
         if len({part.shape for part, _ in parts}) > 1:
             raise UserError(f"{name} has different shapes in these files: they are for different models. Give others")
         ranks = sorted({part.rank for part, _ in parts})

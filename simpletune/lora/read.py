@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from simpletune.lora.header import DAMAGED, LoraHeader, open_lora
+from simpletune.lora.families import SD15
+from simpletune.lora.header import LoraHeader, Module, open_lora
+from simpletune.lora.kinds import DORA, DORA_ROLES, LOKR, LORA, OFT
+from simpletune.lora.of_weight import DoraUpdate, OftUpdate, limited
+from simpletune.lora.settings import DAMAGED
+from simpletune.lora.structured import AnyUpdate, LohaUpdate, LokrUpdate
 from simpletune.lora.updates import Update, split, swap_halves
-from simpletune.models.lora_names import DOWN, UP
+from simpletune.models.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP
 from simpletune.options import UserError, plural
 from simpletune.system.console import say
 
 READ = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def read_lora(file: Path) -> dict[str, Update]:
+def read_lora(file: Path) -> dict[str, AnyUpdate]:
     """Read a LoRA file of any family in diffusers', kohya's, ComfyUI's, PEFT's or OneTrainer's layout.
 
     Args:
@@ -32,7 +39,7 @@ def read_lora(file: Path) -> dict[str, Update]:
     return updates_of(open_lora(file))
 
 
-def updates_of(header: LoraHeader) -> dict[str, Update]:
+def updates_of(header: LoraHeader) -> dict[str, AnyUpdate]:
     """Read the updates of a file whose header has been checked.
 
     Raises:
@@ -46,15 +53,16 @@ def updates_of(header: LoraHeader) -> dict[str, Update]:
             f"{header.file}: {plural(len(header.text), 'key')} of text encoders, such as {header.text[0]}, "
             "are not applied: simpletune reads updates of the denoiser only"
         )
-    found: dict[str, Update] = {}
+    found: dict[str, AnyUpdate] = {}
     try:
         opened = safe_open(header.file, framework="pt")
     except SafetensorError as error:
         raise UserError(f"{header.file}: {' '.join(str(error).split())[:120]}. {DAMAGED}") from None
     with opened as handle:
         for module in header.modules.values():
-            down, up = (handle.get_tensor(module.keys[role]) for role in (DOWN, UP))
-            for key, tensor in ((module.keys[DOWN], down), (module.keys[UP], up)):
+            factors = {role: handle.get_tensor(key) for role, key in module.factors.items()}
+            for role, tensor in factors.items():
+                key = module.keys[role]
                 if tensor.dtype not in READ:
                     raise UserError(
                         f"{header.file}: {key} is in {tensor.dtype}, which is not supported. Use fp32, fp16 or bf16"
@@ -64,12 +72,58 @@ def updates_of(header: LoraHeader) -> dict[str, Update]:
                         f"{header.file}: {key} contains NaN or infinite values: its training diverged. "
                         "Use an earlier checkpoint"
                     )
-            update = Update(down.flatten(1), up.flatten(1), header.scale(module), pointwise=down.ndim == 4)
-            parts = [update] if len(module.layers) == 1 else split(update, len(module.layers))
-            for layer, part in zip(module.layers, parts, strict=True):
+            for layer, part in zip(module.layers, _parts(header, module, factors), strict=True):
                 if layer in found:
                     raise UserError(f"{header.file}: {layer} is updated twice, once by {module.name}. {DAMAGED}")
                 if part is not None:
                     swapped = header.layout.original and header.layout.names.halves_swapped(layer, *part.shape)
-                    found[layer] = swap_halves(part) if swapped else part
+                    found[layer] = _swapped(part) if swapped else part
     return found
+
+
+def _parts(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) -> Sequence[AnyUpdate | None]:
+    """The updates of a module's layers."""
+    count, scale = len(module.layers), header.scale(module)
+    if module.kind == LORA:
+        down, up = factors[DOWN], factors[UP]
+        update = Update(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
+        return [update] if count == 1 else split(update, count)
+    if module.kind == OFT:
+        names = header.layout.names if header.layout and header.layout.original else None
+        blocks = limited(factors[OFT_BLOCKS], module.alpha).chunk(count)
+        return [OftUpdate(b, (la, names) if names else None) for la, b in zip(module.layers, blocks, strict=True)]
+    if module.kind == DORA:
+        return _dora(header, module, factors, scale).parts(count)
+    size = header.size(module)
+    assert size is not None
+    flat = {role: factor.flatten(1) for role, factor in factors.items()}
+    pointwise = any(factor.ndim == 4 for factor in factors.values()) or _is_pointwise(header, module)
+    whole: LokrUpdate | LohaUpdate = LohaUpdate(flat, scale, pointwise)
+    if module.kind == LOKR:
+        whole = LokrUpdate(flat, size.outputs, scale, pointwise=pointwise)
+    height = size.outputs // count
+    return [whole.rows(number * height, height) for number in range(count)]
+
+
+def _dora(header: LoraHeader, module: Module, factors: Mapping[str, Tensor], scale: float) -> DoraUpdate:
+    """A module's DoRA. PEFT's magnitudes count; ``dora_scale`` is them too, unless the header says otherwise."""
+    down, up = factors[DOWN], factors[UP]
+    update = Update(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
+    vectors = {role: factors[role].flatten().float() for role in DORA_ROLES if role in factors}
+    made_for_comfyui = DORA_MARK.items() <= header.metadata.items()
+    relative = vectors.get(DORA_SCALE) if made_for_comfyui else None
+    layout = header.layout
+    if relative is not None and layout and not layout.original:  # its rows are in the original order, the others' not
+        if layout.names.halves_swapped(module.layers[0], *update.shape):
+            relative = torch.cat(relative.chunk(2)[::-1])
+    magnitude = vectors.get(MAGNITUDE, None if made_for_comfyui else vectors.get(DORA_SCALE))
+    return DoraUpdate(update, magnitude, relative)
+
+
+def _is_pointwise(header: LoraHeader, module: Module) -> bool:
+    """Whether a module without a factor of four sides is a 1x1 convolution: Stable Diffusion 1.5's projections are."""
+    return header.family[0] == SD15 and module.layers[0].endswith((".proj_in", ".proj_out"))
+
+
+def _swapped(update: AnyUpdate) -> AnyUpdate:
+    return swap_halves(update) if isinstance(update, Update) else update.swapped()

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from simpletune.lora.kinds import LORA
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,17 @@ class Update:
     up: Tensor
     scale: float = 1.0
     pointwise: bool = False
+    kind: ClassVar[str] = LORA
 
     @property
     def rank(self) -> int:
         """r."""
         return self.down.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """What readers divide alpha by: r."""
+        return self.rank
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Write updates as a LoRA file in diffusers', kohya's or ComfyUI's layout."""
+"""Write updates as a LoRA file in diffusers', kohya's or ComfyUI's layout, or LoKr and LoHa in LyCORIS's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from simpletune.families.lora_names import names_of, update_layout
 from simpletune.lora.header import ADAPTER_METADATA, natural
 from simpletune.lora.layouts import written
+from simpletune.lora.of_weight import DoraUpdate, OftUpdate, blocks_of, lora_of, magnitudes_of
+from simpletune.lora.structured import AnyUpdates, Structured
 from simpletune.lora.updates import Update, Updates, fuse, swap_halves
-from simpletune.models.lora_names import ALPHA, DOWN, UP, Layout, LoraNames
+from simpletune.models.lora_names import ALPHA, DORA_MARK, DOWN, UP, Layout, LoraNames
 from simpletune.options import UserError
 from simpletune.system.safetensors_file import write_safetensors
 
@@ -22,14 +25,19 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def write_lora(
-    updates: Updates, file: Path, layout: str = "diffusers", dtype: str | None = None, metadata: Mapping[str, str] = {}
+    updates: AnyUpdates,
+    file: Path,
+    layout: str = "diffusers",
+    dtype: str | None = None,
+    metadata: Mapping[str, str] = {},
 ) -> Path:
     """Write a LoRA file atomically.
 
     Args:
         updates: updates by diffusers' layer name.
         file: the target.
-        layout: ``diffusers``, ``kohya`` or ``comfy``.
+        layout: ``diffusers``, ``kohya`` or ``comfy`` for LoRA and DoRA; ``kohya`` or ``comfy`` for OFT; ``lycoris`` for
+            LoKr and LoHa.
         dtype: ``fp32``, ``fp16`` or ``bf16``; None keeps their types.
         metadata: strings for the header.
 
@@ -40,13 +48,31 @@ def write_lora(
         raise UserError(f"{file}: there are no updates to write")
     if file.suffix != ".safetensors":
         raise UserError(f"{file} must end in .safetensors, by which tools recognise the format. Rename it")
-    chosen = written(updates, layout)
-    tensors = tensors_of(updates, chosen, DTYPES[dtype] if dtype else None)
+    kind = DTYPES[dtype] if dtype else None
+    low_rank = {layer: update for layer, update in updates.items() if isinstance(update, Update)}
+    dora = {layer: update for layer, update in updates.items() if isinstance(update, DoraUpdate)}
+    oft = {layer: update for layer, update in updates.items() if isinstance(update, OftUpdate)}
+    others = {layer: u for layer, u in updates.items() if not isinstance(u, Update | DoraUpdate | OftUpdate)}
+    if layout == "lycoris":
+        for layer in (*low_rank, *dora, *oft):
+            raise UserError(f"{layer} is {updates[layer].kind}; lycoris files hold LoKr or LoHa. Use --format kohya")
+        tensors = structured_tensors_of(others, kind)
+    elif others:
+        layer, update = max(others.items(), key=lambda each: each[1].rank)
+        raise UserError(
+            f"{layer} is {update.kind}, which equals a LoRA of rank {update.rank}. Give --rank {update.rank}, or a "
+            "smaller one to approximate it, or use --format lycoris"
+        )
+    else:
+        chosen = written(updates, layout)
+        tensors = tensors_of({**low_rank, **lora_of(dora)}, chosen, kind) if low_rank or dora else {}
+        tensors |= magnitudes_of(dora, chosen) | blocks_of(oft, chosen)
     spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if spoilt:
         raise UserError(f"{file}: {spoilt[0]} {overflow(dtype)}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    extra = _adapter_metadata(updates, chosen.names.denoiser) if layout == "diffusers" else {}
+    extra = _adapter_metadata(low_rank, names_of(updates).denoiser) if layout == "diffusers" and not dora else {}
+    extra |= DORA_MARK if dora else {}
     return write_safetensors(tensors, file, {**metadata, **extra})
 
 
@@ -75,6 +101,28 @@ def tensors_of(updates: Updates, layout: Layout, dtype: torch.dtype | None = Non
         tensors[layout.key(module, UP)] = update.saved(update.up, dtype)
         if layout.alpha:
             tensors[layout.key(module, ALPHA)] = torch.tensor(update.scale * update.rank, dtype=torch.float32)
+    return tensors
+
+
+def structured_tensors_of(updates: Mapping[str, Structured], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The tensors of a file with LoKr or LoHa, by key: diffusers' layers under the names that ComfyUI reads.
+
+    Raises:
+        UserError: a layer has only rows of a LoKr that was trained on a fused layer.
+    """
+    layout = update_layout(updates)
+    tensors: dict[str, Tensor] = {}
+    for layer in sorted(updates, key=natural):
+        update = updates[layer]
+        if not update.is_own:
+            raise UserError(
+                f"{layer} has rows of a {update.kind} of a fused layer, which is none by itself. Approximate it by a "
+                "LoRA: --format kohya --rank 32"
+            )
+        factors, alpha = update.saved()
+        for name, factor in factors.items():
+            tensors[layout.key(layer, name)] = factor.to(dtype or factor.dtype, copy=True).contiguous()
+        tensors[layout.key(layer, ALPHA)] = torch.tensor(alpha, dtype=torch.float32)
     return tensors
 
 

@@ -93,7 +93,8 @@ def convolution_workspace(
         bias: [o].
         stride: of both dimensions, as ``padding`` and ``dilation``.
     """
-    sizes = zip(pixels.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    pads = list(padding) * (2 if len(padding) == 1 else 1)  # torch gives one number for padding="valid"
+    sizes = zip(pixels.shape[2:], weight.shape[2:], stride, pads, dilation, strict=True)
     area = math.prod((size + 2 * pad - hole * (kernel - 1) - 1) // step + 1 for size, kernel, step, pad, hole in sizes)
     output = pixels.shape[0] * weight.shape[0] * area
     return (pixels.numel() + weight.numel() + output) * pixels.element_size()

@@ -10,12 +10,15 @@ recomputation of scores in fused attention.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from simpletune.models.model_config import Shape
 
-LORA_A, LORA_B = ".lora_A.", ".lora_B."
+FACTOR = re.compile(r"\.(lora_[AB]|magnitude|lokr_w[12](?:_[ab])?|hada_w[12]_[ab]|oft_triangle)(?:\..*)?$")
+"""What follows a layer's name in the name of an update's trained factor."""
 
 
 @dataclass
@@ -25,7 +28,7 @@ class Flops:
     forward: int = 0
     backward: int = 0
     recomputed: int = 0
-    """Operations recomputed by checkpointing."""
+    """Operations recomputed by checkpointing, and by LoKr's products, which keep only their input."""
 
     @property
     def model(self) -> int:
@@ -33,18 +36,68 @@ class Flops:
         return self.forward + self.backward
 
 
+class Update(NamedTuple):
+    """The products of a layer's update, in order, as multiply-adds for each row of the layer's input.
+
+    Args:
+        products: of the forward pass; those between factors alone are not counted.
+        recomputed: those that the backward pass repeats.
+        constant: multiply-adds forward and backward that do not depend on the number of rows: DoRA's norms, and the
+            gradient of OFT's rotations.
+    """
+
+    products: tuple[int, ...]
+    recomputed: int = 0
+    constant: tuple[int, int] = (0, 0)
+
+
 @dataclass(frozen=True)
 class Trained:
-    """The trained parameters: names of base parameters, and LoRA ranks by module."""
+    """The trained parameters: names of base parameters, and updates by layer."""
 
     names: frozenset[str] = frozenset()
-    ranks: Mapping[str, int] | None = None
+    updates: Mapping[str, Update] = field(default_factory=dict)
 
 
 def trained_of(parameters: Mapping[str, Shape]) -> Trained:
-    """Sort the trained parameters of a model with its adapter into base parameters and LoRA ranks."""
-    ranks = {name.split(LORA_A)[0]: shape[0] for name, shape in parameters.items() if LORA_A in name}
-    return Trained(frozenset(name for name in parameters if LORA_A not in name and LORA_B not in name), ranks)
+    """Sort the trained parameters of a model with its adapter into base parameters and the products of updates."""
+    factors: dict[str, dict[str, Shape]] = {}
+    names = set()
+    for name, shape in parameters.items():
+        if match := FACTOR.search(name):
+            factors.setdefault(name[: match.start()], {})[match[1]] = (shape[0], math.prod(shape[1:]))
+        else:
+            names.add(name)
+    return Trained(frozenset(names), {layer: _update(found) for layer, found in factors.items()})
+
+
+def _update(factors: Mapping[str, Shape]) -> Update:
+    """An update by the shapes of its factors."""
+    if "lora_A" in factors:
+        (rank, inputs), (outputs, _) = factors["lora_A"], factors["lora_B"]
+        norms = rank * (outputs * inputs + rank * inputs + rank * outputs) if "magnitude" in factors else 0
+        return Update((rank * inputs, rank * outputs), constant=(norms, 0))
+    if "oft_triangle" in factors:
+        count, numbers = factors["oft_triangle"]
+        side = (1 + math.isqrt(1 + 8 * numbers)) // 2  # of a matrix with so many numbers above its diagonal
+        return Update((count * side**2,), constant=(0, count * side**3))
+    if "hada_w1_a" in factors:  # a low-rank update whose rank is that of both together
+        (outputs, rank), (_, inputs) = factors["hada_w1_a"], factors["hada_w1_b"]
+        other = factors["hada_w2_b"][0]
+        return Update((rank * other * inputs, rank * other * outputs))
+    products = _lokr(factors)
+    return Update(products, sum(products[:-1]))
+
+
+def _lokr(factors: Mapping[str, Shape]) -> tuple[int, ...]:
+    left, right = factors.get("lokr_w1") or (factors["lokr_w1_a"][0], factors["lokr_w1_b"][1])
+    if "lokr_w2" in factors:
+        below, beyond = factors["lokr_w2"]
+        first = right * below <= left * beyond
+        whole = below * beyond * (right if first else left)
+        return (whole, left * right * below) if first else (left * right * beyond, whole)
+    (below, rank), (_, beyond) = factors["lokr_w2_a"], factors["lokr_w2_b"]
+    return right * beyond * rank, left * right * rank, left * below * rank
 
 
 class Count:
@@ -54,19 +107,21 @@ class Count:
         self.shapes, self.trained, self.flops = shapes, trained, Flops()
 
     def linear(self, name: str, rows: int, grad: bool) -> bool:
-        """y = x W^T + bias, and LoRA's y += (x A^T) B^T."""
+        """y = x W^T + bias, and the products of its update, such as LoRA's y += (x A^T) B^T."""
         shape = self.shapes[f"{name}.weight"]
         outputs, inputs = shape[0], math.prod(shape[1:])
         product = 2 * rows * outputs * inputs
         trains = self.trains(f"{name}.weight")
         self.flops.forward += product
         self.flops.backward += product * (grad + trains)
-        rank = (self.trained.ranks or {}).get(name)
-        if rank is not None:
-            down, up = 2 * rows * inputs * rank, 2 * rows * rank * outputs
-            self.flops.forward += down + up
-            self.flops.backward += 2 * up + down * (1 + grad)
-        return grad or trains or self.trains(f"{name}.bias") or rank is not None
+        update = self.trained.updates.get(name, Update(()))
+        self.flops.recomputed += 2 * rows * update.recomputed
+        self.flops.forward += 2 * update.constant[0]
+        self.flops.backward += 2 * update.constant[1]
+        for number, product in enumerate(update.products):
+            self.flops.forward += 2 * rows * product
+            self.flops.backward += 2 * rows * product * (2 if number else 1 + grad)
+        return grad or trains or self.trains(f"{name}.bias") or bool(update.products)
 
     def chain(self, names: list[str], rows: int, grad: bool) -> bool:
         """A sequence of linear layers."""

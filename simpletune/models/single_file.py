@@ -25,7 +25,7 @@ DENOISER_PREFIXES = ("model.diffusion_model.", "")
 
 # Kinds of files by the names of their tensors, most specific first.
 FOREIGN = (
-    (r"\.lora_(A|B|up|down)\b|^lora_unet_|^lora_te", "a LoRA: pass it to inference/lora_inference.py as --lora"),
+    (r"\.lora_(A|B|up|down)\b|^lora_(unet_|te)|^lycoris_", "a LoRA: pass it to inference/lora_inference.py as --lora"),
     (r"^(model\.diffusion_model\.)?double_blocks\.\d+\.img_attn", "Flux"),
     (r"^conditioner\.embedders\.|diffusion_model\.label_emb\.", "Stable Diffusion XL"),
     (r"^cond_stage_model\.model\.", "Stable Diffusion 2: set model.family to sd15"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.models.model_config import ModelConfig
+from simpletune.objectives.huber import Huber, errors
 from simpletune.objectives.objective import TrainingObjective
 from simpletune.options import ConfigError, Problem
 
@@ -53,6 +54,8 @@ class Ddpm(TrainingObjective):
     """Lowest (least noisy) timestep to train on."""
     max_timestep: Annotated[int, Field(ge=0, lt=TIMESTEPS)] = TIMESTEPS - 1
     """Highest (noisiest) timestep to train on, inclusive."""
+    huber: Huber | None = None
+    """Pseudo-Huber loss; null: mean squared error. The evaluation loss follows."""
 
     sampler: ClassVar[str] = "DPM++ 2M"
 
@@ -125,7 +128,7 @@ class Ddpm(TrainingObjective):
         alphas_bar = schedule_of(config)
         if self._zero_snr(config):
             alphas_bar = rescale_to_zero_snr(alphas_bar)
-        return DdpmProcess(alphas_bar, self.prediction_of(config) == "v", self.min_snr_gamma)
+        return DdpmProcess(alphas_bar, self.prediction_of(config) == "v", self.min_snr_gamma, self.huber)
 
     def solver(self, scheduler: ModelConfig, steps: int, skipped: int = 0) -> DpmSolver:
         """Build DPM-Solver++ of second order (arXiv:2211.01095)."""
@@ -194,10 +197,11 @@ class DdpmProcess:
         alphas_bar: abar of every timestep.
         v: whether the network predicts v, not the noise.
         gamma: of min-SNR weights; None: no weights.
+        huber: form of the loss; None: squared errors.
     """
 
-    def __init__(self, alphas_bar: Sequence[float], v: bool, gamma: float | None):
-        self.v, self.weighted = v, gamma is not None
+    def __init__(self, alphas_bar: Sequence[float], v: bool, gamma: float | None, huber: Huber | None = None):
+        self.v, self.weighted, self.huber = v, gamma is not None, huber
         self._rows = [
             [math.sqrt(each) for each in alphas_bar],
             [math.sqrt(1 - each) for each in alphas_bar],
@@ -223,12 +227,16 @@ class DdpmProcess:
         return signal * noise - spread * z_0
 
     def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Compute the mean squared error over all elements in fp32, weighted by level and by [b, 1, h or 1, w or 1] if
-        given: a scalar."""
-        squares = (prediction.float() - target.float()).square()
+        """Compute the mean error over all elements in fp32, weighted by level and by [b, 1, h or 1, w or 1] if given: a
+        scalar."""
+        c = None
+        if self.huber is not None:
+            signal, spread, _ = self._at(level)
+            c = self.huber.c_at(level / TIMESTEPS, (signal / (signal + spread)).flatten())
+        found = errors(prediction, target, c)
         if weight is not None:
-            squares = weight * squares
-        return (self._at(level)[2] * squares).mean() if self.weighted else squares.mean()
+            found = weight * found
+        return (self._at(level)[2] * found).mean() if self.weighted else found.mean()
 
     def time(self, level: Tensor) -> Tensor:  # [b], int64
         """Return the timestep that the network receives."""

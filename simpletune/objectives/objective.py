@@ -31,6 +31,10 @@ class TrainingObjective(Option):
         """Check what needs no model."""
         yield from ()
 
+    def density_rules(self, resolution: int) -> Iterator[Problem]:
+        """Check the density of noise levels at a training resolution in pixels."""
+        yield from ()
+
     def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
         """Check whether the objective fits the model.
 

@@ -14,7 +14,10 @@ from simpletune.optim.adafactor import Adafactor
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.adamw_bf16 import AdamWBF16
 from simpletune.optim.eight_bit import AdamW8bit, Lion8bit, PagedAdamW8bit
+from simpletune.optim.prodigy import Prodigy
+from simpletune.optim.schedule_free import ScheduleFreeAdamW
 
 Optimizer = Annotated[
-    AdamW | AdamW8bit | PagedAdamW8bit | Lion8bit | Adafactor | AdamWBF16, Field(discriminator="name")
+    AdamW | AdamW8bit | PagedAdamW8bit | Lion8bit | Adafactor | AdamWBF16 | Prodigy | ScheduleFreeAdamW,
+    Field(discriminator="name"),
 ]

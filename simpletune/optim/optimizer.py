@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field
 
-from simpletune.options import Json, Option
+from simpletune.options import Json, Option, Problem
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from simpletune.ema import Average
 
 STATE_KEY = re.compile(r"^(\d+)\.(.+)$")
 
@@ -40,20 +42,29 @@ class OptimizerOption(Option):
     """Whether a parameter's update needs no other parameter's gradient."""
     undoes: ClassVar[bool] = True
     """Whether an update can be undone on the device, as a step with fp16 products needs."""
+    averages: ClassVar[bool] = False
+    """Whether the optimizer itself averages the weights, and takes no other schedule than a constant one."""
 
-    def build(self, parameters: Iterable[nn.Parameter], in_backward: bool = False) -> torch.optim.Optimizer:
+    def rules(self) -> Iterator[Problem]:
+        """Check the options by themselves."""
+        yield from ()
+
+    def build(
+        self, parameters: Iterable[nn.Parameter], in_backward: bool = False, ratios: Sequence[float] | None = None
+    ) -> torch.optim.Optimizer:
         """Build the optimizer. With stochastic rounding, bf16 parameters step in fp32, a few at a time.
 
         Args:
             parameters: the parameters to train.
             in_backward: whether each is updated separately (``RoundedOptimizer.update``).
+            ratios: a factor on the learning rate of each parameter; None: 1 for all.
         """
         from simpletune.optim.rounding import RoundedOptimizer
 
         parameters = list(parameters)
         rounded = self.rounding == "stochastic" and any(parameter.itemsize < 4 for parameter in parameters)
-        if rounded or self.draws or in_backward:
-            return RoundedOptimizer(parameters, self.make, rounded)
+        if rounded or self.draws or in_backward or set(ratios or ()) - {1.0}:
+            return RoundedOptimizer(parameters, self.make, rounded, ratios)
         return self.make(parameters)
 
     def place(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
@@ -64,6 +75,24 @@ class OptimizerOption(Option):
         """Build the underlying optimizer. Its ``step`` must neither read device tensors from the host nor wait for the
         device."""
         raise NotImplementedError
+
+    def average(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Average | None:
+        """Return the average of the weights that the built optimizer keeps, to draw, evaluate and export; or None."""
+        return None
+
+
+@runtime_checkable
+class BeginsSteps(Protocol):
+    """An optimizer whose updates of one step share something."""
+
+    def begin_step(self) -> None:
+        """Prepare for the updates of the next step."""
+
+
+def begin_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer prepare for the updates of the next step; most have nothing to prepare."""
+    if isinstance(optimizer, BeginsSteps):
+        optimizer.begin_step()
 
 
 def state_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], Json]:

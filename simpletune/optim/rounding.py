@@ -9,12 +9,13 @@ updates, on grouping, on whether the update runs in the backward pass, or on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
+from simpletune.optim.optimizer import begin_step
 from simpletune.system.rng import key_of
 
 GROUP = 1 << 22
@@ -97,20 +98,28 @@ class RoundedOptimizer(torch.optim.Optimizer):
         parameters: the parameters to train.
         make: builds the optimizer for some parameters, which must not depend on each other.
         rounded: whether to round bf16 parameters stochastically; if not, every parameter steps in its own type.
+        ratios: a factor on the learning rate of each parameter; None: 1 for all.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], make: MakeOptimizer, rounded: bool = True):
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        make: MakeOptimizer,
+        rounded: bool = True,
+        ratios: Sequence[float] | None = None,
+    ):
         parameters = list(parameters)
+        self._ratios = [1.0] * len(parameters) if ratios is None else list(ratios)
         self._wide = [torch.float32 if rounded else parameter.dtype for parameter in parameters]
         self._shells = [
             nn.Parameter(torch.empty(0, dtype=wide, device=parameter.device))
             for parameter, wide in zip(parameters, self._wide, strict=True)
         ]
-        homes: dict[torch.device, list[nn.Parameter]] = {}
-        for shell in self._shells:
-            homes.setdefault(shell.device, []).append(shell)
-        made = {device: make(shells) for device, shells in homes.items()}
-        self._inner = [made[shell.device] for shell in self._shells]
+        homes: dict[tuple[torch.device, float], list[nn.Parameter]] = {}
+        for shell, ratio in zip(self._shells, self._ratios, strict=True):
+            homes.setdefault((shell.device, ratio), []).append(shell)
+        made = {home: make(shells) for home, shells in homes.items()}
+        self._inner = [made[shell.device, ratio] for shell, ratio in zip(self._shells, self._ratios, strict=True)]
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._generators: dict[torch.device, torch.Generator] = {}
         self.norms: dict[nn.Parameter, Tensor] = {}  # norms of gradients freed in the backward pass
@@ -118,11 +127,18 @@ class RoundedOptimizer(torch.optim.Optimizer):
         for parameter, shell, inner in zip(parameters, self._shells, self._inner, strict=True):
             self.state[parameter] = inner.state[shell]  # shared dictionary: state saves and loads in place
 
+    def begin_step(self) -> None:
+        """Let the wrapped optimizers prepare for the updates of the next step."""
+        for inner in dict.fromkeys(self._inner):
+            begin_step(inner)
+
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         for group in self._groups():
             if len(group) == 1:
                 self.update(group[0])
+            elif self._is_plain(group[0]):
+                self._update_in_place(group)
             else:
                 self._update_together(group)
 
@@ -141,16 +157,23 @@ class RoundedOptimizer(torch.optim.Optimizer):
         shell.data, shell.grad = shell.data.new_empty(0), None
 
     def _groups(self) -> Iterator[list[nn.Parameter]]:
-        """Group the parameters that have a gradient: small ones step together, others alone."""
-        open_groups: dict[tuple[torch.device, torch.device], list[nn.Parameter]] = {}
-        room: dict[tuple[torch.device, torch.device], int] = {}
+        """Group the parameters that have a gradient: those that need no copy, and small ones, step together; others
+        alone."""
+        Home = tuple[torch.device, torch.device, float]
+        open_groups: dict[Home, list[nn.Parameter]] = {}
+        plain: dict[Home, list[nn.Parameter]] = {}
+        room: dict[Home, int] = {}
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is None:
+                continue
+            number = self._numbers[parameter]
+            home = self._shells[number].device, parameter.device, self._ratios[number]
+            if self._is_plain(parameter):
+                plain.setdefault(home, []).append(parameter)
                 continue
             if not self._joins(parameter):
                 yield [parameter]
                 continue
-            home = self._shells[self._numbers[parameter]].device, parameter.device
             taken = padded(parameter)
             if taken > room.get(home, 0):
                 if home in open_groups:
@@ -159,6 +182,23 @@ class RoundedOptimizer(torch.optim.Optimizer):
             open_groups[home].append(parameter)
             room[home] -= taken
         yield from open_groups.values()
+        yield from plain.values()
+
+    def _is_plain(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter steps in its own type and without random draws, so without a copy."""
+        number = self._numbers[parameter]
+        return self._wide[number] == parameter.dtype and not self._draws_itself(number)
+
+    @torch.no_grad()
+    def _update_in_place(self, parameters: list[nn.Parameter]) -> None:
+        """Update several parameters on one device in their own memory. Does not clear their gradients."""
+        numbers = [self._numbers[parameter] for parameter in parameters]
+        shells = [self._shells[number] for number in numbers]
+        for shell, parameter in zip(shells, parameters, strict=True):
+            shell.data, shell.grad = parameter.detach(), parameter.grad
+        self._step_inner(numbers, None)
+        for shell in shells:
+            shell.data, shell.grad = shell.data.new_empty(0), None
 
     def _joins(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter may step in a group."""
@@ -194,6 +234,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         inner, shells = self._inner[numbers[0]], [self._shells[number] for number in numbers]
         settings = {key: value for key, value in self.param_groups[0].items() if key in inner.defaults}
         settings |= {"generator": generator} if "generator" in settings else {}
+        settings |= {"lr": settings["lr"] * self._ratios[numbers[0]]} if "lr" in settings else {}
         inner.param_groups[0].update(settings | {"params": shells})
         for shell in shells if inner.defaults.get("fused") else ():
             counter = inner.state[shell].get("step")

@@ -81,4 +81,31 @@ class Polynomial(_Schedule):
         return self.end + (1.0 - self.end) * (1.0 - progress) ** self.power
 
 
-Schedule = Annotated[Constant | Linear | Cosine | Polynomial, Field(discriminator="name")]
+class CosineWithRestarts(_Schedule):
+    """Several cosine decays to zero, one after another (arXiv:1608.03983)."""
+
+    name: Literal["cosine_with_restarts"] = "cosine_with_restarts"
+    """Cosine decays to zero, each followed by a restart at the full learning rate (hard restarts)."""
+    cycles: Annotated[int, Field(ge=1)] = 3
+    """Number of decays in the run, all of one length; 1 equals cosine."""
+
+    def decay(self, progress: float) -> float:
+        """(1 + cos(pi p)) / 2 at the fraction p of the current cycle.
+
+        A fraction that float64 puts just below a restart is the restart; else a step would have a learning rate of 0.
+        """
+        return 0.5 * (1.0 + math.cos(math.pi * ((self.cycles * progress + 1e-9) % 1.0)))
+
+
+class Rex(_Schedule):
+    """REX, the reflected exponential (arXiv:2107.04197): slow at first, fast at the end."""
+
+    name: Literal["rex"] = "rex"
+    """REX: decay to zero that stays high for long and falls fast at the end."""
+
+    def decay(self, progress: float) -> float:
+        """(1 - p) / (1/2 + (1 - p) / 2)."""
+        return (1.0 - progress) / (0.5 + 0.5 * (1.0 - progress))
+
+
+Schedule = Annotated[Constant | Linear | Cosine | Polynomial | CosineWithRestarts | Rex, Field(discriminator="name")]

@@ -16,12 +16,15 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.evaluation import drift_prompts
 from simpletune.data.pictures import cut, decode
-from simpletune.data.plan import Plan, View, make_plan, without
+from simpletune.data.plan import Plan, make_plan
+from simpletune.data.samples import View, without
+from simpletune.data.shares import SourceShare, shares
 from simpletune.data.source import Rejected, UnusablePicture
 from simpletune.families import Model
 from simpletune.models.buckets import Size
 from simpletune.models.prompts import Encoder
 from simpletune.options import UserError
+from simpletune.pipeline.masks import MaskCache
 from simpletune.pipeline.plan_data import PlannedData, plan_data, report_rejected
 from simpletune.pipeline.sample import Request
 from simpletune.system.atomic import remove_stale
@@ -128,14 +131,15 @@ class LatentCache:
     def _encode(self, missing: Sequence[View], device: torch.device) -> tuple[int, list[Rejected]]:
         """Encode crops. Rejects pictures that cannot be decoded or whose latents are not finite."""
         remove_stale(self.cache.folder)
-        encoded, rejected = 0, dict[str, Rejected]()
+        encoded, rejected = 0, dict[tuple[int, str], Rejected]()
         vae = self.model.load_vae(device, self.dtype, self.tile)
         with progress("latents", len(missing), "pictures") as advance, torch.no_grad():
             for view in missing:
                 try:
                     encoded += self._encode_one(view, vae, device)
                 except UnusablePicture as reason:
-                    rejected[view.picture.name] = Rejected(view.picture.name, str(reason))
+                    place = view.picture.source, view.picture.name
+                    rejected[place] = Rejected(view.picture.name, str(reason), source=view.picture.source)
                 advance()
                 failpoint("latents.encoded")
                 poll()
@@ -196,6 +200,7 @@ class Prepared:
         plan: the run's plan.
         text: the cached prompt embeddings.
         latents: the cached latents of the pictures.
+        masks: their cached masks.
         requests: the validation pictures to draw.
         captions: a description of where the captions come from.
         left_out: the unusable entries that training skips.
@@ -204,6 +209,7 @@ class Prepared:
     plan: Plan
     text: TextCache
     latents: LatentCache
+    masks: MaskCache
     requests: list[Request]
     captions: str
     left_out: list[Rejected] = field(default_factory=list)
@@ -214,10 +220,15 @@ class Prepared:
         rows = self.plan.manifest()
         return {
             "captions": self.captions,
+            "sources": [asdict(share) for share in self.sources()],
             "samples": [row for row in rows if not row.get("held_out")],
             "held_out": [row for row in rows if row.get("held_out")],
             "left_out": left_out,
         }
+
+    def sources(self) -> list[SourceShare]:
+        """What each data source contributes to an epoch."""
+        return shares(self.plan)
 
     def sizes(self) -> set[Size]:
         """(width, height) in pixels of every picture that the transformer will see."""
@@ -238,17 +249,18 @@ def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, sta
     """
     cache, dtype, plan = Path(config.output.cache), config.precision.encoder_dtype(), data.plan
     text = TextCache(config.model, dtype, cache)
-    latents = LatentCache(config.model, dtype, cache, config.memory.vae_tile)
+    latents, masks = LatentCache(config.model, dtype, cache, config.memory.vae_tile), MaskCache(cache)
     with accelerator.main_process_first():
         requests = validation_requests(config, plan)
         with stages.stage("text"):
             text.fill(prompts_of(config, plan, requests), accelerator.device)
         with stages.stage("latents"):
             _, rejected = latents.fill(plan.views(), accelerator.device)
-    report_rejected(rejected, config.data.on_error)
+            rejected += masks.fill(plan.views())
+    report_rejected(rejected, config.data)
     if rejected:
         plan = make_plan(config, without(data.usable, rejected), accelerator.num_processes)
-    return Prepared(plan, text, latents, requests, data.captions, [*data.left_out, *rejected])
+    return Prepared(plan, text, latents, masks, requests, data.captions, [*data.left_out, *rejected])
 
 
 def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> Prepared:
@@ -258,14 +270,16 @@ def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -
 
 def prompts_of(config: TrainConfig, plan: Plan, requests: Sequence[Request]) -> list[str]:
     """Every prompt whose embeddings a run needs."""
+    captions = plan.captions()
+    of_class = [config.prior.class_prompt(caption) for caption in captions] if config.prior.second_pass else []
     drawn = [*(r.prompt for r in requests), *(r.negative_prompt for r in requests)]
-    return [*plan.captions(), *drawn, *drift_prompts(config.validation)]
+    return [*captions, *of_class, *drawn, *drift_prompts(config.validation)]
 
 
 def validation_requests(config: TrainConfig, plan: Plan) -> list[Request]:
     """The fixed prompts and seeds of a run's validation pictures."""
     option = config.validation
-    prompts = [plan.samples[0].picture.caption] if option.prompts is None else option.prompts
+    prompts = [plan.example()] if option.prompts is None else option.prompts
     width, height = config.picture_size()
     return [
         Request(prompt, option.seed + number, option.negative_prompt, width, height, option.steps, option.guidance)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from simpletune.data.plan import Draw
+from simpletune.data.samples import Draw
 from simpletune.families.sd3.shapes import is_adaln
 from simpletune.memory import accounting
 from simpletune.memory.copy_stream import host_like

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.plan import Plan, make_plan, too_small, without
+from simpletune.data import Data
+from simpletune.data.plan import Plan, make_plan
+from simpletune.data.samples import too_small, without
+from simpletune.data.several import scan_sources, source_notes, stopping
 from simpletune.data.source import Picture, Rejected
 from simpletune.data.walk import printable
 from simpletune.options import UserError, plural
@@ -43,16 +45,30 @@ def plan_data(config: TrainConfig, processes: int) -> PlannedData:
     Raises:
         UserError: entries are unusable and ``data.on_error`` is ``stop``, or no pictures are left.
     """
-    scan = config.data.scan(Path(config.data.path))
+    scan = scan_sources(config.data)
     small = too_small(scan.pictures, config.data, config.model.multiple)
-    report_rejected([*scan.rejected, *small], config.data.on_error)
-    for hint in scan.hints:
+    for note in [*scan.notes, *source_notes(config.data, scan.pictures)]:
+        say(f"data    {note}")
+    for hint in scan.hints:  # before what is refused, which they may explain
         say(f"hint    {hint}")
+    report_rejected([*scan.rejected, *small], config.data)
     usable = without(scan.pictures, small)
     plan = make_plan(config, usable, processes)
+    hint_at_shares(plan)
     require_positions(config, plan)
     failpoint("data.scanned")
     return PlannedData(plan, usable, scan.captions, [*scan.rejected, *small])
+
+
+def hint_at_shares(plan: Plan) -> None:
+    """Say how many samples are for regularization, if they are far more or fewer than the others."""
+    of_class = sum(plan.source_of(sample).regularization for sample in plan.samples)
+    others = len(plan.samples) - of_class
+    ratio = of_class / others
+    if of_class and not 0.5 <= ratio <= 2:
+        more = f"about {ratio:.0f} times the repeats of the others" if ratio > 1 else "fewer repeats of the others"
+        counts = f"{plural(others, 'sample')} to learn and {of_class:,} for regularization"
+        say(f"hint    an epoch has {counts}. Equal shares are usual: use {more}")
 
 
 def require_positions(config: TrainConfig, plan: Plan) -> None:
@@ -72,19 +88,26 @@ def require_positions(config: TrainConfig, plan: Plan) -> None:
                 )
 
 
-def report_rejected(rejected: Sequence[Rejected], on_error: str) -> None:
+def report_rejected(rejected: Sequence[Rejected], data: Data) -> None:
     """List unusable entries.
 
     Raises:
-        UserError: ``data.on_error`` is ``stop`` and there are unusable entries.
+        UserError: there are unusable entries in a source whose ``on_error`` is ``stop``.
     """
     if not rejected:
         return
-    listed = [f"  {printable(each.name)}: {each.reason}" for each in rejected[:20]]
-    if len(rejected) > len(listed):
-        listed.append(f"  and {len(rejected) - len(listed)} more (simpletune data CONFIG lists all)")
-    kinds = ", ".join(plural(count, kind) for kind, count in Counter(each.kind for each in rejected).items())
-    if on_error == "stop":
+    fatal = stopping(data, rejected)
+    shown = fatal or rejected
+    listed = [f"  {printable(each.name)}{_of_source(each, data)}: {each.reason}" for each in shown[:20]]
+    if len(shown) > len(listed):
+        listed.append(f"  and {len(shown) - len(listed)} more (simpletune data CONFIG lists all)")
+    kinds = ", ".join(plural(count, kind) for kind, count in Counter(each.kind for each in shown).items())
+    if fatal:
         remedy = "Fix or remove them, or set data.on_error=skip to skip them"
         raise UserError("\n".join([f"data.path: {kinds} cannot be used:", *listed, remedy]))
     say("\n".join([f"skipped {kinds} (data.on_error=skip):", *listed]))
+
+
+def _of_source(each: Rejected, data: Data) -> str:
+    """Say where an entry is, if there are several sources."""
+    return "" if len(data.members) == 1 else f" in {printable(data.members[each.source].path)}"

@@ -89,3 +89,7 @@ class Int8Conv2d(nn.Conv2d):
     def dequantise(self) -> Tensor:  # fp32 [o, i / groups, kh, kw]
         """The dequantised weight."""
         return dequantised(self.weight, self.scale, torch.float32)
+
+    def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i kh kw]
+        """Some rows of the dequantised weight."""
+        return dequantised(self.weight[first:last], self.scale[first:last], torch.float32).flatten(1)

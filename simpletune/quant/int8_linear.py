@@ -87,4 +87,8 @@ class Int8Linear(nn.Linear):
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
         """The dequantised weight."""
-        return self.weight.float() * self.scale[:, None]
+        return self.row_block(0, self.out_features)
+
+    def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i]
+        """Some rows of the dequantised weight."""
+        return self.weight[first:last].float() * self.scale[first:last, None]

@@ -50,9 +50,14 @@ def _dequantise(
 ) -> Tensor:  # [o, i]
     """Dequantise a weight."""
     if steps is not None:
-        blocks = -(-shape[0] * shape[1] // BLOCK)
-        absmax = (absmax * steps[:, 1:]).add_(steps[:, :1]).view(-1)[:blocks]
+        absmax = _scales(absmax, steps, shape)
     return torch.ops.bitsandbytes.dequantize_4bit.default(packed, absmax, BLOCK, "nf4", shape, dtype)
+
+
+def _scales(absmax: Tensor, steps: Tensor, shape: tuple[int, int]) -> Tensor:  # fp32 [k]
+    """Dequantise the scales of a weight's blocks."""
+    blocks = -(-shape[0] * shape[1] // BLOCK)
+    return (absmax * steps[:, 1:]).add_(steps[:, :1]).view(-1)[:blocks]
 
 
 class _FrozenNf4Product(torch.autograd.Function):
@@ -122,6 +127,16 @@ class Nf4Linear(nn.Linear):
     def dequantise(self) -> Tensor:  # fp32 [o, i]
         """The dequantised weight."""
         return _dequantise(self.weight, self.absmax, self.steps, self._shape, torch.float32)
+
+    def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i]
+        """Some rows of the dequantised weight; dequantises all of them if they share a scale with their neighbours."""
+        width = self.in_features
+        if width % BLOCK:
+            return self.dequantise()[first:last]
+        absmax = self.absmax if self.steps is None else _scales(self.absmax, self.steps, self._shape)
+        packed, absmax = self.weight[first * width // 2 : last * width // 2], absmax[first * width // BLOCK :]
+        shape = last - first, width
+        return _dequantise(packed, absmax[: shape[0] * width // BLOCK], None, shape, torch.float32)
 
     @property
     def _shape(self) -> tuple[int, int]:

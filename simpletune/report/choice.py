@@ -43,7 +43,7 @@ def best_words(name: str, best: Choice) -> str:
     """Say which checkpoint to use, and why."""
     if best.by == LAST:
         return f"The last checkpoint, step {best.step:,}, counts as the best: {best.why}."
-    return f"Best: step {best.step:,} ({name}@best), by {best.by}: {best.why}."
+    return f"Best: step {best.step:,} ({name}{best.suffix}), by {best.by}: {best.why}."
 
 
 def drift_chart(rows: list[Json]) -> Chart:

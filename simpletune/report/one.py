@@ -13,11 +13,13 @@ from simpletune.report.checkpoints import checkpoint_sections
 from simpletune.report.choice import choice_sections
 from simpletune.report.content import Fact, Report, Section, Table, gib, seconds
 from simpletune.report.ended import attempts_section, resumes
+from simpletune.report.fidelity import fidelity_sections
 from simpletune.report.losses import loss_data, loss_section
 from simpletune.report.peaks import memory_section
 from simpletune.report.profile import profile_sections
 from simpletune.report.recorded import Json, RunRecord
 from simpletune.report.settings import Setting, plain_settings, settings_of
+from simpletune.report.sources import source_sections
 from simpletune.runs.folder import overflow_words
 from simpletune.system.console import duration
 
@@ -41,6 +43,8 @@ def report_of(run: RunRecord, price: float | None) -> Report:
         *checkpoint_sections(run.folder, run.config, sorted({picture.step for picture in found} - {0})),
         loss_section([run]),
         *choice_sections(run),
+        *source_sections(run),
+        *fidelity_sections([run]),
         step_section(run),
         memory_section(run),
         *([attempts] if attempts else []),
@@ -71,7 +75,8 @@ def summary_sentence(run: RunRecord) -> str:
         return plural(run.steps_done, "step")
     base = config.model.weights_from
     base = base if not os.path.isabs(base) else os.path.basename(base)
-    method = f"LoRA r{config.adapter.rank}" if config.adapter.method == "lora" else config.adapter.method
+    rank = getattr(config.adapter, "rank", None)
+    method = config.adapter.method if rank is None else f"{config.adapter.title} r{rank}"
     return (
         f"{method} on {base}, {config.precision.weights} weights, "
         f"{config.data.resolution} px, batch {config.train.batch_size}"

@@ -172,7 +172,7 @@ def read_run(folder: Path) -> RunRecord:
         hint = f"Did you mean {' '.join(inside[:8])}?" if inside else NAME_A_RUN
         raise UserError(f"{folder} is not a run: it has no {CONFIG}, {METRICS} or {SUMMARY}. {hint}")
     notes: list[str] = []
-    settings = _read_object(folder / CONFIG, notes)
+    settings = read_object(folder / CONFIG, notes)
     metrics = _read_rows(folder / METRICS, ("step", "loss"), notes)
     attempts = known(_attempts(folder, notes), metrics)
     found = RunRecord(
@@ -183,7 +183,7 @@ def read_run(folder: Path) -> RunRecord:
         metrics=metrics,
         evaluations=[],
         summary=_summary(folder / SUMMARY, notes),
-        environment=_read_object(folder / ENVIRONMENT, notes, expected=False),
+        environment=read_object(folder / ENVIRONMENT, notes, expected=False),
         profiles=_profiles(folder, settings, notes),
         attempts=attempts,
         held=is_held(folder),
@@ -218,7 +218,7 @@ def _attempts(folder: Path, notes: list[str]) -> list[Attempt]:
         return []
 
 
-def _read_object(file: Path, notes: list[str], expected: bool = True) -> Json:
+def read_object(file: Path, notes: list[str], expected: bool = True) -> Json:
     """Read a JSON object; on failure add a note and return an empty one."""
     if not os.path.lexists(file):
         if expected:
@@ -234,7 +234,7 @@ def _read_object(file: Path, notes: list[str], expected: bool = True) -> Json:
 
 def _summary(file: Path, notes: list[str]) -> Json:
     """Read summary.json; if a value has the wrong type, add a note and return an empty object."""
-    summary = _read_object(file, notes, expected=False)
+    summary = read_object(file, notes, expected=False)
     wrong = [key for key in NUMBERS if not isinstance(summary.get(key), int | float | None)]
     wrong += ["steps"] * (bool(summary) and type(summary.get("steps")) is not int)
     stages = summary.get("stages", {})
@@ -284,7 +284,7 @@ def _config(settings: Json, notes: list[str]) -> TrainConfig | None:
 def _evaluations(folder: Path, run: RunRecord, notes: list[str]) -> list[tuple[int, float]]:
     """Collect evaluation losses by step from the records and the summary; a repeated step counts once."""
     found: dict[int, float] = {}
-    first = _read_object(folder / EVALUATION, notes, expected=False)
+    first = read_object(folder / EVALUATION, notes, expected=False)
     run.loss_is = str(run.summary.get("eval_loss_is") or first.get("eval_loss_is") or ON_TRAINING)
     before = first.get("eval_loss")
     if isinstance(before, float):
@@ -301,7 +301,7 @@ def _profiles(folder: Path, settings: Json, notes: list[str]) -> list[Json]:
     """Read the summaries of the traced epochs, ordered by epoch."""
     found = []
     for file in sorted(profile_folder_of(folder, settings).glob("epoch-*/summary.json")):
-        summary = _read_object(file, notes)
+        summary = read_object(file, notes)
         if "epoch" in summary:
             found.append(summary)
     return sorted(found, key=lambda summary: summary["epoch"])

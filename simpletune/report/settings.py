@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from simpletune.config.family_rules import family_defaults
 from simpletune.config.schema import TrainConfig
-from simpletune.options import Json, Option, union_of
+from simpletune.options import Json, Option, item_of, union_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ def settings_of(config: TrainConfig) -> list[Setting]:
         for section, fields in family_defaults(config.model).items()
         for name, value in fields.items()
     }
+    usual |= {
+        f"data.sources.{index}.{name}": _text(value)
+        for index in range(len(config.data.members))
+        for name, value in family_defaults(config.model)["data"].items()
+    }
     rows = (row for row in _rows(config, None, "") if row.path not in ("$schema", "version"))
     return [
         replace(row, default=usual[row.path], changed=row.value != usual[row.path]) if row.path in usual else row
@@ -60,6 +65,11 @@ def _rows(option: Option, usual: Option | None, prefix: str, tag: str = "") -> l
             union = union_of(field)
             below = default if isinstance(default, Option) else None
             found += _rows(value, below, f"{path}.", union.tag if union else "")
+            continue
+        if isinstance(value, list) and (item := item_of(field)) is not None:
+            tag = union.tag if (union := union_of(item)) else ""
+            for number, each in enumerate(value):
+                found += _rows(each, None, f"{path}.{number}.", tag)
             continue
         known = inherits or not field.is_required()
         shown = _text(default) if known else ""

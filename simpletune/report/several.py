@@ -5,6 +5,7 @@ from __future__ import annotations
 from simpletune.report import charts, pictures
 from simpletune.report.content import Chart, Fact, Report, Section, Table, dollars, gib, seconds
 from simpletune.report.ended import outcome, resumes
+from simpletune.report.fidelity import fidelity_sections
 from simpletune.report.losses import MIXED, loss_data, loss_section, loss_title
 from simpletune.report.recorded import Json, RunRecord
 from simpletune.report.settings import plain_settings, settings_of
@@ -36,6 +37,7 @@ def report_of(runs: list[RunRecord], price: float | None, title: str = "", lead:
         table_section(runs, price),
         picture_section(found),
         loss_section(runs),
+        *fidelity_sections(runs),
         difference_section(runs, differences),
         environment_section(runs),
     ]

@@ -1,5 +1,8 @@
 """Choose the best checkpoint of a run, and say why. Imports no torch.
 
+Fidelity, measured by ``simpletune evaluate``: the highest subject fidelity among those whose prompt fidelity is not
+below the base's by more than the error of their difference, prompt by prompt.
+
 Held-out loss: an evaluation takes the place of the best so far if its loss is lower by more than the standard error of
 the differences sample by sample, so a later checkpoint must be better, not merely as good.
 """
@@ -17,7 +20,8 @@ from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import BEST, EVALUATIONS, read_json_or_none, read_rows
 from simpletune.system.atomic import remove, write_text
 
-USER, HELD_OUT, LAST = "user", "held-out loss", "last"
+USER, FIDELITY, HELD_OUT, LAST = "user", "fidelity", "held-out loss", "last"
+SCORES = "evaluation.json"
 
 
 @dataclass(frozen=True)
@@ -28,19 +32,26 @@ class Choice:
         step: its step.
         by: what it was chosen by.
         why: the reason, in words.
+        strength: of a LoRA, at which it was chosen.
     """
 
     step: int
     by: str
     why: str
+    strength: float = 1.0
+
+    @property
+    def suffix(self) -> str:
+        """What follows the run's name to use it: ``@200`` or ``@200:0.8``."""
+        return f"@{self.step}" + (f":{self.strength:g}" if self.strength != 1 else "")
 
     def as_json(self) -> Json:
         """The fields of the summary."""
-        return {"step": self.step, "by": self.by, "why": self.why}
+        return {"step": self.step, "by": self.by, "why": self.why, "strength": self.strength}
 
 
 def choose(run: Path) -> Choice | None:
-    """Choose among the checkpoints of a run: the user's choice, else the lowest held-out loss, else the last.
+    """Choose among the checkpoints of a run: the user's choice, else by fidelity, else by held-out loss, else the last.
 
     Args:
         run: run folder.
@@ -54,6 +65,8 @@ def choose(run: Path) -> Choice | None:
     taken = (read_json_or_none(run / BEST) or {}).get("step")
     if taken in steps:
         return Choice(taken, USER, "chosen with simpletune evaluate --choose")
+    if (found := by_fidelity(run, steps)) is not None:
+        return found
     rows = held_out_rows(run)
     best = _best_of(rows)
     while best is not None and best["step"] not in steps:  # not saved, or removed by hand
@@ -72,6 +85,41 @@ def best_step(run: Path) -> int | None:
     """The step of the checkpoint to keep, whatever its age; None if the run has none."""
     choice = choose(run)
     return None if choice is None else choice.step
+
+
+def by_fidelity(run: Path, steps: Sequence[int]) -> Choice | None:
+    """Choose by the run's evaluation with encoders; None if there is none, or it has no checkpoint that exists."""
+    result = read_json_or_none(run / SCORES)
+    if result is None:
+        return None
+    subject, prompt = result["main"]["subject_fidelity"], result["main"]["prompt_fidelity"]
+    points = [point for point in result["points"] if point["step"] in steps]
+    if not points:
+        return None
+    faithful = points if prompt is None else [point for point in points if follows_prompts(point, prompt)]
+    ranked_by = ("subject_fidelity", subject) if faithful else ("prompt_fidelity", prompt)
+    best = max(faithful or points, key=lambda point: _score(point, *ranked_by)["value"])
+    among, likeness = f"of {plural(len(points), 'model')}", _score(best, "subject_fidelity", subject)["value"]
+    why = f"the highest subject fidelity {among}, {likeness:.3f} by {subject}"
+    if prompt is not None:
+        own = _score(best, "prompt_fidelity", prompt)
+        kept = f"prompt fidelity {own['value']:.3f} by {prompt}, {own['from_base']['value']:+.3f} against the base"
+        why = f"{why}, of those that follow prompts as the base does; {kept}"
+        if not faithful:
+            why = f"none follows prompts as the base does, and this one does it best {among}: {kept}"
+    return Choice(best["step"], FIDELITY, why, best["strength"] if best["strength"] is not None else 1.0)
+
+
+def follows_prompts(point: Json, encoder: str) -> bool:
+    """Whether a model's prompt fidelity is not below the base's by more than the error of their difference."""
+    difference = _score(point, "prompt_fidelity", encoder)["from_base"]
+    return bool((difference["value"] if difference["high"] is None else difference["high"]) >= 0)
+
+
+def _score(point: Json, name: str, encoder: str | None) -> Json:
+    """A score of one model: value, and the limits of its interval."""
+    found: Json = point["scores"][name][encoder]
+    return found
 
 
 def held_out_rows(run: Path) -> list[Json]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.evaluation import ON_TRAINING, drift_words
+from simpletune.data.several import with_paths
 from simpletune.hub.fetch import is_hub_name
 from simpletune.models.family_facts import Licence
 from simpletune.options import Json, plural
@@ -115,7 +116,7 @@ def shareable(config: TrainConfig) -> TrainConfig:
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
-            "data": config.data.model_copy(update={"path": last_name(config.data.path)}),
+            "data": with_paths(config.data, last_name),
             "output": type(config.output)(),
         }
     )
@@ -154,7 +155,7 @@ def _base_text(config: TrainConfig) -> str:
 
 
 def _introduction(folder: Path, config: TrainConfig, prompt: str) -> str:
-    kind = "Fine-tuned transformer of" if config.adapter.trains_base else "LoRA for"
+    kind = "Fine-tuned transformer of" if config.adapter.trains_base else f"{config.adapter.title} for"
     lines = [f"{kind} {_base_text(config)}, trained with simpletune."]
     if config.data.prompt:
         lines.append(f"Trigger prompt: {code(config.data.prompt)}")
@@ -163,6 +164,11 @@ def _introduction(folder: Path, config: TrainConfig, prompt: str) -> str:
     if (folder / GRID).exists():
         lines.append(f"![Pictures of the base and the result from the same noise]({GRID})")
     return "\n\n".join(lines)
+
+
+def _places(config: TrainConfig) -> str:
+    """Name the folders of the pictures, without where they are."""
+    return ", ".join(dict.fromkeys(code(last_name(source.path)) for source in config.data.members))
 
 
 def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[str, str]]:
@@ -179,7 +185,7 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     yield "learning rate", f"{config.optimizer.lr:g} ({config.optimizer.name}; {schedule})"
     yield "resolution", f"{config.data.resolution} px"
     held_out = f", and {summary['held_out_pictures']} held out" if summary.get("held_out_pictures") else ""
-    yield "pictures", f"{pictures} from {cell(code(last_name(config.data.path)))}{held_out}"
+    yield "pictures", f"{pictures} from {cell(_places(config))}{held_out}"
     yield "precision", f"{config.precision.weights} weights, {config.precision.settled} compute"
     yield "seed", str(train.seed)
     yield from _cost(summary)
@@ -207,11 +213,15 @@ def _cost(summary: Json) -> Iterator[tuple[str, str]]:
 
 def _use(config: TrainConfig, example: Request) -> Iterator[str]:
     """Yield the instructions for diffusers and for the inference scripts."""
-    yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
+    first = config.adapter.before_diffusers(config.model.denoiser)
+    if first is None:
+        yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
+    else:
+        yield f"ComfyUI loads `{config.adapter.result(config.model.denoiser)}` from `models/loras`. {first}"
     others = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}
     replaced = [f"{name} {code(public_name(value))}" for name, value in others.items() if value]
     if replaced:
-        yield f"The run replaced parts of the base: {', '.join(replaced)}. The code above uses the base's own."
+        yield f"The run replaced parts of the base: {', '.join(replaced)}. Code for diffusers uses the base's own."
     yield f"With simpletune:\n\n```sh\n{command(config, example)}\n```"
 
 

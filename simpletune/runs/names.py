@@ -29,7 +29,7 @@ from simpletune.runs.checkpoint_folders import (
     checkpoint_folder,
     list_checkpoints,
 )
-from simpletune.runs.choice import best_step
+from simpletune.runs.choice import best_step, choose
 from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
 
 LATEST, BEST = "latest", "best"
@@ -84,9 +84,18 @@ def find_named(text: str, option: str = "") -> Named:
     """
     try:
         name, scale = split_scale(text)
-        return replace(_find(name), scale=scale)
+        named = _find(name)
+        if scale is None and name.endswith(f"@{BEST}") and named.lora is not None:
+            scale = best_strength(named)
+        return replace(named, scale=scale)
     except UserError as error:
         raise UserError(f"{option}{error}", error.code) from None
+
+
+def best_strength(named: Named) -> float | None:
+    """Return the strength at which a run's best checkpoint was chosen; None if it is 1."""
+    choice = choose(named.run) if named.run is not None else None
+    return None if choice is None or choice.strength == 1 else choice.strength
 
 
 def find_lora(text: str, option: str = "", remedy: str = "Give a LoRA", strength: bool = True) -> Named:

@@ -13,8 +13,8 @@ from simpletune.runs.checkpoint import SavedState
 
 # Settings that may not change on resume: they determine the weights, or which samples each step sees.
 PINNED = (
-    "model", "adapter", "precision", "objective", "ema", "optimizer.name", "train.seed", "train.batch_size",
-    "train.gradient_accumulation",
+    "model", "adapter", "precision", "objective", "ema", "prior.method", "prior.prompt", "optimizer.name", "train.seed",
+    "train.batch_size", "train.gradient_accumulation",
 )  # fmt: skip
 
 
@@ -67,16 +67,25 @@ def _differences(old: object, new: object, path: str = "") -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [*old, *(key for key in new if key not in old)]
         return [d for key in keys for d in _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)]
+    if (
+        isinstance(old, list)
+        and isinstance(new, list)
+        and len(old) == len(new)
+        and any(old)
+        and isinstance(old[0], dict)
+    ):
+        pairs = enumerate(zip(old, new, strict=True))
+        return [d for index, (a, b) in pairs for d in _differences(a, b, f"{path}.{index}")]
     return [] if old == new else [f"{path}: {json.dumps(old)} -> {json.dumps(new)}"]
 
 
 def _manifest_changes(old: list[Json], new: list[Json]) -> list[str]:
-    before, after = ({(row["file"], row["repeat"]): row for row in rows} for rows in (old, new))
-    changes = [f"{file}: removed" for file, repeat in before if (file, repeat) not in after and not repeat]
-    changes += [f"{file}: added" for file, repeat in after if (file, repeat) not in before and not repeat]
+    before, after = ({(row["file"], row["repeat"], row.get("source", 0)): row for row in rows} for rows in (old, new))
+    changes = [f"{key[0]}: removed" for key in before if key not in after and not key[1]]
+    changes += [f"{key[0]}: added" for key in after if key not in before and not key[1]]
     for key in [key for key in before if key in after and before[key] != after[key] and not key[1]]:
         was, now = before[key], after[key]
-        parts = [name for name in was if name in now and was[name] != now[name]]
+        parts = [name for name in {**was, **now} if name != "held_out" and was.get(name) != now.get(name)]
         changes += [f"{key[0]}: changed {', '.join(parts)}"] if parts else []
         if was.get("held_out") != now.get("held_out"):
             changes.append(f"{key[0]}: now {'held out' if now.get('held_out') else 'trained on'} (validation.split)")

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder
 from simpletune.data.evaluation import drift_words
-from simpletune.data.plan import GlobalBatch, Sample, steps_in_epoch
+from simpletune.data.plan import GlobalBatch, steps_in_epoch
+from simpletune.data.samples import Sample
+from simpletune.data.shares import source_lines
 from simpletune.models.buckets import upscaling
 from simpletune.options import Json, plural, shortened
 from simpletune.pipeline.encode import Prepared
@@ -25,7 +27,7 @@ from simpletune.runs.attempts import (
 )
 from simpletune.runs.checkpoint import SavedState
 from simpletune.runs.checkpoint_folders import TRAINABLE, list_checkpoints
-from simpletune.runs.choice import LAST, choose
+from simpletune.runs.choice import LAST, Choice, choose
 from simpletune.runs.folder import (
     EVALUATION,
     EVALUATIONS,
@@ -125,7 +127,7 @@ def _best_words(summary: Json, folder: Path) -> dict[str, str]:
     best = summary.get("best")
     if best is None or best["by"] == LAST:
         return {}
-    return {"best": f"{folder}@{best['step']} by {best['by']}: {best['why']}"}
+    return {"best": f"{folder}{Choice(**best).suffix} by {best['by']}: {best['why']}"}
 
 
 def left_out(run: Path, step: int) -> Json:
@@ -185,11 +187,13 @@ def print_stopped(run: Path, steps: int) -> None:
 def print_data(prepared: Prepared) -> None:
     """Print the training data."""
     plan = prepared.plan
-    pictures = {sample.picture.name for sample in plan.samples}
+    pictures = {(plan.source_of(sample).path, sample.picture.name) for sample in plan.samples}
     shapes = sorted(plan.buckets, key=lambda size: -len(plan.buckets[size]))
     listed = shortened([f"{w}x{h} ({len(plan.buckets[w, h])})" for w, h in shapes], 6)
     an_epoch = f"{plural(len(plan.samples), 'sample')} and {plural(plan.steps_per_epoch, 'step')} per epoch"
     say(f"data    {plural(len(pictures), 'picture')}, {an_epoch}")
+    for line in source_lines(prepared.sources()):
+        say(f"        {line}")
     if plan.held_out:
         say(f"        {plural(len(plan.held_out), 'picture')} held out from training for the validation loss")
     say(f"        captions from {prepared.captions}")

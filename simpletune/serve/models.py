@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from simpletune.adapters.lora_layers import ADAPTER, lora_layers
+from simpletune.adapters.layers import ADAPTER, base_of, move_updates, outer_layers, wrap
 from simpletune.config.schema import TrainConfig
 from simpletune.lora.attach import load_lora
 from simpletune.models.transformer import Transformer
@@ -49,7 +49,7 @@ class ServedModels:
 
 
 class LoraLayer(NamedTuple):
-    """One layer of a LoRA: its path in the model, PEFT's layer, and the file's own strength."""
+    """One layer of a LoRA: its path in the model, the layer that wraps the base's, and the file's own strength."""
 
     path: str
     layer: Any
@@ -78,13 +78,12 @@ class Adapters:
 
     def _read(self, name: str, file: Path, device: torch.device) -> None:
         load_lora(self.transformer, file)
+        move_updates(self.transformer, device)
         layers: list[LoraLayer] = []
-        for path, layer in list(lora_layers(self.transformer)):
-            for pair in (layer.lora_A, layer.lora_B):
-                pair.to(device)  # next to streamed weights they are created on the host
+        for path, layer in outer_layers(self.transformer):
             layers.append(LoraLayer(path, layer, layer.scaling[ADAPTER]))
-            self._base[path] = layer.get_base_layer()
-            _replace(self.transformer, path, self._base[path])
+            self._base[path] = base_of(layer)
+            wrap(self.transformer, path, self._base[path])
         if hasattr(self.transformer, "peft_config"):
             del self.transformer.peft_config  # PEFT's record of the adapter; the next one has the same name
         self._layers[name] = layers
@@ -98,17 +97,12 @@ class Adapters:
         """
         if name != self._active:
             for path, _, _ in self._layers[self._active]:
-                _replace(self.transformer, path, self._base[path])
+                wrap(self.transformer, path, self._base[path])
             for path, layer, _ in self._layers[name]:
-                _replace(self.transformer, path, layer)
+                wrap(self.transformer, path, layer)
             self._active = name
         for _, layer, own in self._layers[name]:
             layer.scaling[ADAPTER] = own * scale
-
-
-def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
-    parent, _, leaf = path.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, layer)
 
 
 class LoadedModel(NamedTuple):

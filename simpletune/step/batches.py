@@ -10,10 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from simpletune.data.plan import Draw
+from simpletune.data.samples import Draw
 from simpletune.pipeline.encode import Prepared
 from simpletune.pipeline.modulation_plan import Modulation, ModulationPlan
+from simpletune.prior import NoPrior, PriorOption
+from simpletune.step.passes import Passes
 from simpletune.system.rng import stream
+
+NO_PRIOR = NoPrior()
 
 
 @dataclass(frozen=True)
@@ -33,15 +37,16 @@ class Batch:
     """The divisor that turns its mean loss into its share of the step's loss; infinite if all rows are fillers."""
     weight: Tensor | None = None  # [b, 1, h or 1, w or 1]
     """The weights of its samples or of their places in the loss; None: 1 everywhere."""
+    prior: Tensor | None = None  # [b, 1, h or 1, w or 1]
+    """Their weights in the loss against the base's own prediction; None: 0 everywhere, and it is not computed."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every tensor of the batch."""
         tensors = (self.z_0, self.noise, self.level, self.prompt_embeds, self.pooled)
         z_0, noise, level, prompt_embeds, pooled = map(change, tensors)
-        weight = None if self.weight is None else change(self.weight)
-        return replace(
-            self, z_0=z_0, noise=noise, level=level, prompt_embeds=prompt_embeds, pooled=pooled, weight=weight
-        )
+        weight, prior = (None if each is None else change(each) for each in (self.weight, self.prior))
+        moved = replace(self, z_0=z_0, noise=noise, level=level, prompt_embeds=prompt_embeds, pooled=pooled)
+        return replace(moved, weight=weight, prior=prior)
 
 
 class Batches:
@@ -53,6 +58,7 @@ class Batches:
         device: the target device.
         process: the index of this process.
         modulation: the detached modulation of the transformer; batches then carry modulations computed ahead.
+        prior: how the class is preserved.
     """
 
     def __init__(
@@ -62,12 +68,14 @@ class Batches:
         device: torch.device,
         process: int = 0,
         modulation: Modulation | None = None,
+        prior: PriorOption = NO_PRIOR,
     ):
-        self.plan, self.text, self.latents = prepared.plan, prepared.text, prepared.latents
+        self.plan, self.text, self.latents, self.masks = prepared.plan, prepared.text, prepared.latents, prepared.masks
         self.seed, self.device, self.process = seed, device, process
+        self.passes = Passes(self.plan, prior)
         self.modulations: ModulationPlan | None = None
         if modulation is not None:
-            self.modulations = ModulationPlan(modulation, self.plan, self.text.pooled, process)
+            self.modulations = ModulationPlan(modulation, self.passes, self.text.pooled, process)
 
     def step(self, step: int) -> list[Batch]:
         """Load the micro-batches of one step."""
@@ -80,11 +88,12 @@ class Batches:
         """
         share = self.plan.samples_in(step) / self.plan.processes
         found = []
-        for micro in range(self.plan.micros(step)):
-            draws = self.plan.micro_batch(step, micro, self.process)
+        for micro in range(self.passes.count(step)):
+            draws = self.passes.micro_batch(step, micro, self.process)
             real = sum(draw.weight for draw in draws)
             parts = share / real if real else math.inf
-            found.append(replace(self._fetched(draws), fillers=len(draws) - real, parts=parts))
+            batch = self._fetched(draws, self.passes.is_second(micro))
+            found.append(replace(batch, fillers=len(draws) - real, parts=parts))
         return found
 
     def place(self, step: int, fetched: list[Batch]) -> list[Batch]:
@@ -96,22 +105,24 @@ class Batches:
         return [replace(batch, pooled=own) for batch, own in zip(batches, rows[: len(batches)], strict=True)]
 
     def one_by_one(self, draws: Sequence[Draw]) -> Iterator[Batch]:
-        """Yield a batch of one for each draw."""
+        """Yield a batch of one for each draw, without the base's predictions as targets."""
         if self.modulations is None:
-            yield from (self.load([draw]) for draw in draws)
+            yield from (replace(self.load([draw]), prior=None) for draw in draws)
             return
         window = self.modulations.modulation.window
         for start in range(0, len(draws), window):
             portion = draws[start : start + window]
             rows = self.modulations.of_draws(portion)  # [n, m]
-            yield from (replace(self.load([draw]), pooled=row[None]) for draw, row in zip(portion, rows, strict=True))
+            for draw, row in zip(portion, rows, strict=True):
+                yield replace(self.load([draw]), pooled=row[None], prior=None)
 
     def load(self, draws: list[Draw]) -> Batch:
         """Load one micro-batch. Draws noise in fp32 on the CPU from its key, so that it is the same on every device."""
         return self._placed(self._fetched(draws))
 
-    def _fetched(self, draws: list[Draw]) -> Batch:
-        """Load a micro-batch into host memory, pinned for CUDA."""
+    def _fetched(self, draws: list[Draw], second: bool = False) -> Batch:
+        """Load a micro-batch, or its second pass, into host memory, pinned for CUDA."""
+        weight, prior = self._weights(draws, second)
         z_0 = torch.stack([self.latents.load(draw.view) for draw in draws])
         embeddings = [self.text.load(draw.caption) for draw in draws]
         batch = Batch(
@@ -121,9 +132,28 @@ class Batches:
             prompt_embeds=torch.stack([embeds for embeds, _ in embeddings]),
             pooled=torch.stack([pooled for _, pooled in embeddings]),
             names=tuple(draw.view.picture.name for draw in draws),
+            weight=weight,
+            prior=prior,
         )
         # PyTorch's allocator reuses a step's pinned memory in later ones, once the copies to the device are done.
         return batch.map(Tensor.pin_memory) if self.device.type == "cuda" else batch
+
+    def _weights(self, draws: Sequence[Draw], second: bool) -> tuple[Tensor | None, Tensor | None]:
+        """The weights of the draws, and of their places if one has a mask, in the loss against their targets, None if
+        all are 1, and in that against the base's predictions, None if all are 0; [b, 1, h or 1, w or 1] each."""
+        weights, masks = torch.tensor([draw.loss_weight for draw in draws]).view(-1, 1, 1, 1), None
+        inside: Tensor = torch.ones(())
+        if any(draw.view.picture.mask is not None for draw in draws):
+            masks = torch.stack(
+                torch.broadcast_tensors(*(self.masks.load(draw.view) for draw in draws))
+            )  # [b, 1, h, w]
+            outside = torch.tensor([self.plan.sources[draw.view.picture.source].unmasked_weight for draw in draws])
+            inside = torch.lerp(outside.view(-1, 1, 1, 1), inside, masks)
+        learned, kept = self.passes.shares(draws, second)  # [b, 1, 1, 1] each
+        if masks is not None:
+            kept = kept + learned * self.passes.prior.outside * (1 - masks)
+        weight, prior = weights * learned * inside, weights * kept
+        return None if bool((weight == 1).all()) else weight, prior if prior.any() else None
 
     def _placed(self, batch: Batch) -> Batch:
         return batch.map(lambda tensor: tensor.to(self.device, non_blocking=True))

@@ -11,13 +11,16 @@ from contextlib import nullcontext
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from simpletune.config.schema import TrainConfig
+from simpletune.ema import Average
 from simpletune.models.compile import compile_training
 from simpletune.models.fp16_blocks import fp16_blocks_of
 from simpletune.models.transformer import Transformer, device_of, units_of
 from simpletune.optim.in_backward import clip_each, step_in_backward
 from simpletune.optim.loss_scale import LossScale
+from simpletune.optim.optimizer import begin_step
 from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.options import plural
 from simpletune.pipeline.load import modulation_of
@@ -73,19 +76,38 @@ class StepCore:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of one micro-batch: an fp32 scalar.
 
-        It is the mean over the samples, or over the fillers if the micro-batch has nothing else.
+        It is the mean over the samples, or over the fillers if the micro-batch has nothing else. With ``prior``, the
+        weighted loss against the base's prediction is added.
         """
-        return self.loss_of(self.predict(model, batch), batch)
+        kept = None if batch.prior is None else self._predicted_by_base(batch)
+        prediction = self.predict(model, batch)
+        loss = self.loss_of(prediction, batch)
+        if kept is None:
+            return loss
+        with phase("loss"):
+            return loss + self._compared(prediction, kept, batch, batch.prior)
 
     def loss_of(self, prediction: Tensor, batch: Batch) -> Tensor:
         """The loss of a prediction [b, c, h, w]."""
         with phase("loss"):
-            target, level, weight = self.process.target(batch.z_0, batch.noise, batch.level), batch.level, batch.weight
-            if 0 < batch.fillers < len(target):
-                rows = slice(-batch.fillers)
-                prediction, target, level = prediction[rows], target[rows], level[rows]
-                weight = None if weight is None else weight[rows]
-            return self.process.loss(prediction, target, level, weight)
+            target = self.process.target(batch.z_0, batch.noise, batch.level)
+            return self._compared(prediction, target, batch, batch.weight)
+
+    @torch.no_grad()
+    def _predicted_by_base(self, batch: Batch) -> Tensor:  # [b, c, h, w]
+        """What the base predicts for a micro-batch: the model with its adapter off, without DDP's bookkeeping."""
+        base = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        with phase("prior"), self.config.adapter.disabled(base):
+            return self.predict(base, batch)
+
+    def _compared(self, prediction: Tensor, target: Tensor, batch: Batch, weight: Tensor | None) -> Tensor:
+        """The loss against a target, without fillers unless the micro-batch has nothing else."""
+        level = batch.level
+        if 0 < batch.fillers < len(target):
+            rows = slice(-batch.fillers)
+            prediction, target, level = prediction[rows], target[rows], level[rows]
+            weight = None if weight is None else weight[rows]
+        return self.process.loss(prediction, target, level, weight)
 
     def step(
         self, batches: list[Batch], allows_update: Callable[[Tensor, Tensor], bool] | None = None
@@ -102,6 +124,7 @@ class StepCore:
         """
         total = torch.zeros((), device=batches[0].z_0.device)
         self.losses = []
+        begin_step(self.optimizer)
         if self.fp16 is not None:
             self.fp16.begin()
         for number, batch in enumerate(batches, 1):
@@ -125,6 +148,8 @@ class StepCore:
             elif updates:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+            if updates:
+                self.config.adapter.constrain(self.model)
         if self.fp16 is not None:
             self.fp16.scale.update()
         return total, norm
@@ -182,7 +207,7 @@ def ignore_frozen_in_ddp(transformer: nn.Module) -> None:
     """
     tensors = [*transformer.named_parameters(), *transformer.named_buffers()]
     frozen = [name for name, tensor in tensors if not tensor.requires_grad]
-    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
 
 
 def attach(
@@ -202,11 +227,20 @@ def attach(
     if config.speed.compile and compile_training(blocks, device, sizes):
         say(f"compile the blocks for {plural(sizes, 'picture size')}; the first step takes at least 30 s longer")
     streamed = config.memory.attach(blocks, device, trained=in_backward and config.adapter.trains_base)
-    optimizer = config.optimizer.build(trained_parameters(transformer).values(), in_backward)
+    trained = trained_parameters(transformer)
+    optimizer = config.optimizer.build(
+        trained.values(), in_backward, [config.adapter.lr_ratio(name) for name in trained]
+    )
     if in_backward:
         assert isinstance(optimizer, RoundedOptimizer)
         step_in_backward(optimizer, config.train.clip_norm, streamed, scale)
     return optimizer
+
+
+def average_of(config: TrainConfig, transformer: nn.Module, optimizer: torch.optim.Optimizer) -> Average | None:
+    """Start the average of the weights that is drawn, evaluated and exported: the EMA or the optimizer's; or None."""
+    parameters = trained_parameters(transformer)
+    return config.ema.build(parameters) if config.ema else config.optimizer.average(optimizer, parameters)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.plan import Draw, View
+from simpletune.data.samples import Draw, View
 from simpletune.data.source import Picture
 from simpletune.models.buckets import Size
 from simpletune.pipeline.modulation_plan import ModulationPlan
@@ -34,18 +35,25 @@ class SyntheticBatches:
         self.core, self.config, self.device = core, config, device
         self.size = size or (config.data.resolution, config.data.resolution)
         self.text = config.precision.encoder_dtype()
-        self.batch_size, self.accumulation = config.train.batch_size, config.train.gradient_accumulation
+        passes = 2 if config.prior.second_pass else 1
+        self.batch_size, self.accumulation = config.train.batch_size, config.train.gradient_accumulation * passes
         self.modulations: ModulationPlan | None = None
         if core.modulation is not None:
             self.modulations = ModulationPlan(core.modulation, self, lambda caption: self._pooled())
 
     def step(self, step: int) -> list[Batch]:
         """Make the micro-batches of one step."""
-        batches = [replace(self.batch(), parts=self.accumulation) for _ in range(self.accumulation)]
+        batches = [replace(self._trained(), parts=self.accumulation) for _ in range(self.accumulation)]
         if self.modulations is None:
             return batches
         rows = self.modulations.of_step(step)
         return [replace(batch, pooled=own) for batch, own in zip(batches, rows, strict=True)]
+
+    def _trained(self) -> Batch:
+        """Make one micro-batch, with the base's predictions as targets beside the usual ones if the run has any."""
+        batch = self.batch()
+        kept = torch.ones_like(batch.level).view(-1, 1, 1, 1)
+        return replace(batch, prior=kept) if self.config.prior.predicts else batch
 
     def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
         """Like ``Plan.micro_batch``, for the modulation plan: draws with placeholder captions and pictures."""
@@ -75,12 +83,21 @@ class SyntheticBatches:
             prompt_embeds=torch.zeros(text, dtype=self.text, device=self.device),
             pooled=self._pooled().expand(b, -1).clone().to(self.device),
             names=tuple(str(number) for number in range(b)),
+            weight=self._weight(b, latents[2:]),
         )
+
+    def _weight(self, b: int, sides: Sequence[int]) -> Tensor | None:
+        """Weights as a run's batches have them: of places if a source has masks, of samples if one has a weight."""
+        sources = self.config.data.members
+        if any(source.mask for source in sources):
+            return torch.ones((b, 1, *sides), device=self.device)
+        return torch.ones((b, 1, 1, 1), device=self.device) if any(source.weight != 1 for source in sources) else None
 
 
 def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
     """The tensors of a micro-batch."""
-    return batch.z_0, batch.noise, batch.level, batch.prompt_embeds, batch.pooled
+    weight = () if batch.weight is None else (batch.weight,)
+    return batch.z_0, batch.noise, batch.level, batch.prompt_embeds, batch.pooled, *weight
 
 
 class SingleProcess:

@@ -18,7 +18,7 @@ from torch import Tensor
 from simpletune.adapters.adapter import TrainingMethod
 from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.data.evaluation import TRAINED, drift_groups, settle_evaluation
-from simpletune.data.plan import Draw
+from simpletune.data.samples import Draw
 from simpletune.models.fp16_blocks import finite_passes
 from simpletune.models.transformer import Transformer
 from simpletune.options import Json

@@ -36,6 +36,7 @@ from simpletune.system.processes import is_first_process
 from simpletune.system.rng import reseed_global
 from simpletune.system.signals import SIGNALS, Stopped, deferred_signals, is_listening, received_signal, stop_if_asked
 from simpletune.system.stage_timer import StageTimer
+from simpletune.training.class_pictures import with_class_pictures
 from simpletune.training.ending import explained
 from simpletune.training.finish import finish
 from simpletune.training.pending_steps import DeviceEvent, MetricsQueue, PendingStep, global_figures
@@ -307,7 +308,7 @@ def prepare_only(config: TrainConfig) -> None:
     config = settle_compute(config, capability_of(accelerator.device))
     say(f"simpletune {config.name}: prepare on {reason}")
     stages = StageTimer(cuda=accelerator.device.type == "cuda")
-    prepared = prepare(resolve_folders(config), accelerator, stages)
+    prepared = prepare(with_class_pictures(resolve_folders(config), accelerator, stages), accelerator, stages)
     print_data(prepared)
     for name, figures in stages.as_json().items():
         say(f"{name:<8}{figures['seconds']:.1f} s")

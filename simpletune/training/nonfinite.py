@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.cache import Cache, view_key
-from simpletune.data.plan import Draw
+from simpletune.data.samples import Draw
 from simpletune.models.fp16_blocks import in_words
 from simpletune.options import UserError, shortened
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints

@@ -13,7 +13,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 
 from simpletune.config.compute import compute_of, settle_compute
 from simpletune.config.modulation import settle_modulation
-from simpletune.config.resolve import require_model_rules, resolve_folders
+from simpletune.config.resolve import checked_folders
 from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import Plan
 from simpletune.ema import Average
@@ -41,7 +41,7 @@ from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
 from simpletune.step.attention import settle_attention
 from simpletune.step.batches import Batches
-from simpletune.step.core import StepCore, assemble
+from simpletune.step.core import StepCore, assemble, average_of
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.devices import capability_of, choose_device
@@ -50,7 +50,7 @@ from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import stop_if_asked
 from simpletune.system.stage_timer import StageTimer
 from simpletune.system.threads import choose_threads, use_threads
-from simpletune.tensors import trained_parameters
+from simpletune.training.class_pictures import with_class_pictures
 from simpletune.training.nonfinite import NonFiniteGuard
 from simpletune.training.run import Run
 from simpletune.training.trackers import open_trackers
@@ -108,16 +108,16 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         UserError: for anything that the user can fix.
     """
     accelerator, reason = make_accelerator(config)
-    device, main = accelerator.device, accelerator.is_main_process
+    device, main, process = accelerator.device, accelerator.is_main_process, accelerator.process_index
     stages = StageTimer(cuda=device.type == "cuda")
     with accelerator.main_process_first():  # the first process sets damaged checkpoints aside
         saved = checkpoint.find(options.resume, run_folder(config)) if options.resume else None
     start = saved.step if saved else 0
     config = settle_compute(config, capability_of(device), compute_of(saved.config) if saved else None)
     announce(config, reason)
-    resolved = resolve_folders(config)
-    require_model_rules(resolved)
+    resolved = checked_folders(config)
     threads = settle_threads(resolved, device, resumed=saved is not None)
+    resolved = with_class_pictures(resolved, accelerator, stages)
     data = plan_data(resolved, accelerator.num_processes)
     if main:
         require_room(resolved, data.plan, start, options.force)
@@ -137,7 +137,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     stop_if_asked()
     with stages.stage("load"):
         model = load_model(fitted, prepared, accelerator, saved)
-    batches = Batches(prepared, config.train.seed, device, accelerator.process_index, model.core.modulation)
+    batches = Batches(prepared, config.train.seed, device, process, model.core.modulation, config.prior)
     trackers = open_trackers(config, folder, start, main)
     return Run(
         config=config,
@@ -217,7 +217,7 @@ def load_model(
     failpoint("model.loaded")
     total = config.model.parameter_count()
     core = assemble(config, transformer, accelerator, len(prepared.plan.sizes()))
-    average = config.ema.build(trained_parameters(transformer)) if config.ema else None
+    average = average_of(config, transformer, core.optimizer)
     if saved:
         checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)
         if core.fp16 is not None and saved.fp16 is not None:

@@ -80,5 +80,6 @@ LAYOUTS = (  # the first is that of a run's result
     Layout("comfy", "diffusion_model.", NAMES, original=True, alpha=True),
     Layout("peft", "base_model.model.", NAMES),
     Layout("onetrainer", "lora_transformer_", NAMES, dots=False, peft=False, alpha=True),
+    Layout("lycoris", "lycoris_", NAMES, dots=False, peft=False, alpha=True),
     Layout("bare", "", NAMES),
 )

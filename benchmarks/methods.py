@@ -1,0 +1,111 @@
+"""``methods``: compare a training step of other adapters with LoRA's at SD3 Medium's width, in time and in memory."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+from benchmarks.table import Results, describe_machine
+from simpletune.adapters import Adapter
+from simpletune.config.load import read_config
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.simulate import simulate
+from simpletune.families.sd3.shapes import sd3_medium_config
+from simpletune.families.sd3.transformer import RandomTensors, empty_transformer
+from simpletune.models.weights import fill
+from simpletune.options import Json
+from simpletune.step.core import assemble
+from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches
+from simpletune.system.console import say
+
+LORA: Json = {"method": "lora", "rank": 16}
+METHODS: dict[str, Json] = {
+    "lokr, factor 16, rank 16": {"method": "lokr", "factor": 16, "rank": 16},
+    "lokr, factor 16, whole": {"method": "lokr", "factor": 16, "rank": None},
+    "lokr, factor 4, whole": {"method": "lokr", "factor": 4, "rank": None},
+    "loha, rank 4": {"method": "loha", "rank": 4},
+    "dora, rank 16": {"method": "dora", "rank": 16},
+    "oft, blocks of 32": {"method": "oft"},
+}
+BLOCKS, WARM_UP, ROUNDS, SIZE, MIB = 2, 1, 9, 512, 2**20
+SHIPPED = ("sd3_medium_lora_8gb", "sd3_medium_lora_24gb")
+COLUMNS = {
+    "what": "", "parameters": "parameters", "lora": "LoRA, s", "step": "s", "ratio": "ratio", "least": "least",
+    "most": "most",
+    **{key: text for name in SHIPPED for key, text in (
+        (name, f"predicted peak, `{name}`, MiB"), (f"{name}_ratio", "to LoRA's"))},
+}  # fmt: skip
+ABOUT = f"""\
+A training step of {BLOCKS} of SD3 Medium's blocks at their real size and random weights, bf16 base, attention targets,
+{SIZE} px, batch 1, AdamW, no checkpointing, beside LoRA of rank 16. Both take turns in one process; seconds are medians
+of {ROUNDS} rounds and ratios those within a round. *Parameters* and *predicted peak* are of the whole model with a
+shipped configuration whose adapter is replaced; its LoRA is given rank 16 too. The peak is predicted by running the
+step on fake tensors."""
+
+
+def with_adapter(shipped: str, adapter: Json, *overrides: str) -> TrainConfig:
+    """Read a shipped configuration and replace its adapter."""
+    from pydantic import TypeAdapter
+
+    config, _ = read_config(Path(shipped), list(overrides), needs_data=False, needs_model=False)
+    return config.model_copy(update={"adapter": TypeAdapter(Adapter).validate_python(adapter)})
+
+
+def stepper(adapter: Json) -> Callable[[], object]:
+    """Assemble a few blocks with random weights and an adapter; return what takes a training step."""
+    shapes = {**sd3_medium_config(), "num_layers": BLOCKS}
+    overrides = ("device=cpu", "precision.weights=bf16", f"data.resolution={SIZE}", "optimizer.name=adamw")
+    config = with_adapter(SHIPPED[-1], adapter, *overrides, "memory.checkpointing=none", "memory.modulation=resident")
+    config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"warmup_steps": 0})})
+    model = fill(empty_transformer(shapes), RandomTensors(shapes, 1), config.precision, CPU, lambda name: False, "step")
+    core = assemble(config, model, SingleProcess(CPU))
+    batches = SyntheticBatches(config, core, (SIZE, SIZE)).step(0)
+    return lambda: core.step(batches)
+
+
+def measure(adapter: Json) -> dict[str, float]:
+    """Measure one method beside LoRA, in turns, and predict both peaks."""
+    steps = {"lora": stepper(LORA), "step": stepper(adapter)}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(WARM_UP + ROUNDS):
+        order = list(steps) if number % 2 else list(steps)[::-1]
+        for name in order:
+            clock = perf_counter()
+            steps[name]()
+            seconds[name].append(perf_counter() - clock)
+    del steps
+    kept = {name: values[WARM_UP:] for name, values in seconds.items()}
+    ratios = [own / lora for own, lora in zip(kept["step"], kept["lora"], strict=True)]
+    found = {name: statistics.median(values) for name, values in kept.items()}
+    found |= {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+    for shipped in SHIPPED:
+        lora, own = (simulate(with_adapter(shipped, each)) for each in (LORA, adapter))
+        found |= {shipped: own.peak.bytes / MIB, f"{shipped}_ratio": own.peak.bytes / lora.peak.bytes}
+        found["parameters"] = sum(math.prod(shape) for shape in own.trained.values())
+    return found
+
+
+def run(folder: Path, minutes: float, only: str) -> Path:
+    """Measure missing rows; write ``methods.json`` and ``methods.md``.
+
+    Args:
+        folder: of the results.
+        minutes: start no row after this many.
+        only: text that row names must contain.
+
+    Returns:
+        The Markdown table.
+
+    Raises:
+        UserError: no row name contains ``only``.
+    """
+    results = Results(folder / "methods", COLUMNS)
+    rows = {name: partial(measure, adapter) for name, adapter in METHODS.items()}
+    for name, row in results.missing(rows, minutes, only):
+        results.add(name, row())
+        say(f"bench   {name}: {results.rows[name]['ratio']:.2f} times LoRA's step")
+    return results.write_table("Other adapters beside LoRA: time and memory of a step", ABOUT, describe_machine())

@@ -1,0 +1,28 @@
+"""Check what the optimizer requires of other options, by its capabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from simpletune.optim.schedule import Constant
+from simpletune.options import Problem
+
+if TYPE_CHECKING:
+    from simpletune.config.schema import TrainConfig
+
+
+def optimizer_rules(config: TrainConfig) -> Iterator[Problem]:
+    """Report options of the optimizer, and a schedule or an average beside one that averages the weights itself."""
+    yield from config.optimizer.rules()
+    if not config.optimizer.averages:
+        return
+    name = config.optimizer.name
+    if not isinstance(config.schedule, Constant):
+        yield Problem(
+            "schedule.name",
+            f"{config.schedule.name} lowers the learning rate, but optimizer.name {name} averages the weights instead. "
+            "Use constant",
+        )
+    if config.ema is not None:
+        yield Problem("ema", f"optimizer.name {name} averages the weights itself. Use ema null, or another optimizer")

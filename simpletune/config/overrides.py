@@ -1,0 +1,142 @@
+"""Apply ``key.path=value`` overrides to a configuration's JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from simpletune.config.error_text import did_you_mean, other_field
+from simpletune.config.family_rules import with_objective
+from simpletune.config.schema import DEMO, TrainConfig
+from simpletune.options import Json, Option, Problem, item_of, member_for, option_classes, union_of
+from simpletune.system import strict_json
+from simpletune.system.strict_json import JsonError
+
+BESIDE_THE_JOB = ("name", "about", "device", "checkpoint", "validation", "tracking", "profile", "output")
+"""Sections whose overrides do not invalidate ``about``: they change only where a run writes and what it shows."""
+
+
+def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Problem]]:
+    """Apply overrides to the file's JSON.
+
+    Returns:
+        The merged JSON, notices, and problems of overrides that cannot be applied.
+    """
+    merged, notices, problems = copy.deepcopy(data), [], []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path:
+            problems.append(Problem(override, "is not an override. Write key.path=value, as in train.steps=100"))
+            continue
+        for place in _places(merged, path):
+            notices += _override(merged, place, text, problems)
+    if _speaks_of_another_job(data, merged):
+        del merged["about"]
+    return merged, notices, problems
+
+
+def _places(merged: Json, path: str) -> list[str]:
+    """The paths that an override sets: ``data.FIELD`` stands for the field of every source, if there are several."""
+    section, _, rest = path.partition(".")
+    data = merged.get(section)
+    sources = data.get("sources") if section == "data" and isinstance(data, dict) else None
+    if not isinstance(sources, list) or rest.partition(".")[0] in ("", "source", "sources"):
+        return [path]
+    return [f"data.sources.{index}.{rest}" for index in range(len(sources))]
+
+
+def _speaks_of_another_job(data: Json, merged: Json) -> bool:
+    """Tell whether overrides changed what ``about`` describes, but not ``about`` itself."""
+    if "about" not in data or merged["about"] != data["about"]:
+        return False
+    return any(_described(data, key) != _described(merged, key) for key in merged if key not in BESIDE_THE_JOB)
+
+
+def _described(data: Json, section: str) -> object:
+    """Return a section without the fields left to the user: path and prompt of the user's own data."""
+    value = data.get(section)
+    if section != "data" or not isinstance(value, dict) or str(value.get("path", "")).startswith(DEMO):
+        return value
+    return {key: value[key] for key in value if key not in ("path", "prompt")}
+
+
+def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> list[str]:
+    """Set one value in place; a change of a union's tag drops the fields that the new member lacks."""
+    option: type[Option] | None = TrainConfig
+    section, parts = merged, path.split(".")
+    if parts[0] == "objective":
+        merged |= with_objective(merged)
+    steps = iter(parts[:-1])
+    for part in steps:
+        field = option.model_fields.get(part) if option else None
+        child, item = section.get(part, {}), item_of(field)
+        if item is not None and isinstance(child, list):
+            number, most = next(steps, ""), len(child) - 1
+            if not number.isdecimal() or int(number) > most:
+                problems.append(Problem(path, f"{part} is a list. Name a field of one of its items 0 to {most}"))
+                return []
+            field, child = item, child[int(number)]
+        if field is None or not option_classes(field.annotation) or not isinstance(child, dict):
+            known = _known(option)
+            problems.append(Problem(path, f"{part} is not a section.{did_you_mean(part, known)}"))
+            return []
+        if item is None:
+            section[part] = child
+        option, section = member_for(field, child), child
+    leaf = parts[-1]
+    field = option.model_fields.get(leaf) if option else None
+    if field is None and option is not None:
+        problems.append(Problem(path, f"unknown field.{other_field(path, _known(option), TrainConfig)}"))
+        return []
+    section[leaf] = parse_value(field, text)
+    parent = _field_at(parts[:-1], merged)
+    union = union_of(parent) if parent is not None else None
+    member = member_for(parent, section) if parent is not None and union is not None and union.tag == leaf else None
+    if member is not None:
+        kept = member.model_fields
+        dropped = [key for key in section if key not in kept]
+        for key in dropped:
+            del section[key]
+        if dropped:
+            return [f"{path}={text}: dropped {', '.join(dropped)}, which {text} does not have"]
+    return []
+
+
+def _field_at(parts: list[str], merged: Json) -> FieldInfo | None:
+    """Return the field at a path of sections."""
+    option: type[Option] | None = TrainConfig
+    field: FieldInfo | None = None
+    section: object = merged
+    for part in parts:
+        if isinstance(section, list):
+            field, section = item_of(field), section[int(part)]
+        else:
+            field = option.model_fields.get(part) if option else None
+            section = section.get(part, {}) if isinstance(section, dict) else {}
+        option = member_for(field, section) if field and not isinstance(section, list) else None
+    return field
+
+
+def _known(option: type[Option] | None) -> list[str]:
+    return [field.alias or name for name, field in option.model_fields.items()] if option else []
+
+
+def parse_value(field: FieldInfo | None, text: str) -> object:
+    """Parse an override by the field's type: ``name=123`` is text, ``train.steps=123`` is a number."""
+    try:
+        as_json = strict_json.parse(text)
+    except JsonError:
+        return text
+    if field is None or field.annotation is None or option_classes(field.annotation):
+        return as_json
+    adapter: TypeAdapter[object] = TypeAdapter(field.annotation)
+    for candidate in (None, text, as_json) if as_json is None else (text, as_json):
+        try:
+            adapter.validate_json(json.dumps(candidate), strict=True)
+        except ValidationError:
+            continue
+        return candidate
+    return as_json

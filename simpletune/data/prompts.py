@@ -1,0 +1,57 @@
+"""The prompt of each variant of a picture: one of its captions, its tags shuffled and dropped, its prefix and suffix.
+
+Everything is drawn from (seed, picture, variant), as crops are, so the prompts of a run are known before it starts: the
+number of variants bounds how many the text encoders must encode.
+"""
+
+from __future__ import annotations
+
+from simpletune.data.source import Picture, Source
+from simpletune.system.rng import stream
+
+CLOSING = ".,;:!?)"  # a suffix that begins with one of these follows the caption without a space
+
+
+def prompt_of(picture: Picture, source: Source, seed: int, variant: int) -> str:
+    """The prompt of one variant of a picture.
+
+    Args:
+        picture: with its captions.
+        source: gives the caption options.
+        seed: ``train.seed``.
+        variant: index of the variant. The variants use a picture's captions in turn, in an order of its own.
+    """
+    captions = picture.captions
+    place = variant % len(captions)
+    if len(captions) > 1:
+        place = int(stream(seed, "caption", picture.digest).permutation(len(captions))[place])
+    caption = captions[place]
+    if source.shuffle_tags or source.tag_dropout:
+        caption = _tags(caption, source, seed, picture.digest, variant)
+    parts = [source.caption_prefix.strip(), caption]
+    joined = " ".join(part for part in parts if part)
+    suffix = source.caption_suffix.strip()
+    space = " " if joined and suffix and suffix[0] not in CLOSING else ""
+    return f"{joined}{space}{suffix}"
+
+
+def _tags(caption: str, source: Source, seed: int, digest: str, variant: int) -> str:
+    """Shuffle and drop the tags of a caption, but for its first ``keep_tags``."""
+    tags = [tag.strip() for tag in caption.split(source.tag_separator) if tag.strip()]
+    kept, rest = tags[: source.keep_tags], tags[source.keep_tags :]
+    draw = stream(seed, "tags", digest, variant)
+    order, chances = draw.permutation(len(rest)), draw.random(len(rest))
+    places = order if source.shuffle_tags else range(len(rest))
+    left = [rest[place] for place in places if chances[place] >= source.tag_dropout]
+    separator = source.tag_separator.strip()
+    return (f"{separator} " if separator else " ").join([*kept, *left])
+
+
+def prompts_vary(source: Source, captions: int = 1) -> bool:
+    """Whether the variants of a picture may have different prompts.
+
+    Args:
+        source: gives the caption options.
+        captions: the largest number of captions of a picture.
+    """
+    return captions > 1 or source.shuffle_tags or source.tag_dropout > 0

@@ -1,0 +1,111 @@
+"""What a plan is made of: the samples of an epoch, the crops of a picture, and the draws of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from simpletune.data.several import Several, field_of
+from simpletune.data.source import Picture, Rejected, Source
+from simpletune.models.buckets import STEP, Size, nearest_bucket, upscaling
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One repetition of a picture in an epoch, with its bucket."""
+
+    picture: Picture
+    bucket: Size
+    repeat: int
+
+
+@dataclass(frozen=True)
+class View:
+    """One crop of a picture: everything its latents depend on, apart from the autoencoder.
+
+    Args:
+        offset: position of the crop within the excess width and height, 0 to 1.
+        flip: whether it is mirrored left to right.
+    """
+
+    picture: Picture
+    bucket: Size
+    offset: tuple[float, float]
+    flip: bool
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One presentation of a sample in a micro-batch.
+
+    Args:
+        view: the picture and its crop.
+        caption: the prompt; empty if dropped.
+        level: the noise level, after the shift: sigma in (0, 1) of a flow, the timestep of a diffusion.
+        noise_key: the parts of the key that seeds the noise.
+        weight: 1 for a sample of the epoch; 0 for a filler, which pads the micro-batch and is excluded from the loss.
+        loss_weight: the factor of its loss, of its source.
+    """
+
+    view: View
+    caption: str
+    level: float
+    noise_key: tuple[int | str, ...]
+    weight: int = 1
+    loss_weight: float = 1.0
+
+
+def bucket_of(picture: Picture, source: Source, step: int = STEP) -> Size:
+    """The size in pixels that a picture is cropped to, in multiples of ``step``."""
+    if source.aspect == "square":
+        return source.resolution, source.resolution
+    return nearest_bucket(picture.size, source.resolution, source.max_aspect, step)
+
+
+def too_small(pictures: Sequence[Picture], data: Source | Several, step: int = STEP) -> list[Rejected]:
+    """Reject pictures that would have to be scaled up by more than their source's ``max_upscale``.
+
+    Args:
+        step: sides of buckets are multiples of this, in pixels.
+    """
+    rejected = []
+    for picture in pictures:
+        source = data.members[picture.source]
+        scale = upscaling(picture.size, bucket_of(picture, source, step))
+        if source.max_upscale is None or scale <= source.max_upscale:
+            continue
+        size = f"{picture.size[0]}x{picture.size[1]}"
+        limit = f"the limit is {field_of(data, picture.source, 'max_upscale')}={source.max_upscale:g}"
+        reason = f"is too small: {size} would be scaled up {scale:.1f} times; {limit}"
+        rejected.append(Rejected(picture.name, reason, source=picture.source))
+    return rejected
+
+
+def without(pictures: Sequence[Picture], rejected: Sequence[Rejected]) -> list[Picture]:
+    """The pictures that were not rejected."""
+    bad = {(each.source, each.name) for each in rejected}
+    return [picture for picture in pictures if (picture.source, picture.name) not in bad]
+
+
+def repeats_of(picture: Picture, source: Source) -> int:
+    """How often a picture appears in an epoch."""
+    return source.repeats * picture.repeats
+
+
+def make_samples(
+    pictures: Sequence[Picture], data: Source | Several, repeats: int | None = None, step: int = STEP
+) -> list[Sample]:
+    """The samples of an epoch, sorted by source and picture name, with a picture's repetitions next to each other.
+
+    Args:
+        pictures: the pictures to sample.
+        data: gives aspect, resolution and repeats of each source.
+        repeats: overrides the sources' repeats.
+        step: sides of buckets are multiples of this, in pixels.
+    """
+    samples = []
+    for picture in sorted(pictures, key=lambda picture: (picture.source, picture.name)):
+        source = data.members[picture.source]
+        bucket = bucket_of(picture, source, step)
+        samples += [Sample(picture, bucket, repeat) for repeat in range(repeats or repeats_of(picture, source))]
+    return samples

@@ -1,0 +1,165 @@
+"""Several data sources in one run: their pictures are trained on by one plan, each by its own source's fields."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from simpletune.data.folder import Folder
+from simpletune.data.prompts import prompt_of, prompts_vary
+from simpletune.data.source import Picture, Rejected, Scan, Source
+from simpletune.data.table import Table
+from simpletune.options import Option, Problem, UserError
+
+One = Annotated[Folder | Table, Field(discriminator="source")]
+
+
+class Several(Option):
+    """Several sources of pictures, mixed in every epoch."""
+
+    source: Literal["several"] = "several"
+    """Several sources; needs data.sources, and may be left out where that is set."""
+    sources: Annotated[list[One], Field(min_length=1, max_length=64)]
+    """Sources (concepts, subsets, backends) with fields of their own: repeats, weight, prompt, resolution, aspect,
+    captions. The same folder may be listed more than once, as for a bucketed and a square copy. An override of
+    data.FIELD sets the field in every source, of data.sources.0.FIELD in the first."""
+
+    @property
+    def members(self) -> tuple[Source, ...]:
+        """The sources in their order."""
+        return tuple(self.sources)
+
+    @property
+    def place(self) -> str:
+        """The different paths, for messages."""
+        return ", ".join(dict.fromkeys(source.path for source in self.sources))
+
+    @property
+    def resolution(self) -> int:
+        """The largest resolution in pixels: the default size of validation pictures, and what memory must hold."""
+        return max(source.resolution for source in self.sources)
+
+    @property
+    def prompt(self) -> str | None:
+        """The prompt of all pictures but those for regularization; None if they have captions or differ."""
+        prompts = {source.prompt for source in self.sources if not source.regularization}
+        return prompts.pop() if len(prompts) == 1 else None
+
+
+def subjects(data: Source | Several) -> list[Source]:
+    """The sources that are not for regularization."""
+    return [source for source in data.members if not source.regularization]
+
+
+def field_of(data: Source | Several, index: int, name: str) -> str:
+    """The dotted path of a source's field: ``data.path``, or ``data.sources.0.path`` of one of several."""
+    return f"data.{name}" if isinstance(data, Source) else f"data.sources.{index}.{name}"
+
+
+def source_rules(data: Source | Several) -> Iterator[Problem]:
+    """Check what concerns all sources together."""
+    if not subjects(data):
+        yield Problem(
+            field_of(data, 0, "regularization"),
+            "true in every source, so nothing would be learned. Set it to false where the subject or style is",
+        )
+
+
+def source_notes(data: Source | Several, pictures: Sequence[Picture] = ()) -> Iterator[str]:
+    """What a user should know about the caption options.
+
+    Args:
+        data: one or several sources.
+        pictures: those of all sources, if they were scanned.
+    """
+    for index, source in enumerate(data.members):
+        most = max((len(picture.captions) for picture in pictures if picture.source == index), default=1)
+        if source.variants == 1 and prompts_vary(source, most):
+            yield (
+                f"{field_of(data, index, 'variants')} is 1, so each picture keeps one prompt: one of its captions, one "
+                "order of its tags. Use 4 or more to vary it"
+            )
+
+
+def source_problems(data: Source | Several, paths: Sequence[Path | None]) -> Iterator[Problem]:
+    """Check every source without reading its pictures.
+
+    Args:
+        data: one or several sources.
+        paths: where they are; None skips one.
+    """
+    for index, (source, path) in enumerate(zip(data.members, paths, strict=True)):
+        for problem in source.problems(path) if path is not None else ():
+            yield replace(problem, path=field_of(data, index, problem.path.removeprefix("data.")))
+
+
+def scan_sources(data: Source | Several) -> Scan:
+    """Scan every source, in order, and say of each picture and unusable entry from which source it is.
+
+    Args:
+        data: one or several sources, with ``demo:`` names resolved.
+
+    Raises:
+        UserError: one cannot be scanned at all.
+    """
+    if isinstance(data, Source):
+        return data.scan(Path(data.path))
+    scans = [_scan(data, index, source) for index, source in enumerate(data.members)]
+    by_captions: dict[str, list[str]] = {}
+    for index, scan in enumerate(scans):
+        by_captions.setdefault(scan.captions, []).append(str(index))
+    return Scan(
+        [replace(picture, source=index) for index, scan in enumerate(scans) for picture in scan.pictures],
+        [replace(each, source=index) for index, scan in enumerate(scans) for each in scan.rejected],
+        "; ".join(f"{text} (source {', '.join(indices)})" for text, indices in by_captions.items()),
+        sum((Counter(scan.left_alone) for scan in scans), Counter[str]()),
+        tuple(dict.fromkeys(hint for scan in scans for hint in scan.hints)),
+        tuple(dict.fromkeys(note for scan in scans for note in scan.notes)),
+    )
+
+
+def _scan(data: Several, index: int, source: Source) -> Scan:
+    try:
+        return source.scan(Path(source.path))
+    except UserError as error:
+        name = str(error).removeprefix("data.")
+        raise UserError(str(error) if name == str(error) else field_of(data, index, name), error.code) from None
+
+
+def with_paths(data: Folder | Table | Several, change: Callable[[str], str]) -> Folder | Table | Several:
+    """The same sources with other paths of pictures and masks.
+
+    Args:
+        data: one or several sources.
+        change: returns a path's replacement.
+    """
+    if isinstance(data, Several):
+        return data.model_copy(update={"sources": [with_paths(source, change) for source in data.sources]})
+    masks = {"mask_path": change(data.mask_path)} if isinstance(data, Folder) and data.mask_path is not None else {}
+    return data.model_copy(update={"path": change(data.path), **masks})
+
+
+def example_prompt(data: Source | Several, seed: int) -> str:
+    """The prompt of the first picture that is not for regularization.
+
+    Args:
+        data: one or several sources, with ``demo:`` names resolved.
+        seed: ``train.seed``.
+
+    Raises:
+        UserError: there is no such picture, or a source cannot be scanned.
+    """
+    for picture in scan_sources(data).pictures:
+        if not data.members[picture.source].regularization:
+            return prompt_of(picture, data.members[picture.source], seed, 0)
+    raise UserError(f"data.path: {data.place} contains no usable pictures. Add some")
+
+
+def stopping(data: Source | Several, rejected: Sequence[Rejected]) -> list[Rejected]:
+    """The unusable entries of the sources whose ``on_error`` is ``stop``."""
+    return [each for each in rejected if data.members[each.source].on_error == "stop"]

@@ -1,0 +1,131 @@
+"""What each data source contributes to an epoch, for the screen, the run's files and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from simpletune.data.samples import repeats_of
+from simpletune.data.source import Source
+from simpletune.data.walk import printable
+from simpletune.options import plural
+
+if TYPE_CHECKING:
+    from simpletune.data.plan import Plan
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """One source's part of a plan.
+
+    Args:
+        path: as the configuration names it.
+        pictures: different pictures that are trained on.
+        passes: how often each of them appears in an epoch; a range if folder names repeat some more often.
+        samples: their presentations in an epoch.
+        held_out: pictures that ``validation.split`` holds out.
+        prompts: different prompts over all variants, without the empty one of caption dropout.
+        crops: different crops and flips over all variants.
+        masks: how many of the pictures have a mask.
+        weight: factor of the loss.
+        regularization: whether it is for prior preservation.
+        shape: resolution and aspect, in words.
+    """
+
+    path: str
+    pictures: int
+    passes: str
+    samples: int
+    held_out: int
+    prompts: int
+    crops: int
+    masks: int
+    weight: float
+    regularization: bool
+    shape: str
+
+    def in_words(self) -> str:
+        """One line about the source."""
+        parts = [f"{plural(self.pictures, 'picture')} x {self.passes} = {plural(self.samples, 'sample')} per epoch"]
+        parts += [self.shape, plural(self.prompts, "prompt")]
+        parts += [plural(self.crops, "crop")] if self.crops != self.pictures + self.held_out else []
+        parts += [plural(self.masks, "mask")] if self.masks else []
+        parts += [f"loss weight {self.weight:g}"] if self.weight != 1 else []
+        parts += ["for regularization"] if self.regularization else []
+        parts += [f"{self.held_out} held out"] if self.held_out else []
+        return f"{printable(self.path)}: {', '.join(parts)}"
+
+
+def shares(plan: Plan, names: tuple[str, ...] = ()) -> list[SourceShare]:
+    """What each source contributes, in their order.
+
+    Args:
+        plan: of the run.
+        names: paths to show instead of those of the plan's sources.
+    """
+    paths = names or tuple(source.path for source in plan.sources)
+    return [_share(plan, index, source, paths[index]) for index, source in enumerate(plan.sources)]
+
+
+def _share(plan: Plan, index: int, source: Source, path: str) -> SourceShare:
+    samples = [sample for sample in plan.samples if sample.picture.source == index]
+    held_out = [sample for sample in plan.held_out if sample.picture.source == index]
+    firsts = [sample for sample in samples if not sample.repeat]
+    counts = sorted({repeats_of(sample.picture, source) for sample in firsts}) or [0]
+    pairs = [(sample, variant) for sample in firsts for variant in range(source.variants)]
+    pairs += [(sample, 0) for sample in held_out]
+    return SourceShare(
+        path=path,
+        pictures=len(firsts),
+        passes=str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
+        samples=len(samples),
+        held_out=len(held_out),
+        prompts=len({plan.prompt(*pair) for pair in pairs}),
+        crops=len({plan.view(*pair) for pair in pairs}),
+        masks=sum(sample.picture.mask is not None for sample in firsts),
+        weight=source.weight,
+        regularization=source.regularization,
+        shape=f"{source.resolution} px in {source.aspect}",
+    )
+
+
+def source_lines(found: list[SourceShare]) -> Iterator[str]:
+    """One line for each source, numbered; nothing for a single source without options of its own."""
+    if len(found) == 1 and not (found[0].masks or found[0].weight != 1 or found[0].prompts > found[0].pictures):
+        return
+    for index, share in enumerate(found):
+        yield f"source {index}: {share.in_words()}" if len(found) > 1 else share.in_words()
+
+
+SOURCE_COLUMNS = (
+    "source",
+    "pictures",
+    "passes",
+    "samples per epoch",
+    "size",
+    "prompts",
+    "crops",
+    "masks",
+    "loss weight",
+    "use",
+)
+
+
+def source_rows(found: Sequence[SourceShare]) -> list[tuple[str, ...]]:
+    """The rows of a table of sources, under ``SOURCE_COLUMNS``."""
+    return [
+        (
+            f"{index}: {printable(share.path)}",
+            f"{share.pictures:,}" + (f" and {share.held_out:,} held out" if share.held_out else ""),
+            share.passes,
+            f"{share.samples:,}",
+            share.shape,
+            f"{share.prompts:,}",
+            f"{share.crops:,}",
+            f"{share.masks:,}",
+            f"{share.weight:g}",
+            "regularization" if share.regularization else "training",
+        )
+        for index, share in enumerate(found)
+    ]

@@ -1,0 +1,233 @@
+"""What an evaluation draws and compares: points, requests, real pictures, and the key of every picture."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
+from io import BytesIO
+from pathlib import Path
+
+from PIL import Image
+
+from simpletune.config.schema import TrainConfig
+from simpletune.data.pictures import decode
+from simpletune.data.several import scan_sources
+from simpletune.data.source import Picture, UnusablePicture
+from simpletune.drawing.session import InferenceSession
+from simpletune.evaluation.prompts import Prompt, PromptSet
+from simpletune.options import Json, UserError, plural, shortened
+from simpletune.pipeline.sample import Request
+from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.runs.folder import DATA, read_json_or_none, read_summary
+from simpletune.runs.names import RunName, find_in_run, is_unfinished
+from simpletune.runs.weights import BASE, Weights, precision_of, weights_of
+from simpletune.system.checksums import sha256_of
+from simpletune.system.model_folder import fingerprint
+
+REAL = 1000
+"""Training pictures that are compared with at most, evenly chosen."""
+FIRST_SEED = 10_000
+"""Far from the seeds of validation pictures."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Weights to evaluate.
+
+    Args:
+        step: of the checkpoint; None for the base.
+        strength: of the LoRA; None for the base and for full models.
+        weights: to draw with.
+    """
+
+    step: int | None
+    strength: float | None
+    weights: Weights
+
+    @property
+    def title(self) -> str:
+        """The name in tables."""
+        if self.step is None:
+            return "base"
+        return f"step {self.step}" + ("" if self.strength is None else f" x {self.strength:g}")
+
+    def name(self, run: Path | None) -> str:
+        """The name that other commands take: ``RUN@STEP:STRENGTH``."""
+        if self.step is None or run is None:
+            return "base"
+        return f"{run.name}@{self.step}" + ("" if self.strength is None else f":{self.strength:g}")
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One picture of every point.
+
+    Args:
+        request: what to draw.
+        prompt: number of its prompt.
+        of_class: whether it shows another member of the class, for PRES.
+    """
+
+    request: Request
+    prompt: int
+    of_class: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An evaluation.
+
+    Args:
+        session: configuration, device and speed.
+        points: the base first.
+        prompts: with the name of their slice.
+        shots: the same for every point.
+        real: training pictures.
+        all_real: how many training pictures there are.
+    """
+
+    session: InferenceSession
+    points: tuple[Point, ...]
+    prompts: PromptSet
+    shots: tuple[Shot, ...]
+    real: tuple[Picture, ...]
+    all_real: int
+
+    def key(self, point: Point, shot: Shot) -> str:
+        """Name a picture by everything that it depends on."""
+        how: Json = {
+            **self._common,
+            "weights": identity(point.weights),
+            "request": {key: str(value) for key, value in asdict(shot.request).items()},
+            "precision": precision_of(self.session.config, point.weights).model_dump(mode="json"),
+            "batch": self._neighbours[shot],
+        }
+        return hashlib.sha256(json.dumps(how, sort_keys=True).encode()).hexdigest()[:24]
+
+    def groups(self) -> list[list[Shot]]:
+        """Shots that are drawn together; the same groups in every call, whatever is left to draw."""
+        size = self.session.speed.batch_size
+        return [list(self.shots[first : first + size]) for first in range(0, len(self.shots), size)]
+
+    @cached_property
+    def _common(self) -> Json:
+        """What all pictures depend on."""
+        config = self.session.config
+        parts = {"model": config.model, "objective": config.objective}
+        dumped = {name: part.model_dump(mode="json") for name, part in parts.items()}
+        return {**dumped, "speed": asdict(self.session.speed), "device": self.session.device.type}
+
+    @cached_property
+    def _neighbours(self) -> dict[Shot, list[str]]:
+        """The prompts that each shot is drawn together with: the last bits depend on them."""
+        return {shot: [each.request.prompt for each in group] for group in self.groups() for shot in group}
+
+
+@cache
+def identity(weights: Weights) -> str:
+    """A digest of the files that make a model, and its strengths."""
+    files = [(sha256_of(file), scale) for file, scale in weights.loras]
+    whole = fingerprint(weights.transformer) if weights.transformer else ""
+    trained = sha256_of(weights.trained) if weights.trained else ""
+    return hashlib.sha256(json.dumps([files, whole, trained, weights.merged]).encode()).hexdigest()[:24]
+
+
+def points_of(run: Path, strengths: Sequence[float] | None) -> list[Point]:
+    """The base, every kept checkpoint at every strength, and the result if it is none of them.
+
+    Args:
+        run: the run's folder.
+        strengths: of LoRAs; None: 1.
+
+    Raises:
+        UserError: the run has neither a checkpoint nor a result, or a full model is given strengths.
+    """
+    steps: list[int | None] = [step for step, _ in list_checkpoints(run)]
+    summary = read_summary(run)
+    if not is_unfinished(run) and summary is not None and summary["steps"] not in steps:
+        steps.append(None)
+    if not steps:
+        raise UserError(f"{run} has no checkpoint and no result. Continue training it, or name another run")
+    points = [Point(None, None, BASE)]
+    for step in steps:
+        named = find_in_run(RunName(run, step))
+        number = step if step is not None else (summary or {})["steps"]
+        if named.lora is None and strengths and list(strengths) != [1.0]:
+            raise UserError("--strengths: a full model has no strength. Leave them out")
+        scales = [None] if named.lora is None else list(dict.fromkeys(strengths or [1.0]))
+        points += [Point(number, scale, weights_of(named, 1.0 if scale is None else scale)) for scale in scales]
+    return points
+
+
+def shots_of(first: Request, prompts: Sequence[Prompt], seeds: int) -> list[Shot]:
+    """Every prompt with its own seeds, then one picture of every class prompt.
+
+    Args:
+        first: a request with the settings of all; its seed is the first.
+        prompts: to draw.
+        seeds: pictures of a prompt.
+    """
+    shots = [
+        Shot(replace(first, prompt=prompt.text, seed=first.seed + number * seeds + which), number)
+        for number, prompt in enumerate(prompts)
+        for which in range(seeds)
+    ]
+    others = {prompt.scored: number for number, prompt in enumerate(prompts) if prompt.has_token and prompt.scored}
+    shots += [
+        Shot(replace(first, prompt=text, seed=first.seed + number * seeds), number, of_class=True)
+        for text, number in others.items()
+    ]
+    return shots
+
+
+def real_pictures(config: TrainConfig, run: Path) -> tuple[list[Picture], int]:
+    """The pictures that a run trained on, evenly thinned to `REAL`, without those of regularization sources.
+
+    Returns:
+        The pictures, and how many there were.
+
+    Raises:
+        UserError: some are missing or have changed since.
+    """
+    members = config.data.members
+    wanted = [each for each in scan_sources(config.data).pictures if not members[each.source].regularization]
+    there = {(picture.source, picture.name): picture for picture in wanted}
+    trained: Json = read_json_or_none(run / DATA) or {}
+    rows = {(row.get("source", 0), row["file"]): row["sha256"] for row in trained.get("samples", [])}
+    rows = {key: digest for key, digest in rows.items() if not members[key[0]].regularization}
+    lacking = [key[1] for key, digest in rows.items() if key not in there or there[key].digest != digest]
+    if lacking:
+        raise UserError(
+            f"{config.data.place}: {plural(len(lacking), 'training picture')} missing or changed since the run "
+            f"({shortened(lacking, 4)}). Put them back; what is drawn already stays"
+        )
+    different = {there[key].digest: there[key] for key in sorted(rows or there)}  # a folder may be listed twice
+    found = list(different.values())
+    if not found:
+        raise UserError(f"{config.data.place} has no usable picture to compare with. Put the run's pictures back")
+    chosen = [found[number * len(found) // min(REAL, len(found))] for number in range(min(REAL, len(found)))]
+    return chosen, len(found)
+
+
+def opened(picture: Picture) -> Image.Image:
+    """Read a training picture.
+
+    Raises:
+        UserError: it cannot be read, or has changed.
+    """
+    try:
+        return decode(picture.read_same())
+    except (UnusablePicture, OSError) as error:
+        raise UserError(f"{picture.name} {error}. Put it back; what is drawn already stays") from None
+
+
+def readable(file: Path) -> Image.Image | None:
+    """Read a drawn picture; None if it is missing or damaged."""
+    try:
+        with Image.open(BytesIO(file.read_bytes())) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError):
+        return None

@@ -1,0 +1,151 @@
+"""Densities of a noise level in (0, 1) as quantile functions, in float64: one function gives draws, fixed levels of the
+evaluation, and the part of a density between two levels.
+
+q is a quantile, x a level; every density is positive within (0, 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
+
+SMALLEST = 2.0**-54
+"""Quantiles are kept this far from 0 and 1, where a level would not lie within (0, 1)."""
+STEEPEST = 2 / (math.pi - 2)
+"""The largest ``Mode.scale`` with which the quantile function still rises everywhere."""
+
+
+class Density(Protocol):
+    """A density of levels."""
+
+    def quantile(self, q: float) -> float:
+        """The level below which a share q of the levels lies."""
+
+    def cdf(self, x: float) -> float:
+        """The share of levels below x, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """All levels are equally probable."""
+
+    def quantile(self, q: float) -> float:
+        """q."""
+        return q
+
+    def cdf(self, x: float) -> float:
+        """x."""
+        return x
+
+
+@dataclass(frozen=True)
+class LogitNormal:
+    """log(x / (1 - x)) is normal (arXiv:2403.03206, eq. 19).
+
+    Args:
+        mean: of the logit.
+        std: standard deviation of the logit.
+    """
+
+    mean: float
+    std: float
+
+    def quantile(self, q: float) -> float:
+        """The logistic function of the normal quantile."""
+        return 1.0 / (1.0 + math.exp(-NormalDist(self.mean, self.std).inv_cdf(q)))
+
+    def cdf(self, x: float) -> float:
+        """The normal cdf of the logit."""
+        if x <= 0 or x >= 1:
+            return float(x >= 1)
+        return NormalDist(self.mean, self.std).cdf(math.log(x / (1 - x)))
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Mode sampling with heavy tails (arXiv:2403.03206, eq. 20): a bump in the middle, and no level is rare.
+
+    Args:
+        scale: s, from -1 to ``STEEPEST``: below 0 the middle is thinned out, 0 is uniform, above 0 it is favoured.
+    """
+
+    scale: float
+
+    def quantile(self, q: float) -> float:
+        """f(u) = 1 - u - s (cos^2(pi u / 2) - 1 + u) at u = 1 - q."""
+        return q - self.scale * (math.sin(math.pi * q / 2) ** 2 - q)
+
+    def cdf(self, x: float) -> float:
+        """The quantile function inverted."""
+        return float(x >= 1) if x <= 0 or x >= 1 else inverse(self.quantile, x)
+
+
+@dataclass(frozen=True)
+class CosMap:
+    """Levels whose signal-to-noise ratios are those of the cosine schedule (arXiv:2403.03206, eq. 21)."""
+
+    def quantile(self, q: float) -> float:
+        """1 - 1 / (tan(pi q / 2) + 1)."""
+        return 1.0 - 1.0 / (math.tan(math.pi * q / 2) + 1.0)
+
+    def cdf(self, x: float) -> float:
+        """2 / pi arctan(x / (1 - x))."""
+        return 2 / math.pi * math.atan2(x, 1 - x)
+
+
+@dataclass(frozen=True)
+class Beta:
+    """The Beta distribution: x^(alpha - 1) (1 - x)^(beta - 1), normalised.
+
+    Args:
+        alpha: larger values mean more noise.
+        beta: larger values mean less noise.
+    """
+
+    alpha: float
+    beta: float
+
+    def quantile(self, q: float) -> float:
+        """The regularised incomplete beta function inverted."""
+        return inverse(self.cdf, q)
+
+    def cdf(self, x: float) -> float:
+        """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22), which converges fast
+        below the mean; above it, by symmetry."""
+        if x <= 0 or x >= 1:
+            return float(x >= 1)
+        a, b = self.alpha, self.beta
+        if x > (a + 1) / (a + b + 2):
+            return 1.0 - Beta(b, a).cdf(1 - x)
+        logarithm = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+        fraction = 1.0
+        for m in range(40, 0, -1):  # from the innermost term outward
+            even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+            odd = -(a + m - 1) * (a + b + m - 1) * x / ((a + 2 * m - 2) * (a + 2 * m - 1))
+            fraction = 1.0 + odd / (1.0 + even / fraction)
+        return math.exp(logarithm) / (a * fraction)
+
+
+def inverse(rising: Callable[[float], float], y: float) -> float:
+    """Find x in [0, 1] with rising(x) = y, by bisection to the last bits."""
+    low, high = 0.0, 1.0
+    while low < (middle := (low + high) / 2) < high and high - low > 1e-16:
+        low, high = (middle, high) if rising(middle) < y else (low, middle)
+    return (low + high) / 2
+
+
+def between(density: Density, q: float, low: float, high: float) -> float:
+    """The quantile of a density's part between two levels, which keeps its shape there.
+
+    Args:
+        density: of all levels.
+        q: the quantile within the part.
+        low: the lowest level.
+        high: the highest level.
+    """
+    first, last = density.cdf(low), density.cdf(high)
+    q = min(max(first + q * (last - first), SMALLEST), 1 - SMALLEST)
+    return min(max(density.quantile(q), low), high)

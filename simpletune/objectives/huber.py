@@ -1,0 +1,48 @@
+"""The pseudo-Huber loss: squared errors, of which large ones count only linearly (arXiv:2403.16728)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from simpletune.options import Option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Huber(Option):
+    """Pseudo-Huber loss 2 c (sqrt(error^2 + c^2) - c), for robustness against faulty pictures."""
+
+    c: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Error from which the loss is rather linear than quadratic; with a schedule, that at the most noise. Common:
+    0.1."""
+    schedule: Literal["constant", "exponential", "snr"] = "snr"
+    """How c depends on the noise level. constant: not; exponential: falls from 1 without noise to c; snr: falls with
+    the signal-to-noise ratio, from 1 to c. kohya's huber_schedule."""
+
+    def c_at(self, level: Tensor, signal: Tensor) -> Tensor | float:  # [b, 1, 1, 1]
+        """c of each sample.
+
+        Args:
+            level: the noise level from 0 to 1 [b].
+            signal: the signal's part of signal + noise, from 1 to 0 [b]; the ratio of both squared is the SNR.
+        """
+        if self.schedule == "constant":
+            return self.c
+        levels = self.c**level if self.schedule == "exponential" else (1 - self.c) * signal.square() + self.c
+        return levels.view(-1, 1, 1, 1)
+
+
+def errors(
+    prediction: Tensor,  # [b, c, h, w]
+    target: Tensor,  # [b, c, h, w]
+    c: Tensor | float | None,
+) -> Tensor:  # [b, c, h, w], fp32
+    """Squared errors, or with c their pseudo-Huber form, which approaches them where they are far below c^2.
+
+    Computed as 2 c error^2 / (sqrt(error^2 + c^2) + c), which does not subtract numbers of the same size.
+    """
+    squares = (prediction.float() - target.float()).square()
+    return squares if c is None else 2 * c * squares / ((squares + c**2).sqrt() + c)

@@ -1,0 +1,56 @@
+"""The cache of masks at the latents' resolution, beside that of latents: a new mask encodes no picture again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from simpletune.data.cache import Cache
+from simpletune.data.masks import latent_mask, mask_key, masked
+from simpletune.data.samples import View
+from simpletune.data.source import Rejected, UnusablePicture
+from simpletune.system.atomic import remove_stale
+from simpletune.system.signals import poll
+
+
+class MaskCache:
+    """Masks by crop, in a byte for each place.
+
+    Args:
+        cache: the cache's root folder.
+    """
+
+    def __init__(self, cache: Path):
+        self.cache = Cache(cache / "masks")
+
+    def fill(self, views: Sequence[View]) -> list[Rejected]:
+        """Crop the masks that are not cached yet.
+
+        Returns:
+            The pictures whose masks cannot be used.
+        """
+        wanted = {mask_key(view): view for view in masked(views)}
+        if not self.cache.lacking(wanted):
+            return []
+        rejected: dict[tuple[int, str], Rejected] = {}
+        with self.cache.filling():
+            remove_stale(self.cache.folder)
+            for key, view in wanted.items():
+                if key in self.cache:
+                    continue
+                picture = view.picture
+                try:
+                    self.cache.save(key, {"mask": torch.from_numpy(latent_mask(view))})
+                except UnusablePicture as reason:
+                    rejected[picture.source, picture.name] = Rejected(picture.name, str(reason), source=picture.source)
+                poll()
+        return list(rejected.values())
+
+    def load(self, view: View) -> Tensor:
+        """Load the mask [1, h, w] of a crop, 0 to 1 in fp32; 1 everywhere without one, as [1, 1, 1]."""
+        if view.picture.mask is None:
+            return torch.ones(1, 1, 1)
+        return self.cache.load(mask_key(view))["mask"].to(torch.float32) / 255

@@ -1,0 +1,152 @@
+"""Pictures of a class that the base draws before training: what they are, that they are kept, and runs with them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from simpletune.config.load import validate
+from simpletune.config.resolve import resolve_folders
+from simpletune.estimate.needs import needs_of
+from simpletune.estimate.simulate_stages import predict_stage, simulate_stages
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import read_metrics
+from simpletune.training.class_pictures import folder_of, requests_of
+from simpletune.training.loop import prepare_only, train
+
+CLASS = "a flat picture"
+PRIOR = {
+    "method": "class_pictures",
+    "prompt": CLASS,
+    "count": 3,
+    "steps": 3,
+    "guidance": 2.0,
+    "seed": 11,
+    "weight": 0.5,
+}
+
+
+def with_prior(tiny_config: dict, prompt: str = CLASS, **changes: object) -> dict:
+    """The tiny run with class pictures. Tests that look at the files need a prompt of their own."""
+    return copy.deepcopy(tiny_config) | {"prior": PRIOR | {"prompt": prompt} | changes}
+
+
+def folder(data: dict) -> Path:
+    """The folder of a run's class pictures."""
+    config = resolve_folders(validate(data, "test"))
+    return folder_of(config, requests_of(config, config.prior))
+
+
+def files(data: dict) -> dict[Path, tuple[int, int]]:
+    """The class pictures that depend on the same settings: (inode, time of writing)."""
+    found = sorted(folder(data).parent.rglob("*.png"))
+    return {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in found}
+
+
+def test_they_are_the_bases_own_pictures_and_train_as_a_source(
+    tiny_config: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = with_prior(tiny_config, own := "a flat picture of a disc")
+    data["validation"] = {"prompts": [own], "seed": 12, "steps": 3, "guidance": 2.0, "eval_samples": 0}
+    run = train(validate(data, "test"))
+    names = [file.name for file in files(data)]
+    assert folder(data).name == "11-13" and names == [f"seed-00000000{seed}.png" for seed in (11, 12, 13)]
+    pictures = [np.asarray(Image.open(folder(data) / name)) for name in names]
+    of_base = np.asarray(Image.open(run / "samples/base/prompt-00.png"))  # of seed 12, drawn with the adapter off
+    assert (pictures[1] == of_base).all() and (pictures[0] != of_base).any()
+
+    samples = json.loads((run / "data.json").read_text())["samples"]
+    of_class = [row for row in samples if row["source"] == 1]
+    assert [row["file"] for row in of_class] == names
+    assert {row["caption"] for row in of_class} == {own} and len(samples) == 6 + 3
+    said = capsys.readouterr().out
+    assert f"class   3 class pictures of '{own}': 0 kept in {folder(data)}, 3 to draw" in said
+    assert "class" in json.loads((run / "summary.json").read_text())["stages"]
+
+
+def test_they_are_drawn_once_and_linked_by_longer_series(tiny_config: dict) -> None:
+    def prepared(count: int, **changes: float) -> dict:
+        data = with_prior(tiny_config, "a flat picture of a ring", count=count, **changes)
+        prepare_only(validate(data, "test"))
+        return data
+
+    two = prepared(2)
+    before = files(two)
+    assert [file.parent.name for file in before] == ["11-12"] * 2
+    prepared(2, weight=2.0)  # which they do not depend on
+    three = prepared(3)
+    after = files(two)
+    assert len(after) == 2 + 3 and {file: after[file] for file in before} == before
+    assert after[folder(two) / "seed-0000000011.png"] == after[folder(three) / "seed-0000000011.png"]
+    assert folder(with_prior(tiny_config, "a flat picture of a ring", guidance=3.0)).parent != folder(two).parent
+
+
+def test_with_a_trigger_they_have_the_captions_of_the_subject(tiny_config: dict) -> None:
+    data = with_prior(tiny_config, "thing", trigger="flat picture", count=8, steps=1)
+    run = train(validate(data | {"train": {"steps": 1}}, "test"))
+    rows = json.loads((run / "data.json").read_text())["samples"]
+    captions = [[row["caption"] for row in rows if row["source"] == source] for source in (0, 1)]
+    replaced = {
+        caption.replace("flat picture", "thing") if "flat picture" in caption else "thing" for caption in captions[0]
+    }
+    assert set(captions[1]) == replaced and len(captions[1]) == 8 and len(replaced) > 2
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_resumes_bit_for_bit(method: str, tiny_config: dict) -> None:
+    data = with_prior(tiny_config) | {"adapter": {"method": method}}
+    whole = train(validate(data | {"name": "whole"}, "test"))
+    train(validate(data | {"name": "halves", "train": {"steps": 2}}, "test"))
+    halves = train(validate(data | {"name": "halves"}, "test"), "latest")
+    ours, theirs = (load_file(checkpoint.checkpoint_folder(run, 4) / checkpoint.TRAINABLE) for run in (halves, whole))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_their_weight_is_that_of_the_prior(tiny_config: dict) -> None:
+    """With all nine samples in one step, the first loss is (the six others' + weight times the three's) / 9."""
+    first = {}
+    for weight in (1.0, 0.5, 0.25):
+        data = with_prior(tiny_config, weight=weight) | {"train": {"steps": 1, "batch_size": 9}}
+        first[weight] = read_metrics(train(validate(data, "test")))[0]["loss"]
+    of_class = (first[1.0] - first[0.5]) / 0.5
+    assert first[0.25] == pytest.approx(first[1.0] - 0.75 * of_class, rel=1e-5) and of_class > 0.1
+
+
+@pytest.mark.parametrize(
+    ("count", "hint"), [(3, None), (13, "6 samples to learn and 13 for regularization.*about 2 times")]
+)
+def test_unequal_shares_are_said(
+    count: int, hint: str | None, tiny_config: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare_only(validate(with_prior(tiny_config, count=count, steps=1), "test"))
+    hints = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hint")]
+    assert len(hints) == (hint is not None)
+    if hint is not None:
+        assert re.search(hint, hints[0])
+
+
+def test_drawing_them_is_predicted_and_counted(tiny_config: dict) -> None:
+    data = with_prior(tiny_config)
+    data["validation"] = {"prompts": ["a"], "steps": 3, "guidance": 2.0, "eval_samples": 0}
+    config = validate(data, "test")
+    job = simulate_stages(config)
+    drawing, validating = job.stages["class"], job.stages["validate"]
+    trained = job.train.trained_bytes + job.train.state_bytes
+    assert drawing.phase in ("sample", "decode") and drawing.by_kind["weights"] == validating.by_kind["weights"]
+    assert (
+        0 < validating.bytes - drawing.bytes < 3 * trained + 64 * 1024
+    )  # the same drawing beside the training's state
+    assert predict_stage(config, "class", (8, 9)).bytes >= drawing.bytes
+    needs = needs_of(config, job)
+    without = needs_of(validate(data | {"prior": {"method": "none"}}, "test"), job)
+    assert needs.counts.samples == without.counts.samples + 3 and needs.counts.prompts == without.counts.prompts + 1
+    assert needs.disk["class pictures"] == 3 * 32 * 32 * 3
+    assert needs.disk["cached pictures"] * 6 == without.disk["cached pictures"] * 9

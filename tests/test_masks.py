@@ -1,0 +1,301 @@
+"""Masks: found and refused, cropped and mirrored as their pictures, cached, and weighted in the loss."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from simpletune.config.load import validate
+from simpletune.data.folder import Folder
+from simpletune.data.masks import latent_mask, mask_key
+from simpletune.data.pictures import cut, decode
+from simpletune.data.plan import GlobalBatch, Plan
+from simpletune.data.samples import View, make_samples
+from simpletune.data.source import Mask, Picture, UnusablePicture
+from simpletune.data.table import Table
+from simpletune.estimate.simulate import simulate
+from simpletune.objectives.flow import Flow, flow_loss
+from simpletune.options import ConfigError, UserError
+from simpletune.pipeline.masks import MaskCache
+from simpletune.runs.folder import read_metrics
+from simpletune.step.batches import Batches
+from simpletune.training.loop import train
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **more: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **more)
+    return buffer.getvalue()
+
+
+def blob(width: int, height: int) -> np.ndarray:
+    """A mask without symmetry: a disc left of the middle and a bar at the top right, uint8 [height, width]."""
+    y, x = (np.mgrid[:height, :width] + 0.5) / min(width, height)
+    disc = (x - 0.4) ** 2 + (y - 0.6) ** 2 < 0.06
+    return np.where(disc | ((x > 0.7) & (y < 0.2)), 255, 0).astype(np.uint8)
+
+
+def picture_of(mask: np.ndarray, alpha: bool = False, mask_bytes: bytes | None = None) -> Picture:
+    """A picture whose red channel is its own mask, so that both can be compared after the crop."""
+    height, width = mask.shape
+    pixels = np.zeros((height, width, 4 if alpha else 3), np.uint8)
+    pixels[..., 0] = mask
+    if alpha:
+        pixels[..., 3] = mask
+    data = encoded(Image.fromarray(pixels))
+    content = data if alpha else (mask_bytes or encoded(Image.fromarray(mask)))
+    found = Mask("alpha" if alpha else "file", hashlib.sha256(content).hexdigest(), lambda: content)
+    return Picture("a.png", "a", (width, height), hashlib.sha256(data).hexdigest(), lambda: data, mask=found)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize(("size", "bucket"), [((150, 100), (64, 64)), ((90, 160), (48, 80)), ((64, 64), (64, 64))])
+@pytest.mark.parametrize("alpha", [False, True])
+def test_a_mask_is_cropped_and_mirrored_as_its_picture(
+    size: tuple[int, int], bucket: tuple[int, int], flip: bool, alpha: bool
+) -> None:
+    for offset in ((0.5, 0.5), (0.0, 0.1), (0.9, 1.0)):
+        picture = picture_of(blob(*size), alpha)
+        found = latent_mask(View(picture, bucket, offset, flip))
+        assert found.shape == (1, bucket[1] // 8, bucket[0] // 8) and found.dtype == np.uint8
+        red = Image.fromarray(np.repeat(blob(*size)[..., None], 3, axis=2))
+        pixels = (cut(red, bucket, offset, flip)[0] + 1) / 2  # [h, w]
+        places = [
+            [pixels[8 * p : 8 * p + 8, 8 * q : 8 * q + 8].mean() for q in range(bucket[0] // 8)]
+            for p in range(bucket[1] // 8)
+        ]
+        assert np.abs(found[0] / 255 - np.array(places)).max() <= 0.5 / 255 + 1e-6
+        assert found.min() == 0 and found.max() > 200
+
+
+def test_a_smaller_mask_is_scaled_to_its_picture_and_16_bits_are_read() -> None:
+    big, small = blob(160, 96), blob(80, 48)
+    view = View(picture_of(big, mask_bytes=encoded(Image.fromarray(small))), (80, 48), (0.5, 0.5), False)
+    exact = latent_mask(View(picture_of(big), (80, 48), (0.5, 0.5), False))
+    assert np.abs(latent_mask(view).astype(int) - exact).max() < 60 and latent_mask(view).max() > 200
+    deep = encoded(Image.fromarray(big.astype(np.uint16) * 257))
+    assert np.array_equal(latent_mask(View(picture_of(big, mask_bytes=deep), (80, 48), (0.5, 0.5), False)), exact)
+
+
+def test_orientation_of_a_photo_turns_its_mask_by_alpha_and_by_file(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for kind in ("alpha", "file"):
+        upright = blob(64, 96)
+        turned = np.rot90(upright)  # orientation 6: turn clockwise to see it upright
+        channels = [turned] * 4 if kind == "alpha" else [turned] * 3
+        content = encoded(Image.fromarray(np.stack(channels, axis=2)), exif=exif)
+        mask = Mask(kind, hashlib.sha256(content).hexdigest(), lambda content=content: content)  # type: ignore[arg-type]
+        picture = Picture("a", "a", (64, 96), "0", bytes, mask=mask)
+        expected = latent_mask(View(picture_of(upright), (64, 96), (0.5, 0.5), False))
+        assert np.array_equal(latent_mask(View(picture, (64, 96), (0.5, 0.5), False)), expected)
+
+
+def write(folder: Path, files: dict[str, Image.Image | bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else encoded(content))
+
+
+def grey(width: int = 64, height: int = 64, level: int = 200) -> Image.Image:
+    return Image.new("L", (width, height), level)
+
+
+def rgb(width: int = 64, height: int = 64) -> Image.Image:
+    return Image.new("RGB", (width, height), "blue")
+
+
+def test_masks_beside_pictures_are_found_and_are_no_pictures(tmp_path: Path) -> None:
+    write(tmp_path, {"a.jpg": encoded(rgb(), "JPEG"), "a-masklabel.png": grey(), "sub/b.png": rgb()})
+    write(tmp_path, {"sub/b-masklabel.jpg": encoded(grey(32, 32), "JPEG"), "c-masklabel.png": rgb()})
+    write(tmp_path, {"c-masklabel-masklabel.png": grey()})
+    found = Folder(path=str(tmp_path), prompt="x", mask="files").scan(tmp_path)
+    assert [each.name for each in found.pictures] == ["a.jpg", "c-masklabel.png", "sub/b.png"] and not found.rejected
+    assert all(each.mask is not None and each.mask.kind == "file" for each in found.pictures)
+    assert not found.hints
+    plain = Folder(path=str(tmp_path), prompt="x").scan(tmp_path)
+    assert len(plain.pictures) == 6 and plain.pictures[0].mask is None
+    assert plain.hints[0].startswith("3 files are named like a mask") and "data.mask=files" in plain.hints[0]
+
+
+def test_masks_in_a_folder_of_their_own_have_the_pictures_names(tmp_path: Path) -> None:
+    write(tmp_path, {"p/a.jpg": encoded(rgb(), "JPEG"), "p/sub/b.png": rgb(), "p/masks/a.png": grey()})
+    write(tmp_path, {"p/masks/sub/b.PNG": grey(level=100)})
+    folder = Folder(path=str(tmp_path / "p"), prompt="x", mask="files", mask_path=str(tmp_path / "p" / "masks"))
+    found = folder.scan(tmp_path / "p")
+    assert [each.name for each in found.pictures] == ["a.jpg", "sub/b.png"] and not found.rejected
+    digests = [hashlib.sha256(encoded(grey(level=level))).hexdigest() for level in (200, 100)]
+    assert [each.mask and each.mask.digest for each in found.pictures] == digests
+
+
+@pytest.mark.parametrize(
+    ("files", "mask", "reason"),
+    [
+        ({"a.png": rgb()}, "files", "has no mask: a-masklabel.png is missing"),
+        (
+            {"a.png": rgb(), "a-masklabel.png": grey(64, 48)},
+            "files",
+            "is 64x48, another shape than the picture's 64x64",
+        ),
+        ({"a.png": rgb(), "a-masklabel.png": b"no"}, "files", "its mask a-masklabel.png is not a picture"),
+        ({"a.png": rgb()}, "alpha", "has no transparency, which data.mask=alpha reads"),
+    ],
+)
+def test_masks_that_cannot_be_used(files: dict, mask: str, reason: str, tmp_path: Path) -> None:
+    write(tmp_path, files)
+    (rejected,) = Folder.model_validate({"path": "x", "prompt": "x", "mask": mask}).scan(tmp_path).rejected
+    assert rejected.name == "a.png" and reason in rejected.reason
+
+
+def test_a_mask_outside_by_a_link_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, {"p/a.png": rgb(), "secret.png": grey()})
+    (tmp_path / "p" / "a-masklabel.png").symlink_to(tmp_path / "secret.png")
+    rejected = Folder(path="x", prompt="x", mask="files").scan(tmp_path / "p").rejected
+    assert sorted(each.name for each in rejected) == ["a-masklabel.png", "a.png"]
+    assert all("outside the data folder" in each.reason for each in rejected)
+    assert not Folder(path="x", prompt="x", mask="files", links="anywhere").scan(tmp_path / "p").rejected
+
+
+def test_masks_that_fail_later_are_left_out_with_their_reason(tmp_path: Path) -> None:
+    view = View(picture_of(blob(64, 64), mask_bytes=encoded(grey(level=0))), (64, 64), (0.5, 0.5), False)
+    with pytest.raises(UnusablePicture, match="black everywhere"):
+        latent_mask(view)
+    changed = Picture("b.png", "b", (64, 64), "1", bytes, mask=Mask("file", "0", lambda: b"x"), source=1)
+    cache = MaskCache(tmp_path)
+    rejected = cache.fill([view, View(changed, (64, 64), (0.5, 0.5), False)])
+    assert [(each.name, each.source) for each in rejected] == [("a.png", 0), ("b.png", 1)]
+    assert "has changed since" in rejected[1].reason
+
+
+def test_the_cache_keeps_a_mask_by_its_crop_and_content(tmp_path: Path) -> None:
+    cache, picture = MaskCache(tmp_path), picture_of(blob(96, 64))
+    views = [View(picture, (64, 64), (0.5, 0.5), flip) for flip in (False, True)]
+    views += [
+        View(picture, (96, 64), (0.5, 0.5), False),
+        View(picture_of(blob(96, 64), mask_bytes=encoded(grey(96, 64))), (64, 64), (0.5, 0.5), False),
+    ]
+    assert cache.fill(views) == [] and len({mask_key(view) for view in views}) == 4
+    assert cache.cache.lacking(map(mask_key, views)) == []
+    for view in views:
+        torch.testing.assert_close(cache.load(view), torch.from_numpy(latent_mask(view)).float() / 255, rtol=0, atol=0)
+    bare = Picture("c", "c", (64, 64), "2", bytes)
+    assert cache.load(View(bare, (64, 64), (0.5, 0.5), False)).tolist() == [[[1.0]]]
+
+
+class Recorded:
+    """A prepared run's parts that batches use, with constant latents."""
+
+    def __init__(self, plan: Plan, masks: MaskCache):
+        self.plan, self.masks, self.text, self.latents = plan, masks, self, self
+
+    def load(self, what: object) -> object:
+        return (torch.zeros(2, 3), torch.zeros(4)) if isinstance(what, str) else torch.ones(16, 8, 8)
+
+
+def batches_of(tmp_path: Path, pictures: list[Picture], **fields: object) -> Batches:
+    folder = Folder.model_validate({"path": "x", "resolution": 64, **fields})
+    plan = Plan(make_samples(pictures, folder), folder, Flow(), 0, GlobalBatch(4))
+    masks = MaskCache(tmp_path)
+    assert masks.fill(plan.views()) == []
+    return Batches(Recorded(plan, masks), 0, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_batches_carry_the_weights_of_places_samples_and_fillers(tmp_path: Path) -> None:
+    with_mask, without = picture_of(blob(64, 64)), Picture("z.png", "z", (64, 64), "2", bytes)
+    batches = batches_of(tmp_path, [with_mask, without], unmasked_weight=0.25, weight=2.0)
+    (batch,) = batches.step(0)
+    assert batch.fillers == 2 and batch.weight is not None and batch.weight.shape == (4, 1, 8, 8)
+    mask = torch.from_numpy(latent_mask(View(with_mask, (64, 64), (0.5, 0.5), False))).float() / 255  # [1, 8, 8]
+    expected = {"a.png": 2 * (0.25 + 0.75 * mask), "z.png": torch.full((1, 8, 8), 2.0)}
+    for name, weight in zip(batch.names, batch.weight, strict=True):
+        torch.testing.assert_close(weight, expected[name])
+    evaluated = batches.load(batches.plan.evaluation(1))
+    torch.testing.assert_close(evaluated.weight, (expected["a.png"] / 2)[None])
+    assert batches_of(tmp_path, [without]).step(0)[0].weight is None
+    (plain,) = batches_of(tmp_path, [without], weight=0.5).step(0)
+    assert plain.weight is not None and plain.weight.shape == (4, 1, 1, 1) and (plain.weight == 0.5).all()
+
+
+def test_the_loss_ignores_what_a_mask_of_weight_0_covers(tmp_path: Path) -> None:
+    (batch,) = batches_of(tmp_path, [picture_of(blob(64, 64))], unmasked_weight=0.0).step(0)
+    prediction, target = torch.randn(4, 16, 8, 8, requires_grad=True), torch.randn(4, 16, 8, 8)
+    flow_loss(prediction, target, batch.weight).backward()
+    outside = batch.weight == 0
+    assert prediction.grad is not None and outside.any()
+    assert (prediction.grad[outside.expand(-1, 16, -1, -1)] == 0).all()
+    assert (prediction.grad[~outside.expand(-1, 16, -1, -1)] != 0).all()
+
+
+def masked_config(tiny_config: dict, tiny_pictures: Path, folder: Path, level: int | None) -> dict:
+    """The tiny run on pictures with masks of one level each, or without."""
+    for file in sorted(tiny_pictures.iterdir()):
+        if level is not None and file.suffix == ".png":
+            write(folder, {f"{file.stem}-masklabel.png": grey(32, 32, level)})
+        (folder / file.name).write_bytes(file.read_bytes())
+    mask = {} if level is None else {"mask": "files", "unmasked_weight": 0.0}
+    return copy.deepcopy(tiny_config) | {"data": {"path": str(folder), "resolution": 32, **mask}}
+
+
+@pytest.mark.parametrize("level", [255, 51])
+def test_a_run_with_masks_of_one_level_has_the_loss_without_times_that_level(
+    level: int, tiny_config: dict, tiny_pictures: Path, tmp_path: Path
+) -> None:
+    rows = []
+    for number, mask in enumerate((None, level)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        data = masked_config(tiny_config, tiny_pictures, folder, mask)
+        rows.append(read_metrics(train(validate(data | {"name": f"m{number}", "train": {"steps": 1}}, "test"))))
+    assert rows[1][0]["loss"] == pytest.approx(rows[0][0]["loss"] * level / 255, rel=1e-6)
+
+
+def test_a_changed_mask_is_a_change_of_the_data(tiny_config: dict, tiny_pictures: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "masked"
+    folder.mkdir()
+    data = masked_config(tiny_config, tiny_pictures, folder, 255)
+    run = train(validate(data | {"train": {"steps": 1}}, "test"))
+    assert all(row["mask"] for row in json.loads((run / "data.json").read_text())["samples"])
+    first = sorted(folder.glob("*-masklabel.png"))[0]
+    write(folder, {first.name: grey(32, 32, 100)})
+    with pytest.raises(UserError, match="the data has changed since the checkpoint:\n.*: changed mask"):
+        train(validate(data | {"train": {"steps": 2}}, "test"), "latest")
+
+
+def test_a_table_takes_masks_from_alpha(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    images = [encoded(Image.fromarray(np.stack([blob(64, 64)] * 4, axis=2))), encoded(rgb())]
+    captions = [["a", "b"], ["c"]]
+    pq.write_table(pa.table({"image": images, "text": captions}), tmp_path / "t.parquet")
+    found = Table(path=str(tmp_path / "t.parquet"), mask="alpha").scan(tmp_path / "t.parquet")
+    assert [(each.captions, each.mask and each.mask.kind) for each in found.pictures] == [(("a", "b"), "alpha")]
+    assert "has no transparency" in found.rejected[0].reason
+    (picture,) = found.pictures
+    assert decode(picture.read_same()).size == (64, 64)
+    assert np.array_equal(
+        latent_mask(View(picture, (64, 64), (0.5, 0.5), False)),
+        latent_mask(View(picture_of(blob(64, 64)), (64, 64), (0.5, 0.5), False)),
+    )
+
+
+def test_the_options_of_masks_are_checked(tiny_config: dict, tmp_path: Path) -> None:
+    for mask, words in (({"mask_path": "x"}, "is not read"), ({"mask": "files", "mask_path": "x"}, "is not a folder")):
+        with pytest.raises(ConfigError, match=f"data.mask_path: x {words}"):
+            validate(tiny_config | {"data": {**tiny_config["data"], **mask}}, "test")
+
+
+def test_the_simulated_step_counts_the_weights_of_places(tiny_config: dict) -> None:
+    tiny_config["train"] |= {"batch_size": 4}
+    plain = simulate(validate(tiny_config, "test")).peak.bytes
+    masked = copy.deepcopy(tiny_config)
+    masked["data"] |= {"mask": "alpha"}
+    assert simulate(validate(masked, "test")).peak.bytes > plain

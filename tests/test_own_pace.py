@@ -1,0 +1,196 @@
+"""Optimizers with a pace of their own, Prodigy and schedule-free AdamW, against their authors' packages; in runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import prodigyopt
+import pytest
+import schedulefree
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simpletune.config.load import validate
+from simpletune.optim.optimizer import OptimizerOption, begin_step
+from simpletune.optim.prodigy import Prodigy
+from simpletune.optim.rounding import RoundedOptimizer
+from simpletune.optim.schedule_free import ScheduleFreeAdamW
+from simpletune.options import ConfigError
+from simpletune.runs import checkpoint
+from simpletune.training.loop import train
+
+SHAPES = ((8, 5), (7,), (3, 3))
+
+
+def descend(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 60) -> torch.optim.Optimizer:
+    """Steps towards a target with noisy gradients; the second parameter starts at 0."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape) * (len(shape) > 1)) for shape in SHAPES]
+    targets = [torch.randn(shape) * 3 for shape in SHAPES]
+    optimizer = make(parameters)
+    for step in range(steps):
+        torch.manual_seed(step + 1)
+        begin_step(optimizer)
+        for parameter, target in zip(parameters, targets, strict=True):
+            parameter.grad = parameter.detach() - target + 0.3 * torch.randn(parameter.shape)
+        optimizer.step()
+    return optimizer
+
+
+def weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in optimizer.param_groups[0]["params"]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_decay": 0.1}, {"use_bias_correction": True}, {"safeguard_warmup": True, "d_coef": 2.0, "beta3": 0.9}],
+)
+def test_prodigy_is_that_of_its_authors(options: dict) -> None:
+    """Theirs adds the new d times eps to the root where the paper's algorithm 4 has the old one: eps is 0 here. d0 lets
+    the weights move by more than fp32 rounds away."""
+    options |= {"d0": 1e-3, "eps": 1e-30}
+    ours = descend(lambda parameters: Prodigy(**options).build(parameters))
+    theirs = descend(lambda parameters: prodigyopt.Prodigy(parameters, **options))
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-4, atol=1e-5)
+    ours.begin_step()
+    d = ours.state[ours.param_groups[0]["params"][0]]["d"].item()
+    assert d == pytest.approx(float(theirs.param_groups[0]["d"]), rel=1e-4) and d > 2e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "r": 1.0}, {"betas": (0.95, 0.99), "lr": 0.2}])
+def test_schedule_free_is_that_of_its_authors(options: dict) -> None:
+    option = ScheduleFreeAdamW(**{"lr": 0.05, **options})
+
+    def authors(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = schedulefree.AdamWScheduleFree(parameters, **{"lr": 0.05, **options})
+        made.train()
+        return made
+
+    ours, theirs = descend(option.build), descend(authors)
+    trained = weights(ours)
+    torch.testing.assert_close(trained, weights(theirs), rtol=1e-5, atol=1e-6)
+    theirs.eval()
+    named = {str(number): parameter for number, parameter in enumerate(ours.param_groups[0]["params"])}
+    average = option.average(ours, named)
+    with average.in_place():
+        torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-5, atol=1e-6)
+        assert all((x != y).any() for x, y in zip(weights(ours), trained, strict=True))
+    torch.testing.assert_close(weights(ours), trained, rtol=0, atol=0)
+    torch.testing.assert_close([*average.tensors().values()], weights(theirs), rtol=1e-5, atol=1e-6)
+
+
+def test_before_its_first_step_the_average_is_the_weights() -> None:
+    option, weight = ScheduleFreeAdamW(), nn.Parameter(torch.randn(4))
+    average = option.average(option.build([weight]), {"w": weight})
+    torch.testing.assert_close(average.tensors()["w"], weight.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("option", [Prodigy(d0=1e-3), ScheduleFreeAdamW(lr=1e-2)], ids=lambda option: option.name)
+def test_bf16_weights_move_as_those_of_fp32_do(option: OptimizerOption) -> None:
+    moved = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.ones(64, 128, dtype=dtype))
+        optimizer = option.build([weight])
+        assert isinstance(optimizer, RoundedOptimizer) == (dtype == torch.bfloat16)
+        for _ in range(40):
+            begin_step(optimizer)
+            weight.grad = weight.detach() - 3
+            optimizer.step()
+        moved.append(weight.float().mean().item() - 1)
+    print(moved)
+    assert moved[1] == pytest.approx(moved[0], rel=0.02) and moved[0] > 0.05
+
+
+@contextmanager
+def without_host_reads() -> Iterator[None]:
+    """Fail on every operation that reads a tensor's value on the host."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN202
+            assert func is not torch.ops.aten._local_scalar_dense.default, "a value was read on the host"
+            assert func is not torch.ops.aten.nonzero.default, "a size was read on the host"
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("option", [Prodigy(), ScheduleFreeAdamW()], ids=lambda option: option.name)
+def test_no_step_reads_from_the_device(option: OptimizerOption, dtype: torch.dtype) -> None:
+    parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+    optimizer = option.build(parameters)
+    with without_host_reads():
+        for _ in range(3):
+            begin_step(optimizer)
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    with pytest.raises(AssertionError, match="read on the host"), without_host_reads():
+        parameters[0].sum().item()
+
+
+def files(run: Path, step: int) -> dict[str, dict[str, Tensor]]:
+    folder = checkpoint.checkpoint_folder(run, step)
+    return {file.name: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [{"name": "prodigy", "d0": 1e-3}, {"name": "adamw_schedule_free", "lr": 0.01}],
+    ids=lambda optimizer: optimizer["name"],
+)
+@pytest.mark.parametrize(
+    "precision", [{"weights": "fp32"}, {"weights": "int8", "compute": "fp16"}], ids=["fp32", "fp16"]
+)
+def test_resumes_bit_for_bit(optimizer: dict, precision: dict, tiny_config: dict) -> None:
+    """Weights, state and the exported average; with bf16 updates, which are rounded stochastically."""
+    data = copy.deepcopy(tiny_config) | {"optimizer": optimizer, "precision": precision}
+    data["adapter"] |= {"rank": 4, "dtype": "bf16" if precision["weights"] == "int8" else "fp32"}
+    whole = train(validate(data | {"name": "whole"}, "test"))
+    data |= {"name": "halves", "train": {"steps": 2}}
+    train(validate(data, "test"))
+    halves = train(validate(data | {"train": {"steps": 4}}, "test"), "latest")
+    ours, theirs = files(halves, 4), files(whole, 4)
+    assert ours.keys() == theirs.keys() and ("ema.safetensors" in ours) == ("free" in optimizer["name"])
+    for file, tensors in theirs.items():
+        torch.testing.assert_close(ours[file], tensors, rtol=0, atol=0)
+
+
+def test_the_average_of_schedule_free_is_exported_and_evaluated(tiny_config: dict) -> None:
+    data = copy.deepcopy(tiny_config) | {"optimizer": {"name": "adamw_schedule_free", "lr": 0.05}}
+    run = train(validate(data, "test"))
+    saved, result = files(run, 4), load_file(run / "pytorch_lora_weights.safetensors")
+    differs = False
+    for name, tensor in saved["ema.safetensors"].items():
+        torch.testing.assert_close(result[f"transformer.{name.replace('.default.', '.')}"], tensor, rtol=0, atol=0)
+        differs |= bool((tensor != saved["trainable.safetensors"][name]).any())
+    assert differs
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"schedule": {"name": "cosine"}}, "schedule.name: cosine lowers .* adamw_schedule_free .* Use constant"),
+        ({"ema": {"decay": 0.9}}, "ema: optimizer.name adamw_schedule_free averages .* Use ema null"),
+        ({"optimizer": {"name": "prodigy", "lr": 1e-4}}, "optimizer.lr: 0.0001 would scale down .* Use 1"),
+        (
+            {
+                "optimizer": {"name": "prodigy"},
+                "memory": {"optimizer_in_backward": True},
+                "train": {"steps": 4, "clip_norm": None},
+            },
+            "memory.optimizer_in_backward: optimizer.name prodigy needs all gradients at once",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict, problem: str, tiny_config: dict) -> None:
+    data = copy.deepcopy(tiny_config) | {"optimizer": {"name": "adamw_schedule_free"}} | changes
+    with pytest.raises(ConfigError, match=problem):
+        validate(data, "test")

@@ -1,0 +1,191 @@
+"""Captions that vary: several for a picture, tags shuffled and dropped, prefix and suffix; kohya's folder names."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from simpletune.data.folder import Folder
+from simpletune.data.plan import GlobalBatch, Plan
+from simpletune.data.prompts import prompt_of
+from simpletune.data.samples import make_samples
+from simpletune.data.several import source_notes
+from simpletune.data.shares import shares
+from simpletune.data.source import Picture
+from simpletune.objectives.flow import Flow
+
+TAGS = "cat, sitting, red sofa, window, 4k"
+
+
+def picture(number: int = 0, caption: str = TAGS, *more: str) -> Picture:
+    digest = hashlib.sha256(str(number).encode()).hexdigest()
+    return Picture(f"{number}.png", caption, (64, 64), digest, bytes, more=more)
+
+
+def source(**fields: object) -> Folder:
+    return Folder.model_validate({"path": "x", "resolution": 64, **fields})
+
+
+def plan_of(folder: Folder, *pictures: Picture) -> Plan:
+    return Plan(make_samples(pictures, folder), folder, Flow(), 3, GlobalBatch(2))
+
+
+def tags(prompt: str) -> list[str]:
+    return prompt.split(", ")
+
+
+def write_pictures(folder: Path, *names: str) -> None:
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (64, 64), (number, 0, 0)).save(folder / name)
+
+
+def test_without_options_a_prompt_is_the_caption_as_it_stands() -> None:
+    odd = "two ,spaces,  kept (and commas,)"
+    assert {prompt_of(picture(0, odd), source(variants=5), 0, variant) for variant in range(5)} == {odd}
+
+
+def test_shuffled_tags_are_all_there_behind_those_that_stay() -> None:
+    folder = source(shuffle_tags=True, keep_tags=2, variants=64)
+    prompts = [prompt_of(picture(), folder, 0, variant) for variant in range(64)]
+    assert all(tags(prompt)[:2] == ["cat", "sitting"] for prompt in prompts)
+    assert all(sorted(tags(prompt)) == sorted(tags(TAGS)) for prompt in prompts)
+    assert len(set(prompts)) == 6, "all orders of the other three"
+    assert prompts == [prompt_of(picture(), folder, 0, variant) for variant in range(64)]
+    assert prompts != [prompt_of(picture(1), folder, 0, variant) for variant in range(64)], "each picture has its own"
+    assert prompts != [prompt_of(picture(), folder, 1, variant) for variant in range(64)], "and each seed"
+
+
+def test_tags_are_dropped_with_their_probability_and_keep_their_order() -> None:
+    folder, drawn = source(tag_dropout=0.3, keep_tags=1, variants=64), 40 * 64
+    found = [tags(prompt_of(picture(number), folder, 0, variant)) for number in range(40) for variant in range(64)]
+    counts = Counter(tag for each in found for tag in each)
+    assert counts["cat"] == drawn
+    for tag in tags(TAGS)[1:]:
+        assert abs(counts[tag] / drawn - 0.7) < 4 * (0.3 * 0.7 / drawn) ** 0.5
+    assert all(each == [tag for tag in tags(TAGS) if tag in each] for each in found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"caption_prefix": "sks style"}, f"sks style {TAGS}"),
+        ({"caption_suffix": "at night "}, f"{TAGS} at night"),
+        ({"caption_suffix": ", at night"}, f"{TAGS}, at night"),
+        ({"tag_dropout": 1.0, "caption_prefix": "sks"}, "sks"),
+        ({"tag_dropout": 1.0, "keep_tags": 1, "caption_suffix": "."}, "cat."),
+        ({"tag_dropout": 1.0, "caption_suffix": "only"}, "only"),
+        ({"tag_separator": "ts", "tag_dropout": 1.0, "keep_tags": 2}, TAGS),
+        ({"tag_separator": " ", "tag_dropout": 1.0, "keep_tags": 3}, "cat, sitting, red"),
+    ],
+)
+def test_prefix_suffix_and_separator(fields: dict, expected: str) -> None:
+    assert prompt_of(picture(), source(**fields), 0, 0) == expected
+
+
+def test_variants_use_the_captions_of_a_picture_in_turn() -> None:
+    captions = ("a cat", "a sitting cat", "the cat at home")
+    several = [picture(number, *captions) for number in range(20)]
+    for each in several:
+        prompts = [prompt_of(each, source(variants=6), 0, variant) for variant in range(6)]
+        assert set(prompts[:3]) == set(captions) and prompts[3:] == prompts[:3]
+    assert len({prompt_of(each, source(), 0, 0) for each in several}) == 3, "not every picture begins with its first"
+
+
+def test_a_plan_knows_every_prompt_ahead_and_variants_bound_them() -> None:
+    folder = source(shuffle_tags=True, tag_dropout=0.2, variants=3, repeats=2, caption_dropout=0.2)
+    plan = plan_of(folder, *(picture(number) for number in range(5)))
+    drawn = {
+        (draw.view.picture.name, draw.caption)
+        for step in range(10 * plan.steps_per_epoch)
+        for draw in plan.micro_batch(step, 0)
+    }
+    known = plan.captions()
+    assert {caption for _, caption in drawn} == set(known) and "" in known and len(known) <= 5 * 3 + 1
+    per_picture = Counter(name for name, caption in drawn if caption)
+    assert max(per_picture.values()) <= 3 and len(known) > 5
+    rows = {row["file"]: row for row in plan.manifest()}
+    assert {caption for row in rows.values() for caption in row.get("captions", [row["caption"]])} == set(known) - {""}
+
+
+def test_one_variant_with_captions_that_vary_is_said() -> None:
+    assert len(list(source_notes(source(shuffle_tags=True)))) == 1
+    assert len(list(source_notes(source(), [picture(0, "a", "b")]))) == 1
+    assert list(source_notes(source(shuffle_tags=True, variants=2))) == []
+    assert list(source_notes(source(), [picture()])) == []
+
+
+def test_lines_of_a_text_file_are_several_captions_if_asked(tmp_path: Path) -> None:
+    write_pictures(tmp_path, "a.png", "b.png")
+    (tmp_path / "a.txt").write_text("a cat\r\n\n  the cat \na cat\n")
+    (tmp_path / "b.caption").write_text("a dog")
+    found = Folder(path=str(tmp_path), caption_lines="several").scan(tmp_path)
+    assert [each.captions for each in found.pictures] == [("a cat", "the cat"), ("a dog",)]
+    assert found.captions.endswith("(1 picture with several captions)")
+    assert [each.captions for each in Folder(path=str(tmp_path)).scan(tmp_path).pictures][0] == ("a cat the cat a cat",)
+
+
+def test_a_list_of_texts_in_metadata_is_several_captions(tmp_path: Path) -> None:
+    write_pictures(tmp_path, "a.png", "b.png", "c.png")
+    (tmp_path / "metadata.jsonl").write_text(
+        '{"file_name": "a.png", "text": ["one\\nline", "two"]}\n{"file_name": "b.png", "text": "b"}\n'
+        '{"file_name": "c.png", "text": ["fine", " "]}\n{"file_name": "d.png", "text": []}\n'
+    )
+    found = Folder(path=str(tmp_path)).scan(tmp_path)
+    assert [each.captions for each in found.pictures] == [("one line", "two"), ("b",)]
+    assert {each.name for each in found.rejected} == {"c.png", "metadata.jsonl:4"}
+
+
+def test_kohyas_folder_names_repeat_caption_and_are_said(tmp_path: Path) -> None:
+    write_pictures(
+        tmp_path, "10_sks dog/a.png", "10_sks dog/b.png", "2_cat/deep/c.png", "3_/d.png", "plain/e.png", "f.png"
+    )
+    for name, text in {"10_sks dog/b.txt": "my own", "3_/d.txt": "d", "plain/e.txt": "e", "f.txt": "f"}.items():
+        (tmp_path / name).write_text(text)
+    folder = Folder(path=str(tmp_path), folder_names="kohya", repeats=2, resolution=64)
+    found = folder.scan(tmp_path)
+    assert [(each.name, each.caption, each.repeats) for each in found.pictures] == [
+        ("10_sks dog/a.png", "sks dog", 10),
+        ("10_sks dog/b.png", "my own", 10),
+        ("2_cat/deep/c.png", "cat", 2),
+        ("3_/d.png", "d", 1),
+        ("f.png", "f", 1),
+        ("plain/e.png", "e", 1),
+    ]
+    assert not found.hints and not found.rejected
+    (note,) = found.notes
+    assert "10_sks dog (10 repeats of 'sks dog'), 2_cat (2 repeats of 'cat')" in note and "once: 3_" in note
+    samples = make_samples(found.pictures, folder)
+    (share,) = shares(plan_of(folder, *found.pictures))
+    assert (share.pictures, share.passes, share.samples) == (6, "2 to 20", 2 * (10 + 10 + 2 + 1 + 1 + 1))
+    assert Counter(sample.picture.name for sample in samples)["10_sks dog/a.png"] == 20
+    inner = tmp_path / "10_sks dog"
+    assert [each.repeats for each in Folder(path=str(inner), folder_names="kohya").scan(inner).pictures] == [10, 10]
+    (tmp_path / "f.txt").unlink()
+    (rejected,) = folder.scan(tmp_path).rejected
+    assert rejected.name == "f.png" and "has no caption" in rejected.reason
+
+
+def test_the_variants_of_a_picture_that_its_folder_repeats_go_on_from_epoch_to_epoch(tmp_path: Path) -> None:
+    write_pictures(tmp_path, "3_cat/a.png")
+    folder = Folder(path=str(tmp_path), folder_names="kohya", resolution=64, variants=6, crop="random")
+    found = [
+        Picture(each.name, each.caption, (96, 64), each.digest, each.read, repeats=each.repeats)
+        for each in folder.scan(tmp_path).pictures
+    ]
+    plan = plan_of(folder, *found)
+    sample = plan.samples[0]
+    views = [plan.view(sample, variant) for variant in range(6)]
+    seen = [draw.view for step in range(2 * plan.steps_per_epoch) for draw in plan.micro_batch(step, 0) if draw.weight]
+    assert len(set(views)) == 6
+    assert Counter(seen) == {view: 1 for view in views}, "two epochs of 3 presentations show all 6 variants"
+
+
+def test_a_folder_without_such_names_is_told(tmp_path: Path) -> None:
+    write_pictures(tmp_path, "a.png")
+    (tmp_path / "a.txt").write_text("a")
+    assert "finds no folder like" in Folder(path=str(tmp_path), folder_names="kohya").scan(tmp_path).notes[0]

@@ -1,0 +1,119 @@
+"""The two tiny encoders: what the shipped ones tell apart, and the script that trains them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from simpletune.demo import ENCODERS, pictures
+from simpletune.demo.pictures import Scene
+from simpletune.evaluation import scores
+from simpletune.evaluation import train_tiny_encoders as script
+from simpletune.evaluation.encoders.encoder import Encoder
+from simpletune.evaluation.encoders.loading import find_encoder, load_encoder
+
+SHIPPED = ENCODERS["demo:tiny-dino"].parent
+
+
+@pytest.fixture(scope="module")
+def dino() -> Encoder:
+    return load_encoder(find_encoder("demo:tiny-dino"), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def clip() -> Encoder:
+    return load_encoder(find_encoder("demo:tiny-clip"), torch.device("cpu"))
+
+
+def embedded(encoder: Encoder, drawn: list) -> np.ndarray:
+    return encoder.of_pictures(drawn).double().numpy()
+
+
+def test_the_shipped_encoders_are_as_good_as_their_card_says(dino: Encoder, clip: Encoder) -> None:
+    said = json.loads((SHIPPED / "accuracy.json").read_text())
+    assert script.dino_accuracy(dino.model, 100) >= said["tiny_dino"]["figure"] - 0.1
+    found = script.clip_accuracy(clip.model, clip.tokenizer, 100)  # type: ignore[attr-defined]
+    assert found.keys() == said["tiny_clip"].keys()
+    assert all(value >= said["tiny_clip"][name] - 0.08 for name, value in found.items()), found
+    assert (SHIPPED / "README.md").read_text() == script.card(said)
+    assert sum(file.stat().st_size for file in SHIPPED.rglob("*")) < 4 * 2**20
+
+
+def test_a_figure_that_was_never_seen_is_known_again(dino: Encoder) -> None:
+    """The demo's own: its pictures are more alike than those of figures that share a part of it."""
+    places = [("white", "large", "in the middle"), ("sky", "medium", "on the left"), ("peach", "large", "at the top")]
+    own = embedded(dino, [pictures.draw_subject(*place, seed=n) for n, place in enumerate(places)])
+    alike = 1 - scores.diversity(own)
+    assert alike > 0.7
+    for inner in (("heart", "yellow"), ("star", "green")):
+        scenes = [Scene("circle", "purple", *place, "flat") for place in places]
+        other = embedded(dino, [pictures.draw_figure(scene, inner, seed=n) for n, scene in enumerate(scenes)])
+        assert scores.subject_fidelity(other, own).mean() < alike - 0.05
+    plain = embedded(dino, [pictures.draw(Scene("square", "green", *place, "flat"), 64, 1) for place in places])
+    assert scores.subject_fidelity(plain, own).mean() < 0.35
+
+
+def test_prompts_fit_their_pictures_and_not_shuffled_ones(clip: Encoder) -> None:
+    scenes = pictures.sample_scenes(24, seed=5, held_out=True)
+    drawn = embedded(clip, [pictures.draw(scene, 64, n) for n, scene in enumerate(scenes)])
+    prompts = clip.of_prompts([pictures.caption(scene, n) for n, scene in enumerate(scenes)]).double().numpy()
+    fits = scores.prompt_fidelity(drawn, prompts).mean()
+    assert fits > scores.prompt_fidelity(drawn, np.roll(prompts, 1, axis=0)).mean() + 0.4
+    noise = embedded(clip, [pictures.Image.fromarray(np.random.default_rng(n).integers(0, 256, (64, 64, 3), np.uint8))
+                            for n in range(24)])  # fmt: skip
+    real = embedded(clip, [pictures.draw(scene, 64, 99 + n) for n, scene in enumerate(scenes)])
+    assert scores.cmmd(noise, real) > 5 * scores.cmmd(drawn, real)
+
+
+def test_neither_encoder_sees_the_demos_figure_or_held_out_triples(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Scene] = []
+    honest = pictures.draw
+    monkeypatch.setattr(pictures, "draw", lambda scene, *more: seen.append(scene) or honest(scene, *more))
+    chosen = script.figures(400, 0)
+    assert len(set(chosen)) == len(chosen) and sum(not figure[3] for figure in chosen) > 50
+    assert (*pictures.SUBJECT[:2], "flat", *pictures.SUBJECT[2:]) not in script.figures(20_000, 0)
+    for number, figure in enumerate(chosen[:200]):
+        script.view(figure, number)
+    _, captions, known = script.scenes_with_captions(200, 3, held_out=False)
+    assert seen and not any(pictures.is_held_out(each.shape, each.colour, each.background) for each in seen)
+    for caption, scene in zip(captions, known, strict=True):
+        for name in ("shape", "colour", "style"):
+            value, told = getattr(scene, name), set(caption.replace(",", "").split())
+            assert value in told if value else not set(script.TABLES[name]) & told
+    assert 20 < sum(not scene.style for scene in known) < 180 and 10 < sum(not scene.shape for scene in known) < 70
+
+
+def test_the_script_makes_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FIGURES": 24, "SCENES": 24, "BATCH": 8, "LAYERS": 1}.items():
+        monkeypatch.setattr(script, name, value)
+    monkeypatch.setattr(script, "dino_accuracy", lambda model: 0.25)
+    script.make(tmp_path / "made", dino_steps=4, clip_steps=4)
+    expected = {file.relative_to(SHIPPED) for file in SHIPPED.rglob("*")}
+    assert {file.relative_to(tmp_path / "made") for file in (tmp_path / "made").rglob("*")} == expected
+    for kind in ("dino", "clip"):
+        encoder = load_encoder(find_encoder(str(tmp_path / "made" / f"tiny_{kind}")), torch.device("cpu"))
+        assert encoder.of_pictures([pictures.draw_subject("white", "small", "on the left")]).isfinite().all()
+        logged = [json.loads(line) for line in (tmp_path / "made" / f"tiny_{kind}_log.jsonl").read_text().splitlines()]
+        assert logged[-1]["step"] == 4 and math.isfinite(logged[-1]["loss"])
+    assert "| 25.0% | 0.5% |" in (tmp_path / "made" / "README.md").read_text()
+
+
+def test_training_learns() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(2, 1)
+    data = torch.randn(64, 2)
+    target = data.sum(1, keepdim=True)
+    lost = []
+
+    def loss(step: int) -> torch.Tensor:
+        value = (layer(data) - target).square().mean()
+        lost.append(value.item())
+        return value
+
+    script.fit(list(layer.parameters()), 600, loss, Path("/dev/null"))
+    assert lost[-1] < 0.05 * lost[0]
