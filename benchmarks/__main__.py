@@ -60,7 +60,8 @@ def prior(args: argparse.Namespace) -> object:
 
 def inference(args: argparse.Namespace) -> object:
     """seconds, memory and cost of a picture, compared with plain diffusers"""
-    from benchmarks import inference, prices
+    from benchmarks import inference
+    from simpletune import prices
 
     workload = inference.Workload(args.model or inference.DEMO, args.size, args.steps, args.rounds, args.device)
     return inference.run(args.out, args.minutes, args.rows, prices.gathered(args.price, args.prices), workload)
@@ -108,6 +109,13 @@ def speed(args: argparse.Namespace) -> object:
     return speed.run(args.out, args.minutes, args.rows, args.model, args.device)
 
 
+def times(args: argparse.Namespace) -> object:
+    """predicted beside measured seconds of a step on this machine's CPU; needs simpletune calibrate --device cpu"""
+    from benchmarks import times
+
+    return times.run(args.out, args.minutes, args.rows, args.calibration)
+
+
 def kernels(args: argparse.Namespace) -> object:
     """machine code of the int8 kernels for cards that are not here; needs Triton, but no GPU"""
     from benchmarks import kernels
@@ -137,6 +145,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     convolutions: ("rows",),
     methods: ("rows",),
     speed: ("rows", "model", "device"),
+    times: ("rows", "calibration"),
     kernels: ("rows",),
     pair: ("steps", "rounds", "overrides"),
 }
@@ -171,6 +180,7 @@ def price(text: str) -> tuple[str, float]:
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {  # argparse's own keywords
+    "calibration": {"type": Path, "metavar": "FILE", "help": "from simpletune calibrate (default: the cache's)"},
     "overrides": {"nargs": "*", "metavar": "key.path=value", "help": "changes to every row's configuration"},
     "rows": {"default": "", "help": "measure only these rows: names or parts of names, separated by ;"},
     "measure-only": {"action": "store_true", "help": "take predictions from results/cpu; needs a GPU"},

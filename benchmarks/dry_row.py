@@ -143,7 +143,7 @@ def validate(config: TrainConfig) -> None:
     """Draw a validation picture with the training state still allocated."""
     import torch
 
-    from simpletune.estimate.simulate_stages import ShapesOnlyModel
+    from simpletune.estimate.without_values import ShapesOnlyModel
     from simpletune.pipeline.encode import free_memory
     from simpletune.pipeline.sample import Request, Sampler
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from benchmarks.diffusers_pipeline import Plain
 from benchmarks.inference_rows import ABOUT, BASELINE, BASELINE_LORA, COLUMNS, PICTURES, ROWS, Way
-from benchmarks.prices import Prices, cost_of_picture, page_of
 from benchmarks.table import Results, describe_machine, no_such_row, table
 from simpletune.adapters.lora import Lora
 from simpletune.config.resolve import resolve_folders
@@ -34,6 +33,7 @@ from simpletune.families.sd3.option import SD3
 from simpletune.memory import Memory
 from simpletune.pipeline.encode import TextCache, free_memory
 from simpletune.pipeline.sample import Request, Sampler, decode
+from simpletune.prices import Prices, cost_of_picture, page_of
 from simpletune.quant import Precision
 from simpletune.runs.weights import BASE, Weights, precision_of
 from simpletune.system.console import say

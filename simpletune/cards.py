@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from simpletune.options import UserError
 from simpletune.system.devices import BF16_FROM
@@ -27,6 +27,8 @@ class Card:
         bandwidth: memory bandwidth in GB/s; None if unknown.
         link: bandwidth to the host in GB/s.
         found: share of ``gib`` that torch reports.
+        fp32_tflops: fp32 throughput outside of the tensor cores; None if unknown.
+        multiprocessors: how many the card has; None if unknown.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Card:
     bandwidth: float | None = None
     link: float = LINK_4
     found: float = FOUND
+    fp32_tflops: float | None = None
+    multiprocessors: int | None = None
 
     @property
     def driver(self) -> str:
@@ -57,31 +61,31 @@ class Card:
 
 # Dense figures from NVIDIA's data sheets and architecture papers; usable memory from users' error messages.
 CARDS = (
-    Card("T4", 16, (7, 5), 65, 320, LINK_3, FOUND_WITH_ECC),
-    Card("V100-16GB", 16, (7, 0), 125, 900, LINK_3, 0.985),
-    Card("L4", 24, (8, 9), 121, 300, found=FOUND_WITH_ECC),
-    Card("A10G", 24, (8, 6), 70, 600, found=FOUND_WITH_ECC),
-    Card("A10", 24, (8, 6), 125, 600, found=FOUND_WITH_ECC),
-    Card("L40S", 48, (8, 9), 362, 864, found=FOUND_WITH_ECC),
-    Card("A100-40GB", 40, (8, 0), 312, 1555, found=0.985),
-    Card("A100-80GB", 80, (8, 0), 312, 2039, found=0.985),
-    Card("H100", 80, (9, 0), 989, 3350, LINK_5, 0.985),
-    Card("H200", 141, (9, 0), 989, 4800, LINK_5, 0.985),
-    Card("RTX2060", 6, (7, 5), 26, 336, LINK_3),
-    Card("RTX3050-8GB", 8, (8, 6), 18, 224, LINK_4 / 2),
-    Card("RTX3060-12GB", 12, (8, 6), 25, 360),
-    Card("RTX3060-6GB", 6, (8, 6), 25, 336),
-    Card("RTX3070", 8, (8, 6), 41, 448),
-    Card("RTX3080-10GB", 10, (8, 6), 60, 760),
-    Card("RTX3090", 24, (8, 6), 71, 936),
-    Card("RTX4060", 8, (8, 9), 30, 272, LINK_4 / 2),
-    Card("RTX4060Ti-16GB", 16, (8, 9), 44, 288, LINK_4 / 2),
-    Card("RTX4070", 12, (8, 9), 58, 504),
-    Card("RTX4080", 16, (8, 9), 97, 717),
-    Card("RTX4090", 24, (8, 9), 165, 1008),
-    Card("RTX5070Ti", 16, (12, 0), 88, 896, LINK_5),
-    Card("RTX5080", 16, (12, 0), 113, 960, LINK_5),
-    Card("RTX5090", 32, (12, 0), 210, 1792, LINK_5),
+    Card("T4", 16, (7, 5), 65, 320, LINK_3, FOUND_WITH_ECC, fp32_tflops=8.1, multiprocessors=40),
+    Card("V100-16GB", 16, (7, 0), 125, 900, LINK_3, 0.985, fp32_tflops=15.7, multiprocessors=80),
+    Card("L4", 24, (8, 9), 121, 300, found=FOUND_WITH_ECC, fp32_tflops=30.3, multiprocessors=58),
+    Card("A10G", 24, (8, 6), 70, 600, found=FOUND_WITH_ECC, fp32_tflops=31.2, multiprocessors=80),
+    Card("A10", 24, (8, 6), 125, 600, found=FOUND_WITH_ECC, fp32_tflops=31.2, multiprocessors=72),
+    Card("L40S", 48, (8, 9), 362, 864, found=FOUND_WITH_ECC, fp32_tflops=91.6, multiprocessors=142),
+    Card("A100-40GB", 40, (8, 0), 312, 1555, found=0.985, fp32_tflops=19.5, multiprocessors=108),
+    Card("A100-80GB", 80, (8, 0), 312, 2039, found=0.985, fp32_tflops=19.5, multiprocessors=108),
+    Card("H100", 80, (9, 0), 989, 3350, LINK_5, 0.985, fp32_tflops=67, multiprocessors=132),
+    Card("H200", 141, (9, 0), 989, 4800, LINK_5, 0.985, fp32_tflops=67, multiprocessors=132),
+    Card("RTX2060", 6, (7, 5), 26, 336, LINK_3, fp32_tflops=6.5, multiprocessors=30),
+    Card("RTX3050-8GB", 8, (8, 6), 18, 224, LINK_4 / 2, fp32_tflops=9.1, multiprocessors=20),
+    Card("RTX3060-12GB", 12, (8, 6), 25, 360, fp32_tflops=12.7, multiprocessors=28),
+    Card("RTX3060-6GB", 6, (8, 6), 25, 336, fp32_tflops=12.7, multiprocessors=28),
+    Card("RTX3070", 8, (8, 6), 41, 448, fp32_tflops=20.3, multiprocessors=46),
+    Card("RTX3080-10GB", 10, (8, 6), 60, 760, fp32_tflops=29.8, multiprocessors=68),
+    Card("RTX3090", 24, (8, 6), 71, 936, fp32_tflops=35.6, multiprocessors=82),
+    Card("RTX4060", 8, (8, 9), 30, 272, LINK_4 / 2, fp32_tflops=15.1, multiprocessors=24),
+    Card("RTX4060Ti-16GB", 16, (8, 9), 44, 288, LINK_4 / 2, fp32_tflops=22.1, multiprocessors=34),
+    Card("RTX4070", 12, (8, 9), 58, 504, fp32_tflops=29.1, multiprocessors=46),
+    Card("RTX4080", 16, (8, 9), 97, 717, fp32_tflops=48.7, multiprocessors=76),
+    Card("RTX4090", 24, (8, 9), 165, 1008, fp32_tflops=82.6, multiprocessors=128),
+    Card("RTX5070Ti", 16, (12, 0), 88, 896, LINK_5, fp32_tflops=43.9, multiprocessors=70),
+    Card("RTX5080", 16, (12, 0), 113, 960, LINK_5, fp32_tflops=56.3, multiprocessors=84),
+    Card("RTX5090", 32, (12, 0), 210, 1792, LINK_5, fp32_tflops=104.8, multiprocessors=170),
 )
 
 
@@ -121,7 +125,7 @@ def card_named_by_driver(name: str, total: int, capability: tuple[int, int]) -> 
     gib = total / GIB
     if like is None:
         return Card(name, gib, capability, found=1.0)
-    return Card(name, gib, capability, like.tflops, like.bandwidth, like.link, found=1.0)
+    return replace(like, name=name, gib=gib, capability=capability, found=1.0)
 
 
 def cards_like(name: str) -> list[Card]:

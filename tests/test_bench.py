@@ -23,12 +23,12 @@ from benchmarks import (
     memory,
     memory_row,
     methods,
-    prices,
     prior,
     quality,
     vertex,
 )
 from benchmarks.table import Results, shown
+from simpletune import prices
 from simpletune.cards import Card
 from simpletune.demo import pictures
 from simpletune.estimate.predict import needed

@@ -25,7 +25,6 @@ from simpletune.estimate.planning import (
 )
 from simpletune.estimate.predict import CONTEXT, MIB, estimate, needed
 from simpletune.estimate.simulate import simulate
-from simpletune.estimate.step_time import predict_step_time
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError
 
@@ -197,29 +196,6 @@ def test_a_search_gives_signs_of_life(
     monkeypatch.setattr("simpletune.system.console.PLAIN_EVERY", 10.0)
     assert main(["plan", str(file), "--device", "L4", "--out", out]) == 0
     assert len([line for line in capsys.readouterr().out.splitlines() if "predictions in" in line]) <= 3
-
-
-def test_step_times_follow_the_arithmetic() -> None:
-    file = Path("configs/sd3_medium_lora_r16_int8.json")
-    config, _ = read_config(file, ["precision.weights=bf16", "memory.modulation=plan"], needs_data=False)
-    none = with_changes(config, ["memory.checkpointing=none"])
-    report = simulate(none)
-    first = predict_step_time(none, report, L4)
-    assert first.products == pytest.approx(22.1e12 / (0.5 * 121e12), rel=0.1)  # 22.1 TFLOP: reference, memory.md
-    every = predict_step_time(with_changes(none, ["memory.checkpointing=all"]), report, L4)
-    assert every.products + every.recomputation == pytest.approx(31.0e12 / (0.5 * 121e12), rel=0.1)
-    eight = predict_step_time(with_changes(config, ["precision.weights=int8"]), report, L4)
-    assert 0.04 < eight.unpacking < 0.08  # about 53 ms on an L4: reference, memory.md
-    int8 = with_changes(config, ["precision.weights=int8", "precision.products=int8"])
-    assert predict_step_time(int8, report, L4).unpacking == pytest.approx(
-        eight.unpacking / 3
-    )  # backward only, of three passes
-    both = with_changes(int8, ["precision.input_gradient=int8"])
-    assert predict_step_time(both, report, L4).unpacking == 0.0
-    streamed = with_changes(config, ["memory.resident_blocks=0"])
-    assert predict_step_time(streamed, report, L4).transfer == 0.0  # hidden behind the computation
-    assert predict_step_time(streamed, report, replace(L4, link=2.0)).transfer > 1
-    assert predict_step_time(none, report, replace(L4, tflops=242)).products == first.products / 2
 
 
 def test_plan_writes_a_configuration_that_fits(config_of, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Verbs that predict before anything runs: estimate, plan."""
+"""Verbs that predict before anything runs: estimate, plan, calibrate."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ def require_cards(names: Sequence[str]) -> None:
 
 
 def estimate(args: argparse.Namespace) -> None:
-    """predict the device memory, host memory and disk space of a run; needs no GPU, weights or data"""
-    require_cards([args.device] if args.device else [])
+    """predict memory, disk, time and price of a run on one or several cards; needs no GPU, weights or data"""
+    require_cards([name for name in (args.device or "").split(",") if name.strip()])
+    if args.compare and "," in (args.device or ""):
+        raise UserError(
+            "--compare: takes one card. Compare configurations on one, or one configuration on several cards"
+        )
     from simpletune.estimate.estimate_command import compare_configs, estimate_config
 
     if args.compare:
@@ -34,7 +38,7 @@ def estimate(args: argparse.Namespace) -> None:
         overrides = [*(word for word in args.compare if "=" in word), *args.overrides]
         print(compare_configs([Path(file) for file in files], overrides, args.device, args.picture, args.json))
     else:
-        print(estimate_config(args.config, args.overrides, args.device, args.reserve, args.json))
+        print(estimate_config(args.config, args.overrides, args.device, args.reserve, args.json, args.prices))
 
 
 def estimate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +51,10 @@ def estimate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="with --compare: write stacked bars to a .svg or .png file"
     )
-    parser.add_argument("--device", metavar="CARD", help=ABOUT_DEVICE)
+    parser.add_argument("--device", metavar="CARD", help=ABOUT_DEVICE + "; several with commas between")
+    parser.add_argument(
+        "--prices", type=Path, metavar="FILE", help="JSON file of your prices: {CARD: {per_hour, as_of, source}}"
+    )
     add_reserve(parser)
 
 
@@ -88,4 +95,25 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="with --batches: " + JSON_HELP)
 
 
-VERBS = {"estimate": (estimate, estimate_arguments), "plan": (plan, plan_arguments)}
+def calibrate(args: argparse.Namespace) -> None:
+    """measure the speed of this machine's card or CPU, for predictions of time; takes up to 2 minutes"""
+    from simpletune.timing.calibrate import calibrate as run
+
+    run(args.device, args.out, args.cache, args.seconds)
+
+
+def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``calibrate``."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what to measure (default: cuda)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: one in the cache)")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(".cache"), metavar="FOLDER", help="output.cache of your runs"
+    )
+    parser.add_argument("--seconds", type=float, default=110.0, metavar="S", help="begin nothing new after this long")
+
+
+VERBS = {
+    "estimate": (estimate, estimate_arguments),
+    "plan": (plan, plan_arguments),
+    "calibrate": (calibrate, calibrate_arguments),
+}

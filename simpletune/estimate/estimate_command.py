@@ -15,11 +15,14 @@ from simpletune.config.resolve import require_model_rules, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.auto_checkpointing import choose
 from simpletune.estimate.chart import write_picture
+from simpletune.estimate.job_time import JobTime, job_time
 from simpletune.estimate.predict import Estimate, estimate
 from simpletune.estimate.terminal import as_text, comparison
+from simpletune.estimate.time_text import CardRow, card_table, time_lines
 from simpletune.models.buckets import Size
 from simpletune.options import UserError
-from simpletune.system.console import note, silent
+from simpletune.prices import Price, of_cards
+from simpletune.system.console import note, say, silent
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
 
 REFERENCE = "L4"  # if no card is named, count the library workspaces of this one
@@ -43,26 +46,74 @@ def read_for_estimate(file: Path, overrides: Sequence[str]) -> TrainConfig:
 
 
 def estimate_config(
-    file: Path, overrides: Sequence[str], device: str | None, reserve: float = 0.0, as_json: bool = False
+    file: Path,
+    overrides: Sequence[str],
+    device: str | None,
+    reserve: float = 0.0,
+    as_json: bool = False,
+    prices: Path | None = None,
 ) -> str:
     """Return what ``simpletune estimate CONFIG`` prints.
 
     Args:
         file: the configuration.
         overrides: of it.
-        device: a card by name or memory, or None.
+        device: a card by name or memory, several with commas between, or None.
         reserve: GiB of the card that other programs use.
         as_json: return JSON instead of text.
+        prices: file of the user's prices.
     """
-    card = card_of(device) if device else None
+    cards = cards_of(device)
+    if len(cards) > 1:
+        return compare_cards(file, overrides, cards, int(reserve * GIB), as_json, prices)
+    card = cards[0] if cards else None
     reserved = int(reserve * GIB)
     with silent() if as_json else nullcontext():
         config = settle_compute(read_for_estimate(file, overrides), card.capability if card else None)
         config = choose(config, square(config), card, reserved)
     prediction = estimate(config, (card or card_of(REFERENCE)).capability)
     if as_json:
-        return json.dumps({"name": config.name, **prediction.as_json(card, reserved)}, indent=2)
-    return "\n".join([as_text(config.name, prediction, card, reserved), *unfit(config, card), *needed_build(card)])
+        timed = time_of(config, prediction, card).as_json(price_of(card, prices)) if card else None
+        return json.dumps({"name": config.name, **prediction.as_json(card, reserved), "time": timed}, indent=2)
+    lines = [as_text(config.name, prediction, card, reserved), *unfit(config, card), *needed_build(card)]
+    if card is not None:
+        lines += ["", *time_lines(time_of(config, prediction, card), price_of(card, prices))]
+    return "\n".join(lines)
+
+
+def cards_of(device: str | None) -> list[Card]:
+    """The cards that ``--device`` names."""
+    return [card_of(name) for name in (device or "").split(",") if name.strip()]
+
+
+def price_of(card: Card, prices: Path | None) -> Price | None:
+    """The price of a card, the user's first; None if no price is known."""
+    return of_cards(prices).get(card.name.lower())
+
+
+def time_of(config: TrainConfig, prediction: Estimate, card: Card) -> JobTime:
+    """Predict the time of an estimated job on a card."""
+    assert prediction.job is not None, "estimate() gives one"
+    return job_time(config, prediction.job, card, prediction.needs.counts)
+
+
+def compare_cards(
+    file: Path, overrides: Sequence[str], cards: Sequence[Card], reserved: int, as_json: bool, prices: Path | None
+) -> str:
+    """Return what ``simpletune estimate CONFIG --device A,B,C`` prints: hours and price on each card."""
+    rows: list[CardRow] = []
+    with silent() if as_json else nullcontext():
+        read = read_for_estimate(file, overrides)
+        for card in cards:
+            say(f"predict {read.name} on {card.name}")
+            config = choose(settle_compute(read, card.capability), square(read), card, reserved)
+            prediction = estimate(config, card.capability)
+            why = "" if prediction.fits(card, reserved) else "does not fit"
+            why = "has no bf16" if unfit(config, card) else why
+            rows.append(CardRow(time_of(config, prediction, card), price_of(card, prices), prediction.needed(), why))
+    if as_json:
+        return json.dumps({"name": read.name, "cards": [row.as_json() for row in rows]}, indent=2)
+    return "\n".join(card_table(read.name, rows))
 
 
 def square(config: TrainConfig) -> Size:

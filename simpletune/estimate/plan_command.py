@@ -17,9 +17,9 @@ from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
 from simpletune.estimate.levers import differing, what_may_cost
 from simpletune.estimate.planning import PlanResult, Search, batch_table
 from simpletune.estimate.predict import MIB
-from simpletune.estimate.step_time import StepTime
 from simpletune.system.atomic import write_json
 from simpletune.system.console import counting, say, silent
+from simpletune.timing.timeline import StepSeconds
 
 SHOWN_CARDS = ("RTX3060-6GB", "RTX3070", "RTX3060-12GB", "T4", "L4", "RTX4090", "A100-40GB", "H100")
 RESOLUTIONS = (512, 768, 1024)
@@ -56,7 +56,7 @@ def plan_config(file: Path, overrides: Sequence[str], device: str, reserve: floa
     out = out or file.with_name(f"{file.stem}_{re.sub(r'[^a-z0-9]+', '', card.name.lower())}.json")
     merged, _, _ = merge(read_json(file), [*overrides, *changes, f"name={out.stem}"])
     write_json(out, merged)
-    lines = [f"{card.name} has {card.bytes / MIB:,.0f} MiB; searched {seconds:.0f} s; step times are calculated"]
+    lines = [f"{card.name} has {card.bytes / MIB:,.0f} MiB; searched {seconds:.0f} s; step times are predicted"]
     for number, each in enumerate(results, 1):
         lines += ["", *_described(number, each, best, config)]
     lines += ["", f"written: {out}    ./train.sh {out}"]
@@ -79,15 +79,16 @@ def _described(number: int, result: PlanResult, best: PlanResult, config: TrainC
         yield f"   {text}"
 
 
-def _why(step_time: StepTime, best: StepTime) -> str:
+def _why(step_time: StepSeconds, best: StepSeconds) -> str:
     """Say how a step time differs from the best one, and what causes most of the difference."""
     change = step_time.seconds / best.seconds - 1
-    parts = ("recomputation", "unpacking", "transfer", "update")
-    most = max(parts, key=lambda part: getattr(step_time, part) - getattr(best, part))
     if abs(change) < 0.005:
         return ", equal within half a percent"
-    reasons = {"recomputation": "recomputes more", "unpacking": "unpacks weights in every pass"}
-    reasons |= {"transfer": "waits for copies", "update": "updates more"}
+    reasons = {
+        "products": "multiplies more", "attention": "attends more", "traffic": "moves more in the card's memory",
+        "unpacking": "unpacks weights in every pass", "copies": "waits for copies", "host": "queues more operations",
+    }  # fmt: skip
+    most = max(reasons, key=lambda use: step_time.by_use[use] - best.by_use[use])
     return f", {change:+.0%}" + (f": {reasons[most]}" if change > 0 else ", ranked lower because it may cost quality")
 
 

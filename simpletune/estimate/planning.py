@@ -1,6 +1,7 @@
 """``simpletune plan``: find the combination of memory levers that fits a card and should be fastest.
 
-Peaks are predicted by running the training step on fake tensors; step times are calculated (step_time.py). In a list of
+Peaks are predicted by running the training step on fake tensors; step times follow from the
+operations of the same simulated step (timing/). In a list of
 candidates each takes less memory and more time than the one before, so bisection finds the fastest that fits with few
 predictions.
 """
@@ -9,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
+from simpletune.estimate.job_time import speeds_of
 from simpletune.estimate.levers import with_changes
 from simpletune.estimate.predict import MIB, Estimate, estimate, largest_peak, needed
 from simpletune.estimate.simulate import StepReport, simulate
-from simpletune.estimate.step_time import StepTime, predict_step_time
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError, plural
+from simpletune.timing.timeline import StepSeconds, step_seconds
 
 WORTH = 1.05  # a setting that may cost quality must be faster by this factor
 TILES = (512, 256)  # pixels
@@ -52,12 +55,12 @@ class PlanResult:
     Args:
         choice: the settings.
         estimate: of the whole job.
-        step_time: calculated.
+        step_time: predicted.
     """
 
     choice: Choice
     estimate: Estimate
-    step_time: StepTime
+    step_time: StepSeconds
 
 
 def block_options(blocks: int) -> list[tuple[str, tuple[str, ...]]]:
@@ -143,6 +146,7 @@ class Search:
         self, config: TrainConfig, card: Card, reserved: int = 0, count: Callable[[str], object] = lambda last: None
     ):
         self.config, self.card, self.reserved, self.count = config, card, reserved, count
+        self.speeds = speeds_of(card, Path(config.output.cache))[0]
         self._known: dict[str, StepReport] = {}
 
     def fastest(self) -> list[PlanResult]:
@@ -183,7 +187,7 @@ class Search:
     def _cost(self, choice: Choice) -> float:
         """Compute seconds per sample, with a surcharge for settings that may cost quality."""
         train = choice.config.train
-        seconds = predict_step_time(choice.config, self.report(choice.config), self.card).seconds
+        seconds = self.step_time(choice.config).seconds
         return seconds / train.batch_size / train.gradient_accumulation * WORTH**choice.lossy
 
     def largest_batch(self) -> list[PlanResult]:
@@ -251,13 +255,17 @@ class Search:
             if whole.fits(self.card, self.reserved):
                 words = choice.about + (f", tiles of {tile} px" if tile else "")
                 chosen = Choice((*choice.overrides, *more), config, words, choice.lossy, choice.last_resort)
-                return [PlanResult(chosen, whole, predict_step_time(config, self.report(choice.config), self.card))]
+                return [PlanResult(chosen, whole, self.step_time(choice.config))]
         return []
 
     def fits(self, config: TrainConfig) -> bool:
         """Whether the training stage fits."""
         peak = self.report(config).peak.bytes + cublas_workspace(self.card.capability)
         return needed(peak) + self.reserved <= self.card.bytes
+
+    def step_time(self, config: TrainConfig) -> StepSeconds:
+        """Predict the time of a step."""
+        return step_seconds(self.report(config).sections, self.speeds)
 
     def report(self, config: TrainConfig) -> StepReport:
         """Predict the training stage, once per configuration."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 from simpletune import __version__
 from simpletune.cards import Card
@@ -23,11 +23,13 @@ from simpletune.memory.attention_terms import attention_kernel
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.models.buckets import Size
+from simpletune.options import Json
 from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
+from simpletune.timing.recorder import Section
 
-VERSION = 2  # raise when a change to the model, the step, a lever or the accounting changes a predicted peak
+VERSION = 3  # raise when a change to the model, the step, a lever or the accounting changes a predicted peak
 MIB = 2**20
 CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured
 # Allowances for what torch's caching allocator reserves beside the peak. They cover all but two rows of
@@ -45,11 +47,13 @@ class Estimate:
         stages: the largest snapshot of ``text``, ``latents``, ``train`` and, if the run validates, ``validate``.
         needs: besides GPU memory.
         size: width and height of the training pictures in pixels.
+        job: what was simulated; its time follows from it.
     """
 
     stages: Mapping[str, MemorySnapshot]
     needs: Needs
     size: Size
+    job: JobReport | None = None
 
     @property
     def peak(self) -> MemorySnapshot:
@@ -166,14 +170,21 @@ def estimate(config: TrainConfig, capability: tuple[int, int], size: Size | None
     if cached is None:
         job = simulate_stages(config, size, capability)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, asdict(job), shared=True)
+        write_json(file, _stored(job), shared=True)
     else:
         job = _restored(cached)
-    return Estimate(job.stages, needs_of(config, job), size)
+    return Estimate(job.stages, needs_of(config, job), size, job)
 
 
-def _restored(data: dict[str, Any]) -> JobReport:
-    """Rebuild the report from the output of ``asdict``."""
+def _stored(job: JobReport) -> Json:
+    """The report as plain values."""
+    plain = asdict(replace(job, work={}, train=replace(job.train, sections=())))
+    plain["train"]["sections"] = [section.as_json() for section in job.train.sections]
+    return {**plain, "work": {name: [each.as_json() for each in part] for name, part in job.work.items()}}
+
+
+def _restored(data: Json) -> JobReport:
+    """Rebuild the report from ``_stored``."""
     train = data["train"]
     sizes = {name: train[name] for name in ("host_bytes", "trained_bytes", "state_bytes", "average_bytes", "seconds")}
     report = StepReport(
@@ -181,9 +192,12 @@ def _restored(data: dict[str, Any]) -> JobReport:
         phases={name: MemorySnapshot(**snapshot) for name, snapshot in train["phases"].items()},
         steady=MemorySnapshot(**train["steady"]),
         trained={name: tuple(shape) for name, shape in train["trained"].items()},
+        sections=[Section.from_json(each) for each in train["sections"]],
         **sizes,
     )
-    return JobReport({name: MemorySnapshot(**m) for name, m in data["stages"].items()}, report, data["part_bytes"])
+    stages = {name: MemorySnapshot(**m) for name, m in data["stages"].items()}
+    work = {name: [Section.from_json(each) for each in part] for name, part in data["work"].items()}
+    return JobReport(stages, report, data["part_bytes"], work)
 
 
 def key_of_prediction(config: TrainConfig, capability: tuple[int, int], size: Size) -> str:

@@ -6,7 +6,7 @@ No lever, adapter, precision or optimizer is modelled here: their own code runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -30,6 +30,7 @@ from simpletune.step.core import StepCore, assemble, average_of
 from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors, trained_parameters
+from simpletune.timing.recorder import Recorder, Section
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class StepReport:
     """Size of the EMA, if the run has one."""
     seconds: float
     """Duration of the simulation."""
+    sections: Sequence[Section] = ()
+    """What the step makes host and device do, in order; empty if nothing recorded it."""
 
 
 L4 = (8, 9)  # whose kernels are counted where no device is named
@@ -78,6 +81,7 @@ def simulate(
     config: TrainConfig,
     size: tuple[int, int] | None = None,
     capability: tuple[int, int] | None = None,
+    recorder: Recorder | None = None,
 ) -> StepReport:
     """Predict the training stage's peak memory without weights, data or a GPU.
 
@@ -86,6 +90,7 @@ def simulate(
         size: width and height in pixels; None: the square of ``data.resolution``.
         capability: of the CUDA device, for its attention and its libraries' workspaces; None: an L4's attention, and no
             workspaces.
+        recorder: records the step's work, for a prediction of its time; None: one for a card.
 
     Raises:
         UserError: the model's configuration cannot be read.
@@ -94,7 +99,7 @@ def simulate(
     with fake_tensors(), without_collection():
         sizes = [size or (config.data.resolution, config.data.resolution), config.picture_size()]
         transformer = empty_base(config.model, config.memory, config.precision, CPU, sizes)
-        report = account(config, transformer, size, capability)
+        report = account(config, transformer, size, capability, recorder or Recorder(cuda=True))
     extra = 0 if capability is None else cublas_workspace(capability)
     return StepReport(
         peak=with_workspace(report.peak, extra),
@@ -106,6 +111,7 @@ def simulate(
         state_bytes=report.state_bytes,
         average_bytes=report.average_bytes,
         seconds=time.perf_counter() - started,
+        sections=report.sections,
     )
 
 
@@ -114,6 +120,7 @@ def account(
     transformer: Transformer,
     size: tuple[int, int] | None = None,
     capability: tuple[int, int] | None = None,
+    recorder: Recorder | None = None,
 ) -> StepReport:
     """Assemble the run around a loaded transformer, take a step, and count every byte, real or fake.
 
@@ -122,9 +129,11 @@ def account(
         transformer: from the model's ``load_transformer`` or ``empty_transformer``.
         size: width and height in pixels; None: the square of ``data.resolution``.
         capability: as for ``simulate``.
+        recorder: as for ``simulate``.
     """
-    with accounting_like_cuda(config, capability) as accounting:
-        report, _ = take_steps(accounting, config, transformer, size)
+    on_cpu = recorder is not None and not recorder.cuda
+    with Accounting() if on_cpu else accounting_like_cuda(config, capability) as accounting:
+        report, _ = take_steps(accounting, config, transformer, size, recorder)
     return report
 
 
@@ -146,7 +155,11 @@ def accounting_like_cuda(
 
 
 def take_steps(
-    accounting: Accounting, config: TrainConfig, transformer: Transformer, size: Size | None = None
+    accounting: Accounting,
+    config: TrainConfig,
+    transformer: Transformer,
+    size: Size | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[StepReport, SimulatedRun]:
     """Like ``account``, within an accounting that the caller opened and may continue.
 
@@ -158,9 +171,10 @@ def take_steps(
     config = config.model_copy(update={"speed": speed})
     base = all_tensors(transformer)
     accounting.register(base, "weights")
-    with accounting.allocating("optimizer"):
+    with accounting.allocating("optimizer"), recorder.queues() if recorder else nullcontext():
         core = assemble(config, transformer, SingleProcess(CPU))
-    take_cuda_paths(core.optimizer)
+    if recorder is None or recorder.cuda:
+        take_cuda_paths(core.optimizer)
     register_trained(accounting, transformer, base)
     updates_stream = config.memory.resident_blocks is not None and config.adapter.trains_base
     steps = 2 if updates_stream else 1
@@ -172,15 +186,12 @@ def take_steps(
     hooks = accounting.watch_gradients(core.parameters) + accounting.watch_modules(places(transformer))
     transformer.train()
     synthetic = SyntheticBatches(config, core, size)
-    for step in range(steps):
-        accounting.forget_snapshots()
-        batches = synthetic.step(step)
-        accounting.register((tensor for batch in batches for tensor in batch_tensors(batch)), "activations")
-        core.step(batches)
-        del batches
-        accounting.register(host_counters(core.optimizer), HOST)
-        if average is not None:
-            average.update()
+    with recorder.watching(accounting) if recorder else nullcontext():
+        for step in range(steps):
+            accounting.forget_snapshots()
+            if recorder is not None:
+                recorder.begin_step()
+            take_step(accounting, SimulatedRun(core, synthetic, average), step, recorder)
     for hook in hooks:
         hook.remove()
     report = StepReport(
@@ -193,8 +204,26 @@ def take_steps(
         state_bytes=sum(value.nbytes for value in states(core.optimizer)),
         average_bytes=4 * sum(parameter.numel() for parameter in core.parameters) if average else 0,
         seconds=time.perf_counter() - started,
+        sections=recorder.sections if recorder else (),
     )
     return report, SimulatedRun(core, synthetic, average)
+
+
+def take_step(accounting: Accounting, run: SimulatedRun, step: int, recorder: Recorder | None) -> None:
+    """Take one step of a simulated run."""
+    modulation = run.core.modulation
+    with recorder.shared_by(modulation.window) if recorder and modulation else nullcontext():
+        batches = run.batches.step(step)
+    tensors = [tensor for batch in batches for tensor in batch_tensors(batch)]
+    if recorder is not None:
+        recorder.begin_work(tensors)
+    accounting.register(tensors, "activations")
+    del tensors
+    run.core.step(batches)
+    del batches
+    accounting.register(host_counters(run.core.optimizer), HOST)
+    if run.average is not None:
+        run.average.update()
 
 
 def simulated_attention(config: TrainConfig) -> Kernel:

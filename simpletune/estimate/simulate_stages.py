@@ -7,9 +7,9 @@ algorithm that cuDNN chooses on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from simpletune.estimate.simulate import (
     take_steps,
     with_workspace,
 )
+from simpletune.estimate.without_values import ShapesOnlyModel, WholeWindowModulation
 from simpletune.families import Model
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.attention_terms import CudaLayouts
@@ -37,8 +38,6 @@ from simpletune.models.parts import use_tiles
 from simpletune.models.prompts import BATCH
 from simpletune.models.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
 from simpletune.models.transformer import Transformer, device_of, units_of
-from simpletune.objectives.objective import TrainingObjective
-from simpletune.objectives.solvers import Euler
 from simpletune.pipeline.load import empty_base, modulation_of
 from simpletune.pipeline.modulation_plan import ModulationSource
 from simpletune.pipeline.sample import Request, Sampler
@@ -49,6 +48,7 @@ from simpletune.step.synthetic import CPU
 from simpletune.system.console import silent
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors
+from simpletune.timing.recorder import Recorder, Section
 
 STAGE_THREADS = {"text": 1, "class": 1, "latents": 1, "train": 2, "validate": 2}  # that multiply matrices on the device
 SIMULATED = 3  # sampling steps: by the third, everything that earlier steps leave behind is allocated
@@ -67,6 +67,9 @@ class JobReport:
     """The training stage."""
     part_bytes: Mapping[str, int]
     """Size of each frozen part at 2 bytes per parameter, as in the hub's files."""
+    work: Mapping[str, Sequence[Section]] = field(default_factory=dict)
+    """What the parts of the job make host and device do: ``text.ENCODER`` for ``2 * BATCH`` prompts, ``latents`` for
+    one picture, ``evaluate`` for one sample, ``draw`` for a picture of ``SIMULATED`` steps."""
 
     @property
     def peak(self) -> MemorySnapshot:
@@ -88,22 +91,30 @@ def simulate_stages(
         UserError: a part's configuration cannot be read.
     """
     size = size or (config.data.resolution, config.data.resolution)
+    recorders = Recorders()
     with fake_tensors(), without_collection(), silent():
         vae = empty_autoencoder(config)
-        texts = list(text_snapshots(config))
+        texts = list(text_snapshots(config, recorders))
         parts = {name: size for name, size, _ in texts} | {"vae": bytes_in_16_bit(vae)}
-        train, validate = train_and_validate(config, size, capability)
+        train, validate = train_and_validate(config, size, capability, recorders)
         snapshots = {
             "text": largest(texts),
             **({"class": of_class(config, capability)} if isinstance(config.prior, ClassPictures) else {}),
-            "latents": of_encoding(config.model, vae, size),
+            "latents": of_encoding(config.model, vae, size, recorders),
             "train": train.peak,
             **({} if validate is None else {"validate": validate}),
         }
     if capability is not None:
         extra = {name: cublas_workspace(capability, STAGE_THREADS[name]) for name in snapshots}
         snapshots = {name: with_workspace(snapshot, extra[name]) for name, snapshot in snapshots.items()}
-    return JobReport(snapshots, train, parts)
+    return JobReport(snapshots, train, parts, {name: each.sections for name, each in recorders.items()})
+
+
+class Recorders(dict[str, Recorder]):
+    """Recorders of the parts of a job on a card, by name."""
+
+    def __missing__(self, name: str) -> Recorder:
+        return self.setdefault(name, Recorder(cuda=True))
 
 
 def predict_stage(config: TrainConfig, stage: str, capability: tuple[int, int]) -> MemorySnapshot:
@@ -139,11 +150,12 @@ def bytes_in_16_bit(model: nn.Module, without: str = "") -> int:
 
 
 @contextmanager
-def accounting_of(weights: Iterable[Tensor]) -> Iterator[Accounting]:
+def accounting_of(weights: Iterable[Tensor], recorder: Recorder | None = None) -> Iterator[Accounting]:
     """Count a stage without training: everything that it allocates is activations."""
     with CudaLayouts("flash"), Accounting(temporaries()) as accounting, accounting.allocating("activations"):
         accounting.register(weights, "weights")
-        yield accounting
+        with recorder.watching(accounting) if recorder else nullcontext():
+            yield accounting
 
 
 def largest(texts: Iterable[tuple[str, int, MemorySnapshot]]) -> MemorySnapshot:
@@ -151,33 +163,36 @@ def largest(texts: Iterable[tuple[str, int, MemorySnapshot]]) -> MemorySnapshot:
     return max((snapshot for _, _, snapshot in texts), key=lambda snapshot: snapshot.bytes)
 
 
-def text_snapshots(config: TrainConfig) -> Iterator[tuple[str, int, MemorySnapshot]]:
+def text_snapshots(
+    config: TrainConfig, recorders: Recorders | None = None
+) -> Iterator[tuple[str, int, MemorySnapshot]]:
     """Yield each text encoder's part, its size at 2 bytes per parameter, and its largest snapshot."""
     dtype = config.precision.encoder_dtype()
     for encoder in config.model.encoders():
+        recorder = None if recorders is None else recorders[f"text.{encoder.model}"]
         part = config.model.known_part(encoder.model)
         if encoder.is_t5:
             t5 = LayeredT5(part, dtype, CPU, EmptyT5(part, dtype))
             t5.model.to("meta")  # accelerate creates its empty weights on the CPU under fake tensors
-            size, snapshot = bytes_in_16_bit(t5.model, EMBEDDINGS[1]), of_t5(t5, encoder.length or 0)
+            size, snapshot = bytes_in_16_bit(t5.model, EMBEDDINGS[1]), of_t5(t5, encoder.length or 0, recorder)
         else:
             clip = config.model.empty_clip(part.config()).eval().to(dtype)
-            size, snapshot = bytes_in_16_bit(clip), of_clip(config.model, clip)
+            size, snapshot = bytes_in_16_bit(clip), of_clip(config.model, clip, recorder)
         yield encoder.model, size, replace(snapshot, phase="text", module=encoder.name)
 
 
-def of_clip(model: Model, clip: Any) -> MemorySnapshot:
+def of_clip(model: Model, clip: Any, recorder: Recorder | None = None) -> MemorySnapshot:
     """Run a CLIP encoder over two batches of prompts: the first batch's outputs live until the second's exist."""
-    with accounting_of(all_tensors(clip)) as accounting:
+    with accounting_of(all_tensors(clip), recorder) as accounting:
         ids = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
         for _ in model.clip_outputs(clip, ids, CPU, BATCH):
             pass
     return accounting.peak
 
 
-def of_t5(t5: LayeredT5, length: int) -> MemorySnapshot:
+def of_t5(t5: LayeredT5, length: int, recorder: Recorder | None = None) -> MemorySnapshot:
     """Run a T5 encoder layer by layer over two batches of prompts of ``length`` tokens."""
-    with accounting_of(()) as accounting:
+    with accounting_of((), recorder) as accounting:
         ids = torch.zeros((2 * BATCH, length), dtype=torch.int64)
         accounting.register([ids], HOST)
         for _ in t5.encode(ids, BATCH):
@@ -197,34 +212,45 @@ def empty_autoencoder(config: TrainConfig) -> nn.Module:
     return vae.eval().requires_grad_(False)
 
 
-def of_encoding(model: Model, vae: nn.Module, size: Size) -> MemorySnapshot:
+def of_encoding(model: Model, vae: nn.Module, size: Size, recorders: Recorders | None = None) -> MemorySnapshot:
     """Encode one picture with a loaded autoencoder."""
-    with accounting_of(all_tensors(vae)) as accounting, torch.no_grad(), phase("encode"):
+    with (
+        accounting_of(all_tensors(vae), None if recorders is None else recorders["latents"]) as accounting,
+        torch.no_grad(),
+        phase("encode"),
+    ):
         model.encode_pictures(vae, torch.zeros(1, 3, size[1], size[0]))
     return accounting.peak
 
 
 def train_and_validate(
-    config: TrainConfig, size: Size, capability: tuple[int, int] | None = None
+    config: TrainConfig, size: Size, capability: tuple[int, int] | None = None, recorders: Recorders | None = None
 ) -> tuple[StepReport, MemorySnapshot | None]:
     """Simulate the training stage, then sampling and evaluation with the training state still allocated."""
     transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
     vae = empty_autoencoder(config)
     with accounting_like_cuda(config, capability) as accounting:
-        report, run = take_steps(accounting, config, transformer, size)
+        report, run = take_steps(accounting, config, transformer, size, None if recorders is None else Recorder(True))
         with accounting.allocating(HOST), averaged(run.average):
             transformer.eval()
             snapshots = []
             if config.validation.eval_samples:
-                snapshots.append(of_evaluating(accounting, run, transformer))
+                with recording(accounting, recorders, "evaluate"):
+                    snapshots.append(of_evaluating(accounting, run, transformer))
             if config.validation.prompts != []:
                 option, (width, height) = config.validation, config.picture_size()
                 request = Request("", 0, "", width, height, option.steps, option.guidance)
                 batch = run.batches.batch(1)
                 models = DrawingModels(transformer, vae, run.core.modulation)
                 text = batch.prompt_embeds[0], batch.pooled[0]
-                snapshots.append(of_drawing(accounting, config, request, models, text))
+                with recording(accounting, recorders, "draw"):
+                    snapshots.append(of_drawing(accounting, config, request, models, text))
     return report, max(snapshots, key=lambda snapshot: snapshot.bytes, default=None)
+
+
+def recording(accounting: Accounting, recorders: Recorders | None, name: str) -> AbstractContextManager[None]:
+    """Record what an accounting sees, under a name."""
+    return nullcontext() if recorders is None else recorders[name].watching(accounting)
 
 
 def of_evaluating(accounting: Accounting, run: SimulatedRun, transformer: Transformer) -> MemorySnapshot:
@@ -278,37 +304,3 @@ def of_drawing(
         with phase("decode"):
             config.model.decode_latents(vae, z)
     return accounting.peak
-
-
-class ShapesOnlyModel:
-    """A family for sampling whose noise levels have no values.
-
-    Args:
-        family: the run's.
-    """
-
-    def __init__(self, family: Model):
-        self.latent_shape, self.predict, self.objective = family.latent_shape, family.predict, family.objective
-
-    def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Euler:
-        """Return a solver whose levels have no values; another one keeps at most two more latents."""
-        return Euler(torch.zeros(steps + 1 - skipped))
-
-
-class WholeWindowModulation:
-    """Compute the modulation of a whole window of sampling steps, and return that of the few simulated ones.
-
-    Args:
-        modulation: of the transformer.
-        steps: of a validation picture.
-        simulated: number of steps that are simulated.
-    """
-
-    def __init__(self, modulation: ModulationSource, steps: int, simulated: int):
-        self.modulation, self.window = modulation, modulation.window
-        self.ratio = min(self.window, steps) / min(self.window, simulated)
-
-    def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:  # [n], [n, p] -> [n, m]
-        """Return the first rows of the whole window's modulation."""
-        rows = round(len(sigma) * self.ratio)
-        return self.modulation(sigma[:1].expand(rows), pooled[:1].expand(rows, -1))[: len(sigma)]

@@ -24,7 +24,6 @@ from simpletune.estimate.simulate_stages import (
     empty_autoencoder,
     predict_stage,
 )
-from simpletune.estimate.step_time import SUSTAINED, TFLOPS, WITHOUT_TENSOR_CORES
 from simpletune.evaluation.encoders.encoder import About
 from simpletune.evaluation.encoders.loading import class_of
 from simpletune.evaluation.plan import Plan
@@ -37,6 +36,10 @@ from simpletune.runs.weights import precision_of
 from simpletune.system.console import duration, say, silent
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors
+
+SUSTAINED = 0.5  # of a card's dense peak: 57 of an L4's 121 TFLOP/s in products of this size
+TFLOPS = 60.0  # sustained, of a card known by its memory only: an L4's
+WITHOUT_TENSOR_CORES = 8  # times slower: fp32 matrix products do not use the tensor cores
 
 CPU = torch.device("cpu")
 CAPABILITY = (8, 9)  # without a card: an L4's

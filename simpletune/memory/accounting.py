@@ -6,11 +6,8 @@ as the CUDA caching allocator does (torch's CUDACachingAllocator.cpp, kMinBlockS
 
 It cannot see what a kernel allocates internally; device_terms.py adds those terms.
 
-torch's own tracker (torch.distributed._tools.mem_tracker.MemTracker, 2.13) does not work here. It hooks every
-parameter's gradient, which raises for frozen ones, so no LoRA runs under it, and it raises at a second micro-batch. Its
-kinds are fixed: it has no adapter and no plan, and counts host memory (with ``memory.offload_checkpoint_inputs``, its
-peak for the demo's full fine-tuning rises by exactly the 2 MiB that leave the device). It records no peaks by phase,
-and rounds sizes only on CUDA.
+torch's own tracker (torch.distributed._tools.mem_tracker.MemTracker, 2.13) does not work here: it raises for frozen
+parameters and at a second micro-batch, has neither adapter nor plan among its kinds, and counts host memory.
 """
 
 from __future__ import annotations
@@ -36,6 +33,7 @@ ACTIVATION_PHASES = ("noise", "forward", "loss", "backward")
 
 Temporaries = Mapping[OpOverload, Callable[..., int]]
 """Functions from an operation's arguments to the bytes that its kernel allocates and frees within the call."""
+Observer = Callable[[OpOverload, Sequence[object], dict, object], None]
 Resize = Callable[[torch.UntypedStorage, int], object]
 
 
@@ -74,6 +72,8 @@ class Accounting(TorchDispatchMode):
         """The largest snapshot of each phase."""
         self.snapshots: list[MemorySnapshot] | None = [] if keep else None
         """All snapshots since the last ``forget_snapshots``, in order."""
+        self.observer: Observer | None = None
+        """Called with every operation, its arguments and its output."""
 
     def __enter__(self) -> Accounting:
         _ACTIVE.append(self)
@@ -98,6 +98,8 @@ class Accounting(TorchDispatchMode):
         if name == "profiler::_record_function_exit._RecordFunction":
             self._leave_phase()
         output = op(*args, **(kwargs or {}))
+        if self.observer is not None:
+            self.observer(op, args, kwargs or {}, output)
         if name == "profiler::_record_function_enter_new":
             self._enter_phase(str(args[0]))
         grown = False
@@ -126,6 +128,16 @@ class Accounting(TorchDispatchMode):
         """Discard the recorded snapshots, at the start of another step."""
         if self.snapshots is not None:
             self.snapshots = [self.current]
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The current phase and module; the phase of a recomputation is ``recompute``."""
+        return self._snapshot_name(), self._module
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor is registered as host memory."""
+        known = self._storages.get(tensor.untyped_storage()._cdata)
+        return known is not None and known.kind == HOST
 
     @property
     def host_bytes(self) -> int:
@@ -165,11 +177,7 @@ class Accounting(TorchDispatchMode):
             self._kinds.pop()
 
     def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:
-        """Count the parameters' ``.grad`` as gradients.
-
-        Returns:
-            Handles to remove the hooks.
-        """
+        """Count the parameters' ``.grad`` as gradients; the handles remove the hooks."""
 
         def mark(parameter: Tensor) -> None:
             self.register([parameter.grad], "gradients")
@@ -178,11 +186,7 @@ class Accounting(TorchDispatchMode):
 
     def watch_modules(self, modules: Iterable[tuple[str, nn.Module]]) -> list[RemovableHandle]:
         """Track the running module: in forward passes and recomputation by its entry, in the backward pass by its
-        outputs' gradients.
-
-        Returns:
-            Handles to remove the hooks.
-        """
+        outputs' gradients. The handles remove the hooks."""
         return [handle for name, module in modules for handle in self._watch(name, module)]
 
     def _watch(self, name: str, module: nn.Module) -> list[RemovableHandle]:
@@ -299,12 +303,7 @@ _ACTIVE: list[Accounting] = []
 
 
 def register(tensors: Iterable[Tensor | None], kind: str) -> None:
-    """Register tensors with the active accounting, if there is one.
-
-    Args:
-        tensors: as for ``Accounting.register``.
-        kind: one of ``KINDS``, or ``HOST``.
-    """
+    """Register tensors with the active accounting, if there is one, as its ``register`` does."""
     for accounting in _ACTIVE[-1:]:
         accounting.register(tensors, kind)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +48,8 @@ def fake_tensors() -> Iterator[None]:
 
 
 @contextmanager
-def replaced(owner: type | ModuleType, name: str, value: object) -> Iterator[None]:
-    """Replace an attribute of a class or module within this context."""
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Replace an attribute of a class, module or object within this context."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:

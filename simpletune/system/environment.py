@@ -19,12 +19,13 @@ def describe_machine() -> dict[str, str]:
         device = f"{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
     else:
         threads = torch.get_num_threads()
-        device = f"{plural(threads, 'CPU thread')} ({_cpu_name()})"
+        device = f"{plural(threads, 'CPU thread')} ({cpu_name()})"
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     return {"device": device, "python": platform.python_version(), "versions": versions}
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Name the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -40,6 +40,19 @@ Prices = dict[str, Price]
 """Prices by name, in the order of their columns."""
 
 
+SHIPPED = Path(__file__).parent / "assets" / "prices.json"
+
+
+def of_cards(file: Path | None = None) -> Prices:
+    """Prices of cards by name in lower case: a user's file first, then those that ship with this package.
+
+    Raises:
+        UserError: the file cannot be used.
+    """
+    both = [read(SHIPPED), *([read(file)] if file else [])]
+    return {name.lower(): price for prices in both for name, price in prices.items()}
+
+
 def own(prices: Iterable[tuple[str, float]]) -> Prices:
     """The user's own prices, of today, from names and prices per hour."""
     today = datetime.date.today().isoformat()

@@ -1,0 +1,170 @@
+"""Predict how long a whole job takes on a card, stage by stage, and what bounds its step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from simpletune.cards import Card
+from simpletune.config.schema import TrainConfig
+from simpletune.data.evaluation import settle_evaluation
+from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes
+from simpletune.estimate.simulate_stages import SIMULATED, JobReport
+from simpletune.models.prompts import BATCH
+from simpletune.prices import Price
+from simpletune.timing.constants import FOLDER, Constants, read
+from simpletune.timing.recorder import Section
+from simpletune.timing.speeds import MeasuredSpeeds, Speeds
+from simpletune.timing.stated import StatedSpeeds
+from simpletune.timing.timeline import StepSeconds, step_seconds
+
+# Intervals, as factors of the prediction. That of a calibrated device holds 23 of the 24 rows of
+# benchmarks/results/cpu/times.md; that of a data sheet was not measured.
+CALIBRATED = (0.85, 1.3)
+STATED = (0.7, 2.0)
+# Seconds of the host, where it was not calibrated: of the order that an Intel Xeon needs.
+READ_JPEG, WRITE_PNG, WRITE_BYTE = 1.5e-8, 1.6e-7, 1.5e-9  # a pixel, a pixel, a byte
+
+
+@dataclass(frozen=True)
+class JobTime:
+    """The predicted time of a job on one card.
+
+    Args:
+        card: the card.
+        step: of training.
+        steps: how many.
+        per_epoch: steps of an epoch; None: the data set was not read.
+        stages: seconds of text, latents, train, validate and save.
+        interval: factors between which the time is expected.
+        source: where the speeds come from.
+    """
+
+    card: Card
+    step: StepSeconds
+    steps: int
+    per_epoch: int | None
+    stages: dict[str, float]
+    interval: tuple[float, float]
+    source: str
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole job, without start-up and downloads."""
+        return sum(self.stages.values())
+
+    def cost(self, price: Price | None) -> float | None:
+        """The price of the whole job, in the price's currency; None without a price."""
+        return None if price is None else self.seconds / 3600 * price.per_hour
+
+    def as_json(self, price: Price | None = None) -> dict[str, object]:
+        """What ``estimate --json`` prints for one card."""
+        low, high = self.interval
+        found: dict[str, object] = {
+            "device": self.card.name,
+            "seconds_per_step": round(self.step.seconds, 4),
+            "seconds_per_step_range": [round(self.step.seconds * low, 4), round(self.step.seconds * high, 4)],
+            "steps": self.steps,
+            "seconds_per_epoch": None if self.per_epoch is None else round(self.per_epoch * self.step.seconds, 1),
+            "seconds": round(self.seconds, 1),
+            "seconds_by_stage": {name: round(seconds, 1) for name, seconds in self.stages.items()},
+            "bound_by": self.step.bound,
+            "seconds_of_step_by_use": {name: round(seconds, 5) for name, seconds in self.step.device.items()},
+            "host_seconds_of_step": round(self.step.host, 5),
+            "speeds": self.source,
+        }
+        if price is not None:
+            found |= {"cost": round(self.cost(price) or 0.0, 4), "price": price.model_dump()}
+        return found
+
+
+def speeds_of(card: Card, cache: Path) -> tuple[Speeds, tuple[float, float], str]:
+    """Find what is known of a card's speed.
+
+    Args:
+        card: the card.
+        cache: folder of the cache, with calibrations of this machine.
+
+    Returns:
+        Its speeds, the interval that they deserve, and where they come from.
+
+    Raises:
+        UserError: a calibration cannot be read.
+    """
+    for file in sorted((cache / FOLDER).glob("*.json")):
+        constants = read(file)
+        if constants.kind == "cuda" and fits(card, constants):
+            return MeasuredSpeeds(constants), CALIBRATED, f"calibrated on {constants.device}, {constants.date}"
+    stated = StatedSpeeds(card)
+    if not stated.is_known:
+        return stated, STATED, "no figures of this card are known: those of an L4 are taken"
+    return stated, STATED, "by its data sheet, not calibrated"
+
+
+def fits(card: Card, constants: Constants) -> bool:
+    """Whether constants were measured on a card of this name and memory."""
+    from simpletune.cards import card_named_by_driver, cards_like
+
+    like = cards_like(constants.device)
+    if card not in like and card.name != constants.device:
+        return False
+    there = card_named_by_driver(constants.device, constants.memory_bytes or 0, (0, 0))
+    return abs(there.gib - card.gib * card.found) / there.gib < 0.1
+
+
+def job_time(config: TrainConfig, job: JobReport, card: Card, counts: DataCounts | None = None) -> JobTime:
+    """Predict the time of a job, with nothing in the cache yet.
+
+    Args:
+        config: of the run.
+        job: its simulation.
+        card: that it runs on.
+        counts: of the data set; None: it was not read, and its stages are not counted.
+    """
+    speeds, interval, source = speeds_of(card, Path(config.output.cache))
+    step = step_seconds(job.train.sections, speeds)
+    batch = config.train.batch_size * config.train.gradient_accumulation
+    per_epoch = None if counts is None else max(1, -(-counts.samples // batch))
+    steps = config.steps(per_epoch or 1)
+    stages = {name: 0.0 for name in ("text", "latents")}
+    drawn = config.validation.prompts or []
+    for name, sections in job.work.items():
+        if name.startswith("text."):
+            part = job.part_bytes.get(name.removeprefix("text."), 0)
+            prompts = (counts.prompts if counts else 0) + len(drawn) + 1
+            stages["text"] += part / (card.link * 1e9) + prompts / (2 * BATCH) * alone(sections, speeds)
+    side = config.data.resolution
+    read_picture = speeds.rate("read_jpeg", READ_JPEG) * side * side * 4  # pictures are larger than their crops
+    stages["latents"] = (counts.pixels / side**2 if counts else 0) * (alone(job.work["latents"], speeds) + read_picture)
+    stages["train"] = steps * step.seconds
+    stages |= _validation(config, job, speeds, steps, len(drawn))
+    times = steps // config.checkpoint.every if config.checkpoint.every else 0
+    one, result = checkpoint_bytes(config)
+    stages["save"] = (times * one + result) * speeds.rate("write_byte", WRITE_BYTE)
+    return JobTime(card, step, steps, per_epoch, stages, interval, source)
+
+
+def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int, prompts: int) -> dict[str, float]:
+    """Seconds of drawing and evaluating."""
+    option = config.validation
+    times = (steps // option.every if option.every else 0) + 1
+    seconds = 0.0
+    if "draw" in job.work and prompts:
+        by_phase = {
+            name: alone([s for s in job.work["draw"] if s.phase == name], speeds) for name in ("sample", "decode")
+        }
+        sampled = by_phase["sample"] / min(SIMULATED, option.steps) * option.steps
+        width, height = config.picture_size()
+        png = width * height * speeds.rate("write_png", WRITE_PNG)
+        seconds += times * prompts * (sampled + by_phase["decode"] + png)
+    if "evaluate" in job.work:
+        batch = config.train.batch_size * config.train.gradient_accumulation
+        evaluated = settle_evaluation(config, batch, steps).share * batch * steps
+        seconds += evaluated * alone(job.work["evaluate"], speeds)
+    return {"validate": seconds} if seconds else {}
+
+
+def alone(sections: Sequence[Section], speeds: Speeds) -> float:
+    """Seconds of sections that nothing follows."""
+    return step_seconds(sections, speeds).seconds if sections else 0.0

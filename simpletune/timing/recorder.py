@@ -1,0 +1,247 @@
+"""Record what a simulated step makes the device and the host do, in order, with the waits between streams.
+
+A dispatch mode sees every operation (``Accounting``, which passes them on); copies of levers report themselves through
+``copy_stream``'s queues. Operations of one phase and module form a section.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from simpletune.memory import copy_stream
+from simpletune.memory.accounting import Accounting
+from simpletune.memory.copy_stream import CopyEvent
+from simpletune.memory.fake import replaced
+from simpletune.options import Json
+from simpletune.timing.work import NOTHING, Work, bytes_of, tensors_in, works_of
+
+COMPUTE = "compute"
+SMALL = 4096  # bytes; smaller tensors on the host are counters
+
+
+@dataclass
+class Section:
+    """Work of one stream without waits in between.
+
+    Args:
+        stream: ``compute`` or a queue of copies.
+        phase: of the step.
+        module: the running block or other child of the model.
+        share: of the work that one step does: a plan's window serves several.
+        after: events that must be reached before it begins.
+        host_after: events that the host waits for before it.
+        event: reached at its end, if anything waits for it.
+    """
+
+    stream: str
+    phase: str
+    module: str
+    share: float = 1.0
+    after: list[int] = field(default_factory=list)
+    host_after: list[int] = field(default_factory=list)
+    event: int | None = None
+    work: Counter[Work] = field(default_factory=Counter)
+    host: Counter[str] = field(default_factory=Counter)
+
+    def as_json(self) -> Json:
+        """As plain values."""
+        work = [[each.kind, each.dtype, list(each.extents), count] for each, count in self.work.items()]
+        return {**asdict(replace(self, work=Counter(), host=Counter())), "work": work, "host": dict(self.host)}
+
+    @classmethod
+    def from_json(cls, data: Json) -> Section:
+        """From ``as_json``."""
+        work = {Work(kind, dtype, tuple(extents)): count for kind, dtype, extents, count in data["work"]}
+        return cls(**{**data, "work": Counter(work), "host": Counter(data["host"])})
+
+
+class Recorder:
+    """Records the sections of a step.
+
+    Args:
+        cuda: whether the step would run on a card; on a CPU the queues of copies do not exist.
+    """
+
+    def __init__(self, cuda: bool):
+        self.cuda = cuda
+        self.sections: list[Section] = []
+        self._accounting: Accounting | None = None
+        self._events = self._queues = 0
+        self._share = 1.0
+        self._stream = COMPUTE
+
+    def begin_step(self) -> None:
+        """Forget earlier steps."""
+        self.sections = []
+
+    @contextmanager
+    def shared_by(self, steps: int) -> Iterator[None]:
+        """Count the work in this context as that of several steps."""
+        self._share = 1 / steps
+        try:
+            yield
+        finally:
+            self._share = 1.0
+
+    @contextmanager
+    def queues(self) -> Iterator[None]:
+        """Let levers that are built in this context report their copies."""
+        with replaced(copy_stream, "_recorded", self._queue) if self.cuda else nullcontext():
+            yield
+
+    def begin_work(self, batch: Iterable[Tensor]) -> None:
+        """Replace what made a simulated batch, but for a shared window, by the copy of a real one to the device."""
+        self.sections = [section for section in self.sections if section.share < 1]
+        if self.cuda:
+            self._section().work[Work("to_device", "bytes", (sum(map(bytes_of, batch)),))] += 1
+
+    @contextmanager
+    def watching(self, accounting: Accounting) -> Iterator[None]:
+        """Record everything that an accounting sees."""
+        self._accounting = accounting
+        function = torch.autograd.Function
+        original = function.__dict__["apply"]
+
+        def counted(cls: type, *args: object, **kwargs: object) -> object:
+            self._host("function")
+            if self._accounting is not None and self._accounting.place[0] != "backward" and torch.is_grad_enabled():
+                self._host("function_backward")
+            return original.__func__(cls, *args, **kwargs)
+
+        with ExitStack() as stack:
+            stack.enter_context(replaced(accounting, "observer", self.see))
+            stack.callback(setattr, function, "apply", original)
+            function.apply = classmethod(counted)  # type: ignore[method-assign,assignment]
+            handle = register_module_forward_pre_hook(lambda *_: self._host("module"))
+            stack.callback(handle.remove)
+            yield
+
+    def see(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> None:
+        """Record one operation."""
+        assert self._accounting is not None
+        found = list(works_of(op, args, kwargs, output))
+        section, tensors = self._section(), tensors_in((args, kwargs))
+        self._count_host(section, op, found, tensors)
+        if self.cuda and (moved := self._over_the_link(op, tensors, output)):
+            section.work[moved] += 1
+            if moved.kind != "brought":
+                return
+            section.work[Work("to_device", "bytes", moved.extents)] += section.work.pop(moved)
+        section.work.update(found)
+
+    def _over_the_link(self, op: OpOverload, tensors: Sequence[Tensor], output: object) -> Work | None:
+        """The copy that an operation with tensors in host memory is, or needs first (``brought``), on a card."""
+        assert self._accounting is not None
+        name = op._schema.name.partition("::")[2]
+        if op.is_view or name in NOTHING:
+            return None
+        large = [t for t in tensors if t.nbytes >= SMALL and self._accounting.is_on_host(t)]
+        if name == "copy_" and len(tensors) > 1:
+            target, source = tensors[0], tensors[1]
+            if any(t is target for t in large) != any(t is source for t in large):
+                kind = "to_host" if any(t is target for t in large) else "to_device"
+                return Work(kind, "bytes", (bytes_of(target),))
+            return None
+        if not large:
+            return None
+        return Work("to_device" if name in ("_to_copy", "clone") else "brought", "bytes", (sum(map(bytes_of, large)),))
+
+    def _count_host(self, section: Section, op: OpOverload, found: list[Work], tensors: Sequence[Tensor]) -> None:
+        if op.namespace in ("profiler", "prim"):
+            return
+        if not found:
+            section.host["view"] += 1
+        elif section.phase == "backward" and not torch.is_grad_enabled():  # a recomputation runs from Python
+            section.host["backward"] += 1
+        else:
+            section.host["operation"] += 1
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+                section.host["recorded"] += 1
+                section.host["recomputed"] += section.phase == "backward"
+
+    def _host(self, what: str) -> None:
+        self._section().host[what] += 1
+
+    def _section(self) -> Section:
+        """The open section; a new one if phase, module or stream have changed, or someone waits for the last one."""
+        assert self._accounting is not None
+        phase, module = self._accounting.place
+        last = self.sections[-1] if self.sections else None
+        here = (self._stream, phase, module, self._share)
+        if last is None or last.event is not None or (last.stream, last.phase, last.module, last.share) != here:
+            last = Section(*here)
+            self.sections.append(last)
+        return last
+
+    def _queue(self) -> RecordedCopies:
+        self._queues += 1
+        return RecordedCopies(self, f"copies {self._queues}")
+
+    def event(self) -> int:
+        """A new event."""
+        self._events += 1
+        return self._events
+
+    def mark(self) -> int:
+        """An event at the end of what the computation has queued so far."""
+        section = next((each for each in reversed(self.sections) if each.stream == COMPUTE), None)
+        if section is None:
+            section = self._section()
+        if section.event is None:
+            section.event = self.event()
+        return section.event
+
+    def run(self, stream: str, work: Callable[[], object], after: Iterable[int]) -> int:
+        """Record work as a section of a queue."""
+        assert self._accounting is not None
+        section = Section(stream, *self._accounting.place, after=list(after))
+        self.sections.append(section)
+        before, self._stream = self._stream, stream
+        try:
+            with torch.no_grad():
+                work()
+        finally:
+            self._stream = before
+        section.event = section.event or self.event()
+        return section.event
+
+    def wait(self, event: int, by_host: bool = False) -> None:
+        """Begin a section of the computation, or of the host, that waits for an event."""
+        assert self._accounting is not None
+        section = Section(COMPUTE, *self._accounting.place, share=self._share)
+        (section.host_after if by_host else section.after).append(event)
+        self.sections.append(section)
+
+
+class RecordedCopies:
+    """A queue of copies that is recorded instead of run; events are numbers."""
+
+    def __init__(self, recorder: Recorder, stream: str):
+        self._recorder, self._stream = recorder, stream
+
+    def mark(self) -> CopyEvent:
+        """An event for everything queued on the computation so far."""
+        return self._recorder.mark()  # type: ignore[return-value]
+
+    def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
+        """Queue copies that start after the given events."""
+        events = [event for event in after if event is not None]
+        return self._recorder.run(self._stream, work, events)  # type: ignore[return-value,arg-type]
+
+    def wait(self, event: CopyEvent) -> None:
+        """Make later work of the computation wait for an event."""
+        if event is not None:
+            self._recorder.wait(event)  # type: ignore[arg-type]
+
+    def join(self, event: CopyEvent) -> None:
+        """Block the host until an event completes."""
+        if event is not None:
+            self._recorder.wait(event, by_host=True)  # type: ignore[arg-type]

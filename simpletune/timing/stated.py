@@ -1,0 +1,106 @@
+"""Seconds of recorded work on a card that has not been calibrated: stated constants, each with its source.
+
+A product takes its operations at a share of the data sheet's rate, less where its tiles do not fill the card; traffic
+its bytes at a share of the data sheet's bandwidth; every kernel at least a moment. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+
+from simpletune.cards import Card
+from simpletune.timing.speeds import ITEM, LINK, SCALES, Extents
+
+# Shares of the data sheet's dense bf16 rate that large products reach. L4: 57 of 121 TFLOP/s (its 72 W limit it), H200:
+# 790 of 989, both measured by others (docs/estimate.md). Between them lies what is assumed of all other cards.
+SUSTAINED = {"L4": 0.47, "H200": 0.80, "H100": 0.75}
+SUSTAINED_OTHERWISE = 0.65
+OF_FP32 = 0.8  # of the data sheet's fp32 rate: products outside of the tensor cores; assumed
+OF_BANDWIDTH = 0.85  # of the data sheet's: H200 4.3 of 4.8 TB/s, measured by others; an L4's 270 of 300 GB/s, assumed
+# Attention's operations at shares of the products' rate. FlashAttention-2 reaches 73% of an A100's peak forward and 63%
+# backward (arXiv:2307.08691, abstract and section 4.1), where large products reach about 80%.
+FORWARD, BACKWARD = 0.8, 0.65
+INT8 = 1.9  # times the rate of bf16 products: twice the data sheet's, less the kernel's scales; assumed
+CONVOLUTION = 0.7  # of the products' rate; assumed
+KERNEL = 2.5e-6  # seconds that the smallest kernel takes; of the order that calibrated cards show
+TILE = 128  # rows and columns that a block of threads computes
+UNKNOWN_TFLOPS, UNKNOWN_BANDWIDTH, UNKNOWN_FP32, UNKNOWN_MULTIPROCESSORS = 121.0, 300.0, 30.3, 58  # an L4's
+# Seconds of the host. An Intel Xeon needs 0.6 to 1 times these with torch's CUDA build over a stub of the driver.
+HOST = {
+    "operation": 5e-6, "view": 1.5e-6, "recorded": 1e-6, "backward": 8e-6, "module": 2e-6, "function": 8e-6,
+    "function_backward": 10e-6, "recomputed": 20e-6,
+}  # fmt: skip
+TWICE_READ = {"norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "gather": 1.5, "group_norm": 1.5,
+              "group_norm_backward": 1.5, "unpack_nf4": 1.5}  # fmt: skip
+"""Times the traffic of kinds that do not stream: assumed."""
+
+
+class StatedSpeeds:
+    """Speeds of a card by its data sheet.
+
+    Args:
+        card: of the table, or known by its memory only; then an L4's figures are taken.
+    """
+
+    cuda = True
+
+    def __init__(self, card: Card):
+        self.card = card
+        share = SUSTAINED.get(card.name.partition("-")[0], SUSTAINED_OTHERWISE)
+        self.is_known = card.tflops is not None
+        self._rate = (card.tflops or UNKNOWN_TFLOPS) * 1e12 * (share if self.is_known else SUSTAINED["L4"])
+        self._fp32 = (card.fp32_tflops or UNKNOWN_FP32) * 1e12 * OF_FP32
+        self._bandwidth = (card.bandwidth or UNKNOWN_BANDWIDTH) * 1e9 * OF_BANDWIDTH
+        self._multiprocessors = card.multiprocessors or UNKNOWN_MULTIPROCESSORS
+
+    def host(self, what: str) -> float:
+        """Seconds of the host for one thing that it does."""
+        return HOST[what]
+
+    def rate(self, name: str, otherwise: float) -> float:
+        """No single figure is known."""
+        return otherwise
+
+    def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
+        """Seconds of one kernel."""
+        if kind in LINK:
+            return KERNEL + extents[0] / (self.card.link * 1e9)
+        if kind == "bias":  # a part of the product's kernel
+            return 0.0
+        if kind == "each":
+            count, size = extents
+            return max(1, round(count / SCALES)) * KERNEL + size / self._bandwidth
+        if kind.startswith(("product", "int8_product", "int8_gradient")):
+            return self._product(kind, dtype, extents)
+        if kind.startswith("attention"):
+            return self._attention(kind, dtype, extents)
+        if kind.startswith("convolution"):
+            pixels, inputs, outputs = extents
+            moved = ITEM[dtype] * (pixels * (inputs + outputs) + 9 * inputs * outputs)
+            work = 18 * pixels * inputs * outputs / (self._of(dtype) * CONVOLUTION)
+            return KERNEL + max(work / self._filled(pixels, outputs), moved / self._bandwidth)
+        return KERNEL + TWICE_READ.get(kind, 1.0) * extents[0] / self._bandwidth
+
+    def _product(self, kind: str, dtype: str, extents: Extents) -> float:
+        m, n, k = extents
+        is_int8 = kind.startswith("int8")
+        rate = self._rate * INT8 if is_int8 else self._of(dtype)
+        moved = (m * k + n * k) * (1 if is_int8 else ITEM[dtype]) + m * n * ITEM[dtype]
+        return KERNEL + max(2 * m * n * k / rate / self._filled(m, n, k), moved / self._bandwidth)
+
+    def _attention(self, kind: str, dtype: str, extents: Extents) -> float:
+        heads, queries, keys, width = extents
+        products, share = (5, BACKWARD) if kind == "attention_backward" else (2, FORWARD)
+        work = products * 2 * heads * queries * keys * max(width, 32)
+        return KERNEL + work / (self._of(dtype) * share) / self._filled(heads * queries, TILE)
+
+    def _of(self, dtype: str) -> float:
+        """Operations per second of products in a type."""
+        return self._fp32 if dtype == "fp32" else self._rate
+
+    def _filled(self, m: int, n: int, k: int = 0) -> float:
+        """The share of the card that a product's tiles fill; a long sum is split among idle multiprocessors."""
+        tiles = math.ceil(m / TILE) * math.ceil(n / TILE) * max(1, min(16, k // 1024))
+        waves = math.ceil(tiles / self._multiprocessors)
+        whole = m * n / (math.ceil(m / TILE) * math.ceil(n / TILE) * TILE * TILE)
+        return tiles / (waves * self._multiprocessors) * max(whole, 1 / TILE)

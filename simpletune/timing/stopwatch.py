@@ -1,0 +1,195 @@
+"""Time an operation on a device: what the device takes, without the host's part, and without other programs' share.
+
+On CUDA a short operation is captured many times into a graph and replayed, because launching it one by one takes longer
+than running it. On a CPU each timing stands between two of a fixed reference load: what other programs slow down, they
+slow down alike, and the ratio stays. With one thread, time in which the system ran something else does not count.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Protocol
+
+import torch
+
+Call = Callable[[], object]
+LONG = 100e-6  # seconds; a longer operation needs no graph
+ENOUGH = 2e-3  # seconds to time at once
+MOST = 400  # repetitions
+BEST_OF = 3
+SAMPLES = 3
+REFERENCES = 4
+QUEUED = 10  # calls to queue without waiting
+
+
+class Stopwatch(Protocol):
+    """Times operations on one device."""
+
+    device: torch.device
+    beyond_caches: int
+    """Bytes of operands that displace each other from its caches."""
+    most_copies: int
+    """Copies of operands at most."""
+
+    def device_seconds(self, calls: Sequence[Call], what: str = "") -> float:
+        """Seconds that the device takes for one of equal calls; ``what`` names the kind of operation."""
+
+    def host_seconds(self, call: Call) -> float:
+        """Seconds until one call returns, while the device is not waited for."""
+
+
+class CpuStopwatch:
+    """Times operations on the CPU, whose operands a step finds outside of a core's own caches.
+
+    Args:
+        reference: a fixed load; None: the default one.
+    """
+
+    device = torch.device("cpu")
+    beyond_caches, most_copies = 2**24, 256
+
+    def __init__(self, reference: Call | None = None):
+        self._reference = reference or reference_load()
+        self.reference_seconds = statistics.median(self.now() for _ in range(20))
+        """Seconds of the reference load, to which all timings refer."""
+
+    def device_seconds(self, calls: Sequence[Call], what: str = "") -> float:
+        """Seconds of one of equal calls on operands that take turns, as those of a step do. Keeps the results, which
+        would else all be written to the same place."""
+        kept = [call() for call in calls]
+
+        def several() -> None:
+            for _ in range(rounds):
+                for number, call in enumerate(calls):
+                    kept[number] = call()
+
+        rounds = 1
+        rounds = max(1, int(ENOUGH / clocked(several)))
+        return self._in_quiet(lambda: clocked(several)) / (rounds * len(calls))
+
+    def host_seconds(self, call: Call) -> float:
+        """Seconds of one call, repeated at once."""
+        call()
+        repeats = min(MOST, max(1, int(ENOUGH / clocked(call))))
+
+        return self._in_quiet(lambda: clocked(lambda: [call() for _ in range(repeats)])) / repeats
+
+    def _in_quiet(self, measured: Callable[[], float]) -> float:
+        """The median of measurements in units of the reference load beside them, in its seconds."""
+        return statistics.median(self.ratios(measured, SAMPLES)) * self.reference_seconds
+
+    def ratios(self, measured: Callable[[], float], samples: int) -> list[float]:
+        """Measurements, each in units of the reference load before and after it."""
+        found, before = [], self.now()
+        for _ in range(samples):
+            seconds, after = measured(), self.now()
+            found.append(2 * seconds / (before + after))
+            before = after
+        return found
+
+    def now(self) -> float:
+        """The reference load's seconds now, with its operands in the caches."""
+        for _ in range(REFERENCES):
+            self._reference()
+        return statistics.median(clocked(self._reference) for _ in range(REFERENCES))
+
+
+class CudaStopwatch:
+    """Times operations on a CUDA device.
+
+    Args:
+        device: the device.
+    """
+
+    beyond_caches, most_copies = 2**26, 16
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self.graphs_failed: dict[str, str] = {}
+        """Why no graph could be captured, by kind of operation; short ones then include their launch."""
+
+    def device_seconds(self, calls: Sequence[Call], what: str = "") -> float:
+        """Seconds of one of equal calls on operands that take turns, without gaps."""
+        for call in calls[:2]:
+            call()
+        turns = cycle(calls)
+        once = self._between_events(lambda: next(turns)(), 3)
+        repeats = min(MOST, max(8, int(ENOUGH / 4 / once))) if once < LONG else min(MOST, max(1, int(ENOUGH / once)))
+        if once < LONG and what not in self.graphs_failed:
+            replay = self._captured([next(turns) for _ in range(repeats)], what)
+            if replay is not None:
+                replay()
+                return min(self._between_events(replay, 1) for _ in range(BEST_OF)) / repeats
+        return min(self._between_events(lambda: next(turns)(), repeats) for _ in range(BEST_OF))
+
+    def host_seconds(self, call: Call) -> float:
+        """Seconds until a call returns, over fewer calls than the device's queue holds."""
+        call()
+        return min(self._returning(call, QUEUED) for _ in range(BEST_OF))
+
+    def _returning(self, call: Call, repeats: int) -> float:
+        torch.cuda.synchronize(self.device)
+        clock = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        seconds = time.perf_counter() - clock
+        torch.cuda.synchronize(self.device)
+        return seconds / repeats
+
+    def _between_events(self, call: Call, repeats: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self.device)
+        begin.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return max(begin.elapsed_time(end) / 1e3 / repeats, 1e-7)
+
+    def _captured(self, calls: Sequence[Call], what: str) -> Call | None:
+        """Capture calls; None if this device cannot."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    for call in calls:
+                        call()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            self.graphs_failed[what] = str(error).splitlines()[0]
+            torch.cuda.synchronize(self.device)
+            return None
+        return graph.replay
+
+
+def reference_load() -> Call:
+    """A fixed load of about a millisecond: products, and traffic beyond the caches of a core."""
+    a, b = torch.full((256, 256), 0.5), torch.full((256, 256), 0.25)
+    c, d = torch.full((2**18,), 0.5), torch.full((2**18,), 0.25)
+
+    def load() -> None:
+        torch.mm(a, b)
+        torch.mm(b, a)
+        torch.add(c, d)
+
+    return load
+
+
+def stopwatch_of(device: torch.device) -> CpuStopwatch | CudaStopwatch:
+    """A stopwatch for a device."""
+    return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()
+
+
+def clocked(call: Call) -> float:
+    """Seconds of a call on the CPU; if one thread computes, those that it ran, without those that others ran."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    began = clock()
+    call()
+    return clock() - began

@@ -1,0 +1,215 @@
+"""What each operation of a simulated step makes the device do: products with their shapes, attention, bytes moved.
+
+Shapes: m rows, n outputs, k the length of the sum of a product. Bytes are those read and written, each element once;
+an expanded dimension is read once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SMALL = 4096  # elements; the layout of fewer does not matter
+
+
+class Work(NamedTuple):
+    """One kernel's work, or that of a group of tensors.
+
+    Args:
+        kind: of a grid of the constants: product_tn, attention, add, cast, ...
+        dtype: fp32, bf16 or fp16.
+        extents: those of the grid's axes; for ``each``, the number of tensors and their bytes.
+    """
+
+    kind: str
+    dtype: str
+    extents: tuple[int, ...]
+
+
+NOTHING = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias", "alias",
+    "lift_fresh", "resize_", "set_", "_local_scalar_dense", "detach", "detach_", "view", "is_same_size", "_to_cpu",
+}  # fmt: skip
+KINDS = {
+    "gelu": "gelu", "gelu_backward": "gelu_backward", "silu": "silu", "silu_": "silu", "silu_backward": "gelu_backward",
+    "sigmoid": "silu", "exp": "silu", "exp_": "silu", "tanh": "gelu", "cos": "silu", "sin": "silu", "log": "silu",
+    "sqrt": "root", "rsqrt": "root", "reciprocal": "root",
+    "native_layer_norm": "norm", "native_layer_norm_backward": "norm_backward", "_fused_rms_norm": "norm",
+    "_fused_rms_norm_backward": "norm_backward", "native_group_norm": "group_norm",
+    "native_group_norm_backward": "group_norm_backward", "_softmax": "softmax", "_softmax_backward_data": "softmax",
+    "sum": "sum", "mean": "sum", "amax": "sum", "amin": "sum", "linalg_vector_norm": "sum", "var_mean": "sum",
+    "var": "sum", "max": "sum", "embedding": "gather", "index": "gather", "index_select": "gather", "gather": "gather",
+    "normal_": "normal", "uniform_": "normal", "bernoulli_": "normal", "random_": "normal", "native_dropout": "normal",
+    "rand": "normal", "randn": "normal", "randint": "normal", "dequantize_4bit": "unpack_nf4", "int8_rows": "int8_rows",
+    "optimizer_update_8bit_blockwise": "adam8bit",
+}  # fmt: skip
+WRITES = {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_full",
+          "new_ones", "arange", "normal_", "uniform_", "bernoulli_", "random_", "rand", "randn", "randint",
+          "scalar_tensor"}  # fmt: skip
+"""Operations that read no operand."""
+
+
+def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> Iterator[Work]:
+    """Yield the work of one dispatched operation; nothing for one that moves no data.
+
+    Args:
+        op: the operation.
+        args: its arguments, as ``kwargs``.
+        output: what it returned.
+    """
+    name = op._schema.name.partition("::")[2]
+    if name in NOTHING or op.is_view or op.namespace in ("profiler", "prim"):
+        return
+    found = PRODUCTS.get(name)
+    if found is not None:
+        yield from found(args, output)
+        return
+    if name.startswith(("_foreach", "_fused_adam")):
+        yield _of_lists(args, kwargs, output)
+        return
+    inputs, outputs = tensors_in((args, kwargs)), tensors_in(output)
+    moved = sum(map(bytes_of, outputs)) + (0 if name in WRITES else sum(map(bytes_of, inputs)))
+    if moved:
+        yield Work(kind_of(name, inputs, outputs), _dtype(outputs, inputs), (moved,))
+
+
+def kind_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+    """Name the grid of an operation on single elements or rows."""
+    if name in KINDS:
+        return KINDS[name]
+    if not inputs or not outputs:
+        return "add"
+    types = {tensor.dtype for tensor in inputs if tensor.numel() >= SMALL}
+    if outputs[0].dtype in NAMES and torch.int8 in types:
+        return "unpack_int8"
+    if name in ("_to_copy", "copy_") and types - {outputs[0].dtype} and outputs[0].dtype in NAMES:
+        return "cast_from"  # to the output's type
+    if name != "cat" and any(not dense(tensor) for tensor in (*inputs, *outputs)):
+        return "strided"
+    return "add"
+
+
+def dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie in order, apart from expanded dimensions; small ones count as such."""
+    if tensor.numel() < SMALL or tensor.is_contiguous():
+        return True
+    kept = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride and size > 1]
+    expected = 1
+    for size, stride in reversed(kept):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's own elements."""
+    own = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(own) * tensor.element_size() if tensor.numel() else 0
+
+
+def tensors_in(values: object) -> list[Tensor]:
+    """The tensors of nested arguments."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _dtype(*groups: Sequence[Tensor]) -> str:
+    """The floating type of the first tensors that have one."""
+    return next((NAMES[t.dtype] for tensors in groups for t in tensors if t.dtype in NAMES), "fp32")
+
+
+def _of_lists(args: Sequence[object], kwargs: dict[str, object], output: object) -> Work:
+    """An operation on lists of tensors: how many, and the bytes of all."""
+    inputs, outputs = tensors_in((args, kwargs)), tensors_in(output)
+    first = args[0] if isinstance(args[0], (list, tuple)) else []
+    if not outputs:  # in place: what is written is among the inputs; a fused update writes all but the gradients
+        outputs = inputs[len(first) :] if len(inputs) > 2 * len(first) else list(tensors_in(first))
+    moved = sum(map(bytes_of, inputs)) + sum(map(bytes_of, outputs))
+    return Work("each", _dtype(inputs), (max(1, len(first)), moved))
+
+
+def _layout(a: Tensor, b: Tensor) -> str:
+    """How two factors lie: n as in memory, t transposed; see probes.py."""
+    if b.stride(-2) == 1 and b.shape[-1] > 1 and b.shape[-2] > 1:
+        return "tn"
+    return "nt" if a.stride(-2) == 1 and a.shape[-1] > 1 and a.shape[-2] > 1 else "nn"
+
+
+def _product(a: Tensor, b: Tensor) -> Work:
+    batch = math.prod(a.shape[:-2])
+    return Work(f"product_{_layout(a, b)}", _dtype([a]), (batch * a.shape[-2], b.shape[-1], a.shape[-1]))
+
+
+def _mm(args: Sequence[object], output: object) -> Iterator[Work]:
+    *bias, a, b = tensors_in(args)
+    yield _product(a, b)
+    if bias:
+        yield Work("bias", _dtype([a]), (2 * bytes_of(a[..., :1]) * b.shape[-1],))
+
+
+def _int_mm(args: Sequence[object], output: object) -> Iterator[Work]:
+    a, b = tensors_in(args)[:2]
+    yield Work("int8_product", "bf16", (a.shape[0], b.shape[1], a.shape[1]))
+
+
+def _int8_product(args: Sequence[object], output: object) -> Iterator[Work]:
+    x, _, weight = tensors_in(args)[:3]
+    kind = "int8_product" if weight.is_contiguous() else "int8_gradient"
+    yield Work(kind, "bf16", (x.shape[0], weight.shape[0], x.shape[1]))
+
+
+def _quanto(args: Sequence[object], output: object) -> Iterator[Work]:
+    x, weight, scales = tensors_in(args)[:3]
+    dtype = _dtype([x])
+    yield Work("unpack_int8", dtype, (weight.numel() * (1 + scales.element_size()),))
+    yield Work("product_tn", dtype, (x.numel() // x.shape[-1], weight.shape[0], weight.shape[1]))
+
+
+def _attention(args: Sequence[object], output: object) -> Iterator[Work]:
+    q, k = tensors_in(args)[:2]
+    yield Work("attention", _dtype([q]), (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]))
+
+
+def _attention_backward(args: Sequence[object], output: object) -> Iterator[Work]:
+    _, q, k = tensors_in(args)[:3]
+    yield Work("attention_backward", _dtype([q]), (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]))
+
+
+def _convolution(args: Sequence[object], output: object) -> Iterator[Work]:
+    (y,), (x, weight) = tensors_in(output), tensors_in(args)[:2]
+    yield from _convolved("convolution", y, x, weight)
+
+
+def _convolution_backward(args: Sequence[object], output: object) -> Iterator[Work]:
+    grad, x, weight = tensors_in(args)[:3]
+    mask = args[-1]
+    assert isinstance(mask, (list, tuple))
+    for wanted, kind in zip(mask, ("convolution_input", "convolution_weight"), strict=False):
+        if wanted:
+            yield from _convolved(kind, grad, x, weight)
+
+
+def _convolved(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> Iterator[Work]:
+    """3 x 3 kernels, to which others are converted by their area; kernels of one element are products."""
+    pixels, area = y.numel() // y.shape[1], math.prod(weight.shape[2:])
+    inputs, outputs = weight.shape[1], weight.shape[0]
+    if area == 1:
+        yield Work("product_tn", _dtype([x]), (pixels, outputs, inputs))
+        return
+    yield Work(kind, _dtype([x]), (pixels, max(1, round(inputs * area / 9)), outputs))
+
+
+PRODUCTS = {
+    "mm": _mm, "addmm": _mm, "addmm_": _mm, "bmm": _mm, "baddbmm": _mm, "_int_mm": _int_mm,
+    "int8_product": _int8_product, "qbytes_mm": _quanto,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "convolution": _convolution, "convolution_backward": _convolution_backward,
+}  # fmt: skip

@@ -1,0 +1,336 @@
+"""The time of a step: grids of seconds, what is recorded of a simulated step, streams that wait, prices."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simpletune.cards import CARDS, Card, card_of
+from simpletune.cli.main import main
+from simpletune.config.load import validate
+from simpletune.config.schema import TrainConfig
+from simpletune.demo import tiny_sd3
+from simpletune.estimate.disk_needs import DataCounts
+from simpletune.estimate.job_time import JobTime, job_time, speeds_of
+from simpletune.estimate.predict import _restored, _stored
+from simpletune.estimate.simulate import StepReport, simulate
+from simpletune.estimate.simulate_stages import simulate_stages
+from simpletune.estimate.time_text import CardRow, card_table
+from simpletune.models.flops import trained_of
+from simpletune.options import UserError
+from simpletune.prices import Price, of_cards
+from simpletune.timing import calibrate
+from simpletune.timing.constants import Composite, Constants, file_of, write
+from simpletune.timing.grid import Grid
+from simpletune.timing.probes import Probe
+from simpletune.timing.recorder import COMPUTE, Section
+from simpletune.timing.speeds import MeasuredSpeeds
+from simpletune.timing.stated import StatedSpeeds
+from simpletune.timing.timeline import StepSeconds, step_seconds
+from simpletune.timing.work import Work, works_of
+
+L4 = card_of("L4")
+
+
+@pytest.fixture(scope="module")
+def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pipeline with three blocks."""
+    folder = tmp_path_factory.mktemp("three") / "pipeline"
+    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=3, heads=3), seed=1, dtype="fp32")
+    return folder
+
+
+def with_blocks(tiny_config: dict, three_blocks: Path, **changes: object) -> TrainConfig:
+    model = tiny_config["model"] | {"pretrained": str(three_blocks)}
+    return validate(tiny_config | {"model": model} | changes, "test")
+
+
+def law(*point: float) -> float:
+    return 1e-9 * math.prod(point)
+
+
+def grid(seconds: Callable[..., float | None] = law, **axes: list[int]) -> Grid:
+    from simpletune.timing.grid import points
+
+    return Grid(axes=axes, seconds=[seconds(*point) for point in points(axes)])
+
+
+@pytest.mark.parametrize("point", [(4, 10), (6, 20), (16, 40), (100, 1000)])
+def test_a_power_law_is_met_between_and_beyond_the_points(point: tuple[int, int]) -> None:
+    found = grid(rows=[4, 16], sum=[10, 40])
+    assert found.time(*point) == pytest.approx(law(*point))
+    assert found.time(1, 1) == pytest.approx(law(4, 10))  # a launch takes what it takes
+
+
+def test_what_was_not_measured_follows_from_its_smaller_neighbour() -> None:
+    found = grid(lambda m, k: None if m * k > 100 else law(m, k), rows=[4, 16], sum=[10, 40])
+    assert found.time(16, 40) == pytest.approx(law(16, 40))
+    with pytest.raises(ValueError, match="2 points"):
+        Grid(axes={"bytes": [1, 2, 3]}, seconds=[1.0, 2.0]).time(2)
+
+
+def seen(call: Callable[[], object]) -> list[Work]:
+    found: list[Work] = []
+
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # noqa: ANN001, ANN202
+            output = op(*args, **(kwargs or {}))
+            found.extend(works_of(op, args, kwargs or {}, output))
+            return output
+
+    with See():
+        call()
+    return found
+
+
+X, W, V = torch.ones(64, 96), torch.ones(32, 96), torch.ones(96, 32)
+Q = torch.ones(2, 3, 128, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "works"),
+    [
+        (lambda: X @ W.t(), [Work("product_tn", "fp32", (64, 32, 96))]),
+        (lambda: X @ V, [Work("product_nn", "fp32", (64, 32, 96))]),
+        (lambda: X.t() @ torch.ones(64, 8), [Work("add", "fp32", (2048,)), Work("product_nt", "fp32", (96, 8, 64))]),
+        (
+            lambda: torch.addmm(torch.ones(32), X, V),
+            [Work("add", "fp32", (128,)), Work("product_nn", "fp32", (64, 32, 96)), Work("bias", "fp32", (16384,))],
+        ),
+        (lambda: X.view(-1).expand(4, -1), []),
+        (lambda: X + X[:1], [Work("add", "fp32", (4 * 96 * (64 + 1 + 64),))]),
+        (lambda: X.bfloat16(), [Work("cast_from", "bf16", (64 * 96 * 6,))]),
+        (lambda: X.clone().zero_(), [Work("add", "fp32", (49152,)), Work("add", "fp32", (24576,))]),
+        (lambda: X.t().contiguous(), [Work("strided", "fp32", (49152,))]),
+        (
+            lambda: torch.nn.functional.scaled_dot_product_attention(Q, Q, Q),
+            [Work("attention", "fp32", (6, 128, 128, 16))],
+        ),
+        (
+            lambda: torch.nn.functional.conv2d(torch.ones(1, 8, 16, 16), torch.ones(4, 8, 3, 3), padding=1),
+            [Work("add", "fp32", (8192,)), Work("add", "fp32", (1152,)), Work("convolution", "fp32", (256, 8, 4))],
+        ),
+    ],
+)
+def test_what_an_operation_makes_the_device_do(call: Callable[[], object], works: list[Work]) -> None:
+    assert seen(call) == works
+
+
+class Seconds:
+    """A device whose work takes as many seconds as its first extent, and whose host takes 0.1 an operation."""
+
+    cuda = True
+
+    def seconds(self, kind: str, dtype: str, extents: tuple[int, ...]) -> float:
+        return float(extents[0])
+
+    def host(self, what: str) -> float:
+        return 0.1
+
+    def rate(self, name: str, otherwise: float) -> float:
+        return otherwise
+
+
+def section(stream: str, seconds: int, **more: object) -> Section:
+    kind = "add" if stream == COMPUTE else "to_device"
+    return Section(stream, "forward", "", work=Counter({Work(kind, "fp32", (seconds,)): 1}), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("copy", "step", "waits"), [(2, 6, 0), (3, 6, 0), (5, 8, 2)])
+def test_a_copy_hides_behind_the_computation_until_it_is_longer(copy: int, step: int, waits: int) -> None:
+    """Block 1 computes 3 s while block 2's weights arrive; block 2 computes 3 s more."""
+    sections = [
+        section(COMPUTE, 0, event=1),
+        section("copies", copy, after=[1], event=2),
+        section(COMPUTE, 3),
+        section(COMPUTE, 3, after=[2]),
+    ]
+    found = step_seconds(sections, Seconds())
+    assert (found.seconds, found.waits) == (pytest.approx(step), pytest.approx(waits))
+
+
+def test_the_host_bounds_a_step_of_many_small_operations() -> None:
+    sections = [Section(COMPUTE, "forward", "", host=Counter(operation=50)), section(COMPUTE, 2)]
+    found = step_seconds(sections, Seconds())
+    assert found.bound == "launches" and found.seconds == pytest.approx(5.0)
+    assert step_seconds(sections[1:], Seconds()).bound == "bytes"
+
+
+def recorded(config: TrainConfig) -> tuple[StepReport, Counter[Work]]:
+    report, total = simulate(config), Counter[Work]()
+    for each in report.sections:
+        for work, count in each.work.items():
+            total[work] += count
+    return report, total
+
+
+def operations(total: Counter[Work]) -> int:
+    """Of all products, two a multiply-add; attention's forward pass has two products and its backward pass five."""
+    found = 0
+    for (kind, _, extents), count in total.items():
+        if kind.startswith(("product", "convolution", "attention")):
+            times = {"attention": 4, "attention_backward": 10}.get(kind, 18 if kind.startswith("conv") else 2)
+            found += times * count * math.prod(extents)
+    return found
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "all", 1])
+def test_recorded_products_are_the_counted_operations(checkpointing: object, tiny_config: dict, three_blocks) -> None:
+    """Counted from shapes by another way (families/sd3/flops.py), without the recomputation inside fused attention."""
+    config = with_blocks(tiny_config, three_blocks, memory={"checkpointing": checkpointing})
+    report, total = recorded(config)
+    batch, blocks = config.train.batch_size, config.memory.checkpointed(config.model.blocks())
+    counted = config.model.flops(trained_of(report.trained), (32, 32), batch, blocks)
+    again = sum(2 * count * math.prod(w.extents) for w, count in total.items() if w.kind == "attention_backward")
+    assert operations(total) - again == pytest.approx(counted.model + counted.recomputed, rel=0.02)
+
+
+def moved(report: StepReport, kind: str) -> int:
+    return sum(work.extents[0] * n for each in report.sections for work, n in each.work.items() if work.kind == kind)
+
+
+def test_streamed_blocks_are_copied_once_in_each_pass(tiny_config: dict, three_blocks) -> None:
+    resident = with_blocks(tiny_config, three_blocks, memory={"checkpointing": "all"})
+    streamed = with_blocks(tiny_config, three_blocks, memory={"checkpointing": "all", "resident_blocks": 0})
+    before, after = (simulate(config) for config in (resident, streamed))
+    extra = moved(after, "to_device") - moved(before, "to_device")
+    # All three in the forward pass, at whose end the two slots hold the last two; then the first again.
+    assert 1.3 * after.host_bytes <= extra <= 1.4 * after.host_bytes
+    assert {each.stream for each in after.sections} > {COMPUTE}
+    slow = StatedSpeeds(Card("slow", 8, (8, 9), 121, 300, link=0.01))
+    assert step_seconds(after.sections, slow).bound == "copies"
+    assert step_seconds(before.sections, slow).bound != "copies"
+
+
+def test_accumulation_and_a_plan_count_their_share(tiny_config: dict) -> None:
+    one, two = (
+        recorded(validate({**tiny_config, "train": {"steps": 1, "gradient_accumulation": n}}, "x"))[1] for n in (1, 2)
+    )
+    assert operations(two) == 2 * operations(one)
+    plan = simulate(validate({**tiny_config, "memory": {"modulation": "plan", "modulation_window": 8}}, "x"))
+    assert {each.share for each in plan.sections} == {1.0, 1 / 8}
+
+
+def test_a_stored_prediction_keeps_the_sections(tiny_config: dict) -> None:
+    import json
+
+    data = copy.deepcopy(tiny_config) | {"validation": {"prompts": ["a"], "steps": 4, "eval_samples": 2}}
+    job = simulate_stages(validate(data, "x"), (32, 32), (8, 9))
+    again = _restored(json.loads(json.dumps(_stored(job))))
+    assert list(again.train.sections) == list(job.train.sections) and again.work == job.work
+    assert {"latents", "draw", "evaluate"} < set(job.work) and any(name.startswith("text.") for name in job.work)
+    config = validate(data, "x")
+    found, more = (job_time(config, job, L4, DataCounts(n, n, n * 32**2, n)) for n in (4, 8))
+    assert more.stages["latents"] == pytest.approx(2 * found.stages["latents"])
+    assert found.stages["train"] == pytest.approx(found.steps * found.step.seconds)
+
+
+def test_a_cards_figures_move_what_they_bound() -> None:
+    plain, faster = (
+        StatedSpeeds(L4),
+        StatedSpeeds(Card("L4", 24, (8, 9), 242, 600, 48, fp32_tflops=30, multiprocessors=58)),
+    )
+    product, traffic = ("product_tn", "bf16", (8192, 8192, 8192)), ("add", "bf16", (10**9,))
+    for work in (product, traffic, ("to_device", "bytes", (10**9,))):
+        assert plain.seconds(*work) / faster.seconds(*work) == pytest.approx(2, rel=0.01)
+    assert plain.seconds(*product) == pytest.approx(2 * 8192**3 / 57e12, rel=0.05)  # measured by others on an L4
+    assert plain.seconds("product_tn", "bf16", (16, 64, 64)) < 6e-6
+    assert all(StatedSpeeds(card).is_known for card in CARDS)
+
+
+def test_a_card_without_known_figures_says_so(tmp_path: Path) -> None:
+    _, _, source = speeds_of(card_of("11GiB"), tmp_path)
+    assert "no figures of this card are known" in source
+    assert "not calibrated" in speeds_of(L4, tmp_path)[2]
+
+
+def constants(**changes: object) -> Constants:
+    two = {"bytes": [1000, 10**6]}
+    data: dict = {
+        "version": 1, "device": "NVIDIA L4", "kind": "cuda", "capability": [8, 9], "memory_bytes": L4.bytes,
+        "threads": 1, "date": "2026-11-22", "versions": "", "seconds": 1.0,
+        "host": {"operation": 1e-6, "backward": 3e-6, "view": 0.0},
+        "grids": {"add.fp32": grid(lambda size: 1e-12 * size, **two)},
+    }  # fmt: skip
+    return Constants(**{**data, **changes})
+
+
+def test_a_calibration_is_found_by_the_cards_name(tmp_path: Path) -> None:
+    write(file_of(tmp_path, "NVIDIA L4", 1, "cuda"), constants())
+    speeds, interval, source = speeds_of(L4, tmp_path)
+    assert "calibrated on NVIDIA L4" in source and interval[0] > 0.7
+    assert speeds.seconds("add", "fp32", (10**6,)) == pytest.approx(1e-6)
+    assert "not calibrated" in speeds_of(card_of("T4"), tmp_path)[2]
+    assert "not calibrated" in speeds_of(card_of("L40S"), tmp_path)[2]
+    file_of(tmp_path, "NVIDIA L4", 1, "cuda").write_text("{}")
+    with pytest.raises(UserError, match="simpletune calibrate"):
+        speeds_of(L4, tmp_path)
+
+
+def test_a_whole_step_scales_its_parts() -> None:
+    step = Composite(seconds=30e-6, host={"operation": 10}, work=[("add", "fp32", [1000], 10)])
+    speeds = MeasuredSpeeds(constants(composites=[step]))
+    assert speeds.host("operation") == pytest.approx(3e-6)  # 10 of them took 30 us, not 10
+    larger = Composite(seconds=2e-3, host={"operation": 10}, work=[("add", "fp32", [10**9], 1)])
+    assert MeasuredSpeeds(constants(composites=[step, larger])).seconds("add", "fp32", (1000,)) == pytest.approx(2e-9)
+
+
+class FakeWatch:
+    """Times nothing: the seconds are the operands' number."""
+
+    device, beyond_caches, most_copies = torch.device("cpu"), 100, 4
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def device_seconds(self, calls: list, what: str = "") -> float:
+        self.asked.append(len(calls))
+        return calls[0]()
+
+
+def test_calibration_leaves_out_what_takes_too_long() -> None:
+    probe = Probe("add.fp32", {"bytes": [1, 20, 10**6, 10**8]}, lambda point: lambda: point[0] * 1e-3, lambda p: p[0])
+    watch = FakeWatch()
+    found = calibrate.grid_of(watch, probe)  # type: ignore[arg-type]
+    assert found.seconds == [1e-3, 0.02, None, None]
+    assert watch.asked[0] == 4  # copies of small operands take turns
+
+
+def test_calibrate_needs_the_device(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA device is here")
+    assert main(["calibrate", "--device", "cuda", "--out", str(tmp_path / "c.json")]) == 2
+    assert "Use --device cpu" in capsys.readouterr().err
+
+
+def row(name: str, seconds: float, per_hour: float | None, why_not: str = "") -> CardRow:
+    step = StepSeconds(seconds, {"products": seconds}, 0.0, 0.0)
+    time = JobTime(card_of(name), step, 3600, None, {"train": 3600 * seconds}, (0.5, 2.0), "stated")
+    price = None if per_hour is None else Price(per_hour=per_hour, as_of="2026-11", source="test", currency="USD")
+    return CardRow(time, price, 0, why_not)
+
+
+def test_the_fastest_and_the_cheapest_card_are_marked() -> None:
+    rows = [row("L4", 2.0, 1.0), row("H100", 0.5, 8.0), row("RTX3090", 1.0, None), row("T4", 0.1, 0.1, "does not fit")]
+    lines = {
+        line.split()[0]: line for line in card_table("job", rows) if "USD" in line or "price" in line or "fit" in line
+    }
+    assert lines["L4"].endswith("cheapest") and " 2.00 " in lines["L4"] and " 4.00 " in lines["L4"]
+    assert lines["H100"].endswith("fastest") and "4.00 USD" in lines["H100"]
+    assert "no price known" in lines["RTX3090"] and lines["T4"].endswith("does not fit")
+
+
+def test_the_users_own_prices_come_before_those_that_ship(tmp_path: Path) -> None:
+    file = tmp_path / "prices.json"
+    file.write_text('{"l4": {"per_hour": 0.2, "as_of": "2026-11", "source": "mine"}}')
+    assert of_cards()["l4"].per_hour == 0.7068 and of_cards(file)["l4"].source == "mine"
+    names = {card.name.lower() for card in CARDS}
+    assert set(of_cards()) <= names
