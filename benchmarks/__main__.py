@@ -58,6 +58,13 @@ def prior(args: argparse.Namespace) -> object:
     return prior.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
 
 
+def choice(args: argparse.Namespace) -> object:
+    """whether the checkpoint that is chosen is better than the last one, on the tiny SD3"""
+    from benchmarks import choice
+
+    return choice.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
+
+
 def inference(args: argparse.Namespace) -> object:
     """seconds, memory and cost of a picture, compared with plain diffusers"""
     from benchmarks import inference
@@ -138,6 +145,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     quality: ("rows", "prompts", "overrides"),
     masks: ("rows", "prompts"),
     prior: ("rows", "prompts", "overrides"),
+    choice: ("rows", "prompts", "overrides"),
     inference: ("rows", "model", "price", "prices", "size", "steps", "rounds", "device"),
     study: ("rows", "model", "overrides"),
     vertex: ("rows",),

@@ -16,6 +16,7 @@ from PIL import Image
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import (
+    choice,
     convolutions,
     estimate,
     inference,
@@ -382,3 +383,10 @@ def test_the_vertex_page_shows_published_beside_predicted(tmp_path: Path) -> Non
     html, markdown = (file.read_text() for file in page)
     for text in ("797,184", "9.98 GB", "2.42 GB", "226", "needs a card"):
         assert text in html and text in markdown
+
+
+def test_training_loss_chooses_the_end_of_its_lowest_part() -> None:
+    losses = [5.0, 1.0, 2.0, 2.0, 1.0, 9.0]
+    metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    assert choice.by_training_loss(metrics, [2, 4, 6]) == 4
+    assert choice.by_training_loss(metrics[:2], [2]) == 2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TrainOnce
 from PIL import Image
+from shared_runs import TrainOnce
 
 from simpletune.config.load import ConfigError, validate
 from simpletune.data.evaluation import LEAST, MOST, settle_evaluation

@@ -191,7 +191,9 @@ def test_one_learning_rate_of_all_gradients_is_refused_with_a_ratio(
 
 def test_a_limit_of_norms_is_refused_where_the_optimizer_averages(tiny_config: dict) -> None:
     data = tiny_config | {"adapter": {"method": "lora", "max_norm": 1.0}, "optimizer": {"name": "adamw_schedule_free"}}
-    with pytest.raises(ConfigError, match="adapter.max_norm: optimizer.name adamw_schedule_free averages .*Use max_norm"):
+    with pytest.raises(
+        ConfigError, match="adapter.max_norm: optimizer.name adamw_schedule_free averages .*Use max_norm"
+    ):
         validate(data, "refused")
 
 

@@ -119,17 +119,17 @@ class Evaluator:
 
     def _write_base(self, transformer: Transformer) -> Evaluated:
         """Predict with the base, keep the predictions, and return its figures."""
-        found: dict[str, Tensor] = {}
-        losses: list[Tensor] = []
 
-        def predict() -> None:
+        def predict() -> tuple[dict[str, Tensor], list[Tensor]]:  # is repeated where a block overflows fp16
+            found, losses = dict[str, Tensor](), list[Tensor]()
             for group, draws in self.groups().items():
                 for n, (prediction, loss) in enumerate(self._passes(transformer, draws)):
                     found[f"{group}.{n}"] = prediction.cpu()
                     losses.extend([loss] if group == TRAINED else [])
+            return found, losses
 
         with nullcontext() if self.adapter.trains_base else self.adapter.disabled(transformer):
-            finite_passes(transformer, predict)
+            found, losses = finite_passes(transformer, predict)
         with room_for("writing the base's predictions", self.file.parent):
             write_safetensors(found, self.file, {"of": self._of()})
         none = dict.fromkeys(self.groups(), 0.0)
