@@ -247,7 +247,7 @@ def test_the_command_runs_the_grid_that_is_named(grid: str, tmp_path: Path, monk
     assert benchmarks.main([grid, *words, "--out", str(tmp_path), "--minutes", "3"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{grid} ({tmp_path!r}, ") and "3.0" in said and ("'base'" in said) == (grid != "pair")
-    assert ("train.steps=2" in said) == (grid in ("quality", "prior", "study", "int8", "pair"))
+    assert ("train.steps=2" in said) == (grid in ("quality", "prior", "choice", "study", "int8", "pair"))
     assert ("'spot': Price(per_hour=0.5, " in said) == (grid == "inference")
     assert ("some/model" in said) == (grid in ("inference", "study", "speed"))
 

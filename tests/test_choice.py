@@ -100,7 +100,7 @@ def scored(folder: Path, rows: list[tuple[int | None, float | None, float, float
         {"step": step, "strength": strength, "scores": {
             "subject_fidelity": {"dino": {"value": subject}},
             "prompt_fidelity": {"clip": {
-                "value": 0.3 + change,
+                "value": 0.3 + change, "by_prompt": [0.3 + change - error, 0.3 + change + error * (1 + change)],
                 "from_base": {"value": change, "low": change - error, "high": change + error}}},
         }}
         for step, strength, subject, change, error in rows
@@ -122,16 +122,24 @@ def test_fidelity_comes_before_the_loss_and_strength_is_part_of_it(tmp_path: Pat
     assert choose(run).step == 300  # type: ignore[union-attr]
 
 
-def test_without_a_model_that_follows_prompts_the_best_at_that_is_taken(tmp_path: Path) -> None:
-    run = run_of(tmp_path, {0: [3.0], 100: [1.0], 200: [2.0]})
-    scored(run, [(None, None, 0.1, 0, 0), (100, None, 0.5, -0.1, 0.02), (200, None, 0.9, -0.3, 0.02)])
+def test_where_none_follows_prompts_those_that_do_it_best_are_compared(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0], 100: [1.0], 200: [2.0], 300: [2.5]})
+    rows = [
+        (None, None, 0.1, 0, 0),
+        (100, None, 0.5, -0.1, 0.02),
+        (200, None, 0.7, -0.11, 0.04),
+        (300, None, 0.9, -0.3, 0.02),
+    ]
+    scored(run, rows)
     found = choose(run)
-    assert (
-        found is not None and (found.step, found.strength) == (100, 1) and found.why.startswith("none follows prompts")
-    )
-    scored(run, [(None, None, 0.1, 0, 0), (100, None, 0.5, -0.1, 0.02), (200, None, 0.9, -0.3, 0.02)], reads=False)
+    assert found is not None and (found.step, found.strength) == (
+        200,
+        1,
+    )  # 300 is like the subject, and ignores prompts
+    assert "of the 2 that follow prompts best, though none as the base does" in found.why
+    scored(run, rows, reads=False)
     found = choose(run)
-    assert found is not None and found.step == 200 and "clip" not in found.why
+    assert found is not None and found.step == 300 and "clip" not in found.why
 
 
 # How much is evaluated

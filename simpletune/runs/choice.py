@@ -1,7 +1,8 @@
 """Choose the best checkpoint of a run, and say why. Imports no torch.
 
 Fidelity, measured by ``simpletune evaluate``: the highest subject fidelity among those whose prompt fidelity is not
-below the base's by more than the error of their difference, prompt by prompt.
+below the base's by more than the error of their difference, prompt by prompt; if all are, among those that are not
+below the best of them.
 
 Held-out loss: an evaluation takes the place of the best so far if its loss is lower by more than the standard error of
 the differences sample by sample, so a later checkpoint must be better, not merely as good.
@@ -97,16 +98,15 @@ def by_fidelity(run: Path, steps: Sequence[int]) -> Choice | None:
     if not points:
         return None
     faithful = points if prompt is None else [point for point in points if follows_prompts(point, prompt)]
-    ranked_by = ("subject_fidelity", subject) if faithful else ("prompt_fidelity", prompt)
-    best = max(faithful or points, key=lambda point: _score(point, *ranked_by)["value"])
+    able = faithful or most_faithful(points, prompt or subject)
+    best = max(able, key=lambda point: _score(point, "subject_fidelity", subject)["value"])
     among, likeness = f"of {plural(len(points), 'model')}", _score(best, "subject_fidelity", subject)["value"]
     why = f"the highest subject fidelity {among}, {likeness:.3f} by {subject}"
     if prompt is not None:
         own = _score(best, "prompt_fidelity", prompt)
         kept = f"prompt fidelity {own['value']:.3f} by {prompt}, {own['from_base']['value']:+.3f} against the base"
-        why = f"{why}, of those that follow prompts as the base does; {kept}"
-        if not faithful:
-            why = f"none follows prompts as the base does, and this one does it best {among}: {kept}"
+        those = f"the {len(able)} that follow prompts best, though none as the base does"
+        why = f"{why}, of {'those that follow prompts as the base does' if faithful else those}; {kept}"
     return Choice(best["step"], FIDELITY, why, best["strength"] if best["strength"] is not None else 1.0)
 
 
@@ -114,6 +114,19 @@ def follows_prompts(point: Json, encoder: str) -> bool:
     """Whether a model's prompt fidelity is not below the base's by more than the error of their difference."""
     difference = _score(point, "prompt_fidelity", encoder)["from_base"]
     return bool((difference["value"] if difference["high"] is None else difference["high"]) >= 0)
+
+
+def most_faithful(points: Sequence[Json], encoder: str) -> list[Json]:
+    """The models whose prompt fidelity is not below the best one's by more than twice the standard error of their
+    difference, prompt by prompt."""
+    leader = max(points, key=lambda point: _score(point, "prompt_fidelity", encoder)["value"])
+    own = _score(leader, "prompt_fidelity", encoder)["by_prompt"]
+    found = []
+    for point in points:
+        difference, error = compared(_score(point, "prompt_fidelity", encoder)["by_prompt"], own)
+        if difference >= -2 * error:
+            found.append(point)
+    return found
 
 
 def _score(point: Json, name: str, encoder: str | None) -> Json:
