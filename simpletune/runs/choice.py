@@ -78,7 +78,7 @@ def choose(run: Path) -> Choice | None:
     return Choice(
         steps[-1],
         LAST,
-        "nothing measures which checkpoint is better. Set validation.split to hold out pictures",
+        "nothing measures which checkpoint is better. Run simpletune evaluate, or set validation.split",
     )
 
 
