@@ -16,7 +16,7 @@ from simpletune.cli.main import main as simpletune
 from simpletune.demo import pictures
 from simpletune.options import Json
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.choice import by_fidelity, choose
+from simpletune.runs.choice import FIDELITY, choose
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.weights import result_of
 from simpletune.system.console import say
@@ -105,9 +105,8 @@ def measure(quality: Quality, options: list[str], count: int) -> Row:
     simpletune(["evaluate", str(folder), "--seeds", "1"])
     chosen, steps = choose(folder), [step for step, _ in list_checkpoints(folder)]
     assert chosen is not None and by_loss is not None
-    scores = {step: score(quality, [*options, *kept], folder, step, 1.0, count) for step in steps}
-    found = by_fidelity(folder, steps)
-    assert found is not None and found.step == chosen.step
+    assert chosen.by == FIDELITY
+    scores = {step: score(quality, [*options, *kept], folder, step, count) for step in steps}
     training = by_training_loss(read_metrics(folder), steps)
     last = scores[steps[-1]]
     return {
@@ -126,9 +125,9 @@ def by_training_loss(metrics: list[Json], steps: list[int]) -> int:
     return min(parts, key=lambda step: fmean(parts[step]))
 
 
-def score(quality: Quality, options: list[str], folder: Path, step: int, strength: float, count: int) -> float:
+def score(quality: Quality, options: list[str], folder: Path, step: int, count: int) -> float:
     """Score a checkpoint by the checker."""
-    easel = quality.easel(options, result_of(folder, strength, step))
+    easel = quality.easel(options, result_of(folder, step=step))
     styled, without = prompts_of(count, STYLE, pictures.STYLE_TRIGGER), unrelated(count)
     found = accuracies(easel.draw(styled), styled)
     return round(fmean([found["style"], found["prompt"], accuracies(easel.draw(without), without)["prompt"]]), 4)

@@ -54,3 +54,10 @@ def move_own_tensors(module: nn.Module, device: torch.device) -> None:
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Copy a tensor to a device; the result is never a view of a memory-mapped file."""
     return tensor.to(device=device, dtype=dtype or tensor.dtype, copy=True)
+
+
+def exchanged_halves(tensor: Tensor) -> Tensor:  # [2 n, ...] -> the same
+    """Exchange the halves of the first side: layouts differ in whether shift or scale comes first."""
+    import torch
+
+    return torch.cat(tensor.chunk(2)[::-1])

@@ -185,7 +185,7 @@ def test_drift_is_the_change_of_the_prediction(method: str, tiny_config: dict, m
     compare = Evaluator._compared
 
     def watched(self: Evaluator, transformer, base):
-        passes = {group: self._passes(transformer, draws) for group, draws in self.groups().items()}
+        passes = {group: self._passes(transformer, draws) for group, draws in self.groups.items()}
         seen.append({f"{group}.{n}": p for group, found in passes.items() for n, (p, _) in enumerate(found)})
         return compare(self, transformer, base)
 

@@ -24,9 +24,10 @@ from simpletune.evaluation.evaluate import evaluate, plan_of
 from simpletune.evaluation.plan import points_of, shots_of
 from simpletune.evaluation.predict import predict
 from simpletune.evaluation.prompts import Prompt
-from simpletune.evaluation.table import lines, main_encoders, read_scores
+from simpletune.evaluation.table import lines, main_encoders
 from simpletune.options import UserError
 from simpletune.pipeline.sample import Request, Sampler
+from simpletune.runs.folder import read_scores
 from tests.reference import scores as reference
 
 PROMPTS = ["a large red zorp on the left", "a small blue zorp", "a green star"]

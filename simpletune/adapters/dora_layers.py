@@ -22,6 +22,7 @@ from simpletune.adapters.lora_layers import UpdateDropout, row_norms
 from simpletune.adapters.lora_product import Context
 from simpletune.models.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, UP, Layout
 from simpletune.quant.unpack import row_blocks
+from simpletune.tensors import exchanged_halves
 
 
 class _Rescaled(torch.autograd.Function):
@@ -187,7 +188,7 @@ class DoraLayer(UpdateLayer):
         assert self.shape is not None
         relative = self.exact_gains() * self.squares.sqrt().to(self.magnitude.device)
         if layout.names.halves_swapped(name, self.shape[0], self.shape[1]):
-            relative = torch.cat(relative.chunk(2)[::-1])
+            relative = exchanged_halves(relative)
         state = {DOWN: down, UP: up, DORA_SCALE: relative[:, None]}
         if self.pointwise:
             state = {role: tensor[:, :, None, None] for role, tensor in state.items()}

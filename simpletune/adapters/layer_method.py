@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -56,14 +55,6 @@ class LayerMethod(TargetedMethod):
         sides = (shapes[f"{name}.weight"][:2] for name in self.modules(shapes))
         return sum(math.prod(shape) for o, i in sides for shape in self.factor_shapes(o, i).values())
 
-    def counted(self, shapes: Shapes) -> str:
-        """The number of layers and their names, for ``describe``."""
-        targets = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
-        modules = self.modules(shapes)
-        pointwise = sum(len(shapes[f"{name}.weight"]) == 4 for name in modules)
-        convolutions = f" and {pointwise} 1x1 convolutions" if pointwise else ""
-        return f"{len(modules) - pointwise} linear layers{convolutions} ({targets})"
-
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and wrap its layers, with factors in ``dtype`` and products in the activations' type."""
         import torch
@@ -79,12 +70,6 @@ class LayerMethod(TargetedMethod):
             factors = self.initialised(*sides[name][:2])
             cast = {factor: tensor.to(dtype) for factor, tensor in factors.items()}
             wrap(model, name, self.layer(model.get_submodule(name), cast))
-
-    def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Disable the updates within this context, which restores the exact base model."""
-        from simpletune.adapters.layers import updates_disabled
-
-        return updates_disabled(model)
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write pytorch_lora_weights.safetensors with the factors as trained, under the keys that ComfyUI reads."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -69,14 +68,7 @@ class Lora(TargetedMethod):
         return f"LoRA {self._in_words(shapes)}"
 
     def _in_words(self, shapes: Shapes) -> str:
-        targets = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
-        modules = self.modules(shapes)
-        pointwise = sum(len(shapes[f"{name}.weight"]) == 4 for name in modules)
-        convolutions = f" and {pointwise} 1x1 convolutions" if pointwise else ""
-        return (
-            f"of rank {self.rank}, scale {self.scale:g}, on {len(modules) - pointwise} linear layers"
-            f"{convolutions} ({targets})"
-        )
+        return f"of rank {self.rank}, scale {self.scale:g}, on {self.counted(shapes)}"
 
     def trainable(self, shapes: Shapes) -> int:
         """Sum rank x (inputs + outputs) over all targets."""
@@ -128,12 +120,6 @@ class Lora(TargetedMethod):
 
         for _, layer in lora_layers(model):
             yield layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-
-    def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Disable the updates within this context, which restores the exact base model."""
-        from simpletune.adapters.layers import updates_disabled
-
-        return updates_disabled(model)
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write pytorch_lora_weights.safetensors in the layout that most tools read: diffusers' for SD3, with the scale

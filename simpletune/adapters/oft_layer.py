@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from simpletune.adapters.layers import ADAPTER, UpdateLayer, base_of
 from simpletune.models.lora_names import OFT_BLOCKS, Layout
-from simpletune.tensors import all_tensors
+from simpletune.tensors import all_tensors, exchanged_halves
 
 
 def turn(
@@ -91,7 +91,7 @@ class OftLayer(UpdateLayer):
     def saved(self, swapped: bool) -> Tensor:  # [k, d, d]
         """The blocks as files hold them, with the halves exchanged if they are so in the file's layout."""
         blocks = upper(self.oft_triangle.detach(), self.side)
-        return torch.cat(blocks.chunk(2)[::-1]) if swapped else blocks
+        return exchanged_halves(blocks) if swapped else blocks
 
     def updated(self, y: Tensor, x: Tensor) -> Tensor:
         """Add (R - I) W x; the bias does not turn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -10,6 +11,9 @@ from pydantic import Field
 from simpletune.adapters.adapter import Shapes, TrainingMethod
 from simpletune.families.lora_names import TARGETS, is_target
 from simpletune.options import Problem
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Targets = (
     Literal["attention", "attention_qv", "attention_image", "attention_mlp", "all_linear"]
@@ -36,6 +40,20 @@ class TargetedMethod(TrainingMethod):
     def is_untouched(self, module: str) -> bool:
         """Tell whether a module gets no update."""
         return not self._is_target(module)
+
+    def counted(self, shapes: Shapes) -> str:
+        """The number of layers that get an update, and their names, for ``describe``."""
+        targets = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
+        modules = self.modules(shapes)
+        pointwise = sum(len(shapes[f"{name}.weight"]) == 4 for name in modules)
+        convolutions = f" and {pointwise} 1x1 convolutions" if pointwise else ""
+        return f"{len(modules) - pointwise} linear layers{convolutions} ({targets})"
+
+    def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Disable the updates within this context, which restores the exact base model."""
+        from simpletune.adapters.layers import updates_disabled
+
+        return updates_disabled(model)
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
         """Report named targets that this model lacks, and endings that match no layer."""

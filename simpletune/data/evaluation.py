@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import stdev
 from typing import TYPE_CHECKING
 
 from simpletune.options import Json, plural
@@ -114,6 +116,11 @@ def settle_evaluation(
     asked = option.eval_samples if before is None else before
     count = min(MOST, max(LEAST, int(SHARE * passes / each))) if asked == "auto" else asked
     return Evaluation(count, times if count else 0, count * each / passes)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """The standard error of a mean; 0 for a single value."""
+    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 def drift_group(name: str) -> str:

@@ -17,10 +17,11 @@ from simpletune.evaluation.measure import measure
 from simpletune.evaluation.plan import FIRST_SEED, Plan, points_of, real_pictures, shots_of
 from simpletune.evaluation.predict import Stage, predict
 from simpletune.evaluation.prompts import prompts_of, words_of
-from simpletune.evaluation.table import FILE, VERSION, lines, main_encoders
+from simpletune.evaluation.table import VERSION, lines, main_encoders
 from simpletune.options import Json, UserError, plural
 from simpletune.pipeline.sample import Request
 from simpletune.runs.choice import choose
+from simpletune.runs.folder import SCORES
 from simpletune.runs.names import find_run, run_config
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
@@ -53,21 +54,21 @@ def evaluate(args: argparse.Namespace) -> Path:
         )
         stages = predict(plan, encoders, undrawn)
         if args.predict:
-            return args.run / FILE
+            return args.run / SCORES
         drawn = draw_missing(plan, gallery)
         embedded = [embed(plan, gallery, about) for about in encoders]
         result = result_of(plan, encoders, gallery)
         for entry, found in zip(result["points"], measure(plan, embedded).values(), strict=True):
             entry["scores"] = found
         result["cost"] = cost_of(session, stages, drawn)
-        write_json(args.run / FILE, result)
+        write_json(args.run / SCORES, result)
     say("\n".join(lines(result)))
     memory = f"; peak memory {session.memory()}" if session.stages.as_json() else ", nothing was left to compute"
-    say(f"{args.run / FILE}: every score with its interval{memory}")
+    say(f"{args.run / SCORES}: every score with its interval{memory}")
     best = choose(args.run)
     if best is not None:
         say(f"best    {args.run}{best.suffix} by {best.by}: {best.why}")
-    return args.run / FILE
+    return args.run / SCORES
 
 
 def encoders_of(is_demo: bool, names: Sequence[str] | None) -> list[About]:

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from simpletune.options import Json
-from simpletune.runs.folder import read_json_or_none
 
-FILE, VERSION = "evaluation.json", 1
+VERSION = 1
 SUBJECT, PROMPT = "subject_fidelity", "prompt_fidelity"
 COLUMNS = (
     (SUBJECT, "subject"), (PROMPT, "prompt"), ("diversity", "diversity"), ("pres", "PRES"), ("copying", "copied"),
     ("cmmd", "CMMD"), ("kid", "KID"),
 )  # fmt: skip
 """Scores in the table, with their headings."""
-
-
-def read_scores(run: Path) -> Json | None:
-    """Read a run's evaluation; None if there is none.
-
-    Raises:
-        UserError: it is damaged.
-    """
-    return read_json_or_none(run / FILE)
 
 
 def main_encoders(encoders: Sequence[Json]) -> dict[str, str | None]:

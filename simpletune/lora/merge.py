@@ -21,6 +21,7 @@ from simpletune.options import UserError, plural, shortened
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.model_folder import NAMES
 from simpletune.system.safetensors_file import SafetensorsWriter, read_header
+from simpletune.tensors import exchanged_halves
 
 KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -167,7 +168,7 @@ def _assemble(merger: Merger, parts: Sequence[tuple[str, Origin]]) -> Tensor:
         return torch.cat([merger.get(name) for name, _ in parts])
     name, origin = parts[0]
     tensor = merger.get(name)
-    return torch.cat(tensor.chunk(2)[::-1]) if origin.swapped else tensor
+    return exchanged_halves(tensor) if origin.swapped else tensor
 
 
 def _raw(file: Path | None, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, bytes]]:

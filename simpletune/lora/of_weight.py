@@ -19,6 +19,7 @@ from simpletune.lora.kinds import DORA, OFT
 from simpletune.lora.updates import Update, split, swap_halves
 from simpletune.models.lora_names import DORA_SCALE, MAGNITUDE, Layout, LoraNames
 from simpletune.options import UserError
+from simpletune.tensors import exchanged_halves
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class DoraUpdate:
 
     def swapped(self) -> DoraUpdate:
         """The update with the halves of its outputs exchanged."""
-        vectors = (None if v is None else torch.cat(v.chunk(2)[::-1]) for v in (self.magnitude, self.relative))
+        vectors = (None if v is None else exchanged_halves(v) for v in (self.magnitude, self.relative))
         return DoraUpdate(swap_halves(self.update), *vectors)
 
 
@@ -148,7 +149,7 @@ class OftUpdate:
         """What is above the diagonal of the skew blocks, in diffusers' order."""
         blocks = self.blocks.float()
         if self.original is not None and self.original[1].halves_swapped(self.original[0], self.shape[0], inputs):
-            blocks = torch.cat(blocks.chunk(2)[::-1])
+            blocks = exchanged_halves(blocks)
         return triangle_of(blocks)
 
 
@@ -192,13 +193,13 @@ def magnitudes_of(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str
     scales = {layer: update.relative for layer, update in updates.items() if update.relative is not None}
     exchanged = {layer for layer, update in updates.items() if layout.names.halves_swapped(layer, *update.shape)}
     for layer in exchanged & scales.keys():  # rows in ComfyUI's order, whatever the names
-        scales[layer] = torch.cat(scales[layer].chunk(2)[::-1])
+        scales[layer] = exchanged_halves(scales[layer])
     for module, vector in _named(scales, layout).items():
         sides = (1, 1, 1) if module in updates and updates[module].pointwise else (1,)
         tensors[layout.key(module, DORA_SCALE)] = vector.float().view(-1, *sides).clone()
     magnitudes = {layer: update.magnitude for layer, update in updates.items() if update.magnitude is not None}
     for layer in exchanged & magnitudes.keys() if layout.original else ():
-        magnitudes[layer] = torch.cat(magnitudes[layer].chunk(2)[::-1])
+        magnitudes[layer] = exchanged_halves(magnitudes[layer])
     tensors |= {layout.key(k, MAGNITUDE): v.float().clone() for k, v in _named(magnitudes, layout).items()}
     return tensors
 

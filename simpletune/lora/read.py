@@ -18,6 +18,7 @@ from simpletune.lora.updates import Update, split, swap_halves
 from simpletune.models.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP
 from simpletune.options import UserError, plural
 from simpletune.system.console import say
+from simpletune.tensors import exchanged_halves
 
 READ = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -115,7 +116,7 @@ def _dora(header: LoraHeader, module: Module, factors: Mapping[str, Tensor], sca
     layout = header.layout
     if relative is not None and layout and not layout.original:  # its rows are in the original order, the others' not
         if layout.names.halves_swapped(module.layers[0], *update.shape):
-            relative = torch.cat(relative.chunk(2)[::-1])
+            relative = exchanged_halves(relative)
     magnitude = vectors.get(MAGNITUDE, None if made_for_comfyui else vectors.get(DORA_SCALE))
     return DoraUpdate(update, magnitude, relative)
 

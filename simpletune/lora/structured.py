@@ -17,8 +17,9 @@ from simpletune.adapters.loha_layer import LohaLayer, low_rank
 from simpletune.adapters.lokr_layer import LokrLayer, whole
 from simpletune.lora.kinds import LOHA, LOKR
 from simpletune.lora.of_weight import WeightUpdate
-from simpletune.lora.updates import Update
+from simpletune.lora.updates import Update, swap_halves
 from simpletune.options import UserError
+from simpletune.tensors import exchanged_halves
 
 FIRST = {"lokr_w1", "lokr_w1_a", "hada_w1_a"}  # the factor that a scale is folded into
 
@@ -94,9 +95,8 @@ class LokrUpdate:
         name = "lokr_w1" if "lokr_w1" in self.factors else "lokr_w1_a"
         left = self.factors[name]
         if not self.is_own or len(left) % 2:
-            plain = self.plain()
-            return replace(plain, up=torch.cat(plain.up.chunk(2)[::-1]))
-        return replace(self, factors={**self.factors, name: torch.cat(left.chunk(2)[::-1])})
+            return swap_halves(self.plain())
+        return replace(self, factors={**self.factors, name: exchanged_halves(left)})
 
     def saved(self) -> tuple[dict[str, Tensor], float]:
         """The factors and alpha for a file. Readers ignore alpha if both are whole, so their scale goes into W1."""
@@ -167,7 +167,7 @@ class LohaUpdate:
 
     def swapped(self) -> LohaUpdate:
         """The update with the halves of its outputs exchanged."""
-        halves = {n: torch.cat(f.chunk(2)[::-1]) if n.endswith("_a") else f for n, f in self.factors.items()}
+        halves = {n: exchanged_halves(f) if n.endswith("_a") else f for n, f in self.factors.items()}
         return replace(self, factors=halves)
 
     def saved(self) -> tuple[dict[str, Tensor], float]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from simpletune.lora.kinds import LORA
+from simpletune.tensors import exchanged_halves
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ Updates = Mapping[str, Update]
 
 def swap_halves(update: Update) -> Update:
     """Swap the halves of the outputs (scale and shift)."""
-    return replace(update, up=torch.cat(update.up.chunk(2)[::-1]))
+    return replace(update, up=exchanged_halves(update.up))
 
 
 def fuse(parts: Sequence[Update | None]) -> Update:

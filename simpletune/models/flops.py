@@ -79,7 +79,7 @@ def _update(factors: Mapping[str, Shape]) -> Update:
         return Update((rank * inputs, rank * outputs), constant=(norms, 0))
     if "oft_triangle" in factors:
         count, numbers = factors["oft_triangle"]
-        side = (1 + math.isqrt(1 + 8 * numbers)) // 2  # of a matrix with so many numbers above its diagonal
+        side = (1 + math.isqrt(1 + 8 * numbers)) // 2  # of a matrix with this many entries above its diagonal
         return Update((count * side**2,), constant=(0, count * side**3))
     if "hada_w1_a" in factors:  # a low-rank update whose rank is that of both together
         (outputs, rank), (_, inputs) = factors["hada_w1_a"], factors["hada_w1_b"]

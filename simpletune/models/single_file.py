@@ -17,6 +17,7 @@ from simpletune.models.model_config import ModelConfig
 from simpletune.options import UserError, shortened
 from simpletune.system.checksums import fingerprint_of_range
 from simpletune.system.safetensors_file import read_header
+from simpletune.tensors import exchanged_halves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -237,4 +238,4 @@ class OriginalReader:
             tensor = tensor.chunk(3)[origin.third]
         if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             tensor = tensor.to(torch.bfloat16)
-        return torch.cat(tensor.chunk(2)[::-1]) if origin.swapped else tensor
+        return exchanged_halves(tensor) if origin.swapped else tensor

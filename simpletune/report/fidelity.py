@@ -13,8 +13,7 @@ from simpletune.data.evaluation import UNRELATED
 from simpletune.options import Json, UserError
 from simpletune.report.content import Chart, Section, Table
 from simpletune.report.recorded import RunRecord
-from simpletune.runs.choice import SCORES
-from simpletune.runs.folder import EVALUATIONS, read_json_or_none, read_rows
+from simpletune.runs.folder import EVALUATIONS, read_rows, read_scores
 
 SIDE = 40  # of a thumbnail, in pixels
 NAMES = {
@@ -52,7 +51,7 @@ def fidelity_sections(runs: Sequence[RunRecord]) -> Iterator[Section]:
 
 def _result(run: RunRecord, section: Section) -> Json | None:
     try:
-        return read_json_or_none(run.folder / SCORES)
+        return read_scores(run.folder)
     except UserError as error:
         section.notes.append(str(error))
         return None

@@ -14,15 +14,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
+from simpletune.data.evaluation import standard_error
 from simpletune.options import Json, UserError, plural, shortened
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.folder import BEST, EVALUATIONS, read_json_or_none, read_rows
+from simpletune.runs.folder import BEST, EVALUATIONS, read_json_or_none, read_rows, read_scores
 from simpletune.system.atomic import remove, write_text
 
 USER, FIDELITY, HELD_OUT, LAST = "user", "fidelity", "held-out loss", "last"
-SCORES = "evaluation.json"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def best_step(run: Path) -> int | None:
 
 def by_fidelity(run: Path, steps: Sequence[int]) -> Choice | None:
     """Choose by the run's evaluation with encoders; None if there is none, or it has no checkpoint that exists."""
-    result = read_json_or_none(run / SCORES)
+    result = read_scores(run)
     if result is None:
         return None
     subject, prompt = result["main"]["subject_fidelity"], result["main"]["prompt_fidelity"]
@@ -172,8 +172,7 @@ def is_lower(losses: Sequence[float], than: Sequence[float]) -> bool:
 def compared(losses: Sequence[float], than: Sequence[float]) -> tuple[float, float]:
     """The mean difference of losses, sample by sample, and its standard error; of one sample the error is 0."""
     differences = [one - other for one, other in zip(losses, than, strict=True)]
-    error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
-    return fmean(differences), error
+    return fmean(differences), standard_error(differences)
 
 
 def _why(best: Json, rows: Sequence[Json]) -> str:

@@ -21,7 +21,7 @@ METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.
 EVALUATIONS, ENVIRONMENT, DATA, SKIPPED = "evaluations.jsonl", "environment.json", "data.json", "skipped.jsonl"
 SAMPLES, CHECKPOINTS = "samples", "checkpoints"
 CHOSEN, ATTEMPTS, OVERFLOWS = "chosen.json", "attempts.json", "overflows.jsonl"
-DRIFT, BEST = "base_predictions.safetensors", "best.json"
+DRIFT, BEST, SCORES = "base_predictions.safetensors", "best.json", "evaluation.json"
 # Files that a run writes before its first checkpoint; wandb keeps its own copy.
 WRITTEN_FIRST = {
     METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, CHOSEN, ATTEMPTS, OVERFLOWS, DRIFT,
@@ -257,6 +257,15 @@ def read_json_or_none(file: Path) -> Json | None:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}). Remove it; the run writes it again") from None
     return value
+
+
+def read_scores(folder: Path) -> Json | None:
+    """Read what ``simpletune evaluate`` measured of a run; None if it has not been evaluated.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    return read_json_or_none(folder / SCORES)
 
 
 def overflow_words(summary: Json) -> str:

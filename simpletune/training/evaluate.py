@@ -9,15 +9,16 @@ import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from simpletune.adapters.adapter import TrainingMethod
 from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.data.evaluation import TRAINED, drift_groups, settle_evaluation
+from simpletune.data.evaluation import TRAINED, drift_groups, settle_evaluation, standard_error
 from simpletune.data.samples import Draw
 from simpletune.models.fp16_blocks import finite_passes
 from simpletune.models.transformer import Transformer
@@ -94,6 +95,7 @@ class Evaluator:
         finally:
             transformer.train(was_training)
 
+    @cached_property
     def groups(self) -> dict[str, list[Draw]]:
         """The draws of each group of prompts."""
         return drift_groups(self.core.config.validation, self.batches.plan.evaluation(self.samples))
@@ -112,7 +114,7 @@ class Evaluator:
 
     def _of(self) -> str:
         """What the predictions depend on, apart from the base and the latents: samples and prompts."""
-        groups = self.groups().items()
+        groups = self.groups.items()
         return json.dumps(
             {group: [[d.view.picture.digest, d.caption, d.level] for d in draws] for group, draws in groups}
         )
@@ -122,7 +124,7 @@ class Evaluator:
 
         def predict() -> tuple[dict[str, Tensor], list[Tensor]]:  # is repeated where a block overflows fp16
             found, losses = dict[str, Tensor](), list[Tensor]()
-            for group, draws in self.groups().items():
+            for group, draws in self.groups.items():
                 for n, (prediction, loss) in enumerate(self._passes(transformer, draws)):
                     found[f"{group}.{n}"] = prediction.cpu()
                     losses.extend([loss] if group == TRAINED else [])
@@ -132,7 +134,7 @@ class Evaluator:
             found, losses = finite_passes(transformer, predict)
         with room_for("writing the base's predictions", self.file.parent):
             write_safetensors(found, self.file, {"of": self._of()})
-        none = dict.fromkeys(self.groups(), 0.0)
+        none = dict.fromkeys(self.groups, 0.0)
         return Evaluated(*_mean_and_each(losses), none, none)
 
     def _passes(self, transformer: Transformer, draws: list[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -145,7 +147,7 @@ class Evaluator:
     def _compared(self, transformer: Transformer, base: dict[str, Tensor] | None) -> Evaluated:
         losses: list[Tensor] = []
         change: dict[str, list[Tensor]] = {}
-        for group, draws in self.groups().items():
+        for group, draws in self.groups.items():
             if base is None and group != TRAINED:
                 continue
             for n, (prediction, loss) in enumerate(self._passes(transformer, draws)):
@@ -159,7 +161,7 @@ class Evaluator:
         return Evaluated(
             *_mean_and_each(losses),
             {group: fmean(values) for group, values in drift.items()},
-            {group: stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0 for group, values in drift.items()},
+            {group: standard_error(values) for group, values in drift.items()},
         )
 
 
