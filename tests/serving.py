@@ -26,6 +26,7 @@ from simpletune.pipeline.sample import Request
 from simpletune.quant.plain import FP32
 from simpletune.runs.folder import CONFIG
 from simpletune.serve import server
+from simpletune.serve.address import bind
 from simpletune.serve.app import HttpOptions
 from simpletune.serve.limits import Limits
 from simpletune.serve.requests import Capabilities, ImageRequest
@@ -163,7 +164,7 @@ def blocking(generator: BlockingGenerator, limits: Limits = Limits(), **options:
     """A server of a generator that waits."""
     capabilities = Capabilities(("base", "one"), Request("", 7, "", 64, 64, 3, 3.0), limits)
     options = {"hosts": {"127.0.0.1"}, "log": lambda line: None, **options}
-    return server.service(lambda: generator, capabilities, server._bind("127.0.0.1", 0), HttpOptions(**options))
+    return server.service(lambda: generator, capabilities, bind("127.0.0.1", 0), HttpOptions(**options))
 
 
 def pixels(text: str) -> bytes:

@@ -18,7 +18,6 @@ from test_compare import parsed
 
 from simpletune.cli.drawing_arguments import add_arguments, add_compare_arguments
 from simpletune.cli.main import main
-from simpletune.cli.push_result import files_of
 from simpletune.cli.serve import serve_arguments
 from simpletune.config.load import validate
 from simpletune.drawing.compare import models_to_compare
@@ -27,6 +26,7 @@ from simpletune.drawing.session import open_session
 from simpletune.options import UserError
 from simpletune.runs import checkpoint
 from simpletune.runs.names import RunName, find_lora, find_named, find_run, split_scale, weight_file
+from simpletune.runs.push import files_of
 from simpletune.runs.weights import BASE, result_of
 from simpletune.serve.server import _served_models
 from simpletune.system.atomic import remove

@@ -99,7 +99,7 @@ def test_a_full_queue_is_shown(tmp_path: Path) -> None:
 
 def test_it_needs_nothing_from_elsewhere() -> None:
     page = {file.name: file.read_text() for file in PAGE.iterdir()}
-    assert set(page) == {"page.html", "page.css", "page.js"}
+    assert set(page) == {"base.css", "page.html", "page.css", "page.js"}
     for name, text in page.items():
         assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", text), name
     assert not re.search(r"<style|style=|\son\w+=|<script>", page["page.html"])  # the policy forbids them

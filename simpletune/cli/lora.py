@@ -36,7 +36,7 @@ def inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> None:
     """write a LoRA, DoRA or OFT in another layout, or LoKr and LoHa as a LoRA"""
-    from simpletune.cli.lora_commands import export as run
+    from simpletune.conversion.commands import export as run
 
     run(args)
 
@@ -58,7 +58,7 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def merge(args: argparse.Namespace) -> None:
     """merge LoRAs into a base model and write a full model"""
-    from simpletune.cli.lora_commands import merge as run
+    from simpletune.conversion.commands import merge as run
 
     run(args)
 
@@ -78,7 +78,7 @@ def merge_arguments(parser: argparse.ArgumentParser) -> None:
 
 def mix(args: argparse.Namespace) -> None:
     """combine several LoRAs into one"""
-    from simpletune.cli.lora_commands import mix as run
+    from simpletune.conversion.commands import mix as run
 
     run(args)
 
@@ -97,7 +97,7 @@ def mix_arguments(parser: argparse.ArgumentParser) -> None:
 
 def extract(args: argparse.Namespace) -> None:
     """extract a LoRA from the difference of two models"""
-    from simpletune.cli.lora_commands import extract as run
+    from simpletune.conversion.commands import extract as run
 
     run(args)
 
@@ -114,7 +114,7 @@ def extract_arguments(parser: argparse.ArgumentParser) -> None:
 
 def resize(args: argparse.Namespace) -> None:
     """change the rank of a LoRA"""
-    from simpletune.cli.lora_commands import resize as run
+    from simpletune.conversion.commands import resize as run
 
     run(args)
 

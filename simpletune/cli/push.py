@@ -7,7 +7,7 @@ import argparse
 
 def push(args: argparse.Namespace) -> None:
     """upload a run's result and model card to the hub"""
-    from simpletune.cli.push_result import push as run
+    from simpletune.runs.push import push as run
 
     run(args.run, args.repository, args.private, args.yes)
 

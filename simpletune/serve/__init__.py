@@ -13,7 +13,7 @@ from pathlib import Path
 
 from simpletune.options import UserError
 
-PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+PACKAGES = ("prometheus_client",)
 
 
 def require_packages() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import sys
 import time
 import traceback
@@ -23,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from simpletune.printable import printable
+from simpletune.serve.headers import HEADERS, UNKNOWN_HOST, has_known_host, with_headers
 from simpletune.serve.metrics import CONTENT_TYPE, Metrics
 from simpletune.serve.requests import Capabilities, RequestError, read_requests
 from simpletune.serve.worker import FAILED, STOPPING, Job, Worker
@@ -30,23 +30,14 @@ from simpletune.serve.worker import FAILED, STOPPING, Job, Worker
 PAGE = Path(__file__).parent / "page"
 PAGE_FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
+    "/base.css": ("base.css", "text/css; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
 STANDARD = ("negative_prompt", "width", "height", "steps", "guidance", "seed")  # fields of a Request, for the page
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; no client sees it
 CLIENT_LEFT = "The client closed the connection"
-HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:@/\[\]]+)(:[0-9]{1,5})?")
 BODY_TIMEOUT = 30.0  # seconds for a body to arrive
-HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
-    "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-store",
-}
 
 
 def to_stderr(line: str) -> None:
@@ -230,16 +221,14 @@ class RequestGuard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*message.get("headers", []), *extra]}
+                message = with_headers(message, HEADERS)
             await send(message)
 
         try:
-            if self._has_known_host(scope):
+            if has_known_host(scope, self.options.hosts):
                 await self.app(scope, receive, sent)
             else:
-                message = "Unknown Host header. Use the address that the server printed"
-                await error_answer(421, message, [], {})(scope, receive, sent)
+                await error_answer(421, UNKNOWN_HOST, [], {})(scope, receive, sent)
         except Exception:
             traceback.print_exc()
             if not status:
@@ -249,14 +238,6 @@ class RequestGuard:
             status = status or CLIENT_CLOSED_REQUEST
             self.metrics.count_response(self.names.get(scope["path"], "other"), status, seconds)
             self.options.log(log_line(scope, status, seconds))
-
-    def _has_known_host(self, scope: Scope) -> bool:
-        """Whether the Host header is allowed; otherwise any site could reach a local server by DNS rebinding."""
-        if self.options.hosts is None:
-            return True
-        host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "").lower()
-        whole = HOST.fullmatch(host)
-        return whole is not None and whole["name"] in self.options.hosts
 
 
 def log_line(scope: Scope, status: int, seconds: float) -> str:

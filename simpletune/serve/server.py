@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import ipaddress
 import os
 import re
 import signal
@@ -21,6 +20,7 @@ from simpletune.options import UserError
 from simpletune.pipeline.sample import Request
 from simpletune.runs.names import find_lora
 from simpletune.runs.weights import result_of
+from simpletune.serve.address import EVERYWHERE, LOOPBACK, bind, is_loopback, loopback_hosts, url_of
 from simpletune.serve.app import HttpOptions, make_app
 from simpletune.serve.generator import ImageGenerator
 from simpletune.serve.limits import GUIDANCE, Limits
@@ -32,7 +32,7 @@ from simpletune.serve.worker import SupportsGenerate, Worker
 from simpletune.system.console import say
 from simpletune.system.startup import freeze
 
-LOOPBACK, EVERYWHERE, PORT = "127.0.0.1", "0.0.0.0", 8000
+PORT = 8000
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -55,8 +55,7 @@ class Service:
     @property
     def address(self) -> str:
         """The URL of the page."""
-        host, port = self.socket.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        return url_of(self.socket)
 
     def run(self) -> None:
         """Serve until stopped.
@@ -107,11 +106,10 @@ def run(args: argparse.Namespace) -> None:
         UserError: an argument is invalid, the port is in use, or weights are missing.
     """
     service = build(args)
-    host = service.socket.getsockname()[0]
-    if not ipaddress.ip_address(host).is_loopback:
+    if not is_loopback(service.socket):
         say(
-            f"warning: listening on {host}: anyone who can reach this machine can draw. There is no password and no "
-            "encryption; put a proxy with both in front"
+            f"warning: listening on {service.socket.getsockname()[0]}: anyone who can reach this machine can draw. "
+            "There is no password and no encryption; put a proxy with both in front"
         )
     say(f"serving {service.capabilities.in_words()} at {service.address}; loading")
     service.run()
@@ -143,9 +141,8 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
         freeze()  # loaded objects stay: scanning them for garbage takes longer than drawing a tiny picture
         return generator
 
-    bound = _bind(host, port)
-    loopback = ipaddress.ip_address(bound.getsockname()[0]).is_loopback
-    hosts = {"localhost", LOOPBACK, "[::1]", host, f"[{host}]"} if loopback else None
+    bound = bind(host, port)
+    hosts = loopback_hosts(host) if is_loopback(bound) else None
     return service(load, capabilities, bound, HttpOptions(routes["predict"], routes["health"], args.predictions, hosts))
 
 
@@ -232,20 +229,3 @@ def _defaults(session: InferenceSession, limits: Limits) -> Request:
     width, height = (min(side, limits.side) for side in session.config.picture_size())
     steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
     return Request("", option.seed, option.negative_prompt, width, height, steps, guidance)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Open a listening socket.
-
-    Raises:
-        UserError: the address does not exist or is in use.
-    """
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        bound = socket.create_server((host, port), family=family, backlog=128)
-    except OSError as error:
-        raise UserError(
-            f"--port: cannot listen on {host}:{port} ({error.strerror or error}). Use another port"
-        ) from None
-    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a response's second part waits 40 ms for an ACK
-    return bound

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.cli.lora_metadata import config_of, header_of, source_note
 from simpletune.config.schema import TrainConfig
+from simpletune.conversion.metadata import config_of, header_of, source_note
 from simpletune.families.lora_names import result_layout
 from simpletune.lora.header import open_lora
 from simpletune.options import UserError, plural, shortened

@@ -1,0 +1,108 @@
+"""Join the pages into one ASGI application."""
+
+from __future__ import annotations
+
+import mimetypes
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from simpletune.options import UserError
+from simpletune.web import all_runs
+from simpletune.web.events import Watch, changes, events
+from simpletune.web.guard import Access, Guard
+from simpletune.web.roots import Roots
+from simpletune.web.templates import SHARED, TEMPLATES, render
+
+PAGES = (all_runs,)  # each has `routes() -> list[Route]` and `stamps(roots) -> dict[str, Hashable]`
+STATIC = {
+    "base.css": SHARED, "app.css": TEMPLATES, "app.js": TEMPLATES, "htmx.min.js": TEMPLATES,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Web:
+    """Hold the application and what ends it.
+
+    Args:
+        app: answers requests.
+        watch: to close before the server stops.
+    """
+
+    app: ASGIApp
+    watch: Watch
+
+
+def make_app(roots: Roots, access: Access) -> Web:
+    """Build the application.
+
+    Args:
+        roots: folders that the pages may touch; pages find them as ``request.app.state.roots``.
+        access: who may ask.
+    """
+    routes = [Route("/events", events), Route("/changes", changes), Route("/static/{name}", static)]
+    for page in PAGES:
+        routes += page.routes()
+    handlers: dict[type[Exception], Callable[[Request, Exception], Response]] = {
+        UserError: user_error, HTTPException: http_error,
+    }  # fmt: skip
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+
+    def look() -> dict[str, Hashable]:
+        return {topic: stamp for page in PAGES for topic, stamp in page.stamps(roots).items()}
+
+    app.state.roots, app.state.watch = roots, Watch(look)
+    return Web(Guard(app, access), app.state.watch)
+
+
+async def static(request: Request) -> Response:
+    """GET /static/NAME: styles and scripts."""
+    name = request.path_params["name"]
+    if name not in STATIC:
+        raise HTTPException(404)
+    return FileResponse(STATIC[name] / name, media_type=mimetypes.guess_type(name)[0], headers=KEEP)
+
+
+KEEP = {"cache-control": "max-age=60"}  # seconds: spares requests, and an update shows within a minute
+
+
+def user_error(request: Request, error: Exception) -> Response:
+    """Show a user's mistake: on a page of its own, or as a part in the place that asked for it."""
+    return _problem(request, 422, str(error))
+
+
+def http_error(request: Request, error: Exception) -> Response:
+    """Show an unknown path or a wrong method."""
+    assert isinstance(error, HTTPException)
+    return _problem(request, error.status_code, error.detail)
+
+
+def _problem(request: Request, status: int, message: str) -> Response:
+    part = request.headers.get("hx-request") == "true"
+    return render(request, "problem_part.html" if part else "problem.html", status, message=message)
+
+
+def file_response(roots: Roots, folder: Path, name: str, **headers: str) -> Response:
+    """Send a file below a run's folder.
+
+    Args:
+        roots: what the pages may touch.
+        folder: that the file must lie in, links resolved.
+        name: relative path.
+        headers: further ones.
+
+    Raises:
+        HTTPException: 404.
+    """
+    file = roots.inside(folder, name)
+    if file is None:
+        raise HTTPException(404)
+    return FileResponse(file, headers=headers)

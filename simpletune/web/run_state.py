@@ -1,0 +1,106 @@
+"""The state of a run in a few figures, read cheaply: the ends of its files, not the whole of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+
+from simpletune.options import Json
+from simpletune.runs.attempts import read_attempts
+from simpletune.runs.folder import ATTEMPTS, CONFIG, EVALUATIONS, METRICS, SAMPLES, SUMMARY
+from simpletune.system.locks import is_held
+from simpletune.system.strict_json import parse
+
+STAMPED = (METRICS, SUMMARY, ATTEMPTS, EVALUATIONS, SAMPLES, CONFIG)
+TAIL = 4096  # bytes: more than the longest row of metrics
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Describe a run.
+
+    Args:
+        name: its folder's name.
+        word: running, finished, stopped, failed, killed or new.
+        reason: why it ended, if not by itself.
+        done: finished steps.
+        steps: planned steps; None if the configuration does not say.
+        loss: of the last step; None before the first.
+        settings: its configuration as JSON; empty if it is missing or damaged.
+        picture: newest sheet of validation pictures, relative to the run's folder.
+    """
+
+    name: str
+    word: str
+    reason: str
+    done: int
+    steps: int | None
+    loss: float | None
+    settings: Json
+    picture: str | None
+
+
+def state_of(folder: Path) -> RunState:
+    """Read the state of a run; damaged files count as missing."""
+    row = last_row(folder / METRICS)
+    summary, settings = _object(folder / SUMMARY), _object(folder / CONFIG)
+    word, reason = _ending(folder, bool(summary))
+    steps = summary.get("steps") or settings.get("train", {}).get("steps")
+    sheets = sorted(folder.glob(f"{SAMPLES}/*.png"), key=lambda file: file.stat().st_mtime)
+    picture = str(sheets[-1].relative_to(folder)) if sheets else None
+    return RunState(folder.name, word, reason, int(row.get("step", 0)), steps, row.get("loss"), settings, picture)
+
+
+def _ending(folder: Path, summarised: bool) -> tuple[str, str]:
+    if is_held(folder):
+        return "running", ""
+    try:
+        attempts = read_attempts(folder)
+    except (ValueError, OSError):
+        attempts = []
+    if not attempts:
+        return ("finished" if summarised else "new"), ""
+    last = attempts[-1]
+    return last.ended or "killed", last.reason
+
+
+def last_row(file: Path) -> Json:
+    """Return the last whole row of a file of JSON lines; empty if there is none."""
+    try:
+        with file.open("rb") as opened:
+            opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL))
+            lines = opened.read().split(b"\n")
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:  # empty, or still being written
+            continue
+        if isinstance(row, dict):
+            return row
+    return {}
+
+
+def _object(file: Path) -> Json:
+    try:
+        found = parse(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def stamp(folder: Path) -> Hashable:
+    """Return what changes whenever a page about the run would look different."""
+    return (*(_stamp(folder / name) for name in STAMPED), is_held(folder))
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size

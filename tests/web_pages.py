@@ -1,0 +1,20 @@
+"""The pages of ``simpletune web`` without a server: a client in this process, on folders of the test's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starlette.testclient import TestClient
+
+from simpletune.web.app import make_app
+from simpletune.web.guard import Access
+from simpletune.web.roots import make_roots
+
+ADDRESS = "http://127.0.0.1:8100"
+HOSTS = {"127.0.0.1", "localhost"}
+
+
+def open_pages(folder: Path, runs: str = "runs", token: str | None = None) -> TestClient:
+    """Return a client of the pages whose root is ``folder``, with the header that a browser sends with its forms."""
+    web = make_app(make_roots(folder / runs, [folder]), Access(HOSTS, token))
+    return TestClient(web.app, base_url=ADDRESS, headers={"origin": ADDRESS}, follow_redirects=False)
