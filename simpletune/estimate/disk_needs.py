@@ -50,6 +50,17 @@ class DataCounts(NamedTuple):
         pixels = sum(math.prod(view.bucket) for view in views.values())
         return cls(len(pictures), len(plan.captions()), pixels, len(plan.samples))
 
+    @classmethod
+    def to_prepare(cls, config: TrainConfig, plan: Plan) -> DataCounts:
+        """Count what of a plan is not in the cache yet; samples and pictures count as a whole.
+
+        Args:
+            config: with folders resolved.
+            plan: of the run.
+        """
+        prompts, pixels = _prompts_to_encode(config, plan), _pixels_to_encode(config, plan)
+        return cls.of(plan)._replace(prompts=prompts, pixels=pixels)
+
 
 NOTHING = DataCounts(0, 0, 0, 0)
 

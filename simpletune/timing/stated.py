@@ -1,7 +1,8 @@
 """Seconds of recorded work on a card that has not been calibrated: stated constants, each with its source.
 
-A product takes its operations at the rate that large ones were measured to reach on such a card, or at a share of the
-data sheet's rate, less where its tiles do not fill the card; traffic its bytes at a share of the data sheet's bandwidth; every kernel at least a moment. Imports no torch.
+A product takes its operations at the rate that large ones were measured to reach on such a card, or at a share of its
+data sheet's, less where its tiles do not fill the card; traffic its bytes at a share of the data sheet's bandwidth;
+every kernel at least a moment. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ OF_BANDWIDTH = 0.85  # of the data sheet's: H200 4.3 of 4.8 TB/s, measured by ot
 FORWARD, BACKWARD = 0.8, 0.65
 INT8 = 1.9  # times the rate of bf16 products: twice the data sheet's, less the kernel's scales; assumed
 CONVOLUTION = 0.7  # of the products' rate; assumed
+# cuDNN convolves fp32 in TF32 on tensor cores, which torch allows by default (its notes on CUDA semantics): at half the
+# rate of 16 bits, in data sheets and as measured (source of PRODUCTS, TFLOP/s: L4 26, RTX 4090 86, A40 59).
+TF32, TF32_FROM = 0.5, (8, 0)
 KERNEL = 2.5e-6  # seconds that the smallest kernel takes; of the order that calibrated cards show
 TILE = 128  # rows and columns that a block of threads computes
 UNKNOWN_BANDWIDTH, UNKNOWN_MULTIPROCESSORS = 300.0, 58  # an L4's
@@ -83,7 +87,8 @@ class StatedSpeeds:
         if kind.startswith("convolution"):
             pixels, inputs, outputs = extents
             moved = ITEM[dtype] * (pixels * (inputs + outputs) + 9 * inputs * outputs)
-            work = 18 * pixels * inputs * outputs / (self._of(dtype) * CONVOLUTION)
+            rate = max(self._of(dtype), self._rate * TF32) if self.card.capability >= TF32_FROM else self._of(dtype)
+            work = 18 * pixels * inputs * outputs / (rate * CONVOLUTION)
             return KERNEL + max(work / self._filled(pixels, outputs), moved / self._bandwidth)
         return KERNEL + TWICE_READ.get(kind, 1.0) * extents[0] / self._bandwidth
 
