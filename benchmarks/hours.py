@@ -6,6 +6,7 @@ Everything is predicted from the operations of our own step and the stated figur
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -144,8 +145,10 @@ def ratios(beside: list[Row], found: dict[str, Json]) -> Json:
 def write_figure(file: Path, spec: Json) -> None:
     """Draw the chart as a picture."""
     import vl_convert
+    from PIL import Image
 
     schema = "https://vega.github.io/schema/vega-lite/v5.json"
     title = "Predicted over published seconds (band: within 25%)"
     whole = {**spec, "$schema": schema, "width": 420, "background": "white", "title": title}
-    file.write_bytes(vl_convert.vegalite_to_png(whole, scale=2))
+    picture = Image.open(io.BytesIO(vl_convert.vegalite_to_png(whole, scale=2))).convert("RGB")
+    picture.quantize(64).save(file, optimize=True)
