@@ -13,14 +13,17 @@ import torch
 
 from simpletune.cards import card_named_by_driver, card_of
 from simpletune.config.load import validate
+from simpletune.config.resolve import checked_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate import forecast as forecasting
 from simpletune.estimate.disk_needs import DataCounts
 from simpletune.estimate.forecast import price_of
 from simpletune.estimate.job_time import WRITE_PNG, job_time, times_due
+from simpletune.estimate.predict import Estimate
 from simpletune.estimate.simulate import StepReport
 from simpletune.estimate.simulate_stages import SIMULATED, JobReport
 from simpletune.memory.snapshot import MemorySnapshot
+from simpletune.pipeline.plan_data import plan_data
 from simpletune.report import make_report
 from simpletune.report.markdown import markdown
 from simpletune.runs.folder import PREDICTED
@@ -30,7 +33,7 @@ from simpletune.timing.constants import Constants, file_of, write
 from simpletune.timing.grid import Grid
 from simpletune.timing.recorder import Section
 from simpletune.timing.work import Work
-from simpletune.training.loop import train
+from simpletune.training.loop import prepare_only, train
 from tests.recorded_runs import write_run
 
 L4 = card_of("L4")
@@ -117,6 +120,32 @@ def test_the_price_of_a_card_as_the_driver_names_it() -> None:
     known = price_of(card_named_by_driver("NVIDIA A100-SXM4-80GB", 79 * 2**30, (8, 0)))
     assert known is not None and known.per_hour == 1.79
     assert price_of(card_named_by_driver("NVIDIA A2", 15 * 2**30, (8, 6))) is None
+
+
+def test_a_run_on_a_card_is_priced_before_it_starts(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = card_named_by_driver("NVIDIA L4", L4.bytes, (8, 9))
+    monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (card, 0))
+    monkeypatch.setattr(forecasting.DataCounts, "to_prepare", lambda config, plan: COUNTS)
+    config = validate(tiny_config | {"train": {"steps": 100}}, "x")
+    prediction = Estimate({}, None, (32, 32), a_job("latents"))  # type: ignore[arg-type]
+    found = forecasting.forecast_time(config, prediction, torch.device("cuda"), None)  # type: ignore[arg-type]
+    assert found is not None and found["price"]["per_hour"] == 0.7068
+    assert found["seconds_per_step"] == pytest.approx(SECONDS, rel=0.02)
+    assert found["cost"] == pytest.approx(found["seconds"] * 0.7068 / 3600, abs=1e-4)
+    out = capsys.readouterr().out
+    assert "time    predicted 4 ms a step (3 ms to 8 ms, by its data sheet" in out and "0.7068 USD per hour" in out
+
+
+def test_what_is_prepared_already_is_not_counted_again(tiny_config: dict, tmp_path: Path) -> None:
+    tiny_config["output"]["cache"] = str(tmp_path)
+    config = checked_folders(validate(tiny_config, "x"))
+    plan = plan_data(config, 1).plan
+    before = DataCounts.to_prepare(config, plan)
+    assert before.pixels == DataCounts.of(plan).pixels > 0 and before.prompts >= DataCounts.of(plan).prompts > 0
+    prepare_only(config)
+    assert DataCounts.to_prepare(config, plan) == before._replace(prompts=0, pixels=0)
 
 
 def a_prediction(**changes: object) -> dict:

@@ -132,11 +132,9 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         announce_resume(saved, config, prepared, steps, accelerator.num_processes)
     folder = run_folder(config)
     if main:
-        open_folder(config, prepared, saved, anew=options.resume == "auto")
+        open_folder(config, prepared, saved, timed, anew=options.resume == "auto")
         options.attempt.begin(reason, start, stages)
         put_chosen(resolved, fitted, threads)
-        if timed is not None and saved is None:  # a resumed run keeps that of its whole length
-            keep(folder, timed)
     stop_if_asked()
     with stages.stage("load"):
         model = load_model(fitted, prepared, accelerator, saved)
@@ -244,13 +242,16 @@ def announce_kernel(config: TrainConfig, transformer: Transformer, device: torch
     announce_tuning(transformer, image_rows, batch * config.model.text_tokens, device)
 
 
-def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.SavedState | None, anew: bool) -> None:
-    """Create or reopen the run's folder, and record configuration, environment and data.
+def open_folder(
+    config: TrainConfig, prepared: Prepared, saved: checkpoint.SavedState | None, timed: Json | None, anew: bool
+) -> None:
+    """Create or reopen the run's folder, and record configuration, environment, data and predicted time.
 
     Args:
         config: configuration as the user gave it.
         prepared: plan and caches.
         saved: checkpoint to continue from, if any.
+        timed: predicted time; a resumed run keeps that of its first start, which is of its whole length.
         anew: replace an unfinished run without a checkpoint.
     """
     if anew or saved:
@@ -261,6 +262,8 @@ def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.Saved
     write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
     write_json(folder / ENVIRONMENT, describe_machine())
     write_json(folder / DATA, prepared.data())
+    if timed is not None and saved is None:
+        keep(folder, timed)
 
 
 def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
