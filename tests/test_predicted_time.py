@@ -146,6 +146,13 @@ def test_what_is_prepared_already_is_not_counted_again(tiny_config: dict, tmp_pa
     assert before.pixels == DataCounts.of(plan).pixels > 0 and before.prompts >= DataCounts.of(plan).prompts > 0
     prepare_only(config)
     assert DataCounts.to_prepare(config, plan) == before._replace(prompts=0, pixels=0)
+    assert before.steps == plan.steps_per_epoch
+
+
+def test_an_epoch_has_the_steps_of_its_buckets(tiny_config: dict) -> None:
+    config = validate(tiny_config | {"train": {"epochs": 3, "batch_size": 4}}, "x")
+    assert job_time(config, a_job("latents"), L4, COUNTS).steps == 3 * 2  # 8 samples, 4 at once
+    assert job_time(config, a_job("latents"), L4, COUNTS._replace(steps=5)).steps == 3 * 5
 
 
 def a_prediction(**changes: object) -> dict:

@@ -276,6 +276,15 @@ def test_a_calibration_is_found_by_the_cards_name(tmp_path: Path) -> None:
         speeds_of(L4, tmp_path)
 
 
+def test_a_calibration_without_a_kind_says_so() -> None:
+    speeds = MeasuredSpeeds(constants())
+    with pytest.raises(UserError, match=r"NVIDIA L4 lacks convolution\.bf16. Run simpletune calibrate again"):
+        speeds.seconds("convolution", "bf16", (64, 64, 64))
+    assert speeds.seconds("root", "bf16", (1000,)) == pytest.approx(1e-9)  # as bytes moved
+    with pytest.raises(UserError, match=r"lacks root\.fp32"):
+        MeasuredSpeeds(constants(grids={})).seconds("root", "fp32", (1000,))
+
+
 def test_a_whole_step_scales_its_parts() -> None:
     step = Composite(seconds=30e-6, host={"operation": 10}, work=[("add", "fp32", [1000], 10)])
     speeds = MeasuredSpeeds(constants(composites=[step]))

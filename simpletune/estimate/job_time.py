@@ -129,7 +129,7 @@ def job_time(config: TrainConfig, job: JobReport, card: Card, counts: DataCounts
     speeds, interval, source = speeds_of(card, Path(config.output.cache))
     step = step_seconds(job.train.sections, speeds)
     batch = config.train.batch_size * config.train.gradient_accumulation
-    per_epoch = None if counts is None else max(1, -(-counts.samples // batch))
+    per_epoch = None if counts is None else counts.steps or max(1, -(-counts.samples // batch))
     steps = config.steps(per_epoch or 1)
     bring = speeds.rate("read_byte", READ_BYTE) + 1 / (card.link * 1e9)  # seconds of a byte from a file to the card
     base = 2 * config.model.parameter_count() * bring
