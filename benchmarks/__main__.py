@@ -123,6 +123,13 @@ def times(args: argparse.Namespace) -> object:
     return times.run(args.out, args.minutes, args.rows, args.calibration)
 
 
+def hours(args: argparse.Namespace) -> object:
+    """predicted seconds, hours and prices beside those that others published"""
+    from benchmarks import hours
+
+    return hours.run(args.out, args.minutes, args.rows)
+
+
 def kernels(args: argparse.Namespace) -> object:
     """machine code of the int8 kernels for cards that are not here; needs Triton, but no GPU"""
     from benchmarks import kernels
@@ -154,6 +161,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     methods: ("rows",),
     speed: ("rows", "model", "device"),
     times: ("rows", "calibration"),
+    hours: ("rows",),
     kernels: ("rows",),
     pair: ("steps", "rounds", "overrides"),
 }

@@ -2,7 +2,7 @@
 
 The report fine-tuned SD 1.5 by DreamBooth, in full and by LoRA on ``to_q`` and ``to_v``, on an A100 with 40 GB, with
 diffusers' scripts. Counts follow from shapes and must equal the published ones. Memory is predicted by executing our
-step without values; nothing here ran on a card, and rows that need one say so.
+step without values; nothing here ran on a card. Speed and cost are in ``hours``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ LEAD = (
 )
 MIB = 2**20
 GB = 1e9
-NOT_MEASURED = "needs a card"
 
 COUNTS = {4: (398_592, 859_919_556, 1.57), 8: (797_184, 860_318_148, 3.09), 16: (1_594_368, 861_115_332, 6.13),
           32: (3_188_736, 862_709_700, 12.21)}  # fmt: skip
@@ -84,15 +83,6 @@ LARGEST = {
     ("V100-16GB", 256): 32, ("V100-16GB", 512): 8, ("V100-16GB", 1024): 2, ("V100-16GB", 2048): None,
 }  # fmt: skip
 """Published: the suggested largest batch by card and side in pixels."""
-SPEED = (
-    ("batch 2", "1.24 it/s, 2.48 samples/s"), ("batch 4", "1.17 it/s, 4.68 samples/s"),
-    ("batch 8", "1.14 it/s, 9.12 samples/s"), ("batch 16", "0.87 it/s, 13.9 samples/s"),
-    ("256 px", "1.32 it/s"), ("512 px", "1.18 it/s"), ("1024 px", "0.249 it/s"),
-    ("10, 100, 1000 steps", "$0.06, $0.12, $0.79"),
-    ("serving 4 pictures, plain: T4, V100, A100", "28.6 s, 8.8 s, 4.2 s"),
-    ("serving 4 pictures, optimised: T4, V100, A100", "12.6 s, 4.1 s, 1.7 s"),
-)  # fmt: skip
-"""Published figures that only a card can be compared with."""
 WHY = [
     "The report's scripts hold the text encoder and the autoencoder on the card while they train, and encode every "
     "picture in every step; here the text and latents stages come first and free their models, so the training stage "
@@ -311,8 +301,6 @@ def batch_section(found: dict[str, Json]) -> Section:
 
 
 def speed_section() -> Section:
-    """Published speeds and costs, which need a card to compare with."""
-    body = [(name, published, NOT_MEASURED) for name, published in SPEED]
-    notes = ["Speed and cost are not predicted here. The published speeds seem to include warm-up."]
-    table = Table("A100 40 GB, DreamBooth with LoRA", ("row", "published", "here"), body)
-    return Section("speed", "Speed and cost", notes, tables=[table])
+    """Where the tables of speed and cost are."""
+    notes = ["hours.md beside this page has the report's iterations, costs and serving seconds beside predicted ones."]
+    return Section("speed", "Speed and cost", notes)

@@ -381,7 +381,7 @@ def test_the_vertex_page_shows_published_beside_predicted(tmp_path: Path) -> Non
     }
     page = write_report(vertex.page(rows), tmp_path / "page.html")
     html, markdown = (file.read_text() for file in page)
-    for text in ("797,184", "9.98 GB", "2.42 GB", "226", "needs a card"):
+    for text in ("797,184", "9.98 GB", "2.42 GB", "226", "hours.md"):
         assert text in html and text in markdown
 
 

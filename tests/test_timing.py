@@ -228,8 +228,9 @@ def test_a_stored_prediction_keeps_the_sections(tiny_config: dict) -> None:
     assert list(again.train.sections) == list(job.train.sections) and again.work == job.work
     assert {"latents", "draw", "evaluate"} < set(job.work) and any(name.startswith("text.") for name in job.work)
     config = validate(data, "x")
-    found, more = (job_time(config, job, L4, DataCounts(n, n, n * 32**2, n)) for n in (4, 8))
-    assert more.stages["latents"] == pytest.approx(2 * found.stages["latents"])
+    found, more, most = (job_time(config, job, L4, DataCounts(n, n, n * 32**2, n)) for n in (4, 8, 16))
+    each = more.stages["latents"] - found.stages["latents"]
+    assert each > 0 and most.stages["latents"] - more.stages["latents"] == pytest.approx(2 * each)
     assert found.stages["train"] == pytest.approx(found.steps * found.step.seconds)
 
 
@@ -273,6 +274,15 @@ def test_a_calibration_is_found_by_the_cards_name(tmp_path: Path) -> None:
     file_of(tmp_path, "NVIDIA L4", 1, "cuda").write_text("{}")
     with pytest.raises(UserError, match="simpletune calibrate"):
         speeds_of(L4, tmp_path)
+
+
+def test_a_calibration_without_a_kind_says_so() -> None:
+    speeds = MeasuredSpeeds(constants())
+    with pytest.raises(UserError, match=r"NVIDIA L4 lacks convolution\.bf16. Run simpletune calibrate again"):
+        speeds.seconds("convolution", "bf16", (64, 64, 64))
+    assert speeds.seconds("root", "bf16", (1000,)) == pytest.approx(1e-9)  # as bytes moved
+    with pytest.raises(UserError, match=r"lacks root\.fp32"):
+        MeasuredSpeeds(constants(grids={})).seconds("root", "fp32", (1000,))
 
 
 def test_a_whole_step_scales_its_parts() -> None:

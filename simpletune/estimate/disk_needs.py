@@ -41,6 +41,8 @@ class DataCounts(NamedTuple):
     """Of all crops to encode."""
     samples: int
     """In an epoch."""
+    steps: int = 0
+    """In an epoch, with what its buckets fill up; 0: not known."""
 
     @classmethod
     def of(cls, plan: Plan) -> DataCounts:
@@ -48,7 +50,18 @@ class DataCounts(NamedTuple):
         views = {view_key(view): view for view in plan.views()}
         pictures = {(sample.picture.source, sample.picture.name) for sample in [*plan.samples, *plan.held_out]}
         pixels = sum(math.prod(view.bucket) for view in views.values())
-        return cls(len(pictures), len(plan.captions()), pixels, len(plan.samples))
+        return cls(len(pictures), len(plan.captions()), pixels, len(plan.samples), plan.steps_per_epoch)
+
+    @classmethod
+    def to_prepare(cls, config: TrainConfig, plan: Plan) -> DataCounts:
+        """Count what of a plan is not in the cache yet; samples and pictures count as a whole.
+
+        Args:
+            config: with folders resolved.
+            plan: of the run.
+        """
+        prompts, pixels = _prompts_to_encode(config, plan), _pixels_to_encode(config, plan)
+        return cls.of(plan)._replace(prompts=prompts, pixels=pixels)
 
 
 NOTHING = DataCounts(0, 0, 0, 0)

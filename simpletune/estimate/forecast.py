@@ -1,21 +1,33 @@
-"""Predict a run's memory before it starts, and compare the prediction with the measurement at its end."""
+"""Predict a run's memory and time before it starts, and compare its memory with the measurement at its end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TypedDict
 
 import torch
 
-from simpletune.cards import Card, card_named_by_driver
+from simpletune.cards import Card, card_named_by_driver, cards_like
 from simpletune.config.schema import TrainConfig
+from simpletune.data.plan import Plan
+from simpletune.estimate.disk_needs import DataCounts
+from simpletune.estimate.job_time import CALIBRATED, JobTime, job_time
 from simpletune.estimate.levers import LEVERS, changed, differing
 from simpletune.estimate.planning import Search
 from simpletune.estimate.predict import CONTEXT, MIB, Estimate, SnapshotJson, estimate, snapshot_json
+from simpletune.estimate.simulate import simulate
 from simpletune.estimate.terminal import place
+from simpletune.estimate.time_text import in_words
 from simpletune.models.buckets import Size
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
+from simpletune.prices import Price, of_cards
 from simpletune.system.console import say
+from simpletune.system.environment import cpu_name
+from simpletune.timing.constants import file_of, read
+from simpletune.timing.recorder import Recorder
+from simpletune.timing.speeds import MeasuredSpeeds
+from simpletune.timing.timeline import step_seconds
 
 WITHOUT_GPU = (8, 9)  # if there is no GPU, count the library workspaces of this capability
 Measured = Mapping[str, Mapping[str, float | None]]
@@ -105,6 +117,64 @@ def cheapest_change(
         return None
     overrides = differing(config, best.choice.config, best.choice.overrides)
     return tuple(overrides), best.choice.about, best.estimate.needed()
+
+
+def forecast_time(config: TrainConfig, prediction: Estimate, device: torch.device, plan: Plan) -> Json | None:
+    """Predict a run's time and price, and print them.
+
+    Args:
+        config: with folders resolved.
+        prediction: of its memory.
+        device: where it will run; on a CPU only the steps are predicted.
+        plan: of its data; what it needs of the cache is counted only if it is missing.
+
+    Returns:
+        ``JobTime.as_json``; None on a CPU without a calibration, or if the calibration cannot be read, which it says.
+    """
+    price = None
+    try:
+        if device.type == "cuda":
+            assert prediction.job is not None, "estimate() gives one"
+            card, _ = card_at_hand(device)
+            time = job_time(config, prediction.job, card, DataCounts.to_prepare(config, plan))
+            price = price_of(card)
+        else:
+            found = steps_on_cpu(config, plan)
+            if found is None:
+                return None
+            time = found
+    except UserError as error:  # a run does not need its time
+        say(f"warning the time is not predicted: {error}")
+        return None
+    low, high = time.interval
+    cost = time.cost(price)
+    money = "" if cost is None or price is None else f", {cost:.2f} at {price.words}"
+    say(
+        f"time    predicted {in_words(time.step.seconds)} a step ({in_words(time.step.seconds * low)} to "
+        f"{in_words(time.step.seconds * high)}, {time.source}), {in_words(time.seconds)} the job{money}"
+    )
+    return time.as_json(price)
+
+
+def price_of(card: Card) -> Price | None:
+    """The shipped price of a card that the driver names; None if none is known."""
+    prices, like = of_cards(), sorted(cards_like(card.name), key=lambda each: abs(each.gib - card.gib))
+    return next((prices[each.name.lower()] for each in like if each.name.lower() in prices), None)
+
+
+def steps_on_cpu(config: TrainConfig, plan: Plan) -> JobTime | None:
+    """Predict a run's steps on the CPU at hand; None if it was not calibrated."""
+    name, threads = cpu_name(), torch.get_num_threads()
+    file = file_of(Path(config.output.cache), name, threads, "cpu")
+    if not file.is_file():
+        return None
+    constants = read(file)
+    report = simulate(config, plan.largest(), recorder=Recorder(cuda=False))
+    step = step_seconds(report.sections, MeasuredSpeeds(constants))
+    steps = config.steps(plan.steps_per_epoch)
+    source = f"calibrated on {constants.device}, {constants.date}"
+    stages = {"train": steps * step.seconds}
+    return JobTime(Card(name, 0, (0, 0)), step, steps, plan.steps_per_epoch, stages, CALIBRATED, source)
 
 
 class Comparison(TypedDict):

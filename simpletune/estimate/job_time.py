@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
-from simpletune.data.evaluation import settle_evaluation
+from simpletune.data.evaluation import drift_prompts, settle_evaluation
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes
 from simpletune.estimate.simulate_stages import SIMULATED, JobReport
+from simpletune.models.buckets import Size
 from simpletune.models.prompts import BATCH
 from simpletune.prices import Price
+from simpletune.prior import ClassPictures
 from simpletune.timing.constants import FOLDER, Constants, read
 from simpletune.timing.recorder import Section
 from simpletune.timing.speeds import MeasuredSpeeds, Speeds
@@ -25,6 +28,7 @@ CALIBRATED = (0.85, 1.3)
 STATED = (0.7, 2.0)
 # Seconds of the host, where it was not calibrated: of the order that an Intel Xeon needs.
 READ_JPEG, WRITE_PNG, WRITE_BYTE = 1.5e-8, 1.6e-7, 1.5e-9  # a pixel, a pixel, a byte
+READ_BYTE = 5e-10  # of a file with weights: a disk of 2 GB/s, assumed
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class JobTime:
         step: of training.
         steps: how many.
         per_epoch: steps of an epoch; None: the data set was not read.
-        stages: seconds of text, latents, train, validate and save.
+        stages: seconds of text, latents, load, train, save, and if the run has them, class and validate.
         interval: factors between which the time is expected.
         source: where the speeds come from.
     """
@@ -67,8 +71,8 @@ class JobTime:
             "seconds_per_step_range": [round(self.step.seconds * low, 4), round(self.step.seconds * high, 4)],
             "steps": self.steps,
             "seconds_per_epoch": None if self.per_epoch is None else round(self.per_epoch * self.step.seconds, 1),
-            "seconds": round(self.seconds, 1),
-            "seconds_by_stage": {name: round(seconds, 1) for name, seconds in self.stages.items()},
+            "seconds": round(self.seconds, 2),
+            "seconds_by_stage": {name: round(seconds, 4) for name, seconds in self.stages.items()},
             "bound_by": self.step.bound,
             "seconds_of_step_by_use": {name: round(seconds, 5) for name, seconds in self.step.device.items()},
             "host_seconds_of_step": round(self.step.host, 5),
@@ -114,7 +118,7 @@ def fits(card: Card, constants: Constants) -> bool:
 
 
 def job_time(config: TrainConfig, job: JobReport, card: Card, counts: DataCounts | None = None) -> JobTime:
-    """Predict the time of a job, with nothing in the cache yet.
+    """Predict the time of a job, with nothing in the cache beyond what ``counts`` leaves out.
 
     Args:
         config: of the run.
@@ -125,43 +129,89 @@ def job_time(config: TrainConfig, job: JobReport, card: Card, counts: DataCounts
     speeds, interval, source = speeds_of(card, Path(config.output.cache))
     step = step_seconds(job.train.sections, speeds)
     batch = config.train.batch_size * config.train.gradient_accumulation
-    per_epoch = None if counts is None else max(1, -(-counts.samples // batch))
+    per_epoch = None if counts is None else counts.steps or max(1, -(-counts.samples // batch))
     steps = config.steps(per_epoch or 1)
-    stages = {name: 0.0 for name in ("text", "latents")}
-    drawn = config.validation.prompts or []
-    for name, sections in job.work.items():
-        if name.startswith("text."):
-            part = job.part_bytes.get(name.removeprefix("text."), 0)
-            prompts = (counts.prompts if counts else 0) + len(drawn) + 1
-            stages["text"] += part / (card.link * 1e9) + prompts / (2 * BATCH) * alone(sections, speeds)
-    side = config.data.resolution
-    read_picture = speeds.rate("read_jpeg", READ_JPEG) * side * side * 4  # pictures are larger than their crops
-    stages["latents"] = (counts.pixels / side**2 if counts else 0) * (alone(job.work["latents"], speeds) + read_picture)
-    stages["train"] = steps * step.seconds
-    stages |= _validation(config, job, speeds, steps, len(drawn))
-    times = steps // config.checkpoint.every if config.checkpoint.every else 0
+    bring = speeds.rate("read_byte", READ_BYTE) + 1 / (card.link * 1e9)  # seconds of a byte from a file to the card
+    base = 2 * config.model.parameter_count() * bring
+    vae = job.part_bytes.get("vae", 0) * bring
+    stages = {
+        "text": _text(config, job, counts, speeds, bring),
+        **_class(config, job, speeds, base + vae),
+        "latents": _latents(config, job, counts, speeds, vae),
+        "load": base,
+        "train": steps * step.seconds,
+        **_validation(config, job, speeds, steps, vae),
+    }
     one, result = checkpoint_bytes(config)
-    stages["save"] = (times * one + result) * speeds.rate("write_byte", WRITE_BYTE)
+    saved = times_due(config.checkpoint.every, steps) * one + result
+    stages["save"] = saved * speeds.rate("write_byte", WRITE_BYTE)
     return JobTime(card, step, steps, per_epoch, stages, interval, source)
 
 
-def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int, prompts: int) -> dict[str, float]:
-    """Seconds of drawing and evaluating."""
+def times_due(every: int | None, steps: int) -> int:
+    """How often something that is due every so many steps, and after the last one, happens in a run."""
+    return 1 + ((steps - 1) // every if every else 0)
+
+
+def _text(config: TrainConfig, job: JobReport, counts: DataCounts | None, speeds: Speeds, bring: float) -> float:
+    """Seconds of loading the text encoders and encoding all prompts, those of pictures to draw and of drift too."""
+    if counts is not None and not counts.prompts:
+        return 0.0  # all are in the cache
+    prior, drawn = config.prior, config.validation.prompts
+    prompts = (counts.prompts if counts else 0) + (1 if drawn is None else len(drawn)) + 1  # and the negative prompt
+    prompts += len(drift_prompts(config.validation)) + isinstance(prior, ClassPictures)
+    return sum(
+        job.part_bytes.get(name.removeprefix("text."), 0) * bring + prompts / (2 * BATCH) * alone(sections, speeds)
+        for name, sections in job.work.items()
+        if name.startswith("text.")
+    )
+
+
+def _class(config: TrainConfig, job: JobReport, speeds: Speeds, load: float) -> dict[str, float]:
+    """Seconds of drawing class pictures with the base, all of them missing."""
+    prior = config.prior
+    if not isinstance(prior, ClassPictures):
+        return {}
+    side = config.data.resolution
+    return {"class": load + prior.count * _drawing(job.work["class"], speeds, prior.steps, (side, side))}
+
+
+def _latents(config: TrainConfig, job: JobReport, counts: DataCounts | None, speeds: Speeds, load: float) -> float:
+    """Seconds of reading and encoding all crops."""
+    if counts is None or not counts.pixels:
+        return 0.0
+    side = config.data.resolution
+    read_picture = speeds.rate("read_jpeg", READ_JPEG) * side * side * 4  # pictures are larger than their crops
+    return load + counts.pixels / side**2 * (alone(job.work["latents"], speeds) + read_picture)
+
+
+def _drawing(sections: Sequence[Section], speeds: Speeds, steps: int, size: Size) -> float:
+    """Seconds of drawing one picture and writing it.
+
+    Args:
+        sections: recorded for ``SIMULATED`` of its steps.
+        speeds: of the device.
+        steps: of sampling.
+        size: width and height in pixels.
+    """
+    sample, decode = (alone([s for s in sections if s.phase == name], speeds) for name in ("sample", "decode"))
+    png = math.prod(size) * speeds.rate("write_png", WRITE_PNG)
+    return sample / min(SIMULATED, steps) * steps + decode + png
+
+
+def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int, load: float) -> dict[str, float]:
+    """Seconds of drawing, at the start too, for which the autoencoder is loaded each time, and of evaluating: the loss,
+    and the drift from the base for each group of prompts."""
     option = config.validation
-    times = (steps // option.every if option.every else 0) + 1
     seconds = 0.0
-    if "draw" in job.work and prompts:
-        by_phase = {
-            name: alone([s for s in job.work["draw"] if s.phase == name], speeds) for name in ("sample", "decode")
-        }
-        sampled = by_phase["sample"] / min(SIMULATED, option.steps) * option.steps
-        width, height = config.picture_size()
-        png = width * height * speeds.rate("write_png", WRITE_PNG)
-        seconds += times * prompts * (sampled + by_phase["decode"] + png)
+    if "draw" in job.work:
+        pictures = 1 if option.prompts is None else len(option.prompts)
+        one = _drawing(job.work["draw"], speeds, option.steps, config.picture_size())
+        seconds += (1 + times_due(option.every, steps)) * (load + pictures * one)
     if "evaluate" in job.work:
         batch = config.train.batch_size * config.train.gradient_accumulation
-        evaluated = settle_evaluation(config, batch, steps).share * batch * steps
-        seconds += evaluated * alone(job.work["evaluate"], speeds)
+        passes = settle_evaluation(config, batch, steps).share * batch * steps
+        seconds += passes * alone(job.work["evaluate"], speeds)
     return {"validate": seconds} if seconds else {}
 
 

@@ -29,7 +29,7 @@ from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
 from simpletune.timing.recorder import Section
 
-VERSION = 3  # raise when a change to the model, the step, a lever or the accounting changes a predicted peak
+VERSION = 4  # raise when a change to the model, the step, a lever or the accounting changes a peak or what is timed
 MIB = 2**20
 CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured
 # Allowances for what torch's caching allocator reserves beside the peak. They cover all but two rows of

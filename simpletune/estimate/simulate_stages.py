@@ -69,7 +69,7 @@ class JobReport:
     """Size of each frozen part at 2 bytes per parameter, as in the hub's files."""
     work: Mapping[str, Sequence[Section]] = field(default_factory=dict)
     """What the parts of the job make host and device do: ``text.ENCODER`` for ``2 * BATCH`` prompts, ``latents`` for
-    one picture, ``evaluate`` for one sample, ``draw`` for a picture of ``SIMULATED`` steps."""
+    one picture, ``evaluate`` for one sample, ``draw`` and ``class`` for a picture of ``SIMULATED`` steps."""
 
     @property
     def peak(self) -> MemorySnapshot:
@@ -99,7 +99,7 @@ def simulate_stages(
         train, validate = train_and_validate(config, size, capability, recorders)
         snapshots = {
             "text": largest(texts),
-            **({"class": of_class(config, capability)} if isinstance(config.prior, ClassPictures) else {}),
+            **({"class": of_class(config, capability, recorders)} if isinstance(config.prior, ClassPictures) else {}),
             "latents": of_encoding(config.model, vae, size, recorders),
             "train": train.peak,
             **({} if validate is None else {"validate": validate}),
@@ -261,8 +261,13 @@ def of_evaluating(accounting: Accounting, run: SimulatedRun, transformer: Transf
     return accounting.peak
 
 
-def of_class(config: TrainConfig, capability: tuple[int, int] | None = None) -> MemorySnapshot:
-    """Draw a class picture with the base alone."""
+def of_class(
+    config: TrainConfig,
+    capability: tuple[int, int] | None = None,
+    recorders: Recorders | None = None,
+    pictures: int = 1,
+) -> MemorySnapshot:
+    """Draw class pictures in one batch with the base alone."""
     prior = config.prior
     assert isinstance(prior, ClassPictures)
     memory, side, dtype = config.memory, config.data.resolution, config.precision.encoder_dtype()
@@ -275,7 +280,9 @@ def of_class(config: TrainConfig, capability: tuple[int, int] | None = None) -> 
         request = Request("", 0, "", side, side, prior.steps, prior.guidance)
         embeds = torch.zeros(config.model.text_tokens, config.model.text_width, dtype=dtype)
         text = embeds, torch.zeros(config.model.pooled_width, dtype=dtype)
-        return of_drawing(accounting, config, request, DrawingModels(transformer.eval(), vae, modulation), text)
+        models = DrawingModels(transformer.eval(), vae, modulation)
+        with recording(accounting, recorders, "class"):
+            return of_drawing(accounting, config, request, models, text, pictures)
 
 
 class DrawingModels(NamedTuple):
@@ -287,9 +294,14 @@ class DrawingModels(NamedTuple):
 
 
 def of_drawing(
-    accounting: Accounting, config: TrainConfig, request: Request, models: DrawingModels, text: tuple[Tensor, Tensor]
+    accounting: Accounting,
+    config: TrainConfig,
+    request: Request,
+    models: DrawingModels,
+    text: tuple[Tensor, Tensor],
+    pictures: int = 1,
 ) -> MemorySnapshot:
-    """Draw a picture: the autoencoder is loaded before sampling begins."""
+    """Draw pictures in one batch: the autoencoder is loaded before sampling begins, and decodes them one by one."""
     transformer, vae, modulation = models
     wanted, request = request.steps, replace(request, steps=min(SIMULATED, request.steps))
     accounting.register(all_tensors(vae), "weights")
@@ -300,7 +312,8 @@ def of_drawing(
         with phase("sample"):
             kernel = partial(attention_by, simulated_attention(config))
             sampler = Sampler(transformer, model, config.precision, whole, attention=kernel)
-            z = sampler.denoise([request], [text], [text])
+            z = sampler.denoise([request] * pictures, [text] * pictures, [text] * pictures)
         with phase("decode"):
-            config.model.decode_latents(vae, z)
+            for one in z.split(1):
+                config.model.decode_latents(vae, one)
     return accounting.peak

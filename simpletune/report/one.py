@@ -14,6 +14,7 @@ from simpletune.report.choice import choice_sections
 from simpletune.report.content import Fact, Report, Section, Table, gib, seconds
 from simpletune.report.ended import attempts_section, resumes
 from simpletune.report.fidelity import fidelity_sections
+from simpletune.report.hours import time_sections
 from simpletune.report.losses import loss_data, loss_section
 from simpletune.report.peaks import memory_section
 from simpletune.report.profile import profile_sections
@@ -47,6 +48,7 @@ def report_of(run: RunRecord, price: float | None) -> Report:
         *fidelity_sections([run]),
         step_section(run),
         memory_section(run),
+        *time_sections(run),
         *([attempts] if attempts else []),
         *profile_sections(run.profiles),
         settings_section(settings, known=run.config is not None),

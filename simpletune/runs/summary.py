@@ -38,6 +38,7 @@ from simpletune.runs.folder import (
     read_metrics,
     read_rows,
 )
+from simpletune.runs.predicted import beside_measured
 from simpletune.system.console import duration, say
 from simpletune.system.safetensors_file import WeightReader
 from simpletune.system.stage_timer import largest_peak, rounded, stages_as_json
@@ -113,6 +114,8 @@ def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
     summary |= drift_at(run, step)
     if (best := choose(run)) is not None:
         summary["best"] = best.as_json()
+    if (timed := beside_measured(run, summary)) is not None:
+        summary["predicted_time"] = timed
     return summary | left_out(run, step)
 
 

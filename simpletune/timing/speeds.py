@@ -6,6 +6,7 @@ import statistics
 from functools import lru_cache
 from typing import Protocol
 
+from simpletune.options import UserError
 from simpletune.timing.constants import Composite, Constants
 from simpletune.timing.grid import Grid
 
@@ -113,15 +114,27 @@ class MeasuredSpeeds:
     @property
     def bandwidth(self) -> float:
         """Bytes per second that a large addition reads and writes."""
-        return LARGE / self._grid("add", "fp32").time(LARGE)
+        return LARGE / self._time("add", "fp32", (LARGE,))
 
     def _time(self, kind: str, dtype: str, extents: Extents) -> float:
-        return self._grid(kind, dtype).time(*extents)
+        """Seconds by the grid of a kind.
 
-    def _grid(self, kind: str, dtype: str) -> Grid:
-        """The grid of a kind; where it was not measured that of bytes moved, which is the least it takes."""
+        Raises:
+            UserError: the calibration lacks it, and that of bytes moved does not say how long it takes.
+        """
+        grid = self._grid(kind, dtype)
+        if grid is None or len(grid.axes) != len(extents):
+            raise UserError(
+                f"the calibration of {self.constants.device} lacks {kind}.{dtype}. Run simpletune calibrate again "
+                "while nothing else runs"
+            )
+        return grid.time(*extents)
+
+    def _grid(self, kind: str, dtype: str) -> Grid | None:
+        """The grid of a kind; where it was not measured that of bytes moved, which is the least it takes; None: neither
+        was."""
         grids, like = self.constants.grids, "bf16" if dtype == "fp16" and self.cuda else "fp32"
         for name in (f"{kind}.{dtype}", f"{kind}.{like}", f"{kind}.bf16", f"add.{dtype}"):
             if name in grids:
                 return grids[name]
-        return grids["add.fp32"]
+        return grids.get("add.fp32")

@@ -1,30 +1,42 @@
 """Seconds of recorded work on a card that has not been calibrated: stated constants, each with its source.
 
-A product takes its operations at a share of the data sheet's rate, less where its tiles do not fill the card; traffic
-its bytes at a share of the data sheet's bandwidth; every kernel at least a moment. Imports no torch.
+A product takes its operations at the rate that large ones were measured to reach on such a card, or at a share of its
+data sheet's, less where its tiles do not fill the card; traffic its bytes at a share of the data sheet's bandwidth;
+every kernel at least a moment. Imports no torch.
 """
 
 from __future__ import annotations
 
 import math
 
-from simpletune.cards import Card
+from simpletune.cards import CARDS, Card, cards_like
 from simpletune.timing.speeds import ITEM, LINK, SCALES, Extents
 
-# Shares of the data sheet's dense bf16 rate that large products reach. L4: 57 of 121 TFLOP/s (its 72 W limit it), H200:
-# 790 of 989, both measured by others (docs/estimate.md). Between them lies what is assumed of all other cards.
-SUSTAINED = {"L4": 0.47, "H200": 0.80, "H100": 0.75}
-SUSTAINED_OTHERWISE = 0.65
-OF_FP32 = 0.8  # of the data sheet's fp32 rate: products outside of the tensor cores; assumed
+# TFLOP/s of large products in 16 bits and in fp32 by torch, measured by others: github.com/zzc0721/
+# torch-performance-test-data, database.md at commit 0785868 (best of squares of 1024 to 10240; where bf16 and fp16 or
+# several machines are listed, their mean), its issues 104 (RTX5080), 114 (RTX3080) and 120 (L4: squares of 8192 and
+# more, which its 72 W allow for long; 71 for a moment), and github.com/lablup/mlxcel/issues/1654 (V100). H200 and A100
+# agree with others' 790 and 268 TFLOP/s.
+PRODUCTS = {
+    "T4": (42.3, 4.3), "V100": (97.5, 14.0), "L4": (56.6, 10.9), "L40S": (267, 46.9), "A100-40GB": (247, 18.1),
+    "A100-80GB": (262, 19.2), "H100": (773, 52.1), "H200": (775, 51.3), "RTX3080": (64.4, 21.0),
+    "RTX3090": (76.1, 24.7), "RTX4090": (165, 54.1), "RTX5080": (102.7, 33.1), "RTX5090": (235, 68.4),
+}  # fmt: skip
+# Shares of the data sheet's rates where no measurement was found: medians of those above, which are 0.47 to 0.84 in 16
+# bits, and 0.91 to 1.12 for GeForce cards, whose clocks exceed those of their data sheets (1 is assumed).
+OTHERWISE, OTHERWISE_GEFORCE = (0.78, 0.8), (1.0, 0.65)
 OF_BANDWIDTH = 0.85  # of the data sheet's: H200 4.3 of 4.8 TB/s, measured by others; an L4's 270 of 300 GB/s, assumed
-# Attention's operations at shares of the products' rate. FlashAttention-2 reaches 73% of an A100's peak forward and 63%
-# backward (arXiv:2307.08691, abstract and section 4.1), where large products reach about 80%.
+# Attention's operations at shares of the products' rate. FlashAttention-2 reaches up to 73% of an A100's peak forward
+# and 63% backward (arXiv:2307.08691, abstract), less with heads of width 64, where large products reach 79%.
 FORWARD, BACKWARD = 0.8, 0.65
 INT8 = 1.9  # times the rate of bf16 products: twice the data sheet's, less the kernel's scales; assumed
 CONVOLUTION = 0.7  # of the products' rate; assumed
+# cuDNN convolves fp32 in TF32 on tensor cores, which torch allows by default (its notes on CUDA semantics): at half the
+# rate of 16 bits, in data sheets and as measured (source of PRODUCTS, TFLOP/s: L4 26, RTX 4090 86, A40 59).
+TF32, TF32_FROM = 0.5, (8, 0)
 KERNEL = 2.5e-6  # seconds that the smallest kernel takes; of the order that calibrated cards show
 TILE = 128  # rows and columns that a block of threads computes
-UNKNOWN_TFLOPS, UNKNOWN_BANDWIDTH, UNKNOWN_FP32, UNKNOWN_MULTIPROCESSORS = 121.0, 300.0, 30.3, 58  # an L4's
+UNKNOWN_BANDWIDTH, UNKNOWN_MULTIPROCESSORS = 300.0, 58  # an L4's
 # Seconds of the host. An Intel Xeon needs 0.6 to 1 times these with torch's CUDA build over a stub of the driver.
 HOST = {
     "operation": 5e-6, "view": 1.5e-6, "recorded": 1e-6, "backward": 8e-6, "module": 2e-6, "function": 8e-6,
@@ -46,10 +58,8 @@ class StatedSpeeds:
 
     def __init__(self, card: Card):
         self.card = card
-        share = SUSTAINED.get(card.name.partition("-")[0], SUSTAINED_OTHERWISE)
         self.is_known = card.tflops is not None
-        self._rate = (card.tflops or UNKNOWN_TFLOPS) * 1e12 * (share if self.is_known else SUSTAINED["L4"])
-        self._fp32 = (card.fp32_tflops or UNKNOWN_FP32) * 1e12 * OF_FP32
+        self._rate, self._fp32 = (rate * 1e12 for rate in _products(card))
         self._bandwidth = (card.bandwidth or UNKNOWN_BANDWIDTH) * 1e9 * OF_BANDWIDTH
         self._multiprocessors = card.multiprocessors or UNKNOWN_MULTIPROCESSORS
 
@@ -77,7 +87,8 @@ class StatedSpeeds:
         if kind.startswith("convolution"):
             pixels, inputs, outputs = extents
             moved = ITEM[dtype] * (pixels * (inputs + outputs) + 9 * inputs * outputs)
-            work = 18 * pixels * inputs * outputs / (self._of(dtype) * CONVOLUTION)
+            rate = max(self._of(dtype), self._rate * TF32) if self.card.capability >= TF32_FROM else self._of(dtype)
+            work = 18 * pixels * inputs * outputs / (rate * CONVOLUTION)
             return KERNEL + max(work / self._filled(pixels, outputs), moved / self._bandwidth)
         return KERNEL + TWICE_READ.get(kind, 1.0) * extents[0] / self._bandwidth
 
@@ -104,3 +115,16 @@ class StatedSpeeds:
         waves = math.ceil(tiles / self._multiprocessors)
         whole = m * n / (math.ceil(m / TILE) * math.ceil(n / TILE) * TILE * TILE)
         return tiles / (waves * self._multiprocessors) * max(whole, 1 / TILE)
+
+
+def _products(card: Card) -> tuple[float, float]:
+    """TFLOP/s of a card's large products, in 16 bits and in fp32; an L4's if nothing is known of it."""
+    if card.tflops is None or card.fp32_tflops is None:
+        return PRODUCTS["L4"]
+    named = [each for each in CARDS if each.name == card.name] or cards_like(card.name)
+    for like in sorted(named, key=lambda each: abs(each.gib - card.gib)):
+        measured = PRODUCTS.get(like.name) or PRODUCTS.get(like.name.partition("-")[0])
+        if measured is not None and like.tflops and like.fp32_tflops:
+            return card.tflops * measured[0] / like.tflops, card.fp32_tflops * measured[1] / like.fp32_tflops
+    share, share_fp32 = OTHERWISE_GEFORCE if "RTX" in card.name else OTHERWISE
+    return card.tflops * share, card.fp32_tflops * share_fp32

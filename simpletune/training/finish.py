@@ -13,8 +13,10 @@ from simpletune.runs.attempts import setup_seconds, total_seconds
 from simpletune.runs.choice import choose
 from simpletune.runs.folder import SUMMARY, read_evaluation
 from simpletune.runs.model_card import shareable, write_card
+from simpletune.runs.predicted import beside_measured, lines
 from simpletune.runs.summary import Measured, drift_at, left_out, print_results, summarise
 from simpletune.system.atomic import write_json
+from simpletune.system.console import say
 from simpletune.system.failpoints import failpoint
 from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import add_memory
@@ -57,6 +59,8 @@ def finish(run: Run, traces: EpochTraces) -> None:
         from simpletune.estimate.forecast import compare_with_measured
 
         summary["predicted"] = compare_with_measured(run.predicted, run.stages.as_json())
+    if (timed := beside_measured(run.folder, summary)) is not None:
+        summary["predicted_time"] = timed
     warnings = run.trackers.warnings
     # Written again below: a tracker may take minutes to close.
     write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
@@ -75,6 +79,8 @@ def finish(run: Run, traces: EpochTraces) -> None:
         from simpletune.estimate.forecast import print_comparison
 
         print_comparison(summary["predicted"])
+    for line in lines(timed) if timed is not None else ():
+        say(line)
 
 
 def write_page(run: Run) -> dict[str, str]:

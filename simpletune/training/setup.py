@@ -18,7 +18,7 @@ from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import Plan
 from simpletune.ema import Average
 from simpletune.estimate.disk_needs import require_room
-from simpletune.options import UserError, plural
+from simpletune.options import Json, UserError, plural
 from simpletune.pipeline.encode import Prepared, encode
 from simpletune.pipeline.load import load_base
 from simpletune.pipeline.plan_data import plan_data
@@ -37,6 +37,7 @@ from simpletune.runs.folder import (
     open_fresh,
     put_chosen,
 )
+from simpletune.runs.predicted import keep
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
 from simpletune.step.attention import settle_attention
@@ -122,7 +123,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     if main:
         require_room(resolved, data.plan, start, options.force)
     fitted = fit_memory(resolved, device, data.plan, saved)
-    predicted = predict(fitted, device, data.plan, options) if main else None
+    predicted, timed = predict(fitted, device, data.plan, options) if main else (None, None)
     attention = settle_attention(resolved, data.plan.sizes(), device)
     prepared = encode(resolved, data, accelerator, stages)
     print_data(prepared)
@@ -131,7 +132,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         announce_resume(saved, config, prepared, steps, accelerator.num_processes)
     folder = run_folder(config)
     if main:
-        open_folder(config, prepared, saved, anew=options.resume == "auto")
+        open_folder(config, prepared, saved, timed, anew=options.resume == "auto")
         options.attempt.begin(reason, start, stages)
         put_chosen(resolved, fitted, threads)
     stop_if_asked()
@@ -189,17 +190,20 @@ def fit_memory(
     return choose_on(config, device, plan.largest(), before.get("checkpointed"))
 
 
-def predict(config: TrainConfig, device: torch.device, plan: Plan, options: StartOptions) -> Estimate | None:
-    """Predict the memory of the run on CUDA or on request, else return None.
+def predict(
+    config: TrainConfig, device: torch.device, plan: Plan, options: StartOptions
+) -> tuple[Estimate | None, Json | None]:
+    """Predict the memory and the time of the run on CUDA or on request.
 
     Raises:
         UserError: the run does not fit on the device.
     """
     if device.type != "cuda" and not options.estimate_first:
-        return None
-    from simpletune.estimate.forecast import forecast
+        return None, None
+    from simpletune.estimate.forecast import forecast, forecast_time
 
-    return forecast(config, device, plan.largest(), options.force)
+    predicted = forecast(config, device, plan.largest(), options.force)
+    return predicted, forecast_time(config, predicted, device, plan)
 
 
 def load_model(
@@ -238,13 +242,16 @@ def announce_kernel(config: TrainConfig, transformer: Transformer, device: torch
     announce_tuning(transformer, image_rows, batch * config.model.text_tokens, device)
 
 
-def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.SavedState | None, anew: bool) -> None:
-    """Create or reopen the run's folder, and record configuration, environment and data.
+def open_folder(
+    config: TrainConfig, prepared: Prepared, saved: checkpoint.SavedState | None, timed: Json | None, anew: bool
+) -> None:
+    """Create or reopen the run's folder, and record configuration, environment, data and predicted time.
 
     Args:
         config: configuration as the user gave it.
         prepared: plan and caches.
         saved: checkpoint to continue from, if any.
+        timed: predicted time; a resumed run keeps that of its first start, which is of its whole length.
         anew: replace an unfinished run without a checkpoint.
     """
     if anew or saved:
@@ -255,6 +262,8 @@ def open_folder(config: TrainConfig, prepared: Prepared, saved: checkpoint.Saved
     write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
     write_json(folder / ENVIRONMENT, describe_machine())
     write_json(folder / DATA, prepared.data())
+    if timed is not None and saved is None:
+        keep(folder, timed)
 
 
 def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:

@@ -1,0 +1,116 @@
+"""Predict the seconds of a published row's job on its card, from the card's stated figures alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from benchmarks.published import PICTURES, RATE, STEP, Row
+from simpletune.cards import LINK_5, Card, card_of
+from simpletune.config.compute import settle_compute
+from simpletune.config.load import read_config
+from simpletune.config.modulation import settle_modulation
+from simpletune.config.resolve import resolve_model_folder
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.job_time import alone
+from simpletune.estimate.simulate import simulate
+from simpletune.estimate.simulate_stages import (
+    SIMULATED,
+    Recorders,
+    empty_autoencoder,
+    of_class,
+    of_encoding,
+    text_snapshots,
+)
+from simpletune.memory.fake import fake_tensors
+from simpletune.models.prompts import BATCH
+from simpletune.options import Json
+from simpletune.prior import ClassPictures
+from simpletune.system.console import silent
+from simpletune.system.startup import without_collection
+from simpletune.timing.recorder import Section
+from simpletune.timing.speeds import ITEM
+from simpletune.timing.stated import StatedSpeeds
+from simpletune.timing.timeline import StepSeconds, step_seconds
+
+# Its data sheet: 756 TFLOP/s in bf16, 51 in fp32, 2 TB/s, 114 multiprocessors.
+H100_PCIE = Card("H100-PCIe", 80, (9, 0), 756, 2000, LINK_5, 0.985, fp32_tflops=51, multiprocessors=114)
+TOGETHER, CARDS = 4, 8  # pictures served in one batch; cards of a machine that trains from scratch
+
+
+def card_named(name: str) -> Card:
+    """A card of the table, or the one that only the published rows need."""
+    return H100_PCIE if name == H100_PCIE.name else card_of(name)
+
+
+def config_of(file: Path, overrides: tuple[str, ...], card: Card) -> TrainConfig:
+    """Configure a job on a card, without evaluation and pictures."""
+    settings = [*overrides, "validation.prompts=[]", "validation.eval_samples=0"]
+    with silent():
+        config = resolve_model_folder(read_config(file, settings, needs_data=False)[0])
+        return settle_modulation(settle_compute(config, card.capability), on_host=False)
+
+
+def predicted(row: Row) -> Json:
+    """Predict a row in its unit, and what its step consists of.
+
+    Returns:
+        ``predicted``, ``step`` (of training or of drawing) and ``inside`` (what the source encodes in every step) in
+        seconds, and what bounds the step.
+    """
+    card = card_named(row.card)
+    config, speeds = config_of(row.config, row.overrides, card), StatedSpeeds(card)
+    if row.unit == PICTURES:
+        return pictures(config, speeds, row.stores_scores)
+    step, seconds = of_step(config, speeds)
+    samples = config.train.batch_size * config.train.gradient_accumulation
+    inside = samples * encoding(config, speeds) if row.inside else 0.0
+    whole = seconds + inside
+    found: Json = {"step": seconds, "inside": inside, "bound": step.bound}
+    return {**found, "predicted": {STEP: whole, RATE: CARDS * samples / whole}[row.unit]}
+
+
+def of_step(config: TrainConfig, speeds: StatedSpeeds) -> tuple[StepSeconds, float]:
+    """Predict a step of at most two micro-batches, and the seconds of one of all: each further one takes as long."""
+    several = config.train.gradient_accumulation
+    found = []
+    for count in range(1, min(several, 2) + 1):
+        train = config.train.model_copy(update={"gradient_accumulation": count})
+        report = simulate(config.model_copy(update={"train": train}), capability=speeds.card.capability)
+        found.append(step_seconds(report.sections, speeds))
+    each = found[-1].seconds - found[0].seconds
+    return found[-1], found[-1].seconds + (several - len(found)) * each
+
+
+def encoding(config: TrainConfig, speeds: StatedSpeeds) -> float:
+    """Seconds to encode one picture and its prompt."""
+    side, recorders = config.data.resolution, Recorders()
+    with fake_tensors(), without_collection(), silent():
+        of_encoding(config.model, empty_autoencoder(config), (side, side), recorders)
+        list(text_snapshots(config, recorders))
+    picture = alone(recorders.pop("latents").sections, speeds)
+    return picture + sum(alone(each.sections, speeds) for each in recorders.values()) / (2 * BATCH)
+
+
+def pictures(config: TrainConfig, speeds: StatedSpeeds, stores_scores: bool) -> Json:
+    """Predict the drawing of pictures in one batch, and their decoding one by one."""
+    prior, recorders = config.prior, Recorders()
+    assert isinstance(prior, ClassPictures), "the rows of served pictures are jobs that draw them"
+    with fake_tensors(), without_collection(), silent():
+        of_class(config, speeds.card.capability, recorders, TOGETHER)
+    sections = recorders["class"].sections
+    drawn = [each for each in sections if each.phase == "sample"]
+    step = step_seconds(drawn, speeds)
+    one = (step.seconds + (scores(drawn, speeds) if stores_scores else 0.0)) / min(SIMULATED, prior.steps)
+    decoded = alone([each for each in sections if each.phase == "decode"], speeds)
+    return {"step": one, "inside": decoded, "bound": step.bound, "predicted": prior.steps * one + decoded}
+
+
+def scores(sections: list[Section], speeds: StatedSpeeds) -> float:
+    """Seconds to write attention's scores, take their softmax and read them again (arXiv:2205.14135, algorithm 0)."""
+    return sum(
+        count * speeds.seconds("add", work.dtype, (4 * math.prod(work.extents[:3]) * ITEM[work.dtype],))
+        for section in sections
+        for work, count in section.work.items()
+        if work.kind == "attention"
+    )

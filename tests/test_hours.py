@@ -1,0 +1,130 @@
+"""Predicted seconds and prices beside published ones: the rows, how a row is predicted, and the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import hours, hours_tables, predicted_seconds, vertex
+from benchmarks.hours_tables import ratio_of
+from benchmarks.predicted_seconds import H100_PCIE, card_named, config_of, encoding, of_step, pictures, predicted
+from benchmarks.published import PICTURES, RATE, STEP, Row, costs, rows
+from simpletune.cards import CARDS, card_of
+from simpletune.config.load import validate
+from simpletune.estimate.simulate import simulate
+from simpletune.report import write_report
+from simpletune.timing.stated import OTHERWISE, OTHERWISE_GEFORCE, PRODUCTS, StatedSpeeds, _products
+from simpletune.timing.timeline import StepSeconds, step_seconds
+
+L4 = card_of("L4")
+
+
+def test_every_row_has_a_source_a_card_and_a_configuration() -> None:
+    found = list(rows())
+    assert len({row.key for row in found}) == len(found) > 30
+    for row in found:
+        card = card_named(row.card)
+        config = config_of(row.config, row.overrides, card)
+        assert row.group in hours_tables.TITLES and row.group in hours_tables.WHY and row.value > 0
+        assert config.precision.settled != "bf16" or card.has_bf16, row.key
+    assert [row.key for row in found if row.goal and row.group == "mosaic"] == [
+        f"mosaic: {side} px, latents prepared, A100-40GB" for side in (256, 512)
+    ]
+    assert {row.card for row in found if row.group == "serving"} == {"T4", "V100-16GB", "A100-40GB"}
+
+
+def test_the_peers_job_is_set_as_its_example_says() -> None:
+    row = next(row for row in rows() if row.key == "sweep: SD3.5 Medium, all checkpointed, L40S")
+    config = config_of(row.config, row.overrides, card_named(row.card))
+    assert (config.data.resolution, config.train.batch_size, config.adapter.rank) == (1024, 3, 128)  # type: ignore[union-attr]
+    assert config.model.text_tokens == 77 + 154 and config.memory.checkpointing == "all"
+    trained = config.adapter.modules(config.model.known_shapes())  # type: ignore[union-attr]
+    assert all(name.endswith(("to_q", "to_k", "to_v", "to_out.0")) for name in trained)
+    assert len(trained) == 4 * (24 + 13)  # SD3.5 Medium has a second attention in 13 blocks
+
+
+def test_micro_batches_are_counted_without_simulating_each(tiny_config: dict) -> None:
+    def config_with(count: int):  # noqa: ANN202
+        return validate(tiny_config | {"train": {"steps": 1, "gradient_accumulation": count}}, "x")
+
+    speeds = StatedSpeeds(L4)
+    for count in (1, 5):
+        whole = step_seconds(simulate(config_with(count), capability=L4.capability).sections, speeds).seconds
+        assert of_step(config_with(count), speeds)[1] == pytest.approx(whole, rel=0.02)
+
+
+def test_what_a_source_does_in_its_step_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = StepSeconds(2.0, {"products": 2.0}, 0.0, 0.0)
+    monkeypatch.setattr(predicted_seconds, "of_step", lambda *_: (step, 2.0))
+    monkeypatch.setattr(predicted_seconds, "encoding", lambda *_: 0.5)
+    settings = ("train.batch_size=4", "train.gradient_accumulation=2")
+
+    def row(unit: str, inside: bool) -> Row:
+        return Row("vertex", "x", "L4", 10.0, unit, hours.SD15, settings, inside=inside)
+
+    assert predicted(row(STEP, False))["predicted"] == 2 and predicted(row(STEP, True))["predicted"] == 6
+    found = predicted(row(RATE, True))
+    assert found["predicted"] == pytest.approx(8 * 8 / 6) and found["inside"] == 4
+    assert ratio_of(row(RATE, True), found) == pytest.approx(10 * 6 / 64)  # seconds, not rates
+    assert ratio_of(row(STEP, True), {"predicted": 6.0}) == 0.6
+
+
+def test_pictures_and_encoding_follow_from_recorded_work(tiny_config: dict) -> None:
+    def drawn(steps: int, stores: bool = False, speeds: StatedSpeeds | None = None) -> dict:
+        prior = {"method": "class_pictures", "prompt": "a shape", "steps": steps}
+        return pictures(validate(tiny_config | {"prior": prior}, "x"), speeds or StatedSpeeds(L4), stores)
+
+    one, two = drawn(10), drawn(20)
+    assert two["predicted"] - one["predicted"] == pytest.approx(10 * one["step"], rel=0.05)
+    assert drawn(10, stores=True)["predicted"] > one["predicted"]
+    config = validate(tiny_config, "x")
+    assert 0 < encoding(config, StatedSpeeds(card_of("H100"))) < encoding(config, StatedSpeeds(card_of("RTX2060")))
+
+
+def test_the_page_shows_predicted_beside_published(tmp_path: Path) -> None:
+    found = {row.key: {"predicted": row.value, "step": 1.0, "inside": 0.25, "bound": "bytes"} for row in rows()}
+    found["study: full, L4"]["predicted"] = 5.12
+    found |= {f"cost: {method}, {card}, batch {batch}": {"step": 0.1} for method, card, batch, *_ in costs()}
+    found |= {f"card: {card}, {side} px": {"step": 0.5} for card in hours.OURS for side in hours.SIDES}
+    found |= {f"largest batch: {card}, {side} px": {"largest": 7} for card, side in vertex.LARGEST}
+    assert set(hours.jobs({})) == set(found)
+    html, markdown = (file.read_text() for file in write_report(hours.page(found), tmp_path / "page.html"))
+    for text in ("2.56 s", "5.12 s", "2.00", "290 pictures/s", "81.3", "$31,230", "T4"):
+        assert text in html and text in markdown, text
+    assert "| missed |" not in markdown
+    assert "| LoRA r8, A100-40GB, batch 2 | $0.23 | $0.047 | $0.18 |" in markdown  # 400 steps of 0.1 s
+    assert "within 25% | **7 of 7**" in markdown
+    slow = {row.key: {"predicted": 9 * row.value, "step": 1.0, "inside": 0.0, "bound": "bytes"} for row in rows()}
+    assert "within 25%" not in {fact.value for fact in hours.page(slow).facts}
+    assert hours.page(slow).facts[0].value == "0 of 7"
+    hours.write_figure(tmp_path / "hours.png", hours.ratios(list(rows()), found))
+    assert (tmp_path / "hours.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_of_some_rows_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hours, "jobs", lambda _: {"card: L4, 256 px": lambda: {"step": 0.1234567, "bound": "bytes"}})
+    page = hours.run(tmp_path, 1.0, "")
+    assert page == tmp_path / "hours.html" and (tmp_path / "hours.md").is_file()
+    assert "0.12346" in (tmp_path / "hours.json").read_text() and not (tmp_path / "hours.png").exists()
+
+
+def test_products_run_at_rates_that_were_measured() -> None:
+    rates = {card.name: _products(card) for card in CARDS}
+    assert rates["A100-40GB"] == pytest.approx(PRODUCTS["A100-40GB"]) and rates["A100-80GB"] == PRODUCTS["A100-80GB"]
+    assert rates["RTX3080-10GB"] == pytest.approx(PRODUCTS["RTX3080"])
+    assert rates["RTX4070"] == pytest.approx((58 * OTHERWISE_GEFORCE[0], 29.1 * OTHERWISE_GEFORCE[1]))
+    assert _products(H100_PCIE)[0] == pytest.approx(756 * PRODUCTS["H100"][0] / 989)
+    assert rates["A10"] == pytest.approx((125 * OTHERWISE[0], 31.2 * OTHERWISE[1]))
+
+
+def test_convolutions_in_fp32_use_tensor_cores_where_there_are_tf32() -> None:
+    work = ("convolution", "fp32", (2**16, 512, 512))
+    a100, v100 = StatedSpeeds(card_of("A100-40GB")), StatedSpeeds(card_of("V100-16GB"))
+    assert a100.seconds(*work) == pytest.approx(2 * a100.seconds("convolution", "bf16", work[2]), rel=0.01)
+    assert v100.seconds(*work) > 5 * v100.seconds("convolution", "fp16", work[2])
+
+
+def test_served_pictures_are_rows_of_their_own() -> None:
+    plain, faster = (next(row for row in rows() if row.name.startswith(name)) for name in ("plain", "optimised"))
+    assert plain.unit == PICTURES and plain.stores_scores and not faster.stores_scores
