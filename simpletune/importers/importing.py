@@ -141,7 +141,9 @@ def _assembled(general: Translation, sources: list[Translation], file: Path) -> 
     if not sources:
         general.lines.append(Line("changed", "the data", "not found", "data.path", FOLDER,
                                   "name the data sets with --data, or set data.path"))  # fmt: skip
-        dropout = general.settings.get("caption_dropout_probability", general.defaults.get("caption_dropout_probability"))
+        dropout = general.settings.get(
+            "caption_dropout_probability", general.defaults.get("caption_dropout_probability")
+        )
         config["data"] = {"path": FOLDER} | ({} if dropout is None else {"caption_dropout": float(dropout)})
     elif len(sources) == 1:
         config["data"] = sources[0].config

@@ -152,7 +152,11 @@ def _adapter(found: Translation, is_sd3: bool) -> str:
     found.change("network_module", "adapter.targets", "all_linear", "what kohya's networks update")
     rank, alpha = found.read("network_dim", whole_number), found.read("network_alpha", number)
     if module.startswith("lycoris"):
-        take_lycoris(found, "network_module", {"algo": arguments.pop("algo", "lora"), "dim": rank, "alpha": alpha, **_plain(arguments)})
+        take_lycoris(
+            found,
+            "network_module",
+            {"algo": arguments.pop("algo", "lora"), "dim": rank, "alpha": alpha, **_plain(arguments)},
+        )
         if found.get("adapter.method") == "full":
             found.set("adapter", {"method": "full"})
     elif module.startswith("networks.oft"):
@@ -187,9 +191,9 @@ def _network_arguments(found: Translation, arguments: dict[str, str]) -> None:
     lycoris = str(found.settings.get("network_module")).startswith("lycoris")
     for name, value in arguments.items():
         if name in names:
-            found.take("network_args", f"adapter.{names[name]}", number(value))
+            found.take(found.part("network_args", name, value), f"adapter.{names[name]}", number(value))
         elif not lycoris:
-            found.leave("network_args", f"{name}={value}: simpletune has no such option, or adapter.targets")
+            found.leave(found.part("network_args", name, value), "simpletune has no such option, or adapter.targets")
 
 
 def _precision(found: Translation, method: str) -> None:
@@ -246,7 +250,9 @@ def _length(found: Translation) -> None:
         found.take("max_grad_norm", "train.clip_norm", norm)
     last, every = found.read("save_last_n_steps", whole_number), found.settings.get("save_every_n_steps")
     if last and every:
-        found.change("save_last_n_steps", "checkpoint.keep_last", max(1, last // int(every)), "a number of checkpoints here")
+        found.change(
+            "save_last_n_steps", "checkpoint.keep_last", max(1, last // int(every)), "a number of checkpoints here"
+        )
     elif last:
         found.leave("save_last_n_steps", "set checkpoint.keep_last")
 
@@ -269,7 +275,9 @@ def _objective(found: Translation, is_sd3: bool) -> None:
     if is_sd3:
         scheme = found.read("weighting_scheme", text) or "uniform"
         if scheme in ("none", "sigma_sqrt"):
-            why = "it weighs the loss by 1 / sigma^2, which simpletune does not" if scheme == "sigma_sqrt" else "uniform"
+            why = (
+                "it weighs the loss by 1 / sigma^2, which simpletune does not" if scheme == "sigma_sqrt" else "uniform"
+            )
             found.change("weighting_scheme", "objective.sigma", DENSITIES[scheme], why)
         elif scheme in DENSITIES:
             found.take("weighting_scheme", "objective.sigma", DENSITIES[scheme])
@@ -281,7 +289,10 @@ def _objective(found: Translation, is_sd3: bool) -> None:
         ])  # fmt: skip
     elif found.read("v_parameterization", truth):
         found.take("v_parameterization", "objective.prediction", "v")
-    for key, flow, ddpm in (("min_timestep", "min_sigma", "min_timestep"), ("max_timestep", "max_sigma", "max_timestep")):
+    for key, flow, ddpm in (
+        ("min_timestep", "min_sigma", "min_timestep"),
+        ("max_timestep", "max_sigma", "max_timestep"),
+    ):
         step = found.read(key, whole_number)
         if step is not None and is_sd3:
             found.change(key, f"objective.{flow}", step / 1000, "a noise level from 0 to 1 here")

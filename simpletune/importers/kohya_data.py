@@ -79,7 +79,9 @@ def _given(general: Translation) -> Json:
 def _batch(general: Translation, batches: set[object]) -> None:
     general.settings["batch_size"] = max(map(whole_number, batches), default=1)
     if len(batches) > 1:
-        general.change("batch_size", "train.batch_size", general.settings["batch_size"], "one for all data sets: the largest")
+        general.change(
+            "batch_size", "train.batch_size", general.settings["batch_size"], "one for all data sets: the largest"
+        )
     elif batches:
         general.take("batch_size", "train.batch_size", general.settings["batch_size"])
     general.seen("train_batch_size")

@@ -46,8 +46,13 @@ ROWS = (
     Row("text_encoder_3_sequence_length", "model.t5_length", whole_number),
     Row("tensorboard", "tracking.tensorboard", truth),
     Row("compile", "speed.compile", truth),
-    Row("attention_mechanism", "speed.attention", text, {"sdp": "auto", "default": "auto"},
-        otherwise=("auto", "PyTorch chooses its kernel here")),
+    Row(
+        "attention_mechanism",
+        "speed.attention",
+        text,
+        {"sdp": "auto", "default": "auto"},
+        otherwise=("auto", "PyTorch chooses its kernel here"),
+    ),
     Row("cache_dir", "output.cache", text),
     Row("train_device", "device", text, {"cuda": "cuda", "cpu": "cpu"}, otherwise=("auto", "the one NVIDIA card")),
 )
@@ -184,7 +189,9 @@ def _part(found: Translation, name: str, method: str) -> None:
     kind = part.read("weight_dtype", text) or ""
     weights = WEIGHTS.get(kind)
     if weights is None:
-        part.leave("weight_dtype", f"simpletune has {', '.join(dict.fromkeys(WEIGHTS.values()))}. Set precision.weights")
+        part.leave(
+            "weight_dtype", f"simpletune has {', '.join(dict.fromkeys(WEIGHTS.values()))}. Set precision.weights"
+        )
     elif kind in WHY:
         part.change("weight_dtype", "precision.weights", weights, WHY[kind])
     else:
@@ -248,7 +255,9 @@ def _optimizer(found: Translation) -> None:
     if least and schedule == "polynomial":
         found.take("learning_rate_min_factor", "schedule.end", least)
     elif least and schedule == "linear":
-        found.change("learning_rate_min_factor", "schedule.end", least, "a polynomial of power 1 is linear and has an end")
+        found.change(
+            "learning_rate_min_factor", "schedule.end", least, "a polynomial of power 1 is linear and has an end"
+        )
         found.change("learning_rate_scheduler", "schedule.name", "polynomial", "linear, with an end")
     elif least:
         found.leave("learning_rate_min_factor", f"schedule {schedule} ends at zero")
@@ -291,7 +300,13 @@ def _objective(found: Translation, family: str) -> None:
 def _density(found: Translation) -> None:
     name = found.read("timestep_distribution", text) or "UNIFORM"
     weight, bias = found.read("noising_weight", number) or 0.0, found.read("noising_bias", number) or 0.0
-    names = {"UNIFORM": "uniform", "LOGIT_NORMAL": "logit_normal", "COS_MAP": "cosmap", "HEAVY_TAIL": "mode", "BETA": "beta"}
+    names = {
+        "UNIFORM": "uniform",
+        "LOGIT_NORMAL": "logit_normal",
+        "COS_MAP": "cosmap",
+        "HEAVY_TAIL": "mode",
+        "BETA": "beta",
+    }
     if name not in names:
         return found.change("timestep_distribution", "objective.sigma", "logit_normal",
                             f"simpletune has no {name}; the logit-normal density also favours the middle")  # fmt: skip
@@ -318,7 +333,10 @@ def _places(found: Translation) -> None:
                      "a run has its folder in output.runs")  # fmt: skip
     if place is not None:
         found.change("workspace_dir", "output.runs", place, "a run has its folder in it")
-    for key, path, what in (("sample_after", "validation.every", "pictures"), ("backup_after", "checkpoint.every", "checkpoints")):
+    for key, path, what in (
+        ("sample_after", "validation.every", "pictures"),
+        ("backup_after", "checkpoint.every", "checkpoints"),
+    ):
         value, unit = found.read(key, whole_number), found.read(f"{key}_unit", text)
         if value and unit == "STEP":
             found.take(key, path, value)

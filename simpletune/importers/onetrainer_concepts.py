@@ -8,10 +8,18 @@ from simpletune.options import Json
 
 VARIANTS = 8
 LEFT = {
-    "name": "sources have no names", "seed": "train.seed is one for all", "__version": "the version of the format",
-    "include_subdirectories": "sub-folders are always included", "enabled": "it is used",
-    "balancing_strategy": "repeats", "text_variations": "see image_variations", "concept_stats": "figures of its window",
-    "validation_concept": "see type", "image": "", "text": "", "type": "pictures to train on",
+    "name": "sources have no names",
+    "seed": "train.seed is one for all",
+    "__version": "the version of the format",
+    "include_subdirectories": "sub-folders are always included",
+    "enabled": "it is used",
+    "balancing_strategy": "repeats",
+    "text_variations": "see image_variations",
+    "concept_stats": "figures of its window",
+    "validation_concept": "see type",
+    "image": "",
+    "text": "",
+    "type": "pictures to train on",
 }
 AUGMENTED = ("rotate", "brightness", "contrast", "saturation", "hue", "circular_mask", "mask_rotate")
 
@@ -55,9 +63,12 @@ def _translate_one(source: Translation, general: Translation, kind: str) -> None
     _prompts(source)
     _image(source, general)
     _masks(source, general)
+    source.seen("type")
     source.leave_by_table(LEFT)
     source.leave_rest()
-    source.lines = [line for line in source.lines if line.became != "left out" or line.why not in ("", "it is used", "repeats")]
+    source.lines = [
+        line for line in source.lines if line.became != "left out" or line.why not in ("", "it is used", "repeats")
+    ]
 
 
 def _repeats(source: Translation) -> None:
@@ -71,7 +82,9 @@ def _repeats(source: Translation) -> None:
 
 
 def _prompts(source: Translation) -> None:
-    own = Translation(source.settings.get("text") or {}, {"prompt_source": "sample"}, f"{source.section}text.", source.place)
+    own = Translation(
+        source.settings.get("text") or {}, {"prompt_source": "sample"}, f"{source.section}text.", source.place
+    )
     kind, path = own.read("prompt_source", text), own.read("prompt_path", text)
     if kind == "sample":
         own.take("prompt_source", "captions", "txt")
@@ -113,7 +126,9 @@ def _image(source: Translation, general: Translation) -> None:
     side = side_of_area(number(first[0]), number(first[-1]), multiple(general))
     if len(sizes) > 1 or len(first) > 1 or side != number(first[0]):
         source.settings["resolution"] = ",".join(sizes)
-        source.change("resolution", "resolution", side, "the first, as the side of a square of that area in whole steps")
+        source.change(
+            "resolution", "resolution", side, "the first, as the side of a square of that area in whole steps"
+        )
     else:
         source.settings["resolution"] = sizes[0]
         source.take("resolution", "resolution", side)
@@ -140,7 +155,7 @@ def _masks(source: Translation, general: Translation) -> None:
     source.take("unmasked_weight", "unmasked_weight", source.settings["unmasked_weight"])
     source.seen("masked_training", "unmasked_weight")
     keep = general.read("masked_prior_preservation_weight", number)
-    if keep:
+    if keep and general.get("prior.outside_mask") is None:
         prior = general.get("prior") or {"method": "base_prediction"}
         general.config["prior"] = prior
         general.take("masked_prior_preservation_weight", "prior.outside_mask", keep)

@@ -50,7 +50,9 @@ def plain(name: str) -> str:
 
 def take_optimizer(found: Translation, key: str, name: str) -> str:
     """Translate the name of an optimizer; one that simpletune lacks becomes AdamW."""
-    ours, why = OPTIMIZERS.get(plain(name), ("adamw", "simpletune has no such optimizer. AdamW's learning rate may differ"))
+    ours, why = OPTIMIZERS.get(
+        plain(name), ("adamw", "simpletune has no such optimizer. AdamW's learning rate may differ")
+    )
     if why:
         found.change(key, "optimizer.name", ours, why)
     else:
@@ -69,23 +71,25 @@ def take_arguments(found: Translation, key: str, arguments: Mapping[str, object]
     fields = _fields(str(found.get("optimizer.name", "adamw")))
     betas = _betas(arguments)
     if betas and "betas" in fields:
-        found.change(key, "optimizer.betas", betas, "both in one field")
+        own = found.part(key, "betas", ", ".join(map(str, betas)))
+        found.change(own, "optimizer.betas", betas, "both in one field")
     for name, raw in arguments.items():
         if name in ("betas", "beta1", "beta2", "") or raw is None:
             continue
+        own = found.part(key, name, raw)
         if name in ALWAYS:
-            found.leave(key, f"{name}: {ALWAYS[name]}")
+            found.leave(own, ALWAYS[name])
         elif name not in ARGUMENTS or name not in fields:
-            found.leave(key, f"{name}={raw}: optimizer.{found.get('optimizer.name', 'adamw')} has no such argument")
+            found.leave(own, f"{found.get('optimizer.name', 'adamw')} has no such argument")
         else:
-            _take_argument(found, key, name, raw)
+            _take_argument(found, own, name, raw)
 
 
 def _take_argument(found: Translation, key: str, name: str, raw: object) -> None:
     try:
         found.take(key, f"optimizer.{name}", ARGUMENTS[name](raw))
     except ValueError:
-        found.leave(key, f"{name}={raw} is no {ARGUMENTS[name].__name__}")
+        found.leave(key, f"it is no {ARGUMENTS[name].__name__}")
 
 
 def _betas(arguments: Mapping[str, object]) -> list[float] | None:

@@ -114,7 +114,11 @@ def translate(settings: Json, folder: Path) -> Translation:
     """
     settings = normalised(settings)
     scheduler = str(settings.get("lr_scheduler", ""))
-    flow = {} if str(settings.get("model_family", "sd3")) == "sd3" else {"flow_schedule_shift": None, "tokenizer_max_length": None}
+    flow = (
+        {}
+        if str(settings.get("model_family", "sd3")) == "sd3"
+        else {"flow_schedule_shift": None, "tokenizer_max_length": None}
+    )
     found = Translation(settings, DEFAULTS | (POLYNOMIAL if scheduler == "polynomial" else {}) | flow)
     found.seen("data_backend_config", "resolution", "resolution_type", "caption_dropout_probability")
     _model(found)
@@ -286,7 +290,9 @@ def _memory(found: Translation) -> None:
             found.change(key, "memory.resident_blocks", 0, "all blocks are streamed from host memory")
         else:
             found.leave(key, "blocks are streamed as memory.resident_blocks says")
-    for key in [key for key in found.settings if key.startswith(("group_offload", "musubi_", "gradient_checkpointing_"))]:
+    for key in [
+        key for key in found.settings if key.startswith(("group_offload", "musubi_", "gradient_checkpointing_"))
+    ]:
         if key not in ("gradient_checkpointing_interval", "musubi_blocks_to_swap"):
             found.leave(key, "blocks are streamed and recomputed as memory.resident_blocks and checkpointing say")
 

@@ -106,7 +106,9 @@ def _pictures(source: Translation) -> None:
     elif path is not None:
         source.take("instance_data_dir", "path", path)
     if kind not in ("local", "huggingface"):
-        source.leave("type", f"{kind}: simpletune reads local folders, parquet and Hugging Face data sets. Set its path")
+        source.leave(
+            "type", f"{kind}: simpletune reads local folders, parquet and Hugging Face data sets. Set its path"
+        )
 
 
 def _captions(source: Translation) -> None:

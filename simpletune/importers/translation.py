@@ -89,7 +89,9 @@ class Translation:
         place: before our paths in messages, such as ``data.sources.0.``.
     """
 
-    def __init__(self, settings: Json, defaults: Mapping[str, object] | None = None, section: str = "", place: str = ""):
+    def __init__(
+        self, settings: Json, defaults: Mapping[str, object] | None = None, section: str = "", place: str = ""
+    ):
         self.settings = {key: value for key, value in settings.items() if value not in (None, "", [])}
         self.defaults = dict(defaults or {})
         self.section, self.place = section, place
@@ -200,6 +202,13 @@ class Translation:
         for key in self.settings:
             if key not in self._read:
                 self.leave(key, "unknown to simpletune import")
+
+    def part(self, key: str, name: str, value: object) -> str:
+        """One of several values that stand in a key, as a key of its own: ``optimizer_args.weight_decay``."""
+        own = f"{key}.{name}"
+        self.settings[own] = value
+        self._read.add(own)
+        return own
 
     def seen(self, *keys: str) -> None:
         """Count keys as understood that need no line."""
