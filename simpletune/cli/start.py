@@ -52,9 +52,11 @@ def import_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``import``."""
     parser.add_argument("file", type=Path, metavar="FILE", help="config.json, config.toml or a OneTrainer preset")
     parser.add_argument(
-        "--data", type=Path, metavar="DATA",
+        "--data",
+        type=Path,
+        metavar="DATA",
         help="its data sets: multidatabackend.json, a dataset's .toml, concepts.json; needless where FILE names them",
-    )  # fmt: skip
+    )
     parser.add_argument("--out", type=Path, metavar="OUT", help="file to write; without, the configuration is printed")
     parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
 

@@ -8,7 +8,17 @@ from pathlib import Path
 from simpletune.config.load import validate
 from simpletune.config.run_name import run_name
 from simpletune.config.schema import TrainConfig
-from simpletune.importers import kohya, kohya_data, onetrainer, onetrainer_concepts, simpletuner, simpletuner_data
+from simpletune.importers import (
+    kohya,
+    kohya_data,
+    kohya_table,
+    onetrainer,
+    onetrainer_concepts,
+    onetrainer_table,
+    simpletuner,
+    simpletuner_data,
+    simpletuner_table,
+)
 from simpletune.importers.files import found_beside, read_any
 from simpletune.importers.translation import Line, Translation
 from simpletune.options import ConfigError, Json, Problem, UserError
@@ -71,9 +81,9 @@ def form_of(settings: Json) -> str | None:
     if kohya_data.is_dataset(settings):
         return kohya.TITLE
     scores = {
-        simpletuner.TITLE: len(keys & simpletuner.KEYS),
-        onetrainer.TITLE: len(keys & onetrainer.KEYS),
-        kohya.TITLE: len(set(kohya.flattened(settings)) & kohya.KEYS),
+        simpletuner.TITLE: len(keys & simpletuner_table.KEYS),
+        onetrainer.TITLE: len(keys & onetrainer_table.KEYS),
+        kohya.TITLE: len(set(kohya.flattened(settings)) & kohya_table.KEYS),
     }
     best = max(scores, key=lambda tool: scores[tool])
     return best if scores[best] >= 2 else None
@@ -139,8 +149,16 @@ def _assembled(general: Translation, sources: list[Translation], file: Path) -> 
     """Our configuration, its sections in the order of the schema."""
     config = dict(general.config)
     if not sources:
-        general.lines.append(Line("changed", "the data", "not found", "data.path", FOLDER,
-                                  "name the data sets with --data, or set data.path"))  # fmt: skip
+        general.lines.append(
+            Line(
+                "changed",
+                "the data",
+                "not found",
+                "data.path",
+                FOLDER,
+                "name the data sets with --data, or set data.path",
+            )
+        )
         dropout = general.settings.get(
             "caption_dropout_probability", general.defaults.get("caption_dropout_probability")
         )

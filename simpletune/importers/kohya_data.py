@@ -5,18 +5,50 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from simpletune.importers.left_out import KOHYA_DATA
 from simpletune.importers.translation import Row, Translation, multiple, number, side_of_area, text, truth, whole_number
-from simpletune.models.buckets import STEP
 from simpletune.options import Json
 
 VARIANTS = 8
-INHERITED = ("flip_aug", "random_crop", "shuffle_caption", "keep_tokens", "caption_separator", "caption_prefix",
-             "caption_suffix", "caption_dropout_rate", "caption_tag_dropout_rate", "caption_extension", "color_aug",
-             "num_repeats", "class_tokens", "alpha_mask", "face_crop_aug_range", "cache_info", "enable_wildcard",
-             "keep_tokens_separator", "secondary_separator", "caption_dropout_every_n_epochs", "token_warmup_min",
-             "token_warmup_step", "custom_attributes", "resize_interpolation")  # fmt: skip
-SIZES = ("resolution", "enable_bucket", "bucket_no_upscale", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps",
-         "batch_size", "skip_image_resolution", "network_multiplier", "validation_split", "validation_seed")  # fmt: skip
+INHERITED = (
+    "flip_aug",
+    "random_crop",
+    "shuffle_caption",
+    "keep_tokens",
+    "caption_separator",
+    "caption_prefix",
+    "caption_suffix",
+    "caption_dropout_rate",
+    "caption_tag_dropout_rate",
+    "caption_extension",
+    "color_aug",
+    "num_repeats",
+    "class_tokens",
+    "alpha_mask",
+    "face_crop_aug_range",
+    "cache_info",
+    "enable_wildcard",
+    "keep_tokens_separator",
+    "secondary_separator",
+    "caption_dropout_every_n_epochs",
+    "token_warmup_min",
+    "token_warmup_step",
+    "custom_attributes",
+    "resize_interpolation",
+)
+SIZES = (
+    "resolution",
+    "enable_bucket",
+    "bucket_no_upscale",
+    "min_bucket_reso",
+    "max_bucket_reso",
+    "bucket_reso_steps",
+    "batch_size",
+    "skip_image_resolution",
+    "network_multiplier",
+    "validation_split",
+    "validation_seed",
+)
 ROWS = (
     Row("num_repeats", "repeats", whole_number),
     Row("flip_aug", "flip", truth),
@@ -31,16 +63,6 @@ ROWS = (
     Row("alpha_mask", "mask", truth, {"true": "alpha", "false": None}),
     Row("caption_extension", "captions", text, {".txt": "txt", "txt": "txt", ".caption": "txt", "caption": "txt"}),
 )
-LEFT = {
-    "color_aug": "colours stay as they are", "face_crop_aug_range": "pictures are cropped at the center or at random",
-    "metadata_file": "captions of one file: write metadata.jsonl", "cache_info": "pictures are scanned at each start",
-    "enable_wildcard": "captions are taken as they are", "secondary_separator": "tags have one separator",
-    "keep_tokens_separator": "keep_tags counts tags", "caption_dropout_every_n_epochs": "caption_dropout is a probability",
-    "token_warmup_*": "captions are whole from the first step", "min_bucket_reso": "max_aspect limits the shapes",
-    "max_bucket_reso": "max_aspect limits the shapes", "bucket_reso_steps": f"buckets have steps of {STEP} px (64 for SD 1.5 and 2)",
-    "skip_image_resolution": "max_upscale refuses pictures that are too small", "network_multiplier": "not supported",
-    "validation_*": "set validation.split", "custom_attributes": "not read", "resize_interpolation": "pictures are scaled by area and bicubic",
-}  # fmt: skip
 
 
 def translate(data: Json, general: Translation) -> list[Translation]:
@@ -51,14 +73,18 @@ def translate(data: Json, general: Translation) -> list[Translation]:
         general: the translation of the options, whose data options each subset inherits.
     """
     shared = {**_given(general), **(data.get("general") or {})}
-    found = []
+    found: list[Translation] = []
     batches: set[object] = set()
     for number_of, dataset in enumerate(data.get("datasets") or []):
         own = {key: value for key, value in dataset.items() if key != "subsets"}
         for index, subset in enumerate(dataset.get("subsets") or []):
             settings = {**{key: shared[key] for key in shared if key in INHERITED or key in SIZES}, **own, **subset}
-            source = Translation(settings, {"resolution": 512, "num_repeats": 1, "enable_bucket": False},
-                                 f"datasets[{number_of}].subsets[{index}].", f"data.sources.{len(found)}.")  # fmt: skip
+            source = Translation(
+                settings,
+                {"resolution": 512, "num_repeats": 1, "enable_bucket": False},
+                f"datasets[{number_of}].subsets[{index}].",
+                f"data.sources.{len(found)}.",
+            )
             batches.add(settings.get("batch_size", 1))
             _translate_one(source, general)
             found.append(source)
@@ -90,7 +116,7 @@ def _batch(general: Translation, batches: set[object]) -> None:
 def from_folders(general: Translation) -> list[Translation]:
     """Translate train_data_dir and reg_data_dir, whose folders are named ``10_sks dog``."""
     given = _given(general)
-    found = []
+    found: list[Translation] = []
     for key, regularization in (("train_data_dir", False), ("reg_data_dir", True)):
         path = general.read(key, text)
         if path is None:
@@ -125,7 +151,7 @@ def _translate_one(source: Translation, general: Translation) -> None:
     if varied or source.get("tag_dropout"):
         key = (varied or ["caption_tag_dropout_rate"])[0]
         source.change(key, "variants", VARIANTS, "drawn once for each of so many variants, and cached")
-    source.leave_by_table(LEFT)
+    source.leave_by_table(KOHYA_DATA)
     source.leave_rest()
 
 
@@ -161,8 +187,12 @@ def _size(source: Translation, step: int) -> None:
     bucket = source.read("enable_bucket", truth)
     source.take("enable_bucket", "aspect", "buckets" if bucket else "square")
     if source.read("bucket_no_upscale", truth):
-        source.change("bucket_no_upscale", "max_upscale", 1.0, "pictures that would be scaled up are refused; "
-                      "kohya's scripts give them smaller buckets")  # fmt: skip
+        source.change(
+            "bucket_no_upscale",
+            "max_upscale",
+            1.0,
+            "pictures that would be scaled up are refused; kohya's scripts give them smaller buckets",
+        )
 
 
 def is_dataset(settings: Mapping[str, object]) -> bool:

@@ -11,8 +11,14 @@ from simpletune.importers.translation import Translation, number, whole_number
 from simpletune.options import Json
 
 FLAGS = {"w": "width", "h": "height", "d": "seed", "l": "scale", "s": "sample_steps", "n": "negative_prompt"}
-FIELDS = {"width": "width", "height": "height", "seed": "seed", "scale": "guidance", "sample_steps": "steps",
-          "negative_prompt": "negative_prompt"}  # fmt: skip
+FIELDS = {
+    "width": "width",
+    "height": "height",
+    "seed": "seed",
+    "scale": "guidance",
+    "sample_steps": "steps",
+    "negative_prompt": "negative_prompt",
+}
 KINDS = {"guidance": number, "negative_prompt": str}
 STEP = 16  # px
 

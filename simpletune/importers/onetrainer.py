@@ -6,93 +6,13 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from simpletune.config.run_name import run_name
+from simpletune.importers.left_out import ONETRAINER
+from simpletune.importers.onetrainer_table import BLOCKS, DEFAULTS, METHODS, MODELS, ROWS, TARGETS, WEIGHTS, WHY
 from simpletune.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
 from simpletune.importers.translation import Row, Translation, number, text, truth, whole_number
 from simpletune.options import Json
 
 TITLE = "OneTrainer"
-KEYS = {"training_method", "model_type", "base_model_name", "concept_file_name", "learning_rate_warmup_steps",
-        "timestep_distribution", "output_model_destination", "peft_type", "sample_definition_file_name"}  # fmt: skip
-DEFAULTS = {
-    "training_method": "FINE_TUNE", "model_type": "STABLE_DIFFUSION_15", "learning_rate": 3e-6,
-    "learning_rate_scheduler": "CONSTANT", "learning_rate_warmup_steps": 200.0, "epochs": 100, "batch_size": 1,
-    "gradient_accumulation_steps": 1, "clip_grad_norm": 1.0, "train_dtype": "FLOAT_16", "peft_type": "LORA",
-    "lora_rank": 16, "lora_alpha": 1.0, "lora_weight_dtype": "FLOAT_32", "timestep_distribution": "UNIFORM",
-    "timestep_shift": 1.0, "ema": "OFF", "layer_filter_preset": "full",
-}  # fmt: skip
-MODELS = {
-    "STABLE_DIFFUSION_3": ("sd3", ""), "STABLE_DIFFUSION_35": ("sd3", ""), "STABLE_DIFFUSION_15": ("sd15", ""),
-    "STABLE_DIFFUSION_20_BASE": ("sd15", ""), "STABLE_DIFFUSION_20": ("sd15", ""),
-    "STABLE_DIFFUSION_21_BASE": ("sd15", ""), "STABLE_DIFFUSION_21": ("sd15", ""),
-}  # fmt: skip
-WEIGHTS = {"BFLOAT_16": "bf16", "FLOAT_16": "bf16", "FLOAT_32": "fp32", "TFLOAT_32": "fp32", "INT_8": "int8",
-           "INT_W8A8": "int8", "FLOAT_8": "int8", "FLOAT_W8A8": "int8", "NFLOAT_4": "nf4"}  # fmt: skip
-WHY = {"FLOAT_16": "16 bits in the compute type", "TFLOAT_32": "fp32",
-       "FLOAT_8": "int8 weights take as many bytes, and are exact to a smaller error",
-       "FLOAT_W8A8": "int8 weights and products"}  # fmt: skip
-COMPUTE = {"BFLOAT_16": "bf16", "FLOAT_16": "fp16", "FLOAT_32": "fp32", "TFLOAT_32": "fp32"}
-METHODS = {"LORA": "lora", "LOHA": "loha", "LOKR": "lokr", "OFT_2": "oft", "OFT": "oft"}
-TARGETS = {"full": "all_linear", "attn-mlp": "attention_mlp", "attn-only": "attention", "attention": "attention"}
-BLOCKS = 24
-
-ROWS = (
-    Row("base_model_name", "model.pretrained", text),
-    Row("learning_rate", "optimizer.lr", number),
-    Row("batch_size", "train.batch_size", whole_number),
-    Row("gradient_accumulation_steps", "train.gradient_accumulation", whole_number),
-    Row("train_dtype", "precision.compute", text, {key.lower(): value for key, value in COMPUTE.items()}),
-    Row("offset_noise_weight", "objective.offset_noise", number),
-    Row("rescale_noise_scheduler_to_zero_terminal_snr", "objective.zero_terminal_snr", truth),
-    Row("text_encoder_3_sequence_length", "model.t5_length", whole_number),
-    Row("tensorboard", "tracking.tensorboard", truth),
-    Row("compile", "speed.compile", truth),
-    Row(
-        "attention_mechanism",
-        "speed.attention",
-        text,
-        {"sdp": "auto", "default": "auto"},
-        otherwise=("auto", "PyTorch chooses its kernel here"),
-    ),
-    Row("cache_dir", "output.cache", text),
-    Row("train_device", "device", text, {"cuda": "cuda", "cpu": "cpu"}, otherwise=("auto", "the one NVIDIA card")),
-)
-LEFT = {
-    "__version": "the version of OneTrainer's format", "debug_*": "it wrote intermediate pictures",
-    "tensorboard_*": "run tensorboard --logdir profiles", "tensorboard_port": "run tensorboard --logdir profiles",
-    "validate_after*": "set validation.every", "validation": "set validation.split", "only_cache": "use simpletune prepare",
-    "continue_last_backup": "use simpletune train --resume auto", "include_train_config": "the result's header holds it",
-    "output_dtype": "the result has the type that it trained in; simpletune export --dtype writes another",
-    "output_model_format": "the result loads in diffusers; simpletune export writes kohya's and ComfyUI's layout",
-    "save_*": "checkpoint.every saves the state and the result", "backup_before_save": "checkpoints are the backups",
-    "image_caching": "latents are always cached", "text_caching": "prompts are always cached",
-    "latent_caching": "latents are always cached", "clear_cache_before_training": "the cache is kept and checked",
-    "caching_threads": "not needed here", "dataloader_threads": "not needed here", "temp_device": "the host's memory",
-    "async_offloading": "blocks are copied one ahead", "force_circular_padding": "not supported", "frames": "not supported",
-    "fallback_train_dtype": "precision.compute decides", "enable_autocast_cache": "torch's default stays",
-    "prefetch_next_batch": "speed.prefetch loads one step ahead", "vb_loss_strength": "not supported",
-    "mse_strength": "the loss is the squared error", "mae_strength": "set objective.huber",
-    "log_cosh_strength": "set objective.huber", "generalized_offset_noise": "not supported", "perturbation_noise_weight": "not supported",
-    "loss_scaler": "losses are means over the batch", "learning_rate_scaler": "set optimizer.lr", "huber_*": "set objective.huber",
-    "force_*_prediction": "the model's own configuration tells", "cep_gamma": "not supported",
-    "ema_update_step_interval": "the average is updated every step", "unmasked_probability": "set data.unmasked_weight",
-    "normalize_masked_area_loss": "the loss is the mean over all places", "custom_conditioning_image": "not supported",
-    "multi_gpu": "see torchrun in docs/training.md", "device_indexes": "set CUDA_VISIBLE_DEVICES", "gradient_reduce_*": "not needed here",
-    "fused_gradient_reduce": "not needed here", "async_gradient_reduce*": "not needed here", "quantization": "all linear layers are quantised",
-    "lora_model_name": "it began with the weights of another LoRA. Combine them with simpletune mix",
-    "lora_decompose_*": "magnitudes are those of the outputs", "bundle_additional_embeddings": "not supported",
-    "oft_*": "adapter.block_size alone", "dora_oft": "not supported", "lokr_*": "not supported", "preserve_embedding_norm": "not supported",
-    "embedding*": "embeddings are not trained", "additional_embeddings": "embeddings are not trained", "cloud": "see docs/cloud_l4.md",
-    "secrets": "set HF_TOKEN in the environment", "optimizer_defaults": "of optimizers that are not used",
-    "custom_learning_rate_scheduler": "not supported", "scheduler_params": "not supported", "effnet_encoder": "another model's part",
-    "decoder*": "another model's part", "prior": "another model's part", "unconditional_transformer": "another model's part",
-    "text_encoder*": "text encoders stay frozen", "vae": "the autoencoder stays frozen", "layer_filter_regex": "targets are endings of names",
-    "non_ema_sampling": "pictures use the average", "samples_to_tensorboard": "pictures are logged", "rolling_backup": "see rolling_backup_count",
-    "sample_*": "set validation", "gradient_checkpointing": "see transformer.gradient_checkpointing", "dropout_probability": "no LoRA is trained",
-    "weight_dtype": "see transformer.weight_dtype", "prevent_overwrites": "an older run moves to NAME.1", "learning_rate_cycles": "of restarts alone",
-    "multi_*": "not supported", "aspect_ratio_bucketing": "set in the data", "loss_weight_*": "min_snr_gamma alone", "masked_*": "set in the data",
-    "unmasked_weight": "without masked_training it does nothing", "unet": "another model's part", "transformer": "another model's part",
-    "noising_*": "this density has no such option",
-}  # fmt: skip
 
 
 def translate(settings: Json) -> Translation:
@@ -113,7 +33,7 @@ def translate(settings: Json) -> Translation:
 
 def finish(found: Translation) -> None:
     """Leave out what is left, after the concepts."""
-    found.leave_by_table(LEFT)
+    found.leave_by_table(ONETRAINER)
     found.leave_rest()
 
 
@@ -142,16 +62,27 @@ def _adapter(found: Translation) -> str:
     else:
         found.take("peft_type", "adapter.method", method)
     _rank(found, method)
-    found.by_table([
-        Row("lora_weight_dtype", "adapter.dtype", text, {"float_32": "fp32", "bfloat_16": "bf16"},
-            otherwise=("fp32", "an update trains in fp32 or bf16")),
-    ])  # fmt: skip
+    found.by_table(
+        [
+            Row(
+                "lora_weight_dtype",
+                "adapter.dtype",
+                text,
+                {"float_32": "fp32", "bfloat_16": "bf16"},
+                otherwise=("fp32", "an update trains in fp32 or bf16"),
+            ),
+        ]
+    )
     names, preset = found.read("layer_filter", text), found.read("layer_filter_preset", text) or "full"
     if preset in TARGETS:
         found.take("layer_filter_preset", "adapter.targets", TARGETS[preset])
     elif names:
-        found.change("layer_filter", "adapter.targets", [part.strip() for part in names.split(",") if part.strip()],
-                     "endings of layers' names; OneTrainer takes parts of them")  # fmt: skip
+        found.change(
+            "layer_filter",
+            "adapter.targets",
+            [part.strip() for part in names.split(",") if part.strip()],
+            "endings of layers' names; OneTrainer takes parts of them",
+        )
     return method
 
 
@@ -160,8 +91,12 @@ def _rank(found: Translation, method: str) -> None:
     if method in ("lora", "dora") and rank is not None and alpha is not None:
         found.take("lora_rank", "adapter.rank", rank)
         if alpha != rank:
-            found.change("lora_alpha", "adapter.alpha", alpha, f"a scale of {alpha / rank:g}: with alpha = rank, the same "
-                         "updates need a lower learning rate")  # fmt: skip
+            found.change(
+                "lora_alpha",
+                "adapter.alpha",
+                alpha,
+                f"a scale of {alpha / rank:g}: with alpha = rank, the same updates need a lower learning rate",
+            )
         else:
             found.take("lora_alpha", "adapter.alpha", alpha)
         found.by_table([Row("dropout_probability", "adapter.dropout", number)])
@@ -170,10 +105,12 @@ def _rank(found: Translation, method: str) -> None:
         found.leave("lora_alpha", "it equals the rank here; scale optimizer.lr instead")
     elif method == "lokr":
         whole = found.read("lokr_full_matrix", truth)
-        found.by_table([
-            Row("lokr_decompose_factor", "adapter.factor", whole_number),
-            Row("lokr_decompose_both", "adapter.decompose_both", truth),
-        ])  # fmt: skip
+        found.by_table(
+            [
+                Row("lokr_decompose_factor", "adapter.factor", whole_number),
+                Row("lokr_decompose_both", "adapter.decompose_both", truth),
+            ]
+        )
         if whole:
             found.take("lokr_full_matrix", "adapter.rank", None)
         else:
@@ -182,9 +119,16 @@ def _rank(found: Translation, method: str) -> None:
         found.by_table([Row("oft_block_size", "adapter.block_size", whole_number)])
 
 
+def as_object(value: object) -> Json:
+    """A JSON object."""
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
 def _part(found: Translation, name: str, method: str) -> None:
     """The trained part: its weights, checkpointing and offload."""
-    own = found.read(name, dict) or {}
+    own: Json = found.read(name, as_object) or {}
     part = Translation(own, {"weight_dtype": "FLOAT_32"}, f"{name}.")
     kind = part.read("weight_dtype", text) or ""
     weights = WEIGHTS.get(kind)
@@ -200,23 +144,35 @@ def _part(found: Translation, name: str, method: str) -> None:
         part.take("weight_dtype", "precision.products", "int8")
     if part.has("model_name"):
         part.by_table([Row("model_name", f"model.{name}", text)])
-    part.by_table([
-        Row("gradient_checkpointing", "memory.checkpointing", truth, {"true": "all", "false": "none"}),
-        Row("activation_offloading", "memory.offload_checkpoint_inputs", truth),
-        Row("learning_rate", "optimizer.lr", number),
-    ])  # fmt: skip
+    part.by_table(
+        [
+            Row("gradient_checkpointing", "memory.checkpointing", truth, {"true": "all", "false": "none"}),
+            Row("activation_offloading", "memory.offload_checkpoint_inputs", truth),
+            Row("learning_rate", "optimizer.lr", number),
+        ]
+    )
     share = part.read("offload_fraction", number)
     if share:
-        part.change("offload_fraction", "memory.resident_blocks", round(BLOCKS * (1 - share)),
-                    f"the number of {BLOCKS} blocks that stay on the device")  # fmt: skip
+        part.change(
+            "offload_fraction",
+            "memory.resident_blocks",
+            round(BLOCKS * (1 - share)),
+            f"the number of {BLOCKS} blocks that stay on the device",
+        )
     for key in part.settings:
         if key == "train" and truth(part.settings[key]) is False:
             part.leave(key, f"nothing else trains here than the {name}")
-    part.leave_by_table({
-        "stop_training_after*": "training ends with train.steps or epochs", "dropout_probability": "of text encoders alone",
-        "attention_mask": "prompts are padded without a mask, as SD3 was trained", "guidance_scale": "of other models",
-        "train_embedding": "embeddings are not trained", "include": "every part is used", "train": "it trains",
-    })  # fmt: skip
+    part.leave_by_table(
+        {
+            "stop_training_after*": "training ends with train.steps or epochs",
+            "dropout_probability": "of text encoders alone",
+            "attention_mask": "prompts are padded without a mask, as SD3 was trained",
+            "guidance_scale": "of other models",
+            "train_embedding": "embeddings are not trained",
+            "include": "every part is used",
+            "train": "it trains",
+        }
+    )
     part.leave_rest()
     found.lines += [line for line in part.lines if line.why != "it trains"]
     _merge(found.config, part.config)
@@ -293,8 +249,12 @@ def _objective(found: Translation, family: str) -> None:
     strength = found.read("huber_strength", number)
     if strength:
         delta = found.read("huber_delta", number) or 1.0
-        found.change("huber_strength", "objective.huber", {"c": min(1.0, delta), "schedule": "constant"},
-                     "the pseudo-Huber loss alone, in place of a mixture")  # fmt: skip
+        found.change(
+            "huber_strength",
+            "objective.huber",
+            {"c": min(1.0, delta), "schedule": "constant"},
+            "the pseudo-Huber loss alone, in place of a mixture",
+        )
 
 
 def _density(found: Translation) -> None:
@@ -308,8 +268,12 @@ def _density(found: Translation) -> None:
         "BETA": "beta",
     }
     if name not in names:
-        return found.change("timestep_distribution", "objective.sigma", "logit_normal",
-                            f"simpletune has no {name}; the logit-normal density also favours the middle")  # fmt: skip
+        return found.change(
+            "timestep_distribution",
+            "objective.sigma",
+            "logit_normal",
+            f"simpletune has no {name}; the logit-normal density also favours the middle",
+        )
     found.take("timestep_distribution", "objective.sigma", names[name])
     if name == "LOGIT_NORMAL":
         found.change("noising_bias", "objective.logit_mean", bias, "the mean")
@@ -329,8 +293,12 @@ def _places(found: Translation) -> None:
     result, place = found.read("output_model_destination", text), found.read("workspace_dir", text)
     if result is not None:
         name = PurePosixPath(result.replace("\\", "/"))
-        found.change("output_model_destination", "name", run_name(name.stem if name.suffix else name.name),
-                     "a run has its folder in output.runs")  # fmt: skip
+        found.change(
+            "output_model_destination",
+            "name",
+            run_name(name.stem if name.suffix else name.name),
+            "a run has its folder in output.runs",
+        )
     if place is not None:
         found.change("workspace_dir", "output.runs", place, "a run has its folder in it")
     for key, path, what in (

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
+from simpletune.importers.left_out import ONETRAINER_CONCEPTS
 from simpletune.importers.translation import Row, Translation, multiple, number, side_of_area, text, truth, whole_number
 from simpletune.models.buckets import STEP
 from simpletune.options import Json
 
 VARIANTS = 8
-LEFT = {
-    "name": "sources have no names",
-    "seed": "train.seed is one for all",
-    "__version": "the version of the format",
-    "include_subdirectories": "sub-folders are always included",
-    "enabled": "it is used",
-    "balancing_strategy": "repeats",
-    "text_variations": "see image_variations",
-    "concept_stats": "figures of its window",
-    "validation_concept": "see type",
-    "image": "",
-    "text": "",
-    "type": "pictures to train on",
-}
 AUGMENTED = ("rotate", "brightness", "contrast", "saturation", "hue", "circular_mask", "mask_rotate")
 
 
@@ -52,10 +39,13 @@ def translate(concepts: list[Json], general: Translation) -> list[Translation]:
 
 def _translate_one(source: Translation, general: Translation, kind: str) -> None:
     source.set("path", "")
-    source.by_table([
-        Row("path", "path", text), Row("loss_weight", "weight", number),
-        Row("image_variations", "variants", whole_number),
-    ])  # fmt: skip
+    source.by_table(
+        [
+            Row("path", "path", text),
+            Row("loss_weight", "weight", number),
+            Row("image_variations", "variants", whole_number),
+        ]
+    )
     if kind == "PRIOR_PREDICTION":
         source.take("type", "regularization", True)
         general.set("prior", {"method": "base_prediction"})
@@ -64,7 +54,7 @@ def _translate_one(source: Translation, general: Translation, kind: str) -> None
     _image(source, general)
     _masks(source, general)
     source.seen("type")
-    source.leave_by_table(LEFT)
+    source.leave_by_table(ONETRAINER_CONCEPTS)
     source.leave_rest()
     source.lines = [
         line for line in source.lines if line.became != "left out" or line.why not in ("", "it is used", "repeats")
@@ -91,8 +81,10 @@ def _prompts(source: Translation) -> None:
     elif kind == "filename":
         own.take("prompt_source", "captions", "filename")
     else:
-        own.leave("prompt_path" if path else "prompt_source", f"prompts drawn from the lines of a file ({path}). Set prompt, "
-                  "or put a text beside each picture")  # fmt: skip
+        own.leave(
+            "prompt_path" if path else "prompt_source",
+            f"prompts drawn from the lines of a file ({path}). Set prompt, or put a text beside each picture",
+        )
     if kind == "sample":
         own.take("prompt_source", "caption_lines", "several")
     if own.read("enable_tag_shuffling", truth):
@@ -118,10 +110,17 @@ def _image(source: Translation, general: Translation) -> None:
         if own.read(key, truth):
             own.take(key, path, value)
     if (own.get("crop") or own.get("flip")) and (source.get("variants") or 1) == 1:
-        own.change("enable_crop_jitter" if own.get("crop") else "enable_random_flip", "variants", VARIANTS,
-                   "drawn once for each of so many variants")  # fmt: skip
-    sizes = text(own.settings.get("resolution_override") if own.read("enable_resolution_override", truth)
-                 else general.settings.get("resolution", "512")).split(",")  # fmt: skip
+        own.change(
+            "enable_crop_jitter" if own.get("crop") else "enable_random_flip",
+            "variants",
+            VARIANTS,
+            "drawn once for each of so many variants",
+        )
+    sizes = text(
+        own.settings.get("resolution_override")
+        if own.read("enable_resolution_override", truth)
+        else general.settings.get("resolution", "512")
+    ).split(",")
     first = sizes[0].lower().split("x")
     side = side_of_area(number(first[0]), number(first[-1]), multiple(general))
     if len(sizes) > 1 or len(first) > 1 or side != number(first[0]):
@@ -168,8 +167,14 @@ def take_samples(samples: list[Json], general: Translation) -> None:
         return
     general.settings["samples"] = f"{len(used)} prompts"
     general.take("samples", "validation.prompts", [str(row["prompt"]) for row in used])
-    names = {"negative_prompt": "negative_prompt", "seed": "seed", "cfg_scale": "guidance", "diffusion_steps": "steps",
-             "width": "width", "height": "height"}  # fmt: skip
+    names = {
+        "negative_prompt": "negative_prompt",
+        "seed": "seed",
+        "cfg_scale": "guidance",
+        "diffusion_steps": "steps",
+        "width": "width",
+        "height": "height",
+    }
     for name, path in names.items():
         values = [row[name] for row in used if row.get(name) not in (None, "")]
         if not values:

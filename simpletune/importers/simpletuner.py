@@ -5,99 +5,16 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 
 from simpletune.config.run_name import run_name
-from simpletune.families.sd3.shapes import SD3_MEDIUM, SD35_LARGE, SD35_MEDIUM
+from simpletune.families.sd3.shapes import SD35_MEDIUM
 from simpletune.importers.files import read_beside
+from simpletune.importers.left_out import SIMPLETUNER
+from simpletune.importers.lycoris import take_lycoris
 from simpletune.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
+from simpletune.importers.simpletuner_table import BLOCKS, DEFAULTS, FLAVOURS, POLYNOMIAL, ROWS
 from simpletune.importers.translation import Row, Translation, number, pairs, rounded, text, truth, whole_number
 from simpletune.options import Json
 
 TITLE = "SimpleTuner"
-KEYS = {"model_family", "base_model_precision", "data_backend_config", "lora_type", "flow_schedule_shift",
-        "checkpointing_steps", "checkpoint_step_interval", "validation_guidance", "aspect_bucket_rounding"}  # fmt: skip
-DEFAULTS = {
-    "lora_rank": 16, "base_model_precision": "no_change", "max_grad_norm": 2.0, "grad_clip_method": "value",
-    "caption_dropout_probability": 0.1, "flow_schedule_shift": 3.0, "tokenizer_max_length": 154,
-    "resolution": 1024.0, "resolution_type": "pixel_area",
-}  # fmt: skip
-POLYNOMIAL = {"lr_power": 0.8, "lr_end": 4e-7}  # defaults of that schedule
-BLOCKS = {SD35_LARGE: 38}  # of the transformer; SD3 Medium and 3.5 Medium have 24
-FLAVOURS = {"medium": SD35_MEDIUM, "3.5-medium": SD35_MEDIUM, "3.5-large": SD35_LARGE, "large": SD35_LARGE,
-            "3.0-medium": SD3_MEDIUM, "sd3-medium": SD3_MEDIUM}  # fmt: skip
-FP8 = "int8 weights take as many bytes, and are exact to a smaller error"
-
-ROWS = (
-    Row("model_family", "model.family", text, {"sd3": "sd3", "sd1x": "sd15", "sd2x": "sd15"},
-        {"sd2x": "SD 2 is read by the family of SD 1.5"}),
-    Row("pretrained_model_name_or_path", "model.pretrained", text),
-    Row("pretrained_transformer_model_name_or_path", "model.transformer", text),
-    Row("pretrained_unet_model_name_or_path", "model.unet", text),
-    Row("pretrained_vae_model_name_or_path", "model.vae", text),
-    Row("revision", "model.revision", text),
-    Row("base_model_precision", "precision.weights", text,
-        {"no_change": "bf16", "int8-quanto": "int8-quanto", "int8-torchao": "int8", "int8-sdnq": "int8",
-         "int4-quanto": "nf4", "int2-quanto": "nf4", "nf4-bnb": "nf4", "bnb-nf4": "nf4", "fp8-quanto": "int8",
-         "fp8uz-quanto": "int8", "fp8-torchao": "int8", "fp8-sdnq": "int8"},
-        {"int8-torchao": "simpletune's own int8 layers", "int8-sdnq": "simpletune's own int8 layers",
-         "int4-quanto": "4 bits in another code", "int2-quanto": "2 bits become 4", "fp8-quanto": FP8,
-         "fp8uz-quanto": FP8, "fp8-torchao": FP8, "fp8-sdnq": FP8}),
-    Row("mixed_precision", "precision.compute", text, {"bf16": "bf16", "fp16": "fp16", "no": "fp32", "fp32": "fp32"},
-        otherwise=("auto", "simpletune does not multiply in fp8")),
-    Row("learning_rate", "optimizer.lr", number),
-    Row("train_batch_size", "train.batch_size", whole_number),
-    Row("gradient_accumulation_steps", "train.gradient_accumulation", whole_number),
-    Row("seed", "train.seed", whole_number),
-    Row("tokenizer_max_length", "model.t5_length", whole_number),
-    Row("snr_gamma", "objective.min_snr_gamma", number),
-    Row("noise_offset", "objective.offset_noise", number),
-    Row("rescale_betas_zero_snr", "objective.zero_terminal_snr", truth),
-    Row("prediction_type", "objective.prediction", text, {"epsilon": "epsilon", "v_prediction": "v"}),
-    Row("validation_prompt", "validation.prompts", lambda value: [text(value)]),  # type: ignore[arg-type, return-value]
-    Row("validation_negative_prompt", "validation.negative_prompt", text),
-    Row("validation_steps", "validation.every", whole_number),
-    Row("validation_step_interval", "validation.every", whole_number),
-    Row("validation_seed", "validation.seed", whole_number),
-    Row("validation_guidance", "validation.guidance", number),
-    Row("validation_num_inference_steps", "validation.steps", whole_number),
-    Row("num_eval_images", "validation.eval_samples", whole_number),
-    Row("checkpointing_steps", "checkpoint.every", whole_number),
-    Row("checkpoint_step_interval", "checkpoint.every", whole_number),
-    Row("checkpoints_total_limit", "checkpoint.keep_last", whole_number),
-    Row("attention_mechanism", "speed.attention", text, {"diffusers": "auto", "sdpa": "auto"},
-        otherwise=("auto", "PyTorch chooses its kernel here")),
-    Row("tracker_project_name", "tracking.wandb_project", text),
-    Row("profiler_output_dir", "output.profiles", text),
-)  # fmt: skip
-LEFT = {
-    "init_lora": "it began with the weights of another LoRA. Combine them with simpletune mix",
-    "pretrained_t5_model_name_or_path": "it replaced T5 alone. model.text_encoders takes a pipeline with all of them",
-    "resume_from_checkpoint": "it continued a run. Use simpletune train --resume auto",
-    "validation_guidance_rescale": "it rescaled the guidance of validation pictures",
-    "validation_guidance*": "it changed the guidance of validation pictures",
-    "validation_prompt_library": "it drew SimpleTuner's own prompts. Set validation.prompts",
-    "user_prompt_library": "it drew the prompts of a file. Set validation.prompts",
-    "validation_torch_compile*": "it compiled the transformer for validation pictures",
-    "validation_*": "it changed how validation pictures are drawn",
-    "eval_*": "the loss on fixed samples is computed at each validation and checkpoint here",
-    "minimum_image_size": "it left out small pictures; data.max_upscale refuses those that would be scaled up too far",
-    "aspect_bucket_rounding": "buckets have steps of 16 px here (64 for SD 1.5 and 2)",
-    "aspect_bucket_alignment": "buckets have steps of 16 px here (64 for SD 1.5 and 2)",
-    "push_to_hub*": "it uploaded the result. Use simpletune push", "hub_*": "it uploaded the result. Use simpletune push",
-    "disable_benchmark": "it left out pictures of the base; validation draws them before training here",
-    "vae_*": "latents are encoded once, with memory.vae_tile for tiles",
-    "cache_*": "everything is cached in output.cache", "cache_dir": "everything is cached in output.cache",
-    "write_batch_size": "it was for SimpleTuner's cache", "ema_*": "the average is updated every step, on the device",
-    "webhook*": "it reported progress to a URL", "metadata_update_interval": "it was for SimpleTuner's cache",
-    "attention_slicing": "attention takes little memory here", "allow_tf32": "torch's default stays",
-    "quantize_via": "weights are quantised as they are loaded", "quantize_activations": "precision.products=int8 is near",
-    "text_encoder_*_precision": "text encoders stay in the compute type and leave the device after encoding",
-    "text_encoder_*": "text encoders stay in the compute type and leave the device after encoding",
-    "i_know_what_i_am_doing": "it silenced SimpleTuner's warnings", "skip_file_discovery": "it was for its cache",
-    "lr_scale*": "it scaled the learning rate with the batch. Set optimizer.lr", "controlnet*": "not supported",
-    "ddpm_*": "another objective's option", "inference_scheduler_timestep_spacing": "each family has its own spacing",
-    "training_scheduler_timestep_spacing": "each family has its own spacing", "num_workers": "not needed here",
-    "dataloader_prefetch*": "speed.prefetch loads one step ahead", "configure": "it opened SimpleTuner's wizard",
-    "use_dora": "without adapter.method lora it does nothing", "delete_*": "it repaired SimpleTuner's cache",
-}  # fmt: skip
 
 
 def normalised(settings: Json) -> Json:
@@ -130,7 +47,7 @@ def translate(settings: Json, folder: Path) -> Translation:
     _objective(found)
     _validation(found)
     _places(found)
-    found.leave_by_table(LEFT)
+    found.leave_by_table(SIMPLETUNER)
     found.leave_rest()
     return found
 
@@ -160,8 +77,11 @@ def _adapter(found: Translation, folder: Path) -> None:
     else:
         dora = found.read("use_dora", truth)
         found.take("model_type", "adapter.method", "dora" if dora else "lora")
-        for key, path, of in (("lora_rank", "rank", whole_number), ("lora_alpha", "alpha", number),
-                              ("lora_dropout", "dropout", number)):  # fmt: skip
+        for key, path, of in (
+            ("lora_rank", "rank", whole_number),
+            ("lora_alpha", "alpha", number),
+            ("lora_dropout", "dropout", number),
+        ):
             value = found.read(key, of)
             if value is not None:
                 found.take(key, f"adapter.{path}", value)
@@ -182,46 +102,6 @@ def _lycoris(found: Translation, folder: Path) -> None:
         return
     take_lycoris(found, "lycoris_config", own)
     found.seen("lora_type", "lora_rank", "lora_alpha", "model_type")
-
-
-def take_lycoris(found: Translation, key: str, own: Json) -> None:
-    """Translate LyCORIS's arguments: algo, linear_dim or dim, linear_alpha or alpha, factor, and others.
-
-    Args:
-        found: where to.
-        key: that they stand in.
-        own: the arguments by name.
-    """
-    algo = str(own.get("algo", "lora")).lower()
-    methods = {"lora": "lora", "locon": "lora", "loha": "loha", "lokr": "lokr", "full": "full", "diag-oft": "oft"}
-    method = methods.get(algo)
-    if method is None:
-        return found.leave(key, f"algo={algo}: simpletune has {', '.join(methods)}")
-    if method == "lora" and truth(own.get("dora_wd", False)):
-        method = "dora"
-    found.take(key, "adapter.method", method)
-    rank = own.get("linear_dim", own.get("dim"))
-    if rank is not None and method in ("lora", "dora", "loha"):
-        found.take(key, "adapter.rank", whole_number(rank))
-    if method == "lokr":
-        whole = rank is not None and (whole_number(rank) > 1024 or truth(own.get("full_matrix", False)))
-        if whole:
-            found.change(key, "adapter.rank", None, "a rank above the matrix's sides trains it whole")
-        elif rank is not None:
-            found.take(key, "adapter.rank", whole_number(rank))
-        if own.get("factor") is not None:
-            found.take(key, "adapter.factor", whole_number(own["factor"]))
-        if truth(own.get("decompose_both", False)):
-            found.take(key, "adapter.decompose_both", True)
-    alpha = own.get("linear_alpha", own.get("alpha"))
-    if alpha is not None and method in ("lora", "dora"):
-        found.take(key, "adapter.alpha", number(alpha))
-    elif alpha is not None and method in ("lokr", "loha") and alpha != rank:
-        found.leave(key, f"alpha {alpha}: it equals the rank here; scale optimizer.lr instead")
-    known = {"algo", "linear_dim", "dim", "linear_alpha", "alpha", "factor", "decompose_both", "dora_wd", "full_matrix"}
-    for name in own:
-        if name not in known and own[name] not in (False, None, "False", 1, 1.0):
-            found.leave(key, f"{name}={own[name]}: no such option here, or adapter.targets")
 
 
 def _optimizer(found: Translation) -> None:
@@ -266,8 +146,12 @@ def _length(found: Translation) -> None:
     if norm == 0:
         found.change("max_grad_norm", "train.clip_norm", None, "0 means no clipping")
     elif norm is not None and method == "value":
-        found.change("max_grad_norm", "train.clip_norm", norm,
-                     "SimpleTuner limits each value of the gradient by default; here its norm is limited")  # fmt: skip
+        found.change(
+            "max_grad_norm",
+            "train.clip_norm",
+            norm,
+            "SimpleTuner limits each value of the gradient by default; here its norm is limited",
+        )
     elif norm is not None:
         found.take("max_grad_norm", "train.clip_norm", norm)
 
@@ -277,14 +161,22 @@ def _memory(found: Translation) -> None:
     blocks = BLOCKS.get(str(found.get("model.pretrained")), 24)
     interval = found.read("gradient_checkpointing_interval", whole_number)
     if on and interval and interval > 1:
-        found.change("gradient_checkpointing_interval", "memory.checkpointing", -(-blocks // interval),
-                     f"every {interval}th of {blocks} blocks there; as many, from the first, here")  # fmt: skip
+        found.change(
+            "gradient_checkpointing_interval",
+            "memory.checkpointing",
+            -(-blocks // interval),
+            f"every {interval}th of {blocks} blocks there; as many, from the first, here",
+        )
     elif on is not None:
         found.take("gradient_checkpointing", "memory.checkpointing", "all" if on else "none")
     swapped = found.read("musubi_blocks_to_swap", whole_number)
     if swapped:
-        found.change("musubi_blocks_to_swap", "memory.resident_blocks", max(0, blocks - swapped),
-                     f"the rest of {blocks} blocks stays on the device")  # fmt: skip
+        found.change(
+            "musubi_blocks_to_swap",
+            "memory.resident_blocks",
+            max(0, blocks - swapped),
+            f"the rest of {blocks} blocks stays on the device",
+        )
     for key in [key for key in found.settings if key.startswith("ramtorch") or key == "enable_group_offload"]:
         if found.read(key, truth if key in ("ramtorch", "enable_group_offload") else text) is True:
             found.change(key, "memory.resident_blocks", 0, "all blocks are streamed from host memory")
@@ -310,13 +202,21 @@ def _objective(found: Translation) -> None:
         found.take("flow_use_uniform_schedule", "objective.sigma", "uniform")
     if found.read("flow_use_beta_schedule", truth):
         found.take("flow_use_beta_schedule", "objective.sigma", "beta")
-        found.by_table([Row("flow_beta_schedule_alpha", "objective.beta_alpha", number),
-                        Row("flow_beta_schedule_beta", "objective.beta_beta", number)])  # fmt: skip
+        found.by_table(
+            [
+                Row("flow_beta_schedule_alpha", "objective.beta_alpha", number),
+                Row("flow_beta_schedule_beta", "objective.beta_beta", number),
+            ]
+        )
     found.by_table([Row("flow_sigmoid_scale", "objective.logit_std", number)])
     if (loss := found.read("loss_type", text)) in ("huber", "smooth_l1"):
         c, schedule = found.read("huber_c", number), found.read("huber_schedule", text)
-        found.change("loss_type", "objective.huber", {"c": c or 0.1, "schedule": schedule or "snr"},
-                     "the pseudo-Huber loss of simpletune")  # fmt: skip
+        found.change(
+            "loss_type",
+            "objective.huber",
+            {"c": c or 0.1, "schedule": schedule or "snr"},
+            "the pseudo-Huber loss of simpletune",
+        )
     elif loss is not None:
         found.seen("huber_c", "huber_schedule")
 

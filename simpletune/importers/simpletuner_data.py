@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from simpletune.importers.left_out import SIMPLETUNER_DATA
 from simpletune.importers.translation import Row, Translation, multiple, number, side_of_area, text, truth, whole_number
 from simpletune.options import Json
 
 VARIANTS = 8
 CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds", "distillation_cache")
-LEFT = {
-    "id": "sources have no names", "type": "a folder", "metadata_backend": "pictures are scanned at each start",
-    "cache_*": "everything is cached in output.cache", "hash_filenames": "it was for SimpleTuner's cache",
-    "vae_cache*": "latents are encoded once for each variant", "text_embeds": "all prompts are encoded once",
-    "image_embeds": "latents are cached in output.cache", "default": "it marked the cache of prompts",
-    "preserve_data_backend_cache": "the cache is kept", "skip_file_discovery": "pictures are scanned at each start",
-    "probability": "how often it is drawn. Here repeats decide, and an epoch has every picture",
-    "max_num_samples": "it used a part of the pictures. Copy them into a folder of their own",
-    "minimum_image_size": "it left out small pictures; max_upscale refuses those that would be scaled up too far",
-    "minimum_aspect_ratio": "max_aspect crops longer pictures", "maximum_aspect_ratio": "max_aspect crops longer pictures",
-    "maximum_image_size": "pictures are scaled to the resolution in one go",
-    "target_downsample_size": "pictures are scaled to the resolution in one go",
-    "start_step": "every source is trained on from the first step", "start_epoch": "as start_step",
-    "end_step": "every source is trained on to the last step", "caption_filter_list": "it removed words of captions",
-    "write_batch_size": "it was for SimpleTuner's cache", "read_batch_size": "it was for SimpleTuner's cache",
-    "repeats_*": "as repeats", "conditioning_type": "a mask", "instance_data_root": "an old name of instance_data_dir",
-    "disable_validation": "validation.split holds pictures out", "dataset_type": "pictures", "slider_strength": "not supported",
-}  # fmt: skip
 
 
 def translate(data: list[Json], general: Translation) -> list[Translation]:
@@ -37,7 +20,7 @@ def translate(data: list[Json], general: Translation) -> list[Translation]:
         general: config.json's translation, whose resolution and caption dropout each of them inherits.
     """
     masks = {entry.get("id"): entry for entry in data if entry.get("dataset_type") == "conditioning"}
-    found = []
+    found: list[Translation] = []
     for index, entry in enumerate(data):
         section = f"{entry.get('id', index)}."
         kind = str(entry.get("dataset_type", "image"))
@@ -72,11 +55,13 @@ def _leave(general: Translation, section: str, entry: Json, kind: str) -> None:
 def _translate_one(source: Translation, masks: dict[Any, Json], step: int) -> None:
     source.set("path", "")
     _pictures(source)
-    source.by_table([
-        Row("caption_dropout_probability", "caption_dropout", number),
-        Row("is_regularisation_data", "regularization", truth),
-        Row("is_regularization_data", "regularization", truth),
-    ])  # fmt: skip
+    source.by_table(
+        [
+            Row("caption_dropout_probability", "caption_dropout", number),
+            Row("is_regularisation_data", "regularization", truth),
+            Row("is_regularization_data", "regularization", truth),
+        ]
+    )
     _captions(source)
     _size(source, step)
     repeats = source.read("repeats", whole_number)
@@ -90,7 +75,7 @@ def _translate_one(source: Translation, masks: dict[Any, Json], step: int) -> No
         source.seen("conditioning_data")
     elif named:
         source.leave("conditioning_data", "not masks, or not in this file: simpletune trains no conditioning")
-    source.leave_by_table(LEFT)
+    source.leave_by_table(SIMPLETUNER_DATA)
     source.leave_rest()
 
 
@@ -99,10 +84,14 @@ def _pictures(source: Translation) -> None:
     path = source.read("instance_data_dir", text)
     if kind == "huggingface":
         source.take("type", "source", "table")
-        source.by_table([
-            Row("dataset_name", "path", text), Row("image_column", "image_column", text),
-            Row("caption_column", "caption_column", text), Row("split", "split", text),
-        ])  # fmt: skip
+        source.by_table(
+            [
+                Row("dataset_name", "path", text),
+                Row("image_column", "image_column", text),
+                Row("caption_column", "caption_column", text),
+                Row("split", "split", text),
+            ]
+        )
     elif path is not None:
         source.take("instance_data_dir", "path", path)
     if kind not in ("local", "huggingface"):

@@ -264,7 +264,7 @@ def rounded(value: float) -> float:
 
 
 def pairs(value: object) -> dict[str, str]:
-    """``["a=1", "b=2"]`` or ``"a=1,b=2"`` as a dictionary; a part without ``=`` continues the one before (``a=1,2``)."""
+    """``["a=1", "b=2"]`` or ``"a=1,b=2"`` as a dictionary; a value may have commas itself."""
     parts = value if isinstance(value, list) else re.split(r"[,\s]+(?=[^,\s=]+=)", str(value))
     found = {}
     for part in parts:

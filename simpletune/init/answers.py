@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
+Word = TypeVar("Word", bound=str)
 What = Literal["subject", "style", "general"]
 Length = Literal["short", "normal", "long"]
 WHAT: tuple[What, ...] = get_args(What)
@@ -68,7 +69,7 @@ def ask(answers: Answers, guess: What, trigger: str | None, read: Callable[[str]
     return replace(answers, length=chosen)
 
 
-def _choice(read: Callable[[str], str], question: str, known: tuple[str, ...], default: str) -> str:  # type: ignore[misc]
+def _choice(read: Callable[[str], str], question: str, known: Sequence[Word], default: Word) -> Word:
     for _ in range(MOST):
         said = _line(read, f"{question} [{default}] ").lower()
         if not said:

@@ -12,8 +12,9 @@ from simpletune.cards import Card, card_of
 from simpletune.config.load import read_config, validate
 from simpletune.config.schema import DEMO
 from simpletune.init.answers import Answers, ask
+from simpletune.init.defaults import Suggestion, default_trigger, guess_what
 from simpletune.init.look import look
-from simpletune.init.suggest import Suggestion, default_trigger, guess_what, suggest
+from simpletune.init.suggest import suggest
 from simpletune.options import UserError, plural
 from simpletune.runs.outputs import require_new
 from simpletune.system.atomic import write_json
@@ -57,8 +58,10 @@ def init_command(wish: Wish, answers: Answers) -> Path:
     require_new(out, wish.overwrite)
     card, why_none = _device(wish.device)
     seen = look(wish.folder)
-    say(f"{'pictures':<10} {seen.folder}: {plural(len(seen.pictures), 'usable picture')}, "
-        f"{plural(seen.unusable, 'unusable entry', 'unusable entries')}")  # fmt: skip
+    say(
+        f"{'pictures':<10} {seen.folder}: {plural(len(seen.pictures), 'usable picture')}, "
+        f"{plural(seen.unusable, 'unusable entry', 'unusable entries')}"
+    )
     if not wish.quiet and sys.stdin.isatty() and sys.stdout.isatty():
         answers = ask(answers, guess_what(seen)[0], default_trigger(seen))
     suggestion = suggest(wish.folder, answers, card, seen)
@@ -119,5 +122,7 @@ def config_for(folder: Path) -> Path:
     if any(Path(source.path).resolve() == folder.resolve() for source in config.data.members):
         say(f"{'config':<10} {file} is used again. simpletune init {folder} --overwrite writes a new one")
         return file
-    raise UserError(f"{file} is a configuration for other pictures ({config.data.place}). Name a configuration, or write "
-                    f"one: simpletune init {folder} --out FILE")  # fmt: skip
+    raise UserError(
+        f"{file} is a configuration for other pictures ({config.data.place}). Name a configuration, or write "
+        f"one: simpletune init {folder} --out FILE"
+    )

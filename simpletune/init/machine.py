@@ -15,7 +15,7 @@ from simpletune.doctor.hub_checks import access, login
 from simpletune.doctor.machine import Machine
 from simpletune.doctor.probe import Probe
 from simpletune.hub.fetch import is_hub_name
-from simpletune.init.suggest import PROFILES, Reason, Suggestion
+from simpletune.init.defaults import PROFILES, Reason, Suggestion
 from simpletune.options import Json, UserError
 from simpletune.system.console import say, silent
 
@@ -75,8 +75,8 @@ def _predicted(data: Json, card: Card) -> tuple[str, bool]:
         require_model_rules(config)
         config = settle_compute(settle_modulation(config, on_host=False), card.capability)
     found = estimate(config, card.capability)
-    words = f"{found.needed() / MIB:,.0f} MiB of the card's {card.bytes / MIB:,.0f} with allowances, most while {found.peak_stage}"
-    return words, found.fits(card)
+    words = f"{found.needed() / MIB:,.0f} MiB of the card's {card.bytes / MIB:,.0f} with allowances"
+    return f"{words}, most in the stage {found.peak_stage}", found.fits(card)
 
 
 def model_findings(model: str) -> Iterator[Finding]:
