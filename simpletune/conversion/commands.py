@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from simpletune.lora.structured import AnyUpdates
     from simpletune.lora.updates import Update
 
+SAID = ("title", "author", "description", "tags")  # fields of the header that the command line may give
+
 
 @dataclass(frozen=True)
 class NamedLora:
@@ -90,7 +92,12 @@ def export(args: argparse.Namespace) -> Path:
     lost = None
     if args.rank is not None or args.energy is not None:
         updates, lost = approximated(updates, args)
-    written = write(updates, out, args, header_of(updates, out.stem, source.config(header.metadata), source.steps))
+    metadata = header_of(updates, out.stem, source.config(header.metadata), source.steps)
+    said = {name: value for name in SAID if (value := getattr(args, name)) is not None}
+    metadata |= shared_fields(source.run, source.step, header.metadata, said)
+    if not args.thumbnail:
+        metadata.pop("modelspec.thumbnail", None)
+    written = write(updates, out, args, metadata)
     if lost is not None:
         say(f"  LoRA of rank {ranks_of(updates)} for {' and '.join(header.kinds)}: residual {lost:.3%} of the update "
             "(Frobenius norm)")  # fmt: skip

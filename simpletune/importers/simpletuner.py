@@ -10,7 +10,7 @@ from simpletune.importers.files import read_beside
 from simpletune.importers.left_out import SIMPLETUNER
 from simpletune.importers.lycoris import take_lycoris
 from simpletune.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
-from simpletune.importers.simpletuner_table import BLOCKS, DEFAULTS, FLAVOURS, POLYNOMIAL, ROWS
+from simpletune.importers.simpletuner_table import BLOCKS, DEFAULTS, FLAVOURS, LORA, POLYNOMIAL, ROWS
 from simpletune.importers.translation import Row, Translation, number, pairs, rounded, text, truth, whole_number
 from simpletune.options import Json
 
@@ -77,14 +77,7 @@ def _adapter(found: Translation, folder: Path) -> None:
     else:
         dora = found.read("use_dora", truth)
         found.take("model_type", "adapter.method", "dora" if dora else "lora")
-        for key, path, of in (
-            ("lora_rank", "rank", whole_number),
-            ("lora_alpha", "alpha", number),
-            ("lora_dropout", "dropout", number),
-        ):
-            value = found.read(key, of)
-            if value is not None:
-                found.take(key, f"adapter.{path}", value)
+        found.by_table(LORA)
         if found.settings.get("model_family", "sd3") == "sd3":
             found.change("lora_type", "adapter.targets", "attention_image", "it updates to_q, to_k, to_v and to_out.0")
     if form == "standard":

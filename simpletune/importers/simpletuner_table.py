@@ -75,3 +75,8 @@ ROWS = (
     Row("tracker_project_name", "tracking.wandb_project", text),
     Row("profiler_output_dir", "output.profiles", text),
 )  # fmt: skip
+LORA = (
+    Row("lora_rank", "adapter.rank", whole_number),
+    Row("lora_alpha", "adapter.alpha", number),
+    Row("lora_dropout", "adapter.dropout", number),
+)

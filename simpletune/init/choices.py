@@ -34,14 +34,13 @@ from simpletune.init.look import Look, read_captions, sizes_in_words, source_of
 from simpletune.models.family import Family
 from simpletune.options import Json, UserError, plural, shortened
 
-
 ORDER = (
     "about", "name", "device", "model", "data", "adapter", "precision", "optimizer", "schedule", "objective", "train",
     "prior", "memory", "checkpoint", "validation",
 )  # fmt: skip
 WITHOUT_CARD = (
-    "no graphics card here, so the tiny model that comes with simpletune, for trying out: it draws flat figures of 64 px, "
-    "no photos"
+    "no graphics card here, so the tiny model that comes with simpletune, for trying out: it draws flat figures of "
+    "64 px, no photos"
 )
 
 
