@@ -9,6 +9,7 @@ from simpletune.cards import Card
 from simpletune.config.load import read_json
 from simpletune.config.schema import DEMO
 from simpletune.data.split import split_pictures
+from simpletune.data.walk import printable
 from simpletune.families import FAMILIES
 from simpletune.families.recognise import family_of
 from simpletune.init.answers import ABOUT, LENGTHS, Answers, What
@@ -130,9 +131,10 @@ class Choices:
             )
             small = 0
         if seen.unusable or small:
-            names = [each.name for each in seen.report.rejected]
-            said = f"{plural(seen.unusable, 'entry', 'entries')} cannot be used ({shortened(names, LISTED)})" * bool(
-                names
+            names = [printable(each.name) for each in seen.report.rejected]
+            said = (
+                f"{plural(seen.unusable, 'entry', 'entries')} cannot be used ({shortened(names, LISTED)})"
+                * bool(names)
             )
             said = " and ".join(filter(None, [said, f"{plural(small, 'picture')} too small" * bool(small)]))
             self.set("data.on_error", "skip", f"{said}: they are left out. simpletune data lists them")
@@ -153,9 +155,9 @@ class Choices:
         report = self.seen.report
         for groups, what in ((report.exact, "identical files"), (report.near, "nearly identical pictures")):
             if groups:
-                count = plural(len(groups), "group")
+                count, names = plural(len(groups), "group"), [printable(name) for name in groups[0]]
                 self.notes.append(
-                    f"{count} of {what}, such as {shortened(groups[0], LISTED)}: each counts. Keep one of each"
+                    f"{count} of {what}, such as {shortened(names, LISTED)}: each counts. Keep one of each"
                 )
         if report.left_alone:
             listed = ", ".join(f"{count} {suffix}" for suffix, count in sorted(report.left_alone.items()))

@@ -70,9 +70,10 @@ class Suggestion:
 
 def guess_what(seen: Look) -> tuple[What, str]:
     """What the pictures seem to teach, and by what."""
-    count, captioned = len(seen.pictures), bool(read_captions(seen))
+    captions = read_captions(seen)
+    count, captioned = len(seen.pictures), 2 * len(set(captions)) > len(captions)
     if not captioned and count <= FEW:
-        return "subject", f"{plural(count, 'picture')} without captions"
+        return "subject", f"{plural(count, 'picture')} without captions of their own"
     if captioned and count >= MANY:
         return "general", f"{plural(count, 'captioned picture')}"
     return "style", f"{plural(count, 'picture')} {'with' if captioned else 'without'} captions"

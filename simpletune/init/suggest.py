@@ -10,6 +10,7 @@ from simpletune.init.answers import Answers
 from simpletune.init.choices import Choices
 from simpletune.init.defaults import UNASKED, Suggestion
 from simpletune.init.look import Look, look
+from simpletune.system.console import silent
 
 
 def suggest(
@@ -26,7 +27,10 @@ def suggest(
     Raises:
         UserError: no picture can be used, or the model is of no known family.
     """
-    choices = Choices(seen or look(folder), answers, device)
+    if seen is None:
+        with silent():
+            seen = look(folder)
+    choices = Choices(seen, answers, device)
     choices.base()
     choices.pictures()
     choices.captions()
