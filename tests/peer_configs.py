@@ -42,7 +42,8 @@ def study(run: str) -> Json:
         "--caption_dropout_probability": "0.05", "--resolution": 1024, "--resolution_type": "pixel_area",
         "--minimum_image_size": 768, "--checkpointing_steps": "500", "--validation_steps": "500",
         "--validation_resolution": "1024x1024", "--validation_guidance": "3.0",
-        "--validation_num_inference_steps": "20", "--validation_seed": "42", "--validation_prompt": "A portrait of a woman in a white dress",
+        "--validation_num_inference_steps": "20", "--validation_seed": "42",
+        "--validation_prompt": "A portrait of a woman in a white dress",
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig
-from simpletune.conversion.metadata import config_of, header_of, source_note
+from simpletune.conversion.metadata import config_of, header_of, shared_fields, source_note
 from simpletune.families.lora_names import result_layout
 from simpletune.lora.header import open_lora
 from simpletune.options import UserError, plural, shortened
@@ -93,9 +93,9 @@ def export(args: argparse.Namespace) -> Path:
     if args.rank is not None or args.energy is not None:
         updates, lost = approximated(updates, args)
     metadata = header_of(updates, out.stem, source.config(header.metadata), source.steps)
-    said = {name: value for name in SAID if (value := getattr(args, name)) is not None}
+    said = {name: value for name in SAID if (value := getattr(args, name, None)) is not None}
     metadata |= shared_fields(source.run, source.step, header.metadata, said)
-    if not args.thumbnail:
+    if not getattr(args, "thumbnail", True):
         metadata.pop("modelspec.thumbnail", None)
     written = write(updates, out, args, metadata)
     if lost is not None:
