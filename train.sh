@@ -10,10 +10,11 @@ source "$root/simpletune/setup.sh"
 
 usage() {
     cat <<'EOF'
-usage: ./train.sh [CONFIG] [key.path=value ...] [--flags]
+usage: ./train.sh [CONFIG | FOLDER] [key.path=value ...] [--flags]
 
   CONFIG            a JSON file, or the name of one in configs/, such as sd3_medium_lora_8gb
                     (default: configs/demo.json, which needs no GPU and no download of weights)
+  FOLDER            a folder of pictures: FOLDER.json is written beside it, with reasons, unless it is there
   key.path=value    overrides one field of it, e.g. train.steps=30
   --flags           go to `simpletune train`, e.g. --resume latest
 
@@ -35,12 +36,12 @@ for argument in "$@"; do
 done
 
 config=configs/demo.json
-if (($#)) && [[ -f $1 || ($1 != *=* && $1 != -*) ]]; then
+if (($#)) && [[ -e $1 || ($1 != *=* && $1 != -*) ]]; then
     config=$1
     shift
     # Relative to the caller's folder; else, relative to the project or the name of one of its configurations.
     if [[ $config != /* && $caller != "$root" ]]; then
-        if [[ -f $caller/$config || ! (-f $root/$config || -f $root/configs/$config.json) ]]; then
+        if [[ -e $caller/$config || ! (-e $root/$config || -f $root/configs/$config.json) ]]; then
             config=$caller/$config
         fi
     fi

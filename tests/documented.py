@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 STARTS = r"(?:\.venv/bin/)?simpletune |\./(?:train|test)\.sh|python -m benchmarks|python inference/|torchrun |make "
 COMMAND = re.compile(rf"\s*(?:until )?((?:{STARTS}).*)")
-SYNOPSIS = r"\b(CONFIG|GRID|RUN|FILE|LORA|LOKR|MODEL|BASE)\b|A:0\.7"
+SYNOPSIS = r"\b(CONFIG|GRID|RUN|FILE|FOLDER|LORA|LOKR|MODEL|BASE)\b|A:0\.7"
 
 # Why a command is parsed and not run, by what it contains. A comment with "needs" in the page says it as well.
 NOT_RUN = {

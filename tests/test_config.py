@@ -261,7 +261,7 @@ def test_every_config_loads_and_says_what_it_is_for(file: Path) -> None:
         assert json.loads(file.read_text()) == TrainConfig.model_json_schema(by_alias=True)
         return
     data = json.loads(file.read_text())
-    needs_pictures = not data["data"]["path"].startswith("demo:")
+    needs_pictures = not data["data"].get("path", "").startswith("demo:")
     made_here = data.get("model", {}).get("pretrained", "").startswith("runs/")  # by make tiny-sd3
     overrides = ["data.path=demo:pictures"] * needs_pictures + ["model.pretrained=demo:tiny-sd3"] * made_here
     config, _ = read_config(file, overrides)

@@ -402,9 +402,15 @@ def test_from_elsewhere_config_is_the_callers_and_paths_are_the_projects(ready: 
     elsewhere.mkdir()
     (elsewhere / "mine.json").write_text("{}")
     (elsewhere / "a=b.json").write_text("{}")
+    (elsewhere / "my pictures").mkdir()
+    (elsewhere / "a=b").mkdir()
+    (ready.root / "theirs").mkdir()
     for given, passed_on in [
         ("mine.json", f"{elsewhere}/mine.json"),
         ("a=b.json", f"{elsewhere}/a=b.json"),  # a file, in spite of its "="
+        ("my pictures/", f"{elsewhere}/my pictures/"),  # a folder of pictures
+        ("a=b", f"{elsewhere}/a=b"),
+        ("theirs", "theirs"),  # not there, but in the project
         ("configs/demo.json", "configs/demo.json"),  # not there, but in the project
         ("demo", "demo"),  # the name of a shipped configuration
         ("absent.json", f"{elsewhere}/absent.json"),  # so that the error names where it was looked for

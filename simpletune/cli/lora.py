@@ -12,6 +12,7 @@ FORMATS = ("diffusers", "kohya", "comfy")  # of LoRA
 DTYPES = ("fp32", "bf16", "fp16")
 METHODS = ("cat", "linear", "svd", "ties", "ties_svd", "dare_linear", "dare_ties", "dare_linear_svd", "dare_ties_svd",
            "magnitude_prune", "magnitude_prune_svd")  # fmt: skip
+LONGEST = 5000  # characters of a field in the header
 LORA = "a LoRA file in any layout, a run, a checkpoint (RUN@STEP) or a hub name"
 
 
@@ -53,7 +54,20 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
     add_rank_or_energy(parser)
     parser.add_argument("--out", type=Path, help="file to write (default: beside the LoRA, named by format)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: unchanged")
+    parser.add_argument("--title", type=_field, help="in the header (default: the file's name)")
+    parser.add_argument("--author", type=_field, help="in the header: your name, or a link")
+    parser.add_argument("--description", type=_field, help="in the header (default: names the base)")
+    parser.add_argument("--tags", type=_field, help="in the header, with commas between")
+    parser.add_argument(
+        "--no-thumbnail", dest="thumbnail", action="store_false", help="leave the run's validation picture out of it"
+    )
     add_overwrite(parser)
+
+
+def _field(text: str) -> str:
+    if not text.strip() or len(text) > LONGEST:
+        raise argparse.ArgumentTypeError(f"{len(text):,} characters; give 1 to {LONGEST:,}")
+    return text.strip()
 
 
 def merge(args: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import time
+from pathlib import Path
 
 from simpletune.cli.config_arguments import add_config, read
 from simpletune.system.signals import Stopped, listening
@@ -19,7 +20,8 @@ RESUME = (
 
 
 def train(args: argparse.Namespace) -> None:
-    """prepare the data, train, validate and export"""
+    """prepare the data, train, validate and export; of a folder of pictures, first write its configuration"""
+    args.config = of_folder(args.config)
     config = read(args)
     with listening():
         try:
@@ -30,6 +32,18 @@ def train(args: argparse.Namespace) -> None:
         except Stopped as stopped:
             stopped.args = (f"{stopped}. To continue: {continuing(args)}",)
             raise
+
+
+def of_folder(config: Path) -> Path:
+    """Return the configuration of a folder of pictures, which is written if there is none; of a file, the file."""
+    from simpletune.config.shipped import find_config
+    from simpletune.data.walk import walk
+
+    if not find_config(config).is_dir() or (any(config.glob("*.json")) and not walk(config, "inside").pictures):
+        return config
+    from simpletune.init.command import config_for
+
+    return config_for(config)
 
 
 def continuing(args: argparse.Namespace) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig
-from simpletune.conversion.metadata import config_of, header_of, source_note
+from simpletune.conversion.metadata import config_of, header_of, shared_fields, source_note
 from simpletune.families.lora_names import result_layout
 from simpletune.lora.header import open_lora
 from simpletune.options import UserError, plural, shortened
@@ -21,6 +21,8 @@ from simpletune.system.console import progress, say
 if TYPE_CHECKING:
     from simpletune.lora.structured import AnyUpdates
     from simpletune.lora.updates import Update
+
+SAID = ("title", "author", "description", "tags")  # fields of the header that the command line may give
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,12 @@ def export(args: argparse.Namespace) -> Path:
     lost = None
     if args.rank is not None or args.energy is not None:
         updates, lost = approximated(updates, args)
-    written = write(updates, out, args, header_of(updates, out.stem, source.config(header.metadata), source.steps))
+    metadata = header_of(updates, out.stem, source.config(header.metadata), source.steps)
+    said = {name: value for name in SAID if (value := getattr(args, name, None)) is not None}
+    metadata |= shared_fields(source.run, source.step, header.metadata, said)
+    if not getattr(args, "thumbnail", True):
+        metadata.pop("modelspec.thumbnail", None)
+    written = write(updates, out, args, metadata)
     if lost is not None:
         say(f"  LoRA of rank {ranks_of(updates)} for {' and '.join(header.kinds)}: residual {lost:.3%} of the update "
             "(Frobenius norm)")  # fmt: skip

@@ -16,6 +16,7 @@ from simpletune.lora.kinds import DORA, LORA
 from simpletune.options import Json
 from simpletune.runs.folder import CONFIG
 from simpletune.runs.model_card import licence, public_name, shareable
+from simpletune.runs.sharing import tags_of, thumbnail, trained_at, trigger_of
 from simpletune.system.console import say
 
 if TYPE_CHECKING:
@@ -54,6 +55,27 @@ def header_of(updates: AnyUpdates, title: str, config: TrainConfig | None, steps
     if config is None:
         return common
     return common | dict(_of_run(config, steps))
+
+
+SPEC = "modelspec."
+KEPT = ("author", "description", "license", "tags", "thumbnail", "trigger_phrase", "usage_hint", "date", "resolution")
+"""Fields of the model spec that a converted file keeps."""
+
+
+def shared_fields(run: Path | None, step: int | None, known: Mapping[str, str], said: Mapping[str, str]) -> Json:
+    """Build the fields of the model spec that tell people what a file is.
+
+    Args:
+        run: folder of the run that made it, if known.
+        step: of its checkpoint; None for its result.
+        known: the strings in the header of the file that is converted.
+        said: what the user says, by field: ``title``, ``author``, ``description``, ``tags``.
+    """
+    fields = {SPEC + name: known[SPEC + name] for name in KEPT if run is None and SPEC + name in known}
+    if run is not None:
+        found = {"date": trained_at(run), "thumbnail": thumbnail(run, step)}
+        fields |= {SPEC + name: value for name, value in found.items() if value is not None}
+    return fields | {SPEC + name: value for name, value in said.items()}
 
 
 def model_fields(family: str) -> dict[str, str]:
@@ -103,8 +125,10 @@ def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]
     train, adapter = config.train, config.adapter
     yield "modelspec.resolution", f"{width}x{height}"
     yield "modelspec.license", str(terms.get("license_name") or terms["license"])
-    if config.data.prompt:
-        yield "modelspec.trigger_phrase", config.data.prompt
+    if (trigger := trigger_of(config)) is not None:
+        yield "modelspec.trigger_phrase", trigger
+        yield "modelspec.usage_hint", f"Write {trigger!r} into the prompt"
+    yield "modelspec.tags", ", ".join(tags_of(config))
     yield "modelspec.description", f"LoRA for {base}, trained with simpletune {__version__}"
     yield "ss_output_name", config.name
     yield "ss_sd_model_name", base

@@ -26,30 +26,42 @@ def login(machine: Machine) -> Iterator[Finding]:
 
 
 def licence(machine: Machine) -> Iterator[Finding]:
-    """Whether this account may download SD3 Medium; asks the hub for the head of a small file."""
+    """Whether this account may download SD3 Medium."""
+    from simpletune.families.sd3.shapes import SD3_MEDIUM
+
+    yield from access(SD3_MEDIUM, "SD3 Medium")
+
+
+def access(name: str, title: str = "") -> Iterator[Finding]:
+    """Whether this account may download a model; asks the hub for the head of a small file.
+
+    Args:
+        name: of its repository.
+        title: of the model; empty: that name.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import GatedRepoError
 
-    from simpletune.families.sd3.shapes import SD3_MEDIUM
     from simpletune.hub.download import Repository
     from simpletune.hub.errors import clear_errors
     from simpletune.options import UserError
 
-    repository = Repository(SD3_MEDIUM)
+    title = title or name
+    repository = Repository(name)
     kept = sorted((repository.cache / "snapshots").glob(f"*/{FILE}"))
     if kept:
-        yield Finding("SD3 Medium", OK, "it is in the hub cache")
+        yield Finding(title, OK, "it is in the hub cache")
         return
     gated = False
     try:
         with clear_errors(repository):
             try:
-                get_hf_file_metadata(hf_hub_url(SD3_MEDIUM, FILE), timeout=SECONDS)
+                get_hf_file_metadata(hf_hub_url(name, FILE), timeout=SECONDS)
             except GatedRepoError:
                 gated = True
                 raise
     except UserError as error:
         value = "the hub does not give it to this account" if gated else "unknown: the hub gave no answer"
-        yield Finding("SD3 Medium", WARNING, value, str(error), "The demo and local models work without the hub")
+        yield Finding(title, WARNING, value, str(error), "The demo and local models work without the hub")
     else:
-        yield Finding("SD3 Medium", OK, "this account may download it")
+        yield Finding(title, OK, "this account may download it")

@@ -16,9 +16,11 @@ from simpletune.lora.layouts import title
 from simpletune.lora.values import scan_values
 from simpletune.options import Json, UserError, plural, shortened
 from simpletune.system.model_folder import weight_files
+from simpletune.system.safetensors_file import content_hash
 
 BASE_KEYS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "modelspec.title", "base_model")
 LONG = 60
+HASH, THUMBNAIL = "modelspec.hash_sha256", "modelspec.thumbnail"
 SETTINGS = ("r", "lora_alpha", "alpha", "use_rslora", "use_dora")
 
 
@@ -52,7 +54,7 @@ def describe(file: Path, values: bool = True) -> Json:
     about["types"] = dict(Counter(entry["dtype"] for entry in header.entries.values()))
     if not header.is_lora:
         return about | {"kind": "model", **_model(header)}
-    found = _values(header) if values else {}
+    found = _values(header) | _hash(header) if values else {}
     return about | {"kind": "lora", **_lora(header, damaged=bool(found.get("not_finite"))), **found}
 
 
@@ -126,6 +128,14 @@ def _values(header: LoraHeader) -> Json:
     }
 
 
+def _hash(header: LoraHeader) -> Json:
+    """Whether the tensors have the hash that the header records."""
+    recorded = header.metadata.get(HASH)
+    if recorded is None:
+        return {}
+    return {"hash_matches": recorded.lower() == content_hash(header.file)}
+
+
 def _alpha(header: LoraHeader) -> Json:
     """Where the file specifies alpha, and its values."""
     tensors = _counted(f"{m.alpha:g}" for m in header.modules.values() if m.alpha is not None)
@@ -157,6 +167,9 @@ def _size(shape: tuple[int, ...]) -> int:
 
 def _short(metadata: Mapping[str, str]) -> dict[str, str]:
     short = {k: v if len(v) <= LONG else f"{v[:LONG]}... ({len(v)} characters)" for k, v in metadata.items()}
+    if metadata.get(THUMBNAIL, "").startswith("data:"):
+        kind, _, data = metadata[THUMBNAIL].removeprefix("data:").partition(",")
+        short[THUMBNAIL] = f"{kind.partition(';')[0]}, {3 * len(data) // 4:,} bytes"
     return dict(sorted(short.items()))
 
 
@@ -196,6 +209,13 @@ def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
     yield "rank", _listed(about["ranks"], "module")
     yield "alpha", _alpha_words(about)
     yield "scale", _listed(about["scales"], "module")
+    if "hash_matches" in about:
+        yield (
+            "hash",
+            "matches the tensors"
+            if about["hash_matches"]
+            else "differs from that of the tensors: the file is damaged or was changed",
+        )
     for verdict in about["tools"]:
         yield verdict["tool"], "; ".join([verdict["loads"], *verdict["notes"]])
     if about["text_encoder_keys"]:

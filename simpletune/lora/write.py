@@ -21,6 +21,7 @@ from simpletune.models.lora_names import ALPHA, DORA_MARK, DOWN, UP, Layout, Lor
 from simpletune.options import UserError
 from simpletune.system.safetensors_file import write_safetensors
 
+SPEC, HASH = "modelspec.sai_model_spec", "modelspec.hash_sha256"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -73,7 +74,7 @@ def write_lora(
     file.parent.mkdir(parents=True, exist_ok=True)
     extra = _adapter_metadata(low_rank, names_of(updates).denoiser) if layout == "diffusers" and not dora else {}
     extra |= DORA_MARK if dora else {}
-    return write_safetensors(tensors, file, {**metadata, **extra})
+    return write_safetensors(tensors, file, {**metadata, **extra}, HASH if SPEC in metadata else None)
 
 
 def overflow(dtype: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ class SafetensorsType:
     magnitude: int = 0
 
 
+NO_HASH = f"0x{'0' * 64}"
 TYPES = {
     "F64": SafetensorsType(8, "float64", "<d", 0x7FF0_0000_0000_0000, 0x7FFF_FFFF_FFFF_FFFF),
     "F32": SafetensorsType(4, "float32", "<f", 0x7F80_0000, 0x7FFF_FFFF),
@@ -128,23 +130,55 @@ class WeightReader:
         return {name: self.get(name) for name in sorted(self._owner)}
 
 
-def write_safetensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str]) -> Path:
+def write_safetensors(
+    tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str], hashed: str | None = None
+) -> Path:
     """Write tensors to a safetensors file atomically.
 
     Args:
         tensors: tensors by name, on any device and in any layout.
         file: target file.
         metadata: strings for the header.
+        hashed: name of a string in the header that gets the SHA-256 of what follows the header.
     """
     from safetensors.torch import save_file
 
     host = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     size = sum(tensor.numel() * tensor.element_size() for tensor in host.values())
     with atomic_file(file, size, shared=True) as part:
-        save_file(host, part, {"format": "pt", **metadata})
+        save_file(host, part, {"format": "pt", **metadata, **({hashed: NO_HASH} if hashed else {})})
+        if hashed:
+            _write_hash(part, hashed)
         failpoint("file.before-rename")
     failpoint("file.after-rename")
     return file
+
+
+def content_hash(file: Path) -> str:
+    """Return ``0x`` and the SHA-256 of what follows a file's header, as the model spec defines ``hash_sha256``."""
+    digest = hashlib.sha256()
+    with open(file, "rb") as handle:
+        handle.seek(8 + int.from_bytes(handle.read(8), "little"))
+        while chunk := handle.read(2**20):
+            digest.update(chunk)
+    return f"0x{digest.hexdigest()}"
+
+
+def _write_hash(file: Path, name: str) -> None:
+    """Replace the header's placeholder by the hash, which has the same length, and sort the header's strings.
+
+    The library writes them in another order each time; sorted, equal content makes equal files.
+    """
+    found = content_hash(file)
+    with open(file, "r+b") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        header = json.loads(handle.read(length))
+        header["__metadata__"] = dict(sorted({**header["__metadata__"], name: found}.items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) > length:
+            raise ValueError(f"{file}: the header has {len(text)} bytes, but room for {length}")
+        handle.seek(8)
+        handle.write(text.ljust(length))
 
 
 class SafetensorsWriter:

@@ -1,0 +1,286 @@
+"""Record what becomes of each key of another trainer's configuration: taken, changed and why, or left out and what it
+did."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from simpletune.families import FAMILIES
+from simpletune.options import Json
+from simpletune.printable import printable
+
+T = TypeVar("T")
+Became = Literal["taken", "changed", "left out"]
+Scalar = str | int | float | bool
+Kind = Callable[[object], Scalar]
+SHOWN = 60  # characters of a value
+SECRET = re.compile(r"secrets?$|password|credential|(access|hub|hf|face|api|auth|wandb)_?(token|key)", re.IGNORECASE)
+DIGITS = 6  # significant ones of a computed number
+
+
+@dataclass(frozen=True)
+class Line:
+    """What became of one key.
+
+    Args:
+        became: taken as it is, changed, or left out.
+        key: of the other trainer, with its section.
+        value: as the file has it.
+        path: our field; empty if left out.
+        new: its value.
+        why: the reason of a change, or what a key that was left out did.
+        default: the file did not set it; it is the trainer's default.
+    """
+
+    became: Became
+    key: str
+    value: object
+    path: str = ""
+    new: object = None
+    why: str = ""
+    default: bool = False
+
+    def __str__(self) -> str:
+        source = f"{self.key} {shown(self.key, self.value)}" + (" (its default)" if self.default else "")
+        target = f" -> {self.path} {shown(self.path, self.new)}" if self.path else ""
+        return f"{source}{target}{': ' if self.why else ''}{self.why}"
+
+
+def shown(key: str, value: object) -> str:
+    """A value in a line of text, shortened; never that of a secret."""
+    if SECRET.search(key):
+        return "(not shown)"
+    text = printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: what a key means here.
+
+    Args:
+        key: of the other trainer.
+        path: our field.
+        kind: converts its value.
+        values: our value by theirs, in lower case; None: the value itself.
+        why: reasons of those values that change something, by theirs; ``*`` is a reason for all.
+        otherwise: our value for one that is not in ``values``, and the reason.
+    """
+
+    key: str
+    path: str
+    kind: Kind
+    values: Mapping[str, object] | None = None
+    why: Mapping[str, str] = field(default_factory=dict)
+    otherwise: tuple[object, str] | None = None
+
+
+class Translation:
+    """The settings of another trainer on their way to ours.
+
+    Args:
+        settings: as its file has them, without the values that mean nothing.
+        defaults: of the trainer, where they differ from ours.
+        section: before the keys in messages, such as ``datasets[0].``.
+        place: before our paths in messages, such as ``data.sources.0.``.
+    """
+
+    def __init__(
+        self, settings: Json, defaults: Mapping[str, object] | None = None, section: str = "", place: str = ""
+    ):
+        self.settings = {key: value for key, value in settings.items() if value not in (None, "", [])}
+        self.defaults = dict(defaults or {})
+        self.section, self.place = section, place
+        self.config: Json = {}
+        self.lines: list[Line] = []
+        self._read: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Whether the file sets a key."""
+        return key in self.settings
+
+    def read(self, key: str, kind: Callable[[object], T]) -> T | None:
+        """The value of a key, the trainer's default or None; it counts as understood.
+
+        A value that is none of its kind is left out, with that reason.
+        """
+        self._read.add(key)
+        raw = self.settings.get(key, self.defaults.get(key))
+        if raw is None:
+            return None
+        try:
+            return kind(raw)
+        except (ValueError, TypeError):
+            self.leave(key, f"it is no {kind.__name__.replace('_', ' ')}")
+            return None
+
+    def take(self, key: str, path: str, value: object) -> None:
+        """Take a value as it is."""
+        self._put(Line("taken", self.section + key, self._raw(key), self.place + path, value, "", not self.has(key)))
+        self.set(path, value)
+
+    def change(self, key: str, path: str, value: object, why: str) -> None:
+        """Take a value with a change.
+
+        Args:
+            key: of the other trainer.
+            path: our field.
+            value: ours.
+            why: the reason.
+        """
+        self._put(Line("changed", self.section + key, self._raw(key), self.place + path, value, why, not self.has(key)))
+        self.set(path, value)
+
+    def leave(self, key: str, why: str) -> None:
+        """Leave a key out.
+
+        Args:
+            key: of the other trainer.
+            why: what it did, or why it cannot be kept.
+        """
+        self._read.add(key)
+        self._put(Line("left out", self.section + key, self._raw(key), why=why, default=not self.has(key)))
+
+    def set(self, path: str, value: object) -> None:
+        """Set a field of ours without a line of its own."""
+        *sections, leaf = path.split(".")
+        section = self.config
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[leaf] = value
+
+    def get(self, path: str, default: object = None) -> object:
+        """A field of ours, as set so far."""
+        section: object = self.config
+        for name in path.split("."):
+            section = section.get(name) if isinstance(section, dict) else None
+        return default if section is None else section
+
+    def by_table(self, rows: Iterable[Row]) -> None:
+        """Translate the keys of a table that the file or the trainer's defaults set."""
+        for row in rows:
+            if row.key in self._read or (not self.has(row.key) and row.key not in self.defaults):
+                continue
+            value = self.read(row.key, row.kind)
+            if value is not None:
+                self._by_row(row, value)
+
+    def _by_row(self, row: Row, value: Scalar) -> None:
+        name = str(value).lower()
+        if row.values is not None and name not in row.values:
+            if row.otherwise is None:
+                known = ", ".join(row.values)
+                return self.leave(row.key, f"simpletune has nothing like it. It knows {known}")
+            return self.change(row.key, row.path, *row.otherwise)
+        new = value if row.values is None else row.values[name]
+        why = row.why.get(name, row.why.get("*", ""))
+        if why:
+            return self.change(row.key, row.path, new, why)
+        return self.take(row.key, row.path, new)
+
+    def leave_by_table(self, table: Mapping[str, str]) -> None:
+        """Leave out keys that have no place here; a pattern may end in ``*``.
+
+        Args:
+            table: what each did, by key.
+        """
+        for key in list(self.settings):
+            if key in self._read:
+                continue
+            why = table.get(key) or next(
+                (why for name, why in table.items() if name.endswith("*") and key.startswith(name[:-1])), None
+            )
+            if why is not None:
+                self.leave(key, why)
+
+    def leave_rest(self) -> None:
+        """Leave out what no table knows, and say so."""
+        for key in self.settings:
+            if key not in self._read:
+                self.leave(key, "unknown to simpletune import")
+
+    def part(self, key: str, name: str, value: object) -> str:
+        """One of several values that stand in a key, as a key of its own: ``optimizer_args.weight_decay``."""
+        own = f"{key}.{name}"
+        self.settings[own] = value
+        self._read.add(own)
+        return own
+
+    def seen(self, *keys: str) -> None:
+        """Count keys as understood that need no line."""
+        self._read.update(keys)
+
+    def _put(self, line: Line) -> None:
+        self.lines.append(line)
+
+    def _raw(self, key: str) -> object:
+        return self.settings.get(key, self.defaults.get(key))
+
+
+def truth(value: object) -> bool:
+    """True and false as JSON, TOML, or the words of a command line have them."""
+    word = str(value).strip().lower()
+    if word in ("true", "1", "yes", "on", "i_know_what_i_am_doing"):
+        return True
+    if word in ("false", "0", "no", "off", "none"):
+        return False
+    raise ValueError
+
+
+def number(value: object) -> float:
+    """A number, also as text: ``"1e-5"``."""
+    if isinstance(value, bool):
+        raise ValueError
+    if isinstance(value, int | float):
+        return value
+    found = float(str(value))
+    if found != found or abs(found) == float("inf"):
+        raise ValueError
+    return found
+
+
+def whole_number(value: object) -> int:
+    """A whole number, also as text: ``"1000"``, ``"1e3"``."""
+    found = number(value)
+    if found != int(found):
+        raise ValueError
+    return int(found)
+
+
+def text(value: object) -> str:
+    """A text or a number as text."""
+    if not isinstance(value, Scalar):
+        raise ValueError
+    return str(value)
+
+
+def rounded(value: float) -> float:
+    """A computed number without the last digits' noise."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+def pairs(value: object) -> dict[str, str]:
+    """``["a=1", "b=2"]`` or ``"a=1,b=2"`` as a dictionary; a value may have commas itself."""
+    parts = value if isinstance(value, list) else re.split(r"[,\s]+(?=[^,\s=]+=)", str(value))
+    found = {}
+    for part in parts:
+        name, equals, content = str(part).partition("=")
+        if not equals:
+            raise ValueError
+        found[name.strip().lstrip("-")] = content.strip().strip("'\"")
+    return found
+
+
+def multiple(general: Translation) -> int:
+    """What sides of pictures are multiples of, by the family that the options name."""
+    family = general.get("model.family", FAMILIES[0].family)
+    return next((each.multiple for each in FAMILIES if each.family == family), FAMILIES[0].multiple)
+
+
+def side_of_area(width: float, height: float, step: int) -> int:
+    """The side of the square of an area, to the nearest multiple of ``step``, at least one."""
+    return max(step, int((width * height) ** 0.5 / step + 0.5) * step)

@@ -1,0 +1,87 @@
+"""What a user may say about the pictures, and three questions on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar, get_args
+
+Word = TypeVar("Word", bound=str)
+What = Literal["subject", "style", "general"]
+Length = Literal["short", "normal", "long"]
+WHAT: tuple[What, ...] = get_args(What)
+LENGTHS: dict[Length, float] = {"short": 0.5, "normal": 1.0, "long": 2.0}
+"""Lengths of a run, and their factor on its steps."""
+ABOUT: dict[What, str] = {
+    "subject": "one thing, animal or person",
+    "style": "a look that many pictures share",
+    "general": "many captioned pictures of different things",
+}
+MOST = 3  # attempts at an answer
+LONGEST = 200  # characters of a trigger
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the user said; None leaves it to the pictures.
+
+    Args:
+        what: that the pictures teach.
+        trigger: the words that shall name it; a word after the first is its class, as in ``sks dog``.
+        length: of the run.
+        model: hub name, folder or file of the base; None: by the machine.
+        on_cpu: train on the CPU, whatever the model.
+    """
+
+    what: What | None = None
+    trigger: str | None = None
+    length: Length = "normal"
+    model: str | None = None
+    on_cpu: bool = False
+
+    @property
+    def words(self) -> str | None:
+        """The trigger on one line; None if there is none."""
+        return " ".join((self.trigger or "").split())[:LONGEST] or None
+
+    @property
+    def class_words(self) -> str | None:
+        """The class that the trigger's later words name; None if it has one word."""
+        return (self.words or "").partition(" ")[2] or None
+
+
+def ask(answers: Answers, guess: What, trigger: str | None, read: Callable[[str], str] = input) -> Answers:
+    """Ask for what is not said yet; Enter takes the default, and so does the end of the input.
+
+    Args:
+        answers: from the command line.
+        guess: what the pictures look like.
+        trigger: the default of the trigger; None: none is needed.
+        read: prints a question and returns the line that was typed.
+    """
+    if answers.what is None:
+        kinds = "; ".join(f"{name}: {ABOUT[name]}" for name in WHAT)
+        answers = replace(answers, what=_choice(read, f"What do the pictures show? ({kinds})", WHAT, guess))
+    if answers.words is None:
+        said = _line(read, f"A word that shall name it, and its class, such as sks dog [{trigger or 'none'}] ")
+        answers = replace(answers, trigger=said or trigger)
+    chosen: Length = _choice(read, f"How long? ({', '.join(LENGTHS)})", tuple(LENGTHS), answers.length)
+    return replace(answers, length=chosen)
+
+
+def _choice(read: Callable[[str], str], question: str, known: Sequence[Word], default: Word) -> Word:
+    for _ in range(MOST):
+        said = _line(read, f"{question} [{default}] ").lower()
+        if not said:
+            return default
+        near = [name for name in known if name.startswith(said)]
+        if len(near) == 1:
+            return near[0]
+    return default
+
+
+def _line(read: Callable[[str], str], question: str) -> str:
+    try:
+        return read(question).strip()
+    except EOFError:
+        return ""

@@ -1,0 +1,94 @@
+"""What is suggested by default: settings by the model, steps by the number of pictures, the profile by the card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simpletune.cards import Card
+from simpletune.init.answers import Answers, What
+from simpletune.init.look import Look, read_captions
+from simpletune.options import Json, plural
+
+TINY = "demo:tiny-sd3"
+PROFILES = ("4gb", "6gb", "8gb", "12gb", "16gb", "24gb")
+USABLE = 0.9  # share of a size that a card of that size reports: 22.03 GiB of an L4's 24, 11.75 of 12
+DEFAULT_PROFILE = "8gb"  # for a card that is not known
+TEMPLATES: dict[str, dict[What, str]] = {
+    "tiny": {"subject": "demo_subject", "style": "demo", "general": "demo"},
+    "sd3": {"subject": "sd3_medium_dreambooth_lora", "style": "sd3_medium_lora_8gb", "general": "sd3_medium_lora_8gb"},
+    "sd15": {"subject": "sd15_lora", "style": "sd15_lora", "general": "sd15_lora"},
+}
+"""Shipped configurations that the settings come from, by the model's kind."""
+KEPT = ("model", "adapter", "optimizer", "schedule", "objective", "train", "memory", "validation")
+FEW = 30  # pictures without captions that are taken for one subject
+MANY = 200  # captioned pictures that are taken for a general set
+STEPS: dict[What, tuple[int, int, int]] = {
+    "subject": (100, 400, 1500),
+    "style": (60, 800, 4000),
+    "general": (10, 2000, 20000),
+}
+"""Steps a picture, and the least and most of a run of normal length."""
+SIDES = (1024, 768, 512)  # of SD3, in pixels
+NEAR, ENOUGH = 0.8, 0.75  # this share of the pictures reaches this share of the resolution
+CHECKPOINTS = 4  # of a run, all of them kept
+HELD_OUT, FROM = 0.1, 50  # share of the pictures that is held out, and from how many on
+TRIGGER = "sks"  # a word without a meaning to the text encoders, in common use for this
+GENERAL = "A photo of a lighthouse at dusk, waves against the rocks"
+LISTED = 3
+UNASKED = Answers()
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a field has its value.
+
+    Args:
+        path: of the field.
+        value: of the field.
+        why: in words.
+    """
+
+    path: str
+    value: object
+    why: str
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A configuration and why it is so.
+
+    Args:
+        config: as JSON; ``check`` accepts it.
+        reasons: in the order of its sections.
+        notes: what the user should know about the pictures or the machine.
+    """
+
+    config: Json
+    reasons: tuple[Reason, ...]
+    notes: tuple[str, ...] = ()
+
+
+def guess_what(seen: Look) -> tuple[What, str]:
+    """What the pictures seem to teach, and by what."""
+    captions = read_captions(seen)
+    count, captioned = len(seen.pictures), 2 * len(set(captions)) > len(captions)
+    if not captioned and count <= FEW:
+        return "subject", f"{plural(count, 'picture')} without captions of their own"
+    if captioned and count >= MANY:
+        return "general", f"{plural(count, 'captioned picture')}"
+    return "style", f"{plural(count, 'picture')} {'with' if captioned else 'without'} captions"
+
+
+def default_trigger(seen: Look) -> str | None:
+    """The word that names what is learned, where no caption can."""
+    return None if read_captions(seen) else TRIGGER
+
+
+def profile_of(card: Card | None) -> tuple[str, str]:
+    """The memory profile for a card, and why."""
+    if card is None:
+        return DEFAULT_PROFILE, "for an 8 GB card, since none is here: --device names yours"
+    fitting = [name for name in PROFILES if card.gib * card.found >= USABLE * int(name[:-2])]
+    if not fitting:
+        return PROFILES[0], f"{card.name} has less than 4 GB: the profile that takes least"
+    return fitting[-1], f"for {card.name}"

@@ -1,0 +1,41 @@
+"""Suggest a configuration for a folder of pictures and a device, with a reason for each choice. Pure: prints and asks
+nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simpletune.cards import Card
+from simpletune.init.answers import Answers
+from simpletune.init.choices import Choices
+from simpletune.init.defaults import UNASKED, Suggestion
+from simpletune.init.look import Look, look
+from simpletune.system.console import silent
+
+
+def suggest(
+    folder: Path, answers: Answers = UNASKED, device: Card | None = None, seen: Look | None = None
+) -> Suggestion:
+    """Suggest a configuration.
+
+    Args:
+        folder: of pictures.
+        answers: what the user said.
+        device: the card to train on; None: there is none.
+        seen: the look at the folder, if it was taken already.
+
+    Raises:
+        UserError: no picture can be used, or the model is of no known family.
+    """
+    if seen is None:
+        with silent():
+            seen = look(folder)
+    choices = Choices(seen, answers, device)
+    choices.base()
+    choices.pictures()
+    choices.captions()
+    choices.method()
+    choices.length()
+    choices.validation()
+    choices.describe()
+    return Suggestion(choices.config, tuple(choices.reasons), tuple(choices.notes))

@@ -1,0 +1,470 @@
+"""``simpletune init``: what it sees in a folder, what it suggests for which machine and why, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from simpletune.cards import Card, card_of
+from simpletune.cli.main import main
+from simpletune.cli.train import of_folder
+from simpletune.config.load import read_config, validate
+from simpletune.data.several import scan_sources
+from simpletune.data.split import split_pictures
+from simpletune.doctor.finding import OK, WARNING, Finding
+from simpletune.init import Answers, Suggestion, command, look, machine, suggest
+from simpletune.init import choices as making
+from simpletune.init.answers import ask
+from simpletune.init.defaults import PROFILES, profile_of
+from simpletune.options import Json, UserError
+
+MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
+L4 = card_of("L4")
+
+
+def write(folder: Path, count: int, side: int = 700, name: str = "{}.png", caption: str | None = None) -> Path:
+    """Write different plain pictures, each with a caption beside it if there is one; ``{}`` is the number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        colour = (number * 37 % 256, number * 91 % 256, number)
+        file = folder / name.format(number)
+        Image.new("RGB", (side, side), colour).save(file)
+        if caption is not None:
+            file.with_suffix(".txt").write_text(caption.format(number))
+    return folder
+
+
+def why(found: Suggestion, path: str) -> str:
+    return "; ".join(reason.why for reason in found.reasons if reason.path == path)
+
+
+def accepted(config: Json) -> Json:
+    """``check`` accepts a configuration."""
+    validate(config, "suggested")
+    return config
+
+
+def test_without_a_card_it_is_the_tiny_model_and_says_that_it_is_for_trying_out(tiny_pictures: Path) -> None:
+    found = suggest(tiny_pictures)
+    config = accepted(found.config)
+    assert (config["model"], config["data"]["resolution"]) == ({"pretrained": "demo:tiny-sd3", "t5_length": 24}, 64)
+    assert config["about"].startswith("For trying out:")
+    assert "no graphics card" in why(found, "model.pretrained") and "for trying out" in why(found, "model.pretrained")
+    assert list(config)[:2] == ["about", "name"] and config["train"] == {"steps": 200, "batch_size": 6}
+    assert config["precision"] == {"weights": "int8", "compute": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("card", "profile"),
+    [
+        ("L4", "24gb"), ("A10G", "24gb"), ("T4", "16gb"), ("12GiB", "12gb"), ("RTX3080-10GB", "8gb"),
+        ("RTX3070", "8gb"),
+        ("RTX2060", "6gb"), ("4GiB", "4gb"), ("3GiB", "4gb"), ("H100", "24gb"),
+    ],
+)  # fmt: skip
+def test_a_card_gets_sd3_medium_and_the_profile_of_its_size(card: str, profile: str, tiny_pictures: Path) -> None:
+    found = suggest(tiny_pictures, device=card_of(card))
+    config = accepted(found.config)
+    assert (config["model"]["pretrained"], config["memory"]) == (MEDIUM, {"profile": profile})
+    assert "device" not in config and "precision" not in config  # both are left to the machine and the profile
+    assert config["about"].endswith(f"Base: {MEDIUM}.")
+
+
+def test_the_driver_s_figure_of_a_card_gets_the_same_profile() -> None:
+    assert profile_of(Card("NVIDIA L4", 22.03, (8, 9), found=1.0))[0] == "24gb"  # torch reports less than the label
+    assert profile_of(Card("NVIDIA GeForce RTX 3060", 11.75, (8, 6), found=1.0))[0] == "12gb"
+    assert profile_of(None)[0] == "8gb"
+
+
+@pytest.mark.parametrize(
+    ("model", "family", "resolution"),
+    [("stabilityai/stable-diffusion-3.5-large", "sd3", 1024),
+     ("stable-diffusion-v1-5/stable-diffusion-v1-5", "sd15", 512)],
+)  # fmt: skip
+def test_a_named_model_is_taken_with_its_family(model: str, family: str, resolution: int, tmp_path: Path) -> None:
+    found = suggest(write(tmp_path / "a", 3, 1024), Answers(model=model), L4)
+    config = accepted(found.config)
+    assert config["model"]["pretrained"] == model and config["model"].get("family", "sd3") == family
+    assert config["data"]["resolution"] == resolution and why(found, "model.pretrained") == "you named it"
+
+
+def test_a_named_model_without_a_card(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", 3)
+    elsewhere = suggest(folder, Answers(model=MEDIUM))
+    assert elsewhere.config["memory"] == {"profile": "8gb"} and "device" not in elsewhere.config
+    assert any("train on a machine with one" in note for note in elsewhere.notes)
+    here = suggest(folder, Answers(model=MEDIUM, on_cpu=True))
+    assert accepted(here.config)["device"] == "cpu" and "profile" not in here.config.get("memory", {})
+
+
+@pytest.mark.parametrize(
+    ("sides", "resolution", "skips", "upscale"),
+    [
+        ([1024] * 4, 1024, False, 2.0), ([830, 900, 1100, 400], 1024, True, 2.0), ([700] * 4, 768, False, 2.0),
+        ([500] * 4, 512, False, 2.0), ([500, 500, 500, 200], 512, True, 2.0), ([120] * 4, 512, False, None),
+    ],
+)  # fmt: skip
+def test_the_resolution_is_one_that_most_pictures_reach(
+    sides: list[int], resolution: int, skips: bool, upscale: float | None, tmp_path: Path
+) -> None:
+    for number, side in enumerate(sides):
+        write(tmp_path / "a", 1, side, f"{number}-{side}.png")
+    found = suggest(tmp_path / "a", device=L4)
+    data = accepted(found.config)["data"]
+    assert (data["resolution"], data.get("on_error") == "skip", data.get("max_upscale", 2.0)) == (
+        resolution,
+        skips,
+        upscale,
+    )
+    assert ("blurred" in why(found, "data.max_upscale")) == (upscale is None)
+
+
+def test_without_captions_one_prompt_names_it(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", 4, name="IMG_{}.png")
+    found = suggest(folder)
+    assert found.config["data"]["prompt"] == "a photo of sks" and "no captions" in why(found, "data.prompt")
+    assert suggest(folder, Answers(trigger=" my  dog ")).config["data"]["prompt"] == "a photo of my dog"
+    style = suggest(folder, Answers(what="style", trigger="glim"))
+    assert style.config["data"]["prompt"] == "a picture in glim style"
+    assert "a lighthouse at dusk, glim style" in style.config["validation"]["prompts"]
+
+
+@pytest.mark.parametrize(
+    ("name", "caption", "kind"),
+    [
+        ("{}.png", "a red cat {}", "texts"), ("a_red_cat_{}.png", None, "names"), ("DSC_{}.png", None, "none"),
+        ("Screenshot 2024-{}.png", None, "none"), ("IMG-final_copy{}.jpg", None, "none"),
+        ("{}_猫_寺院の庭.png", None, "none"),
+        ("großer_blauer_hund_{}.png", None, "names"),
+    ],
+)  # fmt: skip
+def test_where_captions_come_from(name: str, caption: str | None, kind: str, tmp_path: Path) -> None:
+    seen = look(write(tmp_path / "a", 4, name=name, caption=caption))
+    assert seen.captions == kind
+    config = accepted(suggest(tmp_path / "a", seen=seen).config)
+    assert ("prompt" in config["data"]) == (kind == "none")
+    assert config["data"].get("captions") == ("filename" if kind == "names" else None)
+
+
+def test_some_missing_captions_leave_pictures_out_and_many_are_not_used(tmp_path: Path) -> None:
+    some = write(tmp_path / "some", 6, caption="a cat {}")
+    (some / "0.txt").unlink()
+    found = suggest(some)
+    assert found.config["data"]["on_error"] == "skip" and "1 entry" in why(found, "data.on_error")
+    assert "0.png" in why(found, "data.on_error") and len(validated(found).usable) == 5
+    many = write(tmp_path / "many", 6, caption="a cat {}")
+    for number in range(4):
+        (many / f"{number}.txt").unlink()
+    assert suggest(many).config["data"] == {"path": str(many), "resolution": 64, "prompt": "a photo of sks"}
+
+
+def validated(found: Suggestion):  # type: ignore[no-untyped-def]
+    return look(Path(found.config["data"]["path"])).report
+
+
+@pytest.mark.parametrize(
+    ("caption", "prefix", "noted"),
+    [("a cat {}", "glim,", False), ("a Glim cat {}", None, False), ("a cat {}", None, True)],
+)
+def test_a_trigger_goes_before_captions_that_lack_it(
+    caption: str, prefix: str | None, noted: bool, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "a", 4, caption=caption)
+    if noted:
+        (folder / "0.txt").write_text("a glim cat")
+    found = suggest(folder, Answers(trigger="glim"))
+    assert found.config["data"].get("caption_prefix") == prefix
+    assert any("'glim' is in 1 of 4 captions" in note for note in found.notes) == noted
+    prompts = accepted(found.config)["validation"]["prompts"]
+    assert (prompts[0] == "glim, a cat 0") == (prefix is not None)
+
+
+def test_a_class_after_the_trigger_is_preserved(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", 4)
+    found = suggest(folder, Answers(trigger="sks owl"), L4)
+    config = accepted(found.config)
+    assert config["prior"] == {"method": "base_prediction", "prompt": "a photo of an owl"}
+    assert config["validation"]["class_prompt"] == "a photo of an owl" and why(found, "prior.method")
+    assert "a photo of sks owl on a beach at sunset" in config["validation"]["prompts"]
+    without = suggest(folder, Answers(trigger="sks"), L4)
+    assert "prior" not in without.config and any("--trigger 'sks dog'" in note for note in without.notes)
+    captioned = write(tmp_path / "b", 4, caption="my sks dog, day {}")
+    config = accepted(suggest(captioned, Answers("subject", "sks dog"), L4).config)
+    assert config["prior"] == {"method": "base_prediction", "prompt": "dog", "trigger": "sks dog"}
+
+
+@pytest.mark.parametrize(
+    ("count", "captioned", "what"),
+    [(5, False, "subject"), (31, False, "style"), (5, True, "style"), (200, True, "general")],
+)
+def test_the_guess_of_what_it_is(count: int, captioned: bool, what: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", count, 64, caption="a thing {}" if captioned else None)
+    found = suggest(folder)
+    assert f"{what} (" in why(found, "adapter.method") and "a guess" in why(found, "adapter.method")
+    said = suggest(folder, Answers("style"), seen=look(folder))
+    assert why(said, "adapter.method").endswith("you said so")
+
+
+def test_kohya_s_folders_are_understood(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "10_sks dog", 3)
+    write(tmp_path / "a" / "5_dog", 2)
+    data = accepted(suggest(tmp_path / "a").config)["data"]
+    assert data["folder_names"] == "kohya" and "prompt" not in data
+    config = validate({"name": "x", "data": data}, "kohya")
+    assert sorted((p.caption, p.repeats) for p in scan_sources(config.data).pictures)[-1] == ("sks dog", 10)
+
+
+@pytest.mark.parametrize(("count", "held"), [(49, False), (50, True), (60, True)])
+def test_from_50_pictures_on_a_tenth_is_held_out(count: int, held: bool, tmp_path: Path) -> None:
+    found = suggest(write(tmp_path / "a", count, 64))
+    split = accepted(found.config)["validation"].get("split")
+    assert (split is not None) == held
+    if held:
+        trained, out = split_pictures(look(tmp_path / "a").pictures, split)
+        assert 0.02 * count < len(out) < 0.25 * count and len(trained) + len(out) == count
+
+
+def test_where_no_hash_lies_below_the_share_a_number_is_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def empty(pictures: object, split: float) -> None:
+        raise UserError("holds out none")
+
+    monkeypatch.setattr(making, "split_pictures", empty)
+    assert suggest(write(tmp_path / "a", 55, 64)).config["validation"]["split"] == 6
+
+
+@pytest.mark.parametrize(("length", "factor"), [("short", 0.5), ("normal", 1), ("long", 2)])
+def test_steps_follow_pictures_and_length(length: str, factor: float, tmp_path: Path) -> None:
+    config = suggest(write(tmp_path / "a", 8), Answers(length=length), L4).config  # type: ignore[arg-type]
+    assert config["train"] == {"steps": 800 * factor, "batch_size": 1}
+    assert config["checkpoint"] == {"every": 200 * factor, "keep_last": 4}
+    assert config["validation"]["every"] == 200 * factor
+
+
+def test_duplicates_and_other_formats_are_said(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", 3)
+    (folder / "again.png").write_bytes((folder / "0.png").read_bytes())
+    (folder / "phone.heic").touch()
+    notes = " ".join(suggest(folder).notes)
+    assert "1 group of identical files, such as 0.png, again.png" in notes and "1 .heic" in notes
+
+
+@pytest.mark.parametrize("name", ["my pictures", "käse 猫", "-rf", "x\ny", "con", "...", "a" * 200])
+def test_folders_of_any_name(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = write(tmp_path / name, 2, name="a  b {}\n.png")
+    assert main(["init", str(folder), "--device", "cpu"]) == 0
+    file = tmp_path / f"{name}.json"
+    config, _ = read_config(file)
+    assert config.data.members[0].path == str(folder) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name)
+    assert config.name.lower() not in ("con", "nul")
+
+
+def a_file(folder: Path) -> Path:
+    (folder / "x").touch()
+    return folder / "x"
+
+
+def a_run(folder: Path) -> Path:
+    (folder / "metrics.jsonl").touch()
+    return write(folder, 1)
+
+
+def an_unreadable(folder: Path) -> Path:
+    (folder / "a.png").write_text("no picture")
+    return folder
+
+
+def a_phone_s(folder: Path) -> Path:
+    (folder / "a.heic").touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder, "contains no pictures (.jpg, .jpeg, .png, .webp). Add some"),
+        (lambda folder: folder / "nothing", "nothing does not exist. Give a folder with pictures"),
+        (a_file, "x is a file. Give the folder"), (a_run, "is the folder of a run"),
+        (an_unreadable, "none of 1 picture can be used: a.png is not a picture"),
+        (a_phone_s, "It has 1 .heic: convert them"),
+    ],
+)  # fmt: skip
+def test_what_is_no_folder_of_pictures(
+    make: Callable[[Path], Path], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "out.json"
+    (tmp_path / "a").mkdir()
+    assert main(["init", str(make(tmp_path / "a")), "--device", "cpu", "--out", str(out)]) == 2
+    assert message in capsys.readouterr().err and not out.exists()
+
+
+def test_the_verb_writes_says_why_and_never_overwrites(
+    tiny_pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "mine.json"
+    words = ["init", str(tiny_pictures), "--device", "cpu", "--out", str(out), "--trigger", "glim", "--what", "style"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert f"written    {out}" in text and "model.pretrained demo:tiny-sd3: no graphics card here" in text
+    assert f"simpletune check {out}; simpletune train {out}" in text
+    written = out.read_text()
+    assert json.loads(written)["data"]["caption_prefix"] == "glim,"
+    assert main(words) == 2 and out.read_text() == written
+    assert f"--out: {out} exists. Choose another name, or add --overwrite" in capsys.readouterr().err
+    assert (
+        main([*words, "--length", "short", "--overwrite"]) == 0 and json.loads(out.read_text())["train"]["steps"] == 100
+    )
+    assert main(["check", str(out)]) == 0
+    assert main(["init", str(tiny_pictures), "--device", "cpu", "--out", str(tmp_path / "no" / "x.json")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_prediction_accepts_it(tiny_pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "mine.json"
+    assert main(["init", str(tiny_pictures), "--device", "cpu", "--out", str(out)]) == 0
+    assert main(["estimate", str(out), f"output.cache={tmp_path / 'cache'}", "--device", "L4"]) == 0
+    assert "fits" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", ["4GiB", "RTX3070", "T4", "L4"])
+def test_the_prediction_of_sd3_medium_fits_the_card_without_a_smaller_profile(card: str, tiny_pictures: Path) -> None:
+    first = suggest(tiny_pictures, device=card_of(card))
+    found = machine.fitted(first, card_of(card))
+    assert found.config == first.config and "predicted: " in why(found, "memory.profile")
+
+
+def test_a_profile_that_does_not_fit_gives_way(tiny_pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def predicted(config: Json, card: Card) -> tuple[str, bool]:
+        tried.append(config["memory"]["profile"])
+        return "9,000 MiB", tried[-1] == "8gb"
+
+    monkeypatch.setattr(machine, "_predicted", predicted)
+    found = machine.fitted(suggest(tiny_pictures, device=L4), L4)
+    assert tried == ["24gb", "16gb", "12gb", "8gb"] and found.config["memory"]["profile"] == "8gb"
+    assert why(found, "memory.profile").endswith("predicted: 9,000 MiB")
+    monkeypatch.setattr(machine, "_predicted", lambda config, card: ("9,000 MiB", False))
+    found = machine.fitted(suggest(tiny_pictures, device=L4), L4)
+    assert f"predicted not to fit even with every lever of profile {PROFILES[0]}: 9,000 MiB" in found.notes[-1]
+
+
+def test_a_prediction_that_needs_a_download_is_left_for_later(
+    tiny_pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(config: Json, card: Card) -> tuple[str, bool]:
+        raise UserError("not in the local cache")
+
+    monkeypatch.setattr(machine, "_predicted", unknown)
+    found = machine.fitted(suggest(tiny_pictures, device=L4), L4)
+    assert found.notes[-1].startswith("not predicted (not in the local cache)")
+
+
+def test_the_card_of_this_machine_is_asked_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = {"name": "NVIDIA L4", "total": 22 * 2**30, "free": 0, "capability": [8, 9]}
+    answers: list[Json] = [
+        {"devices": [device]},
+        {"devices": [], "refused": "the driver is too old"},
+        {"error": "killed"},
+    ]
+    monkeypatch.setattr(machine.Probe, "ask", lambda probe, question: answers.pop(0))
+    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    card, reason = machine.card_here()
+    assert card is not None and (card.name, card.capability, profile_of(card)[0]) == ("NVIDIA L4", (8, 9), "24gb")
+    assert machine.card_here() == (None, "the driver is too old") and machine.card_here() == (None, "killed")
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine, "SIGNS", ("/no/such/device",))
+    assert machine.card_here() == (None, "no NVIDIA driver was found")  # asks nothing: there is no answer left
+
+
+def test_a_missing_login_or_licence_is_said_before_a_download(
+    tiny_pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    level, asked = WARNING, []
+
+    def access(model: str) -> list[Finding]:
+        asked.append(model)
+        return [Finding(model, level, "the hub does not give it to this account", "why", "accept the licence")]
+
+    monkeypatch.setattr(machine, "access", access)
+    monkeypatch.setattr(
+        machine, "login", lambda machine: [Finding("hub login", WARNING, "no token", "", "hf auth login")]
+    )
+    monkeypatch.setattr(machine, "_predicted", lambda config, card: ("1 MiB", True))
+    assert main(["init", str(tiny_pictures), "--device", "L4", "--out", str(tmp_path / "a.json")]) == 0
+    text = capsys.readouterr().out
+    assert asked == [MEDIUM] and "hf auth login" in text and "accept the licence" in text
+    level = OK
+    assert list(machine.model_findings(MEDIUM)) == []  # a model that can be had needs no login
+    assert list(machine.model_findings(str(tiny_pictures))) == [] and len(asked) == 2  # a folder is not asked for
+
+
+class Typed:
+    """Somebody at a terminal."""
+
+    def __init__(self, *lines: str):
+        self.lines, self.questions = list(lines), list[str]()
+
+    def __call__(self, question: str) -> str:
+        self.questions.append(question)
+        if not self.lines:
+            raise EOFError
+        return self.lines.pop(0)
+
+
+def test_three_questions_have_defaults() -> None:
+    person = Typed("", "", "")
+    assert ask(Answers(), "style", None, person) == Answers("style", None, "normal") and len(person.questions) == 3
+    assert "[style]" in person.questions[0] and "[none]" in person.questions[1] and "[normal]" in person.questions[2]
+    assert ask(Answers(), "style", "sks", Typed()) == Answers("style", "sks", "normal")  # the input ends
+    typed = Typed("SUB", "sks dog", "lo")
+    assert ask(Answers(), "style", None, typed) == Answers("subject", "sks dog", "long")
+    wrong = Typed("cat", "dog", "s", "x", "")  # s may be subject or style
+    assert ask(Answers(), "style", None, wrong) == Answers("style", "x", "normal") and len(wrong.questions) == 5
+    known = Typed("short")
+    assert ask(Answers("general", "glim"), "style", None, known) == Answers("general", "glim", "short")
+    assert len(known.questions) == 1
+
+
+@pytest.mark.parametrize(("terminal", "quiet"), [(True, False), (True, True), (False, False)])
+def test_only_a_terminal_is_asked(
+    terminal: bool, quiet: bool, tiny_pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Answers] = []
+    monkeypatch.setattr(command, "ask", lambda answers, *rest: asked.append(answers) or answers)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
+    wish = command.Wish(tiny_pictures, tmp_path / "a.json", "cpu", quiet=quiet)
+    command.init_command(wish, Answers())
+    assert len(asked) == (terminal and not quiet)
+
+
+def test_a_folder_is_trained_with_the_configuration_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    folder, file = write(tmp_path / "my pictures", 3, 64), tmp_path / "my pictures.json"
+    monkeypatch.setattr(machine, "card_here", lambda: (None, "no driver"))
+    assert of_folder(folder) == file and "written" in capsys.readouterr().out
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"name": "mine"}))
+    assert of_folder(folder) == file and json.loads(file.read_text())["name"] == "mine"
+    assert f"{file} is used again. simpletune init {folder} --overwrite" in capsys.readouterr().out
+    file.write_text(json.dumps(config | {"data": config["data"] | {"path": "demo:pictures"}}))
+    with pytest.raises(UserError, match="is a configuration for other pictures"):
+        of_folder(folder)
+    file.write_text('{"photos": 3}')
+    with pytest.raises(UserError, match="unknown field"):
+        of_folder(folder)
+    assert file.read_text() == '{"photos": 3}'
+    assert of_folder(file) == file and of_folder(Path("demo")) == Path("demo")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "a.json").write_text("{}")
+    assert of_folder(tmp_path / "configs") == tmp_path / "configs"  # reading it says to name a file in it
