@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import WRITERS
 
 from simpletune.demo import pictures, vocabulary
-from simpletune.evaluation.encoders.loading import find_encoder, load_encoder
-from simpletune.evaluation.encoders.preprocessing import CLIP, HALF, IMAGENET, normalised, scaled_and_cut, squashed
+from simpletune.encoders.loading import find_encoder, load_encoder
+from simpletune.encoders.preprocessing import CLIP, HALF, IMAGENET, normalised, scaled_and_cut, squashed
 from simpletune.evaluation.predict import encoding
 from simpletune.options import UserError
 from simpletune.system.stage_timer import peak_rss_gib

@@ -17,9 +17,9 @@ from tiny_encoders import write_clip, write_dino
 
 from simpletune.cli.evaluate import evaluate_arguments
 from simpletune.cli.main import main
+from simpletune.encoders.loading import find_encoder, load_encoder
 from simpletune.evaluation import evaluate as command
 from simpletune.evaluation.draw import Gallery
-from simpletune.evaluation.encoders.loading import find_encoder, load_encoder
 from simpletune.evaluation.evaluate import evaluate, plan_of
 from simpletune.evaluation.plan import points_of, shots_of
 from simpletune.evaluation.predict import predict
@@ -147,7 +147,7 @@ def stops(monkeypatch: pytest.MonkeyPatch, unpredicted: None) -> Iterator[list[i
 
         monkeypatch.setattr(owner, name, stopping)
 
-    from simpletune.evaluation.encoders.encoder import Encoder
+    from simpletune.encoders.encoder import Encoder
 
     counting(Sampler, "latents", 0)
     counting(Encoder, "of_pictures", 1)

@@ -14,6 +14,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from simpletune.config.schema import TrainConfig
+from simpletune.encoders.encoder import About
+from simpletune.encoders.loading import class_of
 from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.predict import MIB, needed
 from simpletune.estimate.simulate_stages import (
@@ -24,8 +26,6 @@ from simpletune.estimate.simulate_stages import (
     empty_autoencoder,
     predict_stage,
 )
-from simpletune.evaluation.encoders.encoder import About
-from simpletune.evaluation.encoders.loading import class_of
 from simpletune.evaluation.plan import Plan
 from simpletune.memory.fake import fake_tensors
 from simpletune.models.flops import trained_of
