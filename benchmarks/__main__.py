@@ -175,12 +175,17 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
 }
 
 
+def name_of(grid: Grid) -> str:
+    """The word that runs a grid."""
+    return grid.__name__.replace("_", "-")
+
+
 def parser() -> argparse.ArgumentParser:
     """Build the parser with one subparser per grid, which takes only that grid's arguments."""
     top = argparse.ArgumentParser(prog="python -m benchmarks", description=sys.modules[__name__].__doc__)
     grids = top.add_subparsers(dest="grid", required=True, metavar="GRID")
     for grid, names in GRIDS.items():
-        sub = grids.add_parser(grid.__name__.replace("_", "-"), help=grid.__doc__, description=grid.__doc__)
+        sub = grids.add_parser(name_of(grid), help=grid.__doc__, description=grid.__doc__)
         sub.set_defaults(run=grid)
         out = Path("benchmarks/results") if grid is dry else Path("benchmarks/results/cpu")  # dry: a folder per card
         sub.add_argument("--out", type=Path, default=out, help="folder for the results")

@@ -20,6 +20,7 @@ from benchmarks.quality import STYLE, Prompt, accuracies, drift, file_name, prom
 from benchmarks.study import BOTH, DEMO, RUNS, TINY, TINY_RATE
 from benchmarks.table import Results, describe_machine, table
 from simpletune.cards import card_of
+from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import pictures
 from simpletune.estimate.job_time import job_time
@@ -160,7 +161,7 @@ class Study:
 
 def train_mib(config: TrainConfig) -> float:
     """Predict the peak of a run's training stage on a card."""
-    return round(estimate(config, card_of(CARD).capability).stages["train"].bytes / MIB, 1)
+    return round(estimate(resolve_folders(config), card_of(CARD).capability).stages["train"].bytes / MIB, 1)
 
 
 def predicted_row(name: str) -> Json:
