@@ -75,7 +75,7 @@ Five pictures teach the tiny SD3 one figure, as in `configs/demo_subject.json`, 
 (`simpletune evaluate`, 12 prompts, 1 seed). *Checker*, without any learned model, on pictures of other prompts and
 seeds: the share of pictures that it reads as it reads the subject itself; the mean share of background, size and place
 drawn as asked there; prompt accuracy of prompts without the subject. Both are from 0 to 1, and higher is better."""
-OVER_STEPS = f"Means over {len(SEEDS)} seeds of training."
+OVER_STEPS = "Means over seeds of training; *runs* is how many."
 AT_EQUAL = f"""\
 LoRA of rank 8, {PICTURES} pictures in every row, so {PICTURES} / batch steps; rates are relative to {RATE:g} at batch
 {BATCH}. *Processor seconds* are measured and of the whole training on one thread."""
@@ -254,23 +254,12 @@ def batch_rows(found: Mapping[str, Json], rule: str) -> dict[str, Json]:
 def page(found: Mapping[str, Json]) -> list[str]:
     """Lay out the Markdown page."""
     machine = [f"- {name}: {value}" for name, value in describe_machine().items()]
-    steps = {
-        "base" if step == 0 else f"{method}, {step} steps": point
-        for method, path in measured_paths(found).items() for step, point in path.items()
-    }  # fmt: skip
-    lines = [
-        f"# {TITLE}",
-        "",
-        ABOUT,
-        "",
-        *machine,
-        "",
-        "## Over steps",
-        "",
-        OVER_STEPS,
-        "",
-        *table(STEP_COLUMNS, steps),
-    ]
+    steps: dict[str, Json] = {}
+    for method, path in measured_paths(found).items():
+        for step, point in path.items():
+            steps.setdefault("base" if step == 0 else f"{method}, {step} steps", point)
+    lines = [f"# {TITLE}", "", ABOUT, "", *machine, ""]
+    lines += ["## Over steps", "", OVER_STEPS, "", *table(STEP_COLUMNS, steps)]
     lines += ["", "## Batch against learning rate at equal pictures", "", AT_EQUAL, ""]
     lines += table(BATCH_COLUMNS, {name: row for rule in BATCHES for name, row in batch_rows(found, rule).items()})
     lines += ["", "## Cost", "", OF_COST, "", *table(COST_COLUMNS, costs(found))]
