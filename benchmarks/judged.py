@@ -162,17 +162,19 @@ def path_panel(title: str, points: Sequence[Json], axes: tuple[str, str]) -> Jso
 
     Args:
         title: of the panel.
-        points: with ``run``, ``step``, ``x`` and ``y``.
+        points: with ``run``, ``step``, ``x`` and ``y``, and the interval of y from ``low`` to ``high`` if it is known.
         axes: titles of x and y.
     """
     x = {"field": "x", "type": "quantitative", "title": axes[0], "scale": {"zero": False}}
     y = {"field": "y", "type": "quantitative", "title": axes[1], "scale": {"zero": False}}
     colour = {"field": "run", "type": "nominal", "title": None, "legend": {"orient": "bottom"}}
     order = {"field": "step", "type": "quantitative"}
+    interval, known = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}, all("low" in point for point in points)
     return {
         "title": title, "width": 360, "height": 260, "data": {"values": list(points)},
         "encoding": {"x": x, "y": y},
         "layer": [
+            *([{"mark": {"type": "rule", "opacity": 0.35}, "encoding": {"color": colour, **interval}}] * known),
             {"mark": {"type": "line", "point": True}, "encoding": {"color": colour, "order": order}},
             {"mark": {"type": "text", "dy": -9, "fontSize": 9}, "encoding": {"text": {"field": "step"}}},
         ],

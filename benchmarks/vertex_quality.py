@@ -62,7 +62,11 @@ SHOWN = {
     "subject": "subject, tiny-dino", "prompt": "prompt, tiny-clip", "likeness": "checker: subject",
     "placed": "checker: prompt", "others": "checker: other prompts",
 }  # fmt: skip
-STEP_COLUMNS = {"what": "", "of": "runs", **SHOWN, "subject_range": "subject, most - least"}
+HALVES = ("subject_half", "prompt_half")
+STEP_COLUMNS = {
+    "what": "", "of": "runs", **SHOWN, "subject_half": "± subject", "prompt_half": "± prompt",
+    "subject_range": "subject, most - least",
+}  # fmt: skip
 BATCH_COLUMNS = {"what": "", "steps": "steps", "rate": "learning rate", **SHOWN, "seconds": "processor seconds"}
 COST_COLUMNS = {
     "what": "", "steps": "steps", "step": "seconds a step, predicted", "cost": "USD, predicted",
@@ -75,7 +79,7 @@ Five pictures teach the tiny SD3 one figure, as in `configs/demo_subject.json`, 
 (`simpletune evaluate`, 12 prompts, 1 seed). *Checker*, without any learned model, on pictures of other prompts and
 seeds: the share of pictures that it reads as it reads the subject itself; the mean share of background, size and place
 drawn as asked there; prompt accuracy of prompts without the subject. Both are from 0 to 1, and higher is better."""
-OVER_STEPS = "Means over seeds of training; *runs* is how many."
+OVER_STEPS = "Means over seeds of training; *runs* is how many. ± is half of a run's 95% interval over prompts."
 AT_EQUAL = f"""\
 LoRA of rank 8, {PICTURES} pictures in every row, so {PICTURES} / batch steps; rates are relative to {RATE:g} at batch
 {BATCH}. *Processor seconds* are measured and of the whole training on one thread."""
@@ -211,14 +215,16 @@ def measured_paths(found: Mapping[str, Json]) -> dict[str, dict[int, Json]]:
         steps = [int(step) for step in (runs[0] if runs else {}) if all(step in run for run in runs)]
         if runs:
             paths[method] = {
-                step: {"of": len(runs), **judged.means([run[str(step)] for run in runs], SCORES)} for step in steps
+                step: {"of": len(runs), **judged.means([run[str(step)] for run in runs], (*SCORES, *HALVES))}
+                for step in steps
             }
     return paths
 
 
 def panels(found: Mapping[str, Json], paths: Mapping[str, Mapping[int, Json]]) -> list[Json]:
     """Subject against prompt fidelity over steps, ours and the report's, and subject fidelity by batch."""
-    ours = [{"run": method, "step": step, "x": point["subject"], "y": point["prompt"]}
+    ours = [{"run": method, "step": step, "x": point["subject"], "y": point["prompt"],
+             "low": point["prompt"] - point["prompt_half"], "high": point["prompt"] + point["prompt_half"]}
             for method, path in paths.items() for step, point in path.items()]  # fmt: skip
     theirs = [{"run": method, "step": step, "x": subject, "y": prompt}
               for method, path in PUBLISHED.items() if method != "base"
