@@ -62,7 +62,7 @@ def choice(args: argparse.Namespace) -> object:
     """whether the checkpoint that is chosen is better than the last one, on the tiny SD3"""
     from benchmarks import choice
 
-    return choice.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
+    return choice.run(args.out, args.prompts, args.minutes, args.rows, args.overrides, args.set)
 
 
 def inference(args: argparse.Namespace) -> object:
@@ -86,6 +86,20 @@ def vertex(args: argparse.Namespace) -> object:
     from benchmarks import vertex
 
     return vertex.run(args.out, args.minutes, args.rows)
+
+
+def vertex_quality(args: argparse.Namespace) -> object:
+    """the Vertex report's quality figures on the tiny SD3: fidelity over steps, batch against learning rate, cost"""
+    from benchmarks import vertex_quality
+
+    return vertex_quality.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
+
+
+def student_study(args: argparse.Namespace) -> object:
+    """full fine-tuning and LoRA of rank 64, 16 and 1 on the tiny SD3: fidelity, drift, size, seconds"""
+    from benchmarks import student_study
+
+    return student_study.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
 
 
 def int8(args: argparse.Namespace) -> object:
@@ -152,10 +166,12 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     quality: ("rows", "prompts", "overrides"),
     masks: ("rows", "prompts"),
     prior: ("rows", "prompts", "overrides"),
-    choice: ("rows", "prompts", "overrides"),
+    choice: ("rows", "prompts", "overrides", "set"),
     inference: ("rows", "model", "price", "prices", "size", "steps", "rounds", "device"),
     study: ("rows", "model", "overrides"),
     vertex: ("rows",),
+    vertex_quality: ("rows", "prompts", "overrides"),
+    student_study: ("rows", "prompts", "overrides"),
     int8: ("rows", "overrides"),
     convolutions: ("rows",),
     methods: ("rows",),
@@ -167,12 +183,17 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
 }
 
 
+def name_of(grid: Grid) -> str:
+    """The word that runs a grid."""
+    return grid.__name__.replace("_", "-")
+
+
 def parser() -> argparse.ArgumentParser:
     """Build the parser with one subparser per grid, which takes only that grid's arguments."""
     top = argparse.ArgumentParser(prog="python -m benchmarks", description=sys.modules[__name__].__doc__)
     grids = top.add_subparsers(dest="grid", required=True, metavar="GRID")
     for grid, names in GRIDS.items():
-        sub = grids.add_parser(grid.__name__, help=grid.__doc__, description=grid.__doc__)
+        sub = grids.add_parser(name_of(grid), help=grid.__doc__, description=grid.__doc__)
         sub.set_defaults(run=grid)
         out = Path("benchmarks/results") if grid is dry else Path("benchmarks/results/cpu")  # dry: a folder per card
         sub.add_argument("--out", type=Path, default=out, help="folder for the results")
@@ -202,6 +223,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # argparse's own keywords
     "measure-only": {"action": "store_true", "help": "take predictions from results/cpu; needs a GPU"},
     "card": {"action": "append", "help": "card to simulate (default: L4); repeatable"},
     "predict": {"action": "store_true", "help": "predict measured rows again, and measure none"},
+    "set": {"choices": ("first", "second"), "default": "first", "help": "set of fine-tunings (default: first)"},
     "prompts": {"type": int, "default": 100, "help": "prompts per score (default: 100)"},
     "model": {"help": "a hub name or a folder; default: the tiny model"},
     "size": {"type": size, "metavar": "WIDTHxHEIGHT", "help": "default: 1024x1024; the demo's 64x64"},

@@ -17,7 +17,7 @@ from benchmarks.table import Results, describe_machine
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import pictures
+from simpletune.demo import checker, pictures
 from simpletune.runs.weights import BASE, Weights, result_of
 from simpletune.sheets import grid
 from simpletune.system.console import say
@@ -37,6 +37,8 @@ ROWS: dict[str, list[str]] = {
     "class pictures, 640 steps": ["train.steps=640", *PICTURES],
 }
 SEEDS = 2
+READ_AS = ("ring", "purple")  # what the checker reads in every picture of the subject that `pictures` draws
+PLACED = ("background", "size", "position")
 COLUMNS = {
     "what": "", "steps": "steps", "fidelity": "subject fidelity", "class_drift": "class drift",
     "class_fidelity": "likeness of the class to the subject", "drift": "drift of other prompts",
@@ -79,6 +81,19 @@ def fidelity(images: list[Image.Image], prompts: list[Prompt]) -> float:
         empty = np.full_like(subject, pictures.BACKGROUNDS[scene.background])
         shares.append(1 - np.abs(np.asarray(image, float) - subject).mean() / np.abs(empty - subject).mean())
     return float(np.mean(shares))
+
+
+def read_shares(images: list[Image.Image], prompts: list[Prompt]) -> tuple[float, float]:
+    """Score pictures of the subject by the demo's checker.
+
+    Returns:
+        The share read as the checker reads the subject itself (the star leaves a hole in the disc), and the mean share
+        of background, size and position read as asked.
+    """
+    readings = [checker.read(image) for image in images]
+    scores = checker.score(images, [prompt.scene for prompt in prompts])
+    alike = [(reading.shape, reading.colour) == READ_AS for reading in readings]
+    return float(np.mean(alike)), float(np.mean([scores[name] for name in PLACED]))
 
 
 class Priors:

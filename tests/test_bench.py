@@ -36,7 +36,7 @@ from simpletune.estimate.predict import needed
 from simpletune.options import UserError
 from simpletune.report import write_report
 
-GRIDS = [grid.__name__ for grid in benchmarks.GRIDS]
+GRIDS = [benchmarks.name_of(grid) for grid in benchmarks.GRIDS]
 
 
 def test_rows_are_kept_on_disk_and_shown(tmp_path: Path) -> None:
@@ -238,17 +238,18 @@ def test_int8_products_are_measured_beside_bf16(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("grid", GRIDS)
 def test_the_command_runs_the_grid_that_is_named(grid: str, tmp_path: Path, monkeypatch, capsys) -> None:
     for name in GRIDS:
-        module = importlib.import_module(f"benchmarks.{name}")
+        module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
         monkeypatch.setattr(module, "run", lambda *words, name=name, **more: f"{name} {words} {more}")
     given = {"overrides": ["train.steps=2"], "rows": ["--rows", "base"], "prompts": ["--prompts", "7"]}
-    given |= {"model": ["--model", "some/model"], "price": ["--price", "spot=0.5"]}
-    takes = next(names for run, names in benchmarks.GRIDS.items() if run.__name__ == grid)
+    given |= {"model": ["--model", "some/model"], "price": ["--price", "spot=0.5"], "set": ["--set", "second"]}
+    takes = next(names for run, names in benchmarks.GRIDS.items() if benchmarks.name_of(run) == grid)
     words = [word for name, portion in given.items() if name in takes for word in portion]
     assert benchmarks.main([grid, *words, "--out", str(tmp_path), "--minutes", "3"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{grid} ({tmp_path!r}, ") and "3.0" in said and ("'base'" in said) == (grid != "pair")
-    assert ("train.steps=2" in said) == (grid in ("quality", "prior", "choice", "study", "int8", "pair"))
+    assert ("train.steps=2" in said) == ("overrides" in takes)
     assert ("'spot': Price(per_hour=0.5, " in said) == (grid == "inference")
+    assert ("'second'" in said) == (grid == "choice")
     assert ("some/model" in said) == (grid in ("inference", "study", "speed"))
 
 

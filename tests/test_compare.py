@@ -9,17 +9,21 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoTokenizer
 
 from simpletune.cli.drawing_arguments import add_arguments, add_compare_arguments
 from simpletune.config.load import validate
+from simpletune.demo import ENCODERS, pictures
 from simpletune.drawing.compare import compare, models_to_compare, named
 from simpletune.drawing.generate import default_prompt, generate, weights_of
 from simpletune.drawing.same_weights import without_twins
 from simpletune.drawing.session import open_session
-from simpletune.drawing.similarity import Dino
+from simpletune.drawing.similarity import Likeness
 from simpletune.families.sd3.option import SD3
 from simpletune.options import UserError
 from simpletune.pipeline.png import drawn_as
@@ -249,5 +253,54 @@ def test_likeness_by_a_vision_transformer(runs: Path, dino: Path, tmp_path: Path
     sheet = compare(parsed(add_compare_arguments, *words, "--scale", "8", "--dino", dino))
     base, lora = json.loads(sheet.with_name("compare.json").read_text())["models"]
     assert base["dino_base"] == pytest.approx([1.0]) and -1 <= lora["dino_base"][0] < 0.9999
-    with pytest.raises(UserError, match="--dino: .*nowhere cannot be loaded .* folder or hub name"):
-        Dino(str(tmp_path / "nowhere"), torch.device("cpu"))
+    with pytest.raises(UserError, match="--dino: .*nowhere does not exist. Give a folder or a hub name"):
+        Likeness("--dino", str(tmp_path / "nowhere"), torch.device("cpu"))
+    with pytest.raises(UserError, match="--clip: .* is a dino model. Use one of clip"):
+        Likeness("--clip", str(dino), torch.device("cpu"))
+    (dino / "model.safetensors").rename(tmp_path / "model.safetensors")
+    shutil.copy(dino / "config.json", tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"--dino: .* lacks \d+ weights of its model"):
+        Likeness("--dino", str(tmp_path), torch.device("cpu"))
+
+
+def by_transformers(folder: Path, pictures: list[Image.Image], resized: int) -> torch.Tensor:
+    """Embeddings of length 1 of square pictures by transformers alone: scaled to a side, the centre cut."""
+    model = AutoModel.from_pretrained(folder)
+    clip = model.config.model_type == "clip"
+    side = (model.config.vision_config if clip else model.config).image_size
+    edge = (resized - side) // 2
+    cut = [p.resize((resized, resized), Image.Resampling.BICUBIC).crop((edge, edge, edge + side, edge + side))
+           for p in pictures]  # fmt: skip
+    pixels = torch.stack([torch.from_numpy(np.asarray(p, dtype=np.float32)).permute(2, 0, 1) / 255 for p in cut])
+    mean, deviation = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)) if clip else (
+        (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # fmt: skip
+    pixels = (pixels - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(deviation).view(3, 1, 1)
+    with torch.no_grad():
+        found = model.get_image_features(pixels) if clip else model(pixels).last_hidden_state[:, 0]
+    found = found if isinstance(found, torch.Tensor) else found.pooler_output
+    return torch.nn.functional.normalize(found, dim=-1)
+
+
+def test_likeness_is_the_papers() -> None:
+    """CLIP sees the whole of a square picture, DINO the centre 224 of 256: the figures of ``simpletune evaluate``."""
+    scenes = pictures.sample_scenes(3, seed=5)
+    images = [pictures.draw(scene, 96) for scene in scenes]
+    for option, title, resized in (("--clip", "tiny-clip", 64), ("--dino", "tiny-dino", 73)):
+        folder, side = ENCODERS[f"demo:{title}"], 64
+        found = Likeness(option, f"demo:{title}", torch.device("cpu")).of_pictures(images)
+        expected = by_transformers(folder, images, resized)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+        other = by_transformers(folder, images, 73 if resized == side else side)
+        assert (found - other).abs().max() > 1e-3, "the test's pictures tell both ways apart"
+
+
+def test_prompts_are_likened_as_by_transformers() -> None:
+    prompts = ["a large red circle", "a small blue star on the left"]
+    folder = ENCODERS["demo:tiny-clip"]
+    tokens = AutoTokenizer.from_pretrained(folder)(prompts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        found = AutoModel.from_pretrained(folder).get_text_features(**tokens)
+    expected = torch.nn.functional.normalize(found if isinstance(found, torch.Tensor) else found.pooler_output, dim=-1)
+    own = Likeness("--clip", "demo:tiny-clip", torch.device("cpu")).of_prompts(prompts)
+    torch.testing.assert_close(own, expected, rtol=0, atol=1e-5)

@@ -17,9 +17,9 @@ from tiny_encoders import write_clip, write_dino
 
 from simpletune.cli.evaluate import evaluate_arguments
 from simpletune.cli.main import main
+from simpletune.encoders.loading import find_encoder, load_encoder
 from simpletune.evaluation import evaluate as command
 from simpletune.evaluation.draw import Gallery
-from simpletune.evaluation.encoders.loading import find_encoder, load_encoder
 from simpletune.evaluation.evaluate import evaluate, plan_of
 from simpletune.evaluation.plan import points_of, shots_of
 from simpletune.evaluation.predict import predict
@@ -147,7 +147,7 @@ def stops(monkeypatch: pytest.MonkeyPatch, unpredicted: None) -> Iterator[list[i
 
         monkeypatch.setattr(owner, name, stopping)
 
-    from simpletune.evaluation.encoders.encoder import Encoder
+    from simpletune.encoders.encoder import Encoder
 
     counting(Sampler, "latents", 0)
     counting(Encoder, "of_pictures", 1)
@@ -309,6 +309,77 @@ def test_a_card_that_is_too_small_is_refused_before_anything_is_drawn(
     monkeypatch.setattr(module, "card_at_hand", lambda device: (Card("tiny", 0.5, (8, 9), found=1.0), 0))
     with pytest.raises(UserError, match="evaluate: text needs .* MiB and tiny has 512 free. Try --resident-blocks 0"):
         predict(plan, command.encoders_of(False, encoders), 5)
+
+
+class Counted:
+    """A CPU that takes a millisecond for each operation, whatever it computes."""
+
+    cuda = False
+
+    def seconds(self, kind: str, dtype: str, extents: tuple[int, ...]) -> float:
+        return 0.0
+
+    def host(self, what: str) -> float:
+        return 1e-3 if what == "operation" else 0.0
+
+    def rate(self, name: str, otherwise: float) -> float:
+        return otherwise
+
+
+def test_predicted_time_is_that_of_every_operation(
+    run: Path, encoders: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from simpletune.evaluation import predict as module
+
+    monkeypatch.setattr(module, "speeds_at_hand", lambda cache, card: (Counted(), "counted"))
+    known = command.encoders_of(False, encoders)
+
+    def found(pictures: int, *words: object) -> dict[str, float]:
+        args = parsed(run, "--encoders", *encoders, *words)
+        args.run, args.runs, args.model, args.no_t5 = run, None, None, None
+        stages = predict(plan_of(command.open_session(args), args), known, pictures)
+        return {name: stage.seconds for name, stage in stages.items()}
+
+    one, ten = found(1, "--steps", "3"), found(10, "--steps", "6")
+    assert ten["draw"] == pytest.approx(20 * one["draw"]) and ten["decode"] == pytest.approx(10 * one["decode"])
+    assert ten["eye"] == one["eye"] > 40 * 0.01, "40 pictures of at least 10 operations"
+    assert one["draw"] > 3 * 0.05 and one["text"] > 0, "3 passes of at least 50 operations"
+
+
+def test_a_calibrated_cpu_is_not_measured_again(tmp_path: Path) -> None:
+    from simpletune.evaluation.predict import speeds_at_hand
+    from simpletune.system.environment import cpu_name
+    from simpletune.timing.constants import VERSION, Constants, file_of, write
+    from simpletune.timing.grid import Grid
+
+    threads = torch.get_num_threads()
+    constants = Constants(
+        version=VERSION, device="a CPU", kind="cpu", capability=None, memory_bytes=None, threads=threads,
+        date="2026-11-22", versions="", seconds=1.0, grids={"add.fp32": Grid(axes={"bytes": [4096]}, seconds=[0.5])},
+    )  # fmt: skip
+    write(file_of(tmp_path, cpu_name(), threads, "cpu"), constants)
+    speeds, source = speeds_at_hand(tmp_path, None)
+    assert source == "calibrated on a CPU, 2026-11-22" and speeds.seconds("add", "fp32", (4096,)) == 0.5
+
+
+@pytest.mark.slow
+def test_the_predicted_time_is_near_the_measured(run: Path, encoders: list[str]) -> None:
+    """Of processor time, which other programs do not lengthen much; a quarter before operations were counted."""
+    import time
+
+    from simpletune.evaluation.draw import draw_missing
+
+    args = parsed(run, "--encoders", *encoders)
+    args.run, args.runs, args.model, args.no_t5 = run, None, None, None
+    plan = plan_of(command.open_session(args), args)
+    gallery = Gallery(run)
+    gallery.folder.mkdir(exist_ok=True)
+    count = len(plan.points) * len(plan.shots)
+    stages = predict(plan, command.encoders_of(False, encoders), count)
+    clock = time.process_time()
+    assert draw_missing(plan, gallery) == count
+    taken = time.process_time() - clock
+    assert 0.4 < (stages["draw"].seconds + stages["decode"].seconds) / taken < 2
 
 
 def test_the_table_shows_each_encoder_with_its_intervals() -> None:

@@ -28,7 +28,7 @@ from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressRep
 from tiny_encoders import write_clip
 
 from simpletune.cli.main import main
-from simpletune.evaluation.encoders.loading import find_encoder
+from simpletune.encoders.loading import find_encoder
 from simpletune.hub import download as hub_download
 from simpletune.hub import fetch as ours
 from simpletune.hub.download import HubFile, Repository

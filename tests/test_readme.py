@@ -15,7 +15,7 @@ import pytest
 from documented import NOT_RUN, PAGES, Command, commands, inline_verbs
 from PIL import Image
 
-from benchmarks.__main__ import GRIDS
+from benchmarks.__main__ import GRIDS, name_of
 from benchmarks.__main__ import parser as grids_parser
 from simpletune.cli.main import VERBS, main, parse
 from simpletune.config.load import read_config
@@ -115,9 +115,9 @@ def test_the_page_of_commands_names_all_verbs_scripts_and_grids() -> None:
     assert {words[1] for words in shown if words[0] == "simpletune"} == set(VERBS)
     scripts = {f"inference/{file.name}" for file in (ROOT / "inference").glob("[!_]*.py")}
     assert {words[1] for words in shown if words[1].endswith(".py")} == scripts
-    line = re.search(r"python -m benchmarks GRID .*?: ([\w,\s]+)$", COMMANDS, re.M)
+    line = re.search(r"python -m benchmarks GRID .*?: ([\w,\s-]+)$", COMMANDS, re.M)
     assert line is not None
-    assert set(re.findall(r"\w+", line[1])) - {"or"} == {grid.__name__ for grid in GRIDS}
+    assert set(re.findall(r"[\w-]+", line[1])) - {"or"} == {name_of(grid) for grid in GRIDS}
 
 
 @pytest.mark.parametrize("page", PAGES)

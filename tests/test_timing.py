@@ -27,13 +27,14 @@ from simpletune.estimate.time_text import CardRow, card_table
 from simpletune.models.flops import trained_of
 from simpletune.options import UserError
 from simpletune.prices import Price, of_cards
-from simpletune.timing import calibrate
+from simpletune.timing import calibrate, moment
 from simpletune.timing.constants import Composite, Constants, file_of, write
 from simpletune.timing.grid import Grid
 from simpletune.timing.probes import Probe
 from simpletune.timing.recorder import COMPUTE, Section
 from simpletune.timing.speeds import MeasuredSpeeds
 from simpletune.timing.stated import StatedSpeeds
+from simpletune.timing.stopwatch import Call
 from simpletune.timing.timeline import StepSeconds, step_seconds
 from simpletune.timing.work import Work, works_of
 
@@ -344,3 +345,31 @@ def test_the_users_own_prices_come_before_those_that_ship(tmp_path: Path) -> Non
     assert of_cards()["l4"].per_hour == 0.7068 and of_cards(file)["l4"].source == "mine"
     names = {card.name.lower() for card in CARDS}
     assert set(of_cards()) <= names
+
+
+def test_a_large_operation_is_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In proportion to what it moves or computes; a small one as it is."""
+    built: list[tuple[int, ...]] = []
+
+    def build(point: tuple[int, ...]) -> Call:
+        built.append(point)
+        return lambda: None
+
+    monkeypatch.setattr(moment, "_seconds", lambda calls: math.prod(built[-1]) * 1e-9)
+    traffic = Probe("add.fp32", {"bytes": [1]}, build, lambda point: point[0])
+    for size in (4096, 2**27, 3 * 2**27 + 1):
+        assert moment.timed(traffic, (size,)) == pytest.approx(size * 1e-9)
+    assert max(point[0] for point in built) <= moment.LARGEST
+    assert built[0] == (4096,) and len(built) == moment.COPIES + 2, "small operands take turns"
+    products = Probe("product.fp32", {"rows": [1], "outputs": [1], "sum": [1]}, build, lambda point: 1)
+    assert moment.timed(products, (4096, 6144, 1536)) == pytest.approx(4096 * 6144 * 1536 * 1e-9)
+    assert math.prod(built[-1]) <= moment.MOST_PRODUCTS
+
+
+def test_the_speeds_of_a_moment_grow_with_the_work() -> None:
+    speeds = moment.speeds_of_moment()
+    assert moment.speeds_of_moment() is speeds and not speeds.cuda
+    small, large = (speeds.seconds("product_tn", "fp32", (size, size, size)) for size in (16, 512))
+    assert 0 < 10 * small < large
+    assert 0 < speeds.seconds("add", "fp32", (4096,)) < speeds.seconds("add", "fp32", (2**24,))
+    assert speeds.seconds("unheard_of", "bf16", (4096,)) > 0 and speeds.host("module") > 0

@@ -12,10 +12,10 @@ import torch
 
 from simpletune.demo import ENCODERS, pictures
 from simpletune.demo.pictures import Scene
+from simpletune.encoders.encoder import Encoder
+from simpletune.encoders.loading import find_encoder, load_encoder
 from simpletune.evaluation import scores
 from simpletune.evaluation import train_tiny_encoders as script
-from simpletune.evaluation.encoders.encoder import Encoder
-from simpletune.evaluation.encoders.loading import find_encoder, load_encoder
 
 SHIPPED = ENCODERS["demo:tiny-dino"].parent
 

@@ -1,4 +1,4 @@
 """Draw pictures with any weights: generate, compare, share one base among several LoRAs.
 
-May import report, runs, pipeline and what is below them. The server and the command line may import it.
+May import encoders, report, runs, pipeline and what is below them. The server and the command line may import it.
 """

@@ -13,7 +13,7 @@ from simpletune.drawing.compare_page import write_latest, write_page
 from simpletune.drawing.generate import InferenceSession, made_with, open_session, requests_of
 from simpletune.drawing.same_weights import without_twins
 from simpletune.drawing.session import GeneratedImages
-from simpletune.drawing.similarity import Clip, Dino, ModelFigures, latent_distance, pixel_difference
+from simpletune.drawing.similarity import Likeness, ModelFigures, latent_distance, pixel_difference
 from simpletune.options import UserError, plural
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.png import save_png
@@ -158,7 +158,7 @@ def add_scores(
     """Add cosines by the chosen encoders to the figures, with one encoder in memory at a time."""
     if args.clip:
         with session.stages.stage("clip"):
-            clip = Clip(args.clip, session.device)
+            clip = Likeness("--clip", args.clip, session.device)
             prompts = clip.of_prompts([request.prompt for request in requests])
             seen = [clip.of_pictures(column.pictures) for column in columns]
             del clip
@@ -168,7 +168,7 @@ def add_scores(
             figure["clip_base"] = (pictures * seen[0]).sum(-1).tolist()
     if args.dino:
         with session.stages.stage("dino"):
-            dino = Dino(args.dino, session.device)
+            dino = Likeness("--dino", args.dino, session.device)
             seen = [dino.of_pictures(column.pictures) for column in columns]
             del dino
             free_memory(session.device)

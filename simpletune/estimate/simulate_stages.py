@@ -111,24 +111,31 @@ def simulate_stages(
 
 
 class Recorders(dict[str, Recorder]):
-    """Recorders of the parts of a job on a card, by name."""
+    """Recorders of the parts of a job on a card or a CPU, by name."""
+
+    def __init__(self, cuda: bool = True):
+        super().__init__()
+        self.cuda = cuda
 
     def __missing__(self, name: str) -> Recorder:
-        return self.setdefault(name, Recorder(cuda=True))
+        return self.setdefault(name, Recorder(self.cuda))
 
 
-def predict_stage(config: TrainConfig, stage: str, capability: tuple[int, int]) -> MemorySnapshot:
+def predict_stage(
+    config: TrainConfig, stage: str, capability: tuple[int, int], recorders: Recorders | None = None
+) -> MemorySnapshot:
     """Predict one of the stages beside training, for the square picture of ``data.resolution``.
 
     Args:
         config: of the run.
         stage: ``text``, ``class``, ``latents`` or ``validate``.
         capability: as for ``simulate``.
+        recorders: for the parts of ``text``.
     """
     size = config.data.resolution, config.data.resolution
     with fake_tensors(), without_collection(), silent():
         if stage == "text":
-            snapshot = largest(text_snapshots(config))
+            snapshot = largest(text_snapshots(config, recorders))
         elif stage == "class":
             snapshot = of_class(config, capability)
         elif stage == "latents":

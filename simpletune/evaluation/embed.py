@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from simpletune.data.cache import Cache
+from simpletune.encoders.encoder import About, Encoder
+from simpletune.encoders.loading import class_of, load_encoder
 from simpletune.evaluation.draw import Gallery
-from simpletune.evaluation.encoders.encoder import About, Encoder
-from simpletune.evaluation.encoders.loading import class_of, load_encoder
 from simpletune.evaluation.plan import Plan, Point, opened
 from simpletune.evaluation.scores import Array
 from simpletune.pipeline.encode import free_memory

@@ -9,10 +9,10 @@ from pathlib import Path
 from simpletune import __version__
 from simpletune.demo import ENCODERS
 from simpletune.drawing.session import InferenceSession, given_arguments, open_session
+from simpletune.encoders.encoder import About
+from simpletune.encoders.loading import class_of, find_encoder
 from simpletune.evaluation.draw import FOLDER, PICTURES, Gallery, draw_missing
 from simpletune.evaluation.embed import embed, reads_prompts
-from simpletune.evaluation.encoders.encoder import About
-from simpletune.evaluation.encoders.loading import class_of, find_encoder
 from simpletune.evaluation.measure import measure
 from simpletune.evaluation.plan import FIRST_SEED, Plan, points_of, real_pictures, shots_of
 from simpletune.evaluation.predict import Stage, predict

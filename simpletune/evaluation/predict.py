@@ -1,50 +1,51 @@
 """Predict what an evaluation takes before it begins: the code that draws and embeds runs on fake tensors.
 
-Memory on the device is predicted as for training. Times are operations divided by a rate: a card's sustained one, or
-that of products of the same size measured on this CPU.
+Memory and time are predicted as for training: every operation takes what was measured on this device by ``simpletune
+calibrate``; else what a card's data sheet says, or what it takes on this CPU at this moment.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
+from simpletune.encoders.encoder import About
+from simpletune.encoders.loading import class_of
 from simpletune.estimate.forecast import card_at_hand
+from simpletune.estimate.job_time import alone, speeds_of
 from simpletune.estimate.predict import MIB, needed
 from simpletune.estimate.simulate_stages import (
     SIMULATED,
+    Recorders,
     ShapesOnlyModel,
     WholeWindowModulation,
     accounting_of,
     empty_autoencoder,
     predict_stage,
 )
-from simpletune.evaluation.encoders.encoder import About
-from simpletune.evaluation.encoders.loading import class_of
 from simpletune.evaluation.plan import Plan
 from simpletune.memory.fake import fake_tensors
-from simpletune.models.flops import trained_of
+from simpletune.models.prompts import BATCH
 from simpletune.options import Json, UserError
 from simpletune.pipeline.load import empty_base, modulation_of
 from simpletune.pipeline.sample import Request, Sampler
 from simpletune.runs.weights import precision_of
 from simpletune.system.console import duration, say, silent
+from simpletune.system.environment import cpu_name
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors
-
-SUSTAINED = 0.5  # of a card's dense peak: 57 of an L4's 121 TFLOP/s in products of this size
-TFLOPS = 60.0  # sustained, of a card known by its memory only: an L4's
-WITHOUT_TENSOR_CORES = 8  # times slower: fp32 matrix products do not use the tensor cores
+from simpletune.timing.constants import file_of, read
+from simpletune.timing.probe_calls import forget_values
+from simpletune.timing.recorder import Recorder
+from simpletune.timing.speeds import MeasuredSpeeds, Speeds
 
 CPU = torch.device("cpu")
 CAPABILITY = (8, 9)  # without a card: an L4's
-ROWS, WIDEST = 256, 2048
-"""Size of the products that measure a CPU's rate: rows, and the largest width."""
 
 
 @dataclass(frozen=True)
@@ -79,19 +80,27 @@ def predict(plan: Plan, encoders: Sequence[About], undrawn: int) -> dict[str, St
     first = plan.shots[0].request
     on_card = device.type == "cuda"
     card = card_at_hand(device) if on_card else None
-    stages: dict[str, Stage] = {}
+    speeds, source = speeds_at_hand(Path(config.output.cache), card[0] if card else None)
+    recorders, stages = Recorders(on_card), dict[str, Stage]()
     if undrawn:
         capability = card[0].capability if card else CAPABILITY
-        stages["text"] = Stage(predict_stage(config, "text", capability).bytes, 0.0)
-        stages["draw"] = Stage(drawing_bytes(config, plan), undrawn * drawing_operations(config, first) / rate(plan, 0))
-        stages["decode"] = Stage(decoding_bytes(config, first), 0.0)
+        stages["text"] = text_stage(config, plan, capability, recorders, speeds)
+        drawing = Recorder(on_card)
+        size = drawing_bytes(config, plan, drawing)
+        steps = first.steps / min(SIMULATED, first.steps) / batch_of(plan)
+        stages["draw"] = Stage(size, undrawn * steps * alone(drawing.sections, speeds))
+        decoding = Recorder(on_card)
+        size = decoding_bytes(config, first, decoding)
+        stages["decode"] = Stage(size, undrawn * alone(decoding.sections, speeds))
     pictures = len(plan.points) * len(plan.shots) + len(plan.real)
     for about in encoders:
-        size, operations, width = encoding(about)
-        stages[about.title] = Stage(size, pictures * operations / rate(plan, width))
+        seen = Recorder(on_card)
+        size = encoding(about, seen)
+        stages[about.title] = Stage(size, pictures * alone(seen.sections, speeds))
+    forget_values()
+    say(f"predict by speeds {source}")
     for name, stage in stages.items():
-        seconds = f", {duration(stage.seconds)}" if stage.seconds else ""
-        say(f"predict {name}: {stage.bytes / MIB:,.0f} MiB{seconds}")
+        say(f"predict {name}: {stage.bytes / MIB:,.0f} MiB, {duration(stage.seconds)}")
     if card is not None:
         require_room(stages, card[0].bytes - card[1], card[0].name)
     return stages
@@ -112,12 +121,49 @@ def require_room(stages: dict[str, Stage], free: int, name: str) -> None:
             )
 
 
-def drawing_bytes(config: TrainConfig, plan: Plan) -> int:
-    """The largest memory of drawing one batch."""
+def speeds_at_hand(cache: Path, card: Card | None) -> tuple[Speeds, str]:
+    """How fast this device is, and how that is known.
+
+    Args:
+        cache: folder of the cache, with calibrations of this machine.
+        card: None: the CPU.
+
+    Raises:
+        UserError: a calibration cannot be read.
+    """
+    if card is not None:
+        speeds, _, source = speeds_of(card, cache)
+        return speeds, source
+    file = file_of(cache, cpu_name(), torch.get_num_threads(), "cpu")
+    if file.exists():
+        constants = read(file)
+        return MeasuredSpeeds(constants), f"calibrated on {constants.device}, {constants.date}"
+    from simpletune.timing.moment import speeds_of_moment
+
+    return speeds_of_moment(), "measured on this CPU now"
+
+
+def text_stage(
+    config: TrainConfig, plan: Plan, capability: tuple[int, int], recorders: Recorders, speeds: Speeds
+) -> Stage:
+    """Encoding all prompts, none of them in the cache yet."""
+    taken = predict_stage(config, "text", capability, recorders).bytes
+    prompts = len({text for shot in plan.shots for text in (shot.request.prompt, shot.request.negative_prompt)})
+    once = sum(alone(recorder.sections, speeds) for recorder in recorders.values())
+    return Stage(taken, prompts / (2 * BATCH) * once)
+
+
+def batch_of(plan: Plan) -> int:
+    """How many pictures are drawn together."""
+    return min(plan.session.speed.batch_size, len(plan.shots))
+
+
+def drawing_bytes(config: TrainConfig, plan: Plan, recorder: Recorder) -> int:
+    """The largest memory of drawing one batch; record a few of its steps."""
     first, model = plan.shots[0].request, config.model
     request = Request("", 0, "", first.width, first.height, min(SIMULATED, first.steps), first.guidance)
     precision = precision_of(config, plan.points[-1].weights)
-    batch = min(plan.session.speed.batch_size, len(plan.shots))
+    batch = batch_of(plan)
     with fake_tensors(), without_collection(), silent():
         transformer = empty_base(model, config.memory, precision, CPU, [(first.width, first.height)])
         transformer.eval().requires_grad_(False)
@@ -127,73 +173,31 @@ def drawing_bytes(config: TrainConfig, plan: Plan) -> int:
             torch.zeros(model.text_tokens, model.text_width, dtype=config.precision.encoder_dtype()),
             torch.zeros(model.pooled_width, dtype=config.precision.encoder_dtype()),
         )
-        with accounting_of(all_tensors(transformer)) as accounting:
+        with accounting_of(all_tensors(transformer), recorder) as accounting, torch.no_grad():
             sampler = Sampler(transformer, ShapesOnlyModel(model), precision, whole)
             sampler.denoise([request] * batch, [text] * batch, [text] * batch)
     return accounting.peak.bytes
 
 
-def decoding_bytes(config: TrainConfig, first: Request) -> int:
-    """The largest memory of decoding one picture."""
+def decoding_bytes(config: TrainConfig, first: Request, recorder: Recorder) -> int:
+    """The largest memory of decoding one picture; record it."""
     with fake_tensors(), without_collection(), silent():
         vae = empty_autoencoder(config)
-        with accounting_of(all_tensors(vae)) as accounting, torch.no_grad():
+        with accounting_of(all_tensors(vae), recorder) as accounting, torch.no_grad():
             config.model.decode_latents(vae, torch.zeros(1, *config.model.latent_shape(first.width, first.height)))
     return accounting.peak.bytes
 
 
-def drawing_operations(config: TrainConfig, first: Request) -> float:
-    """Operations of the transformer for one picture."""
-    passes = first.steps * (2 if first.guidance > 1 else 1)
-    return float(passes * config.model.flops(trained_of({}), (first.width, first.height), 1).forward)
-
-
-def encoding(about: About) -> tuple[int, float, int]:
-    """What one picture takes in an encoder.
-
-    Returns:
-        Bytes at the peak, operations, and the encoder's width.
-    """
+def encoding(about: About, recorder: Recorder) -> int:
+    """The largest memory of one picture in an encoder; record it."""
     kind = class_of(about)
     with fake_tensors(), without_collection(), silent():
         model = kind.empty(about).float()
         side = kind.side(model.config)
-        vision = getattr(model.config, "vision_config", model.config)
-        with (
-            accounting_of(all_tensors(model)) as accounting,
-            FlopCounterMode(display=False) as counter,
-            torch.no_grad(),
-        ):
+        with accounting_of(all_tensors(model), recorder) as accounting, torch.no_grad():
             pixels = torch.zeros(1, 3, side, side)
             if kind.reads_prompts:
                 model.get_image_features(pixel_values=pixels)
             else:
                 model(pixel_values=pixels)
-    return accounting.peak.bytes, float(counter.get_total_flops()), int(vision.hidden_size)
-
-
-def rate(plan: Plan, width: int) -> float:
-    """Operations a second.
-
-    Args:
-        plan: the evaluation.
-        width: of an encoder in fp32; 0 for the transformer.
-    """
-    device, config = plan.session.device, plan.session.config
-    if device.type == "cuda":
-        card = card_at_hand(device)[0]
-        found = (card.tflops * SUSTAINED if card.tflops else TFLOPS) * 1e12
-        return found / (WITHOUT_TENSOR_CORES if width or config.precision.settled == "fp32" else 1)
-    return measured_rate(width or int(config.model.known_config().get("caption_projection_dim", 320)))
-
-
-def measured_rate(width: int) -> float:
-    """This CPU's operations a second in products of [256, w] and [w, 4 w] (median of 5)."""
-    width = min(width, WIDEST)
-    left, right = torch.ones(ROWS, width), torch.ones(width, 4 * width)
-    seconds: list[float] = []
-    for _ in range(6):
-        clock = time.perf_counter()
-        left @ right
-        seconds.append(time.perf_counter() - clock)
-    return 2 * left.numel() * right.shape[1] / sorted(seconds[1:])[2]
+    return accounting.peak.bytes

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from simpletune.demo import ENCODERS, pictures, vocabulary
 from simpletune.demo.log import log_line
-from simpletune.evaluation.encoders.dino import SHORTER, TRAINED
-from simpletune.evaluation.encoders.preprocessing import CLIP, IMAGENET, normalised, scaled_and_cut
+from simpletune.encoders.dino import SHORTER, TRAINED
+from simpletune.encoders.preprocessing import CLIP, IMAGENET, normalised, scaled_and_cut
 from simpletune.evaluation.tiny_encoders_data import SIDE, TABLES, figures, scenes_with_captions, view
 from simpletune.system.atomic import new_folder
 

@@ -5,7 +5,7 @@
 - work.py, recorder.py: what a simulated step makes device and host do; speeds.py, stated.py: how long each takes, as
   measured or by a data sheet; timeline.py: the step's time, with the waits between streams.
 - stopwatch.py, probes.py, probe_calls.py, host_probes.py, machine_probes.py, composite.py, calibrate.py: measure the
-  device at hand (``simpletune calibrate``).
+  device at hand (``simpletune calibrate``). moment.py: this CPU, where that has not run.
 
 May import memory, quant and what is below them.
 """

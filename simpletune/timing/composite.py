@@ -8,7 +8,7 @@ anything those of the host, larger ones those of the device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,13 +40,15 @@ ON_CPU = (Size(64, 128, 8), Size(192, 256, 4), Size(192, 256, 4, torch.bfloat16)
 ON_CUDA = tuple(Size(width, tokens, 2, torch.bfloat16) for width, tokens in ((640, 4096), (1536, 1024), (1536, 4096)))
 
 
-def composites(watch: Watch) -> list[Composite]:
+def composites(watch: Watch, sizes: Sequence[Size] | None = None) -> list[Composite]:
     """Time whole steps, that of the smallest model first.
 
     Args:
         watch: of the device.
+        sizes: of the other models; None: those of the device's kind.
     """
-    sizes = ON_CUDA if isinstance(watch, CudaStopwatch) else ON_CPU
+    if sizes is None:
+        sizes = ON_CUDA if isinstance(watch, CudaStopwatch) else ON_CPU
     with torch.enable_grad():
         return [_timed(watch, *_model(size, watch.device)) for size in (Size(32, 16, 4), *sizes)]
 

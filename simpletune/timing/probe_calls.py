@@ -71,6 +71,11 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return values.view(shape)
 
 
+def forget_values() -> None:
+    """Free the values that ``drawn`` repeats."""
+    _pool.cache_clear()
+
+
 @cache
 def _pool(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(2**24, device=device).mul_(0.1).to(dtype)

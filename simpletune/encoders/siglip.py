@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from PIL import Image
 from torch import Tensor
 
-from simpletune.evaluation.encoders.clip import Clip
-from simpletune.evaluation.encoders.encoder import About, projected
-from simpletune.evaluation.encoders.preprocessing import HALF, normalised, squashed
-from simpletune.evaluation.encoders.weights import complete, empty_model
+from simpletune.encoders.clip import Clip
+from simpletune.encoders.encoder import About, projected
+from simpletune.encoders.preprocessing import HALF, normalised, squashed
+from simpletune.encoders.weights import complete, empty_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from simpletune.evaluation.encoders.encoder import About, Encoder, projected
-from simpletune.evaluation.encoders.preprocessing import CLIP, normalised, scaled_and_cut
-from simpletune.evaluation.encoders.weights import complete, empty_model, tokenizer_of
+from simpletune.encoders.encoder import About, Encoder, projected
+from simpletune.encoders.preprocessing import CLIP, normalised, scaled_and_cut
+from simpletune.encoders.weights import complete, empty_model, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

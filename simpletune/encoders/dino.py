@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from PIL import Image
 from torch import Tensor
 
-from simpletune.evaluation.encoders.encoder import About, Encoder
-from simpletune.evaluation.encoders.preprocessing import IMAGENET, normalised, scaled_and_cut
-from simpletune.evaluation.encoders.weights import complete, empty_model
+from simpletune.encoders.encoder import About, Encoder
+from simpletune.encoders.preprocessing import IMAGENET, normalised, scaled_and_cut
+from simpletune.encoders.weights import complete, empty_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

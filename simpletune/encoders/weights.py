@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from simpletune.evaluation.encoders.encoder import About
+from simpletune.encoders.encoder import About
 from simpletune.options import UserError, shortened
 
 if TYPE_CHECKING:
@@ -95,4 +95,4 @@ def quiet() -> Iterator[None]:
 
 
 def _damaged(about: About, what: str) -> UserError:
-    return UserError(f"--encoders: {about.folder} {what}. Download it again, or name another encoder")
+    return UserError(f"{about.option}: {about.folder} {what}. Download it again, or name another encoder")

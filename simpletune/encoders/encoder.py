@@ -32,6 +32,7 @@ class About:
         kind: ``dino``, ``dinov2``, ``clip`` or ``siglip``.
         digest: of its configuration and weights.
         parameters: how many weights its file holds.
+        option: that named it, for messages.
     """
 
     name: str
@@ -39,6 +40,7 @@ class About:
     kind: str
     digest: str
     parameters: int
+    option: str = "--encoders"
 
     @property
     def title(self) -> str:

@@ -1,0 +1,181 @@
+"""Fine-tune the tiny SD3, and judge its checkpoints by its encoders and by its checker; charts of what is found."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from PIL import Image
+
+from benchmarks.quality import Easel, Prompt, file_name
+from simpletune.cli.main import main as simpletune
+from simpletune.config.load import read_config
+from simpletune.config.resolve import resolve_folders
+from simpletune.config.schema import TrainConfig
+from simpletune.demo import ENCODERS
+from simpletune.evaluation.draw import FOLDER
+from simpletune.options import Json, UserError
+from simpletune.runs.folder import read_scores
+from simpletune.runs.weights import BASE, Weights, result_of
+from simpletune.sheets import grid
+from simpletune.system.devices import choose_device
+from simpletune.training.loop import train
+
+DINO, CLIP = (name.removeprefix("demo:") for name in ENCODERS)
+"""Titles of the demo's encoders: pictures; pictures and prompts."""
+QUIET = (
+    "profile.max_traces=0", "validation.prompts=[]", "validation.every=null", "tracking.tensorboard=false",
+    "output.report=false", "checkpoint.keep_last=all",
+)  # fmt: skip
+FIDELITIES = {"subject": ("subject_fidelity", DINO), "prompt": ("prompt_fidelity", CLIP)}
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A finished run.
+
+    Args:
+        folder: of the run.
+        config: of the run.
+        seconds: of processor time that training took, from the start of the process's part to its result.
+    """
+
+    folder: Path
+    config: TrainConfig
+    seconds: float
+
+
+class Studio:
+    """A folder for runs, and how to train and judge in it.
+
+    Args:
+        file: the configuration.
+        overrides: of it, for all runs.
+    """
+
+    def __init__(self, file: Path, overrides: Sequence[str]):
+        self.file, self.overrides = file, list(overrides)
+        self.scratch = Path(tempfile.mkdtemp(prefix="simpletune-judged-"))
+        self.base = self.scratch / "base"  # pictures of the base, which all runs share
+
+    def config(self, options: Sequence[str], name: str) -> TrainConfig:
+        """Return the configuration of one run."""
+        places = [f"output.runs={self.scratch}/runs", f"output.profiles={self.scratch}/profiles", f"name={name}"]
+        return read_config(self.file, [*QUIET, *options, *self.overrides, *places])[0]
+
+    def tuned(self, options: Sequence[str], name: str) -> Tuned:
+        """Fine-tune once."""
+        config = self.config(options, file_name(name))
+        clock = time.process_time()
+        folder = train(config)
+        return Tuned(folder, config, time.process_time() - clock)
+
+    def easel(self, config: TrainConfig, weights: Weights = BASE) -> Easel:
+        """Load weights for drawing."""
+        device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
+        return Easel(resolve_folders(config), weights, device)
+
+    def fidelity(self, run: Tuned, seeds: int) -> dict[int, Json]:
+        """Evaluate a run with the demo's encoders; the base's pictures are drawn once for all runs of a precision.
+
+        Returns:
+            Subject and prompt fidelity by step, 0 for the base, each with the width of half its 95% interval.
+
+        Raises:
+            UserError: the evaluation failed.
+        """
+        kept = self.base / run.config.precision.weights
+        if kept.exists():
+            shutil.copytree(kept, run.folder / FOLDER)
+        if simpletune(["evaluate", str(run.folder), "--seeds", str(seeds)]):
+            raise UserError(f"{run.folder} could not be evaluated: its message is above")
+        if not kept.exists():
+            shutil.copytree(run.folder / FOLDER, kept)
+        found = read_scores(run.folder)
+        assert found is not None
+        return {point["step"] or 0: fidelities_of(point) for point in found["points"]}
+
+    def at(self, run: Tuned, step: int) -> Easel:
+        """Load the base (0) or a checkpoint for drawing."""
+        return self.easel(run.config, BASE if step == 0 else result_of(run.folder, step=step))
+
+
+def fidelities_of(point: Json) -> Json:
+    """Read subject and prompt fidelity of one model, and half the width of their intervals."""
+    found: Json = {}
+    for name, (score, encoder) in FIDELITIES.items():
+        value = point["scores"][score][encoder]
+        found |= {name: value["value"], f"{name}_half": round((value["high"] - value["low"]) / 2, 4)}
+    return found
+
+
+def means(points: Sequence[Json], keys: Sequence[str]) -> Json:
+    """Average values over runs; with several runs, the distance from least to most as ``KEY_range``."""
+    found: Json = {}
+    for key in keys:
+        values = [point[key] for point in points]
+        found[key] = round(fmean(values), 4)
+        if len(values) > 1:
+            found[f"{key}_range"] = round(max(values) - min(values), 4)
+    return found
+
+
+def strip(easel: Easel, prompts: Sequence[Prompt], file: Path) -> None:
+    """Draw prompts side by side into a file."""
+    images = easel.draw(list(prompts))
+    sheet = Image.new("RGB", (64 * len(images), 64))
+    for number, image in enumerate(images):
+        sheet.paste(image, (64 * number, 0))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(file)
+
+
+def sheet_of(strips: Sequence[tuple[str, Path]], file: Path) -> None:
+    """Arrange the strips that exist on one sheet, with the prompts' numbers above."""
+    rows: list[tuple[str, list[Image.Image]]] = []
+    for title, path in strips:
+        if path.exists():
+            with Image.open(path) as whole:
+                boxes = [(left, 0, left + 64, 64) for left in range(0, whole.width, 64)]
+                rows.append((title, [whole.convert("RGB").crop(box) for box in boxes]))
+    if rows:
+        columns = [f"prompt {number + 1}" for number in range(max(len(images) for _, images in rows))]
+        grid(rows, columns).save(file)
+
+
+def chart(file: Path, panels: Sequence[Json]) -> None:
+    """Draw Vega-Lite panels side by side into a PNG file."""
+    import vl_convert
+
+    spec = {"hconcat": list(panels), "background": "white", "resolve": {"scale": {"color": "independent"}},
+            "config": {"title": {"anchor": "start"}}}  # fmt: skip
+    file.write_bytes(vl_convert.vegalite_to_png(spec, scale=2))
+
+
+def path_panel(title: str, points: Sequence[Json], axes: tuple[str, str]) -> Json:
+    """A panel of paths through (x, y) in the order of steps, labelled by step.
+
+    Args:
+        title: of the panel.
+        points: with ``run``, ``step``, ``x`` and ``y``, and the interval of y from ``low`` to ``high`` if it is known.
+        axes: titles of x and y.
+    """
+    x = {"field": "x", "type": "quantitative", "title": axes[0], "scale": {"zero": False}}
+    y = {"field": "y", "type": "quantitative", "title": axes[1], "scale": {"zero": False}}
+    colour = {"field": "run", "type": "nominal", "title": None, "legend": {"orient": "bottom"}}
+    order = {"field": "step", "type": "quantitative"}
+    interval, known = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}, all("low" in point for point in points)
+    return {
+        "title": title, "width": 360, "height": 260, "data": {"values": list(points)},
+        "encoding": {"x": x, "y": y},
+        "layer": [
+            *([{"mark": {"type": "rule", "opacity": 0.35}, "encoding": {"color": colour, **interval}}] * known),
+            {"mark": {"type": "line", "point": True}, "encoding": {"color": colour, "order": order}},
+            {"mark": {"type": "text", "dy": -9, "fontSize": 9}, "encoding": {"text": {"field": "step"}}},
+        ],
+    }  # fmt: skip

@@ -1,0 +1,214 @@
+"""``student-study``: what the published study of four runs compared by eye, measured on the tiny SD3.
+
+Full fine-tuning and LoRA of rank 64, 16 and 1, with the settings of ``benchmarks study``, learn the demo's style. Each
+result is judged by the demo's encoders and its checker, and its drift, bytes and seconds stand beside them. Peaks and
+seconds of SD3 Medium are predicted, beside those that the study published for an L4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from PIL import Image
+
+from benchmarks import estimate as peaks
+from benchmarks import judged, memory
+from benchmarks.judged import Studio
+from benchmarks.quality import STYLE, Prompt, accuracies, drift, file_name, prompts_of, unrelated
+from benchmarks.study import BOTH, DEMO, RUNS, TINY, TINY_RATE
+from benchmarks.table import Results, describe_machine, table
+from simpletune.cards import card_of
+from simpletune.config.resolve import resolve_folders
+from simpletune.config.schema import TrainConfig
+from simpletune.demo import pictures
+from simpletune.estimate.job_time import job_time
+from simpletune.estimate.predict import MIB, estimate
+from simpletune.options import Json
+from simpletune.runs.folder import read_summary
+from simpletune.system.console import say
+
+SEEDS = (0, 1, 2)
+CARD = "L4"
+SECONDS = {"full": 2.56, "LoRA r64, int8": 1.38, "LoRA r16, int8": 1.89, "LoRA r1, int8": 1.35}
+"""Published for the L4, by the names of ``benchmarks.estimate.PUBLISHED``: seconds, of a step by their size."""
+SCORES = (
+    "subject", "prompt", "style", "asked", "others", "drift_captions", "drift_unrelated", "drift_pictures", "seconds",
+)  # fmt: skip
+COLUMNS = {
+    "what": "", "of": "runs", "subject": "subject, tiny-dino", "prompt": "prompt, tiny-clip", "style": "checker: style",
+    "asked": "checker: prompt", "others": "checker: other prompts", "style_range": "style, most - least",
+}  # fmt: skip
+DRIFTS = {
+    "what": "", "drift_captions": "velocity drift, captions", "drift_unrelated": "velocity drift, unrelated prompts",
+    "drift_pictures": "picture drift, other prompts", "parameters": "trained parameters", "bytes": "result, bytes",
+    "seconds": "processor seconds", "train_mib": "training stage, predicted MiB",
+}  # fmt: skip
+REAL = {
+    "what": "", "predicted_gb": "peak, predicted GB", "published_gb": "peak, published GB",
+    "step": "seconds a step, predicted", "published_step": "seconds, published",
+}  # fmt: skip
+TITLE = "Full fine-tuning against LoRA of rank 64, 16 and 1: fidelity, drift, size"
+ABOUT = f"""\
+The demo's 32 pictures teach the tiny SD3 a style with the settings of `benchmarks study` ({TINY[0]}, 8 pictures
+a step, LoRA over an int8 base, full in bf16). Means over seeds of training. *Subject* and *prompt*: likeness to the
+training pictures and CLIP-T-like fidelity by the demo's encoders (`simpletune evaluate`, 12 prompts, 1 seed).
+*Checker*, without any learned model, on pictures of other prompts and seeds: the share in the style where the prompt
+has its word, prompt accuracy there, and prompt accuracy of prompts without the word."""
+OF_DRIFT = """\
+*Velocity drift*: change of the prediction against the base, as a share of the base's. *Picture drift*: mean absolute
+difference, 0 to 1, from the base's picture from the same noise, for prompts without the style's word. *Processor
+seconds* are measured and of the whole training on one thread; the training stage's peak is predicted for a card."""
+OF_REAL = f"""\
+SD3 Medium at the study's settings (1024 px, batch 1, checkpointing) on an {CARD}. Published: its plot's data, whose
+"runtime per epoch" is of the size of a step. Predicted: the training stage's allocated bytes, GB of 10^9 bytes, and a
+step by the card's data sheet, expected within -30% and +100%."""
+
+
+def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str]) -> Path:
+    """Measure missing rows; write ``student_study.json``, its page, its chart and its pictures.
+
+    Args:
+        folder: of the results.
+        count: prompts per score of the checker.
+        minutes: start no row after this many.
+        only: text that row names must contain.
+        overrides: of the configuration.
+
+    Returns:
+        The Markdown page.
+    """
+    results = Results(folder / "student_study", {})
+    study = Study(folder / "student_study", count, overrides)
+    for name, measure in results.missing(study.rows(), minutes, only):
+        say(f"bench   {name}")
+        results.add(name, measure())
+    found = averaged(results.rows)
+    if found:
+        judged.chart(results.stem.with_suffix(".png"), panels(found))
+    strips = [("base", study.strip_file("base")), *((name, study.strip_file(name)) for name in RUNS)]
+    judged.sheet_of(strips, folder / "student_study_pictures.png")
+    file = results.stem.with_suffix(".md")
+    file.write_text("\n".join(page(found, results.rows)) + "\n", encoding="utf-8")
+    return file
+
+
+class Study:
+    """The rows that train.
+
+    Args:
+        folder: of the pictures.
+        count: prompts per score of the checker.
+        overrides: of the configuration.
+    """
+
+    def __init__(self, folder: Path, count: int, overrides: list[str]):
+        self.folder = folder
+        self.studio = Studio(DEMO, overrides)
+        self.styled, self.others = prompts_of(count, STYLE, pictures.STYLE_TRIGGER), unrelated(count)
+        self.of_base: dict[str, list[Image.Image]] = {}
+
+    def rows(self) -> dict[str, Callable[[], Json]]:
+        """Name every row and what measures or predicts it."""
+        found: dict[str, Callable[[], Json]] = {}
+        for seed in SEEDS:
+            for name in RUNS:
+                found[f"{name}, seed {seed}"] = partial(self.row, name, seed)
+        return found | {f"{CARD}: {name}": partial(predicted_row, name) for name in peaks.PUBLISHED}
+
+    def row(self, name: str, seed: int) -> Json:
+        """Train once, and judge the result."""
+        options = [*RUNS[name], *BOTH, *TINY, *TINY_RATE.get(name, ()), f"train.seed={seed}"]
+        run = self.studio.tuned(options, f"{name}, seed {seed}")
+        summary = read_summary(run.folder) or {}
+        scores = self.studio.fidelity(run, seeds=1)
+        easel = self.studio.at(run, max(scores))
+        found = accuracies(easel.draw(self.styled), self.styled)
+        others = easel.draw(self.others)
+        if seed == SEEDS[0]:
+            judged.strip(easel, self.shown(), self.strip_file(name))
+        moved = summary["drift_after"]
+        output = Path(summary["output"])
+        files = [output] if output.is_file() else list(output.rglob("*.safetensors"))
+        return {
+            **scores[max(scores)],
+            "style": found["style"], "asked": round(found["prompt"], 4),
+            "others": round(accuracies(others, self.others)["prompt"], 4),
+            "drift_captions": moved["training"], "drift_unrelated": moved["unrelated"],
+            "drift_pictures": round(drift(others, self.base_pictures(run.config)), 4),
+            "parameters": summary["trainable_parameters"], "bytes": sum(file.stat().st_size for file in files),
+            "seconds": round(run.seconds, 1), "train_mib": train_mib(run.config),
+        }  # fmt: skip
+
+    def base_pictures(self, config: TrainConfig) -> list[Image.Image]:
+        """Draw the other prompts with the base, in a run's precision."""
+        key = config.precision.weights
+        if key not in self.of_base:
+            easel = self.studio.easel(config)
+            self.of_base[key] = easel.draw(self.others)
+            judged.strip(easel, self.shown(), self.strip_file("base"))
+        return self.of_base[key]
+
+    def shown(self) -> list[Prompt]:
+        """Three prompts with the style's word, and one without."""
+        return [*self.styled[:3], self.others[-1]]
+
+    def strip_file(self, name: str) -> Path:
+        """Where the pictures of a run lie."""
+        return self.folder / f"{file_name(name)}.png"
+
+
+def train_mib(config: TrainConfig) -> float:
+    """Predict the peak of a run's training stage on a card."""
+    return round(estimate(resolve_folders(config), card_of(CARD).capability).stages["train"].bytes / MIB, 1)
+
+
+def predicted_row(name: str) -> Json:
+    """Predict peak and seconds of one of the study's runs of SD3 Medium."""
+    published, overrides = peaks.PUBLISHED[name]
+    config, card = memory.config_of(overrides), card_of(CARD)
+    prediction = estimate(config, card.capability)
+    assert prediction.job is not None
+    step = job_time(config, prediction.job, card).step.seconds
+    return {
+        "predicted_gb": round(prediction.stages["train"].bytes / peaks.GB, 3), "published_gb": published,
+        "step": round(step, 4), "published_step": SECONDS[name],
+    }  # fmt: skip
+
+
+def averaged(rows: Mapping[str, Json]) -> dict[str, Json]:
+    """Means over the seeds that are there, by run."""
+    found: dict[str, Json] = {}
+    for name in RUNS:
+        runs = [rows[key] for seed in SEEDS if (key := f"{name}, seed {seed}") in rows]
+        if runs:
+            same = {key: runs[0][key] for key in ("parameters", "bytes", "train_mib")}
+            found[name] = {"of": len(runs), **judged.means(runs, SCORES), **same}
+    return found
+
+
+def panels(found: Mapping[str, Json]) -> list[Json]:
+    """Style learned against drift elsewhere, and against the size of the result."""
+    values = [{"run": name, **row} for name, row in found.items()]
+    y = {"field": "style", "type": "quantitative", "title": "pictures in the style, by the checker"}
+    axes = (
+        ("Learned against drift", {"field": "drift_unrelated", "title": "velocity drift, unrelated prompts"}),
+        ("Learned against size", {"field": "bytes", "title": "result, bytes", "scale": {"type": "log"}}),
+    )
+    return [
+        {"title": title, "width": 320, "height": 260, "data": {"values": values},
+         "encoding": {"x": {"type": "quantitative", **x}, "y": y},
+         "layer": [{"mark": {"type": "point", "filled": True, "size": 70}},
+                   {"mark": {"type": "text", "dy": -11}, "encoding": {"text": {"field": "run"}}}]}
+        for title, x in axes
+    ]  # fmt: skip
+
+
+def page(found: Mapping[str, Json], rows: Mapping[str, Json]) -> list[str]:
+    """Lay out the Markdown page."""
+    machine = [f"- {name}: {value}" for name, value in describe_machine().items()]
+    real = {name: rows[key] for name in peaks.PUBLISHED if (key := f"{CARD}: {name}") in rows}
+    lines = [f"# {TITLE}", "", ABOUT, "", *machine, "", *table(COLUMNS, found)]
+    lines += ["", "## Drift, size and time", "", OF_DRIFT, "", *table(DRIFTS, found)]
+    return [*lines, "", "## SD3 Medium", "", OF_REAL, "", *table(REAL, real)]
