@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
 
@@ -12,10 +11,9 @@ from simpletune.evaluation.encoders.clip import Clip
 from simpletune.evaluation.encoders.dino import Dino, Dino2
 from simpletune.evaluation.encoders.encoder import About, Encoder
 from simpletune.evaluation.encoders.siglip import Siglip
-from simpletune.hub.fetch import is_hub_name
-from simpletune.hub.files import model_folder
+from simpletune.evaluation.encoders.weights import folder_of
+from simpletune.models.transformers_folder import ModelFolder, find_folder
 from simpletune.options import UserError
-from simpletune.system import strict_json
 from simpletune.system.model_folder import fingerprint, weight_files
 from simpletune.system.safetensors_file import read_header
 
@@ -28,8 +26,6 @@ KINDS: dict[str, tuple[str, type[Encoder]]] = {
 }
 """The kind and the class of each ``model_type`` in a config.json. SigLIP 2 at a fixed size has the type of SigLIP."""
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
 
 def find_encoder(name: str) -> About:
     """Find an encoder and read its configuration; load no weights.
@@ -40,9 +36,9 @@ def find_encoder(name: str) -> About:
     Raises:
         UserError: there is no such encoder, its kind is unknown, or it has no safetensors.
     """
-    folder = _folder(name)
-    kind, parameters = KINDS[_model_type(folder)][0], _parameters(folder)
-    return About(name, folder, kind, fingerprint(folder), parameters)
+    place = _folder(name)
+    kind, parameters = KINDS[_model_type(place)][0], _parameters(place)
+    return About(name, place.folder, kind, fingerprint(place.folder), parameters)
 
 
 def load_encoder(about: About, device: torch.device) -> Encoder:
@@ -56,53 +52,34 @@ def load_encoder(about: About, device: torch.device) -> Encoder:
 
 def class_of(about: About) -> type[Encoder]:
     """The class of an encoder."""
-    return KINDS[_model_type(about.folder)][1]
+    return KINDS[_model_type(folder_of(about))][1]
 
 
-def _folder(name: str) -> Path:
-    folder = Path(name)
+def _folder(name: str) -> ModelFolder:
     if name.startswith("demo:"):
         if name not in ENCODERS:
             raise UserError(f"--encoders: {name}: unknown demo name. Use one of {', '.join(ENCODERS)}")
-        return ENCODERS[name]
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            held = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
-            raise UserError(
-                f"--encoders: {folder} has no config.json, only {held}. Name a folder of transformers' layout"
-            )
-        return folder
-    if is_hub_name(name):
-        return model_folder(name)
-    raise UserError(f"--encoders: {name} does not exist. Give a folder or a hub name, such as facebook/dino-vits16")
+        return ModelFolder(ENCODERS[name], "--encoders", "encoder")
+    return find_folder(name, "--encoders", "encoder", "facebook/dino-vits16")
 
 
-def _model_type(folder: Path) -> str:
-    try:
-        config = strict_json.read(folder / "config.json")
-    except (OSError, strict_json.JsonError) as error:
-        raise UserError(f"--encoders: {folder / 'config.json'} is damaged ({error}). Download it again") from None
-    found = config.get("model_type") if isinstance(config, dict) else None
+def _model_type(place: ModelFolder) -> str:
+    found = place.config().get("model_type")
     if not isinstance(found, str) or found not in KINDS:
         raise UserError(
-            f"--encoders: {folder} is a {found} model. Use one of {', '.join(KINDS)}, such as facebook/dino-vits16 or "
-            "openai/clip-vit-large-patch14"
+            f"--encoders: {place.folder} is a {found} model. Use one of {', '.join(KINDS)}, such as "
+            "facebook/dino-vits16 or openai/clip-vit-large-patch14"
         )
     return found
 
 
-def _parameters(folder: Path) -> int:
+def _parameters(place: ModelFolder) -> int:
     """Count the weights in the headers of a folder's files.
 
     Raises:
         UserError: there are only pickles, or a file is damaged.
     """
-    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
-    if pickles and not any(folder.glob("*.safetensors")):
-        raise UserError(
-            f"--encoders: {folder} has only {', '.join(pickles)}. A pickle can run code when it is read: use a copy "
-            "with model.safetensors"
-        )
-    headers = [read_header(file) for file in weight_files(folder)]
+    place.refuse_pickles()
+    headers = [read_header(file) for file in weight_files(place.folder)]
     shapes = [entry["shape"] for header in headers for name, entry in header.items() if name != "__metadata__"]
     return sum(math.prod(shape) for shape in shapes)
