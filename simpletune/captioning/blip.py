@@ -40,11 +40,12 @@ class Blip(Captioner):
 
     @staticmethod
     def shape(model: PreTrainedModel) -> Shape:
-        """The picture's size in the configuration; each layer keeps what it reads of the picture."""
+        """The picture's size in the configuration; each layer keeps what it reads of the picture, and
+        computes all of its attention's weights at once."""
         vision, text = model.config.vision_config, model.config.text_config
         patches = (vision.image_size // vision.patch_size) ** 2 + 1
         cached = 4 * text.num_hidden_layers * text.hidden_size
-        widest = 2 * vision.intermediate_size + 4 * vision.hidden_size
+        widest = 4 * vision.hidden_size + max(2 * vision.intermediate_size, 3 * vision.num_attention_heads * patches)
         return Shape(patches, widest, patches + PROMPT_TOKENS, 6 * text.hidden_size, cached, text.vocab_size)
 
     def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from simpletune.estimate.predict import MIB, needed
 from simpletune.options import UserError, first_lines, plural, shortened
 from simpletune.quant.precision import WeightPrecision
 from simpletune.system.console import progress, say
-from simpletune.system.devices import choose_device
+from simpletune.system.devices import BF16_FROM, capability_of, choose_device, driver_version
 
 LISTED = 20  # pictures without a caption on the screen
 OUT_OF_MEMORY = 5  # exit code
@@ -99,9 +99,8 @@ def run(request: Request) -> Outcome:
     about = find_captioner(request.model)
     work = find_work(sources, request.rewrite, about.digest, request.settings())
     _say_work(work)
-    precision = PRECISIONS[request.precision]()
-    device, why = choose_device(request.device, precision.settled, is_demo=False)
-    say(f"device  {why}")
+    precision = PRECISIONS[request.precision]
+    device = _device(request)
     prediction = predict(about, precision, request.batch, request.length)
     _require_room(request, prediction, device)
     failed = [f"{each.name}: {each.reason}" for each in work.rejected]
@@ -109,6 +108,25 @@ def run(request: Request) -> Outcome:
     if work.wanted and not request.only_predict:
         _caption_all(request, about, work.wanted, (precision, device), outcome)
     return _ended(outcome, work)
+
+
+def _device(request: Request) -> torch.device:
+    """Choose the device, and say which it is.
+
+    Raises:
+        UserError: there is no card and the CPU was not asked for, or the card does not compute in bf16.
+    """
+    if request.device == "auto" and not torch.cuda.is_available() and driver_version() is None:
+        raise UserError(
+            "--device: no NVIDIA GPU was found. Use --device cpu and accept seconds to minutes a picture, or a machine "
+            "with a card"
+        )
+    device, why = choose_device(request.device, "auto", is_demo=False)
+    capability = capability_of(device)
+    if capability is not None and capability < BF16_FROM and request.precision != "fp32":
+        raise UserError(f"--precision {request.precision} needs a card with bf16, and this is {why}. Use --precision fp32")
+    say(f"device  {why}")
+    return device
 
 
 def _say_work(work: Work) -> None:
@@ -127,8 +145,8 @@ def _require_room(request: Request, prediction: Prediction, device: torch.device
     """
     batch = f"{plural(request.batch, 'picture')} at a time"
     say(
-        f"memory  predicted {prediction.total / MIB:,.0f} MiB on the device: {prediction.weights / MIB:,.0f} of weights in "
-        f"{request.precision}, about {prediction.work / MIB:,.0f} for {batch}"
+        f"memory  predicted {prediction.total / MIB:,.0f} MiB on the device: {prediction.weights / MIB:,.0f} of "
+        f"weights in {request.precision}, about {prediction.work / MIB:,.0f} for {batch}"
     )
     if device.type != "cuda":
         return
@@ -189,8 +207,8 @@ def _captions(
         ) from None
     except ValueError as error:
         if len(batch) > 1:
-            for one in batch:
-                yield from _captions(captioner, [one], length, failed)
+            for entry in batch:
+                yield from _captions(captioner, [entry], length, failed)
         else:
             failed.append(f"{batch[0][0].name}: the model does not take it ({error})")
         return

@@ -35,7 +35,7 @@ KINDS: dict[str, type[Captioner]] = {
 """The class of each ``model_type`` in a config.json."""
 
 EXAMPLES = "florence-community/Florence-2-base, Qwen/Qwen3-VL-4B-Instruct or Salesforce/blip-image-captioning-large"
-PRECISIONS: dict[str, type[WeightPrecision]] = {"bf16": BF16, "int8": Int8, "fp32": FP32}
+PRECISIONS: dict[str, WeightPrecision] = {"bf16": BF16(), "int8": Int8(), "fp32": FP32()}
 HEADS = ("lm_head", "cls.predictions.decoder")
 """Layers that share their weight with the embedding of tokens, or pick the next token by small differences."""
 
@@ -104,7 +104,9 @@ def predict(about: Described, precision: WeightPrecision, batch: int, length: in
         UserError: the configuration does not describe such a model.
     """
     with torch.device("meta"):
-        model = about.place.empty(*about.kind.classes(about.place.config())).to(precision.base_dtype())
+        model = about.place.empty(*about.kind.classes(about.place.config()))
+    model.tie_weights()
+    _cast(model, precision.base_dtype())
     host = 0
     for name in quantised(model, precision):
         layer = model.get_submodule(name)
@@ -114,6 +116,14 @@ def predict(about: Described, precision: WeightPrecision, batch: int, length: in
     beams = max(1, getattr(model.generation_config, "num_beams", None) or 1)
     work = work_bytes(about.kind.shape(model), precision.base_dtype().itemsize, batch, beams, length)
     return Prediction(weights, work + host, weights if precision.trainable else host)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what a file holds, as transformers does; buffers that are computed stay as they are."""
+    saved = set(model.state_dict(keep_vars=True))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and (name in saved or isinstance(tensor, nn.Parameter)):
+            tensor.data = tensor.to(dtype)
 
 
 def work_bytes(shape: Shape, itemsize: int, batch: int, beams: int, length: int) -> int:

@@ -16,6 +16,7 @@ from simpletune.data.masks import without_masks
 from simpletune.data.source import Rejected, UnusablePicture
 from simpletune.data.walk import is_text, readable, walk
 from simpletune.options import UserError
+from simpletune.system.console import note
 
 REWRITES = ("missing", "ours", "all")
 """Which captions are written: missing ones; also those that a model wrote with other settings; all."""
@@ -69,7 +70,9 @@ def sources_of(place: Path, overrides: list[str]) -> list[Folder]:
         if overrides:
             raise UserError(f"{overrides[0]}: {place} is a folder of pictures, which has no fields. Leave it out")
         return [_checked(Folder(path=str(place), mask="files"), "")]
-    config = resolve_data_folder(read_config(place, overrides, needs_model=False)[0])
+    read, notices = read_config(place, overrides, needs_model=False)
+    note(notices)
+    config = resolve_data_folder(read)
     folders: dict[str, Folder] = {}
     for source in config.data.members:
         if not isinstance(source, Folder):
@@ -104,7 +107,9 @@ def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str
         root = Path(source.path)
         record = Record(root)
         found = walk(root, source.links)
-        files, _ = without_masks(found.pictures, source.mask, None if source.mask_path is None else Path(source.mask_path))
+        files, _ = without_masks(
+            found.pictures, source.mask, None if source.mask_path is None else Path(source.mask_path)
+        )
         work.rejected += found.rejected
         texts: set[Path] = set()
         for wanted in _readable(root, files, record, work):

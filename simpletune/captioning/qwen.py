@@ -67,7 +67,7 @@ class Qwen(Captioner):
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         cached = 2 * text.num_hidden_layers * text.num_key_value_heads * head
         return Shape(
-            patches, 3 * inner + 4 * hidden, tokens, 3 * text.intermediate_size + 4 * text.hidden_size, cached,
+            patches, 4 * inner + 5 * hidden, tokens, 3 * text.intermediate_size + 4 * text.hidden_size, cached,
             text.vocab_size,
         )  # fmt: skip
 

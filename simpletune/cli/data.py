@@ -62,9 +62,7 @@ def caption_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix", default="", metavar="TEXT", help="text before every caption")
     parser.add_argument("--trigger", default="", metavar="WORD", help="trigger word, first in every caption")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--again", action="store_true", help="also redo captions that a model wrote with other settings"
-    )
+    which.add_argument("--again", action="store_true", help="also redo captions that a model wrote with other settings")
     which.add_argument("--replace", action="store_true", help="replace every caption, also those written by hand")
     parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="pictures at a time (default: 1)")
     parser.add_argument(

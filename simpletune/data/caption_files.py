@@ -83,7 +83,7 @@ def write_caption(before: CaptionFile, caption: str) -> CaptionFile:
         raise UserError(f"{before.file.name}: the caption is longer than {MAX_BYTES:,} bytes, or no text")
     if _digest_now(before.file) != before.digest:
         raise ChangedCaption(
-            f"{before.file.name} was changed by something else since it was read, and was left as it is. Look at it again"
+            f"{before.file.name} was changed by something else since it was read, and left as it is. Look at it again"
         )
     write_text(before.file, content, shared=True)
     return CaptionFile(before.file, text, digest_of(content.encode()))
