@@ -124,7 +124,9 @@ def _device(request: Request) -> torch.device:
     device, why = choose_device(request.device, "auto", is_demo=False)
     capability = capability_of(device)
     if capability is not None and capability < BF16_FROM and request.precision != "fp32":
-        raise UserError(f"--precision {request.precision} needs a card with bf16, and this is {why}. Use --precision fp32")
+        raise UserError(
+            f"--precision {request.precision} needs a card with bf16, and this is {why}. Use --precision fp32"
+        )
     say(f"device  {why}")
     return device
 

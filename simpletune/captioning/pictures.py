@@ -69,7 +69,7 @@ def sources_of(place: Path, overrides: list[str]) -> list[Folder]:
     if place.is_dir():
         if overrides:
             raise UserError(f"{overrides[0]}: {place} is a folder of pictures, which has no fields. Leave it out")
-        return [_checked(Folder(path=str(place), mask="files"), "")]
+        return [require_text_captions(Folder(path=str(place), mask="files"), "")]
     read, notices = read_config(place, overrides, needs_model=False)
     note(notices)
     config = resolve_data_folder(read)
@@ -77,11 +77,11 @@ def sources_of(place: Path, overrides: list[str]) -> list[Folder]:
     for source in config.data.members:
         if not isinstance(source, Folder):
             raise UserError(f"data.source: {source.path} is a table, which holds its captions. Caption folders only")
-        folders.setdefault(source.path, _checked(source, "data.captions: "))
+        folders.setdefault(source.path, require_text_captions(source, "data.captions: "))
     return list(folders.values())
 
 
-def _checked(source: Folder, field: str) -> Folder:
+def require_text_captions(source: Folder, field: str) -> Folder:
     """Refuse a folder whose captions training would not read from text files."""
     folder = Path(source.path)
     if source.prompt is not None:
