@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,13 +48,18 @@ class Cutter:
 
     def __init__(self, config: TrainConfig):
         self.known: list[tuple[str, int, Tokenizer]] = []
-        clip = tokenizer_folder(config, "tokenizer")
-        if clip is not None:
-            self.known.append(("CLIP", LIMIT, clip_tokenizer(clip)))
+        self.problems: list[str] = []
+        """Tokenizers that are at hand but damaged."""
         length = getattr(config.model, "t5_length", None)
-        t5 = tokenizer_folder(config, "tokenizer_3") if length is not None else None
-        if length is not None and t5 is not None and (t5 / "tokenizer.json").is_file():
-            self.known.append(("T5", length, _from_file(t5 / "tokenizer.json")))
+        parts = [("CLIP", LIMIT, "tokenizer"), *([("T5", length, "tokenizer_3")] if length is not None else [])]
+        for name, limit, part in parts:
+            folder = tokenizer_folder(config, part)
+            if folder is None or (part == "tokenizer_3" and not (folder / "tokenizer.json").is_file()):
+                continue
+            try:
+                self.known.append((name, limit, _loaded(folder, folder.stat().st_mtime_ns)))
+            except UserError as reason:
+                self.problems.append(str(reason))
 
     @property
     def names(self) -> list[str]:
@@ -74,8 +80,14 @@ class Cutter:
         return found
 
 
-def clip_tokenizer(folder: Path) -> Tokenizer:
-    """CLIP's tokenizer, from tokenizer.json, or from vocab.json and merges.txt as SD3's folders have it.
+@lru_cache(maxsize=8)
+def _loaded(folder: Path, changed: int) -> Tokenizer:
+    """A folder's tokenizer; kept, because reading one takes a tenth of a second."""
+    return read_tokenizer(folder)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Read tokenizer.json, or CLIP's vocab.json and merges.txt, which SD3's folders have.
 
     Raises:
         UserError: a file is damaged.
@@ -90,8 +102,11 @@ def clip_tokenizer(folder: Path) -> Tokenizer:
         merges = [(pair[0], pair[1]) for line in lines[1:] if len(pair := line.split()) == 2]
         tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=END, end_of_word_suffix="</w>", fuse_unk=False))
         added = processors.RobertaProcessing(
-            (END, vocabulary[END]), (START, vocabulary[START]), trim_offsets=False, add_prefix_space=False
-        )  # type: ignore[index, call-overload]
+            (END, tokenizer.token_to_id(END)),
+            (START, tokenizer.token_to_id(START)),
+            trim_offsets=False,
+            add_prefix_space=False,
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(folder, error) from None
     tokenizer.normalizer = normalizers.Sequence(

@@ -1,9 +1,8 @@
-"""The page Data: thumbnails as training cuts them, captions, their changes, what cuts them off, duplicates, captioning."""
+"""The page Data: thumbnails as training cuts them, captions and their changes, what cuts them off, captioning."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from urllib.parse import urlencode
 
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -16,7 +15,7 @@ from simpletune.data.source import UnusablePicture
 from simpletune.data_report.caption_edits import Edit, apply, preview, tag_counts
 from simpletune.data_report.prompt_cuts import Cutter
 from simpletune.data_report.thumbnails import kept_thumbnail
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
 from simpletune.web import data_jobs
 from simpletune.web.data_set import PAGE, SHOWN, DataSet, cards_of, chosen, open_data_set, suggestions
 from simpletune.web.roots import Roots
@@ -24,6 +23,7 @@ from simpletune.web.templates import read_form, render
 
 TAGS = 60  # shown
 CHANGES = 20  # shown of a preview
+CHANGED = "captions-changed"  # an event for the parts of the page that count captions
 Form = Mapping[str, list[str]]
 
 
@@ -59,28 +59,23 @@ def data(request: Request) -> Response:
     if not place:
         return render(request, "data_choose.html", suggested=suggestions(roots))
     found = open_data_set(roots, place, request.query_params.get("source", "0"))
-    return render(request, "data.html", data=found, query=query_of(found), **_gallery(request, found))
-
-
-def query_of(found: DataSet) -> str:
-    """The part of an address that names a data set."""
-    return urlencode({"place": str(found.place), "source": found.index})
+    return render(request, "data.html", data=found, query=found.query, **_gallery(request, found))
 
 
 def gallery(request: Request) -> Response:
     """GET /data/gallery: a page of thumbnails and captions."""
     found = _asked(request)
-    return render(request, "data_gallery.html", data=found, query=query_of(found), **_gallery(request, found))
+    return render(request, "data_gallery.html", data=found, query=found.query, **_gallery(request, found))
 
 
-def _gallery(request: Request, found: DataSet) -> dict[str, object]:
+def _gallery(request: Request, found: DataSet) -> Json:
     show, text = request.query_params.get("show", "all"), request.query_params.get("q", "")
     number = request.query_params.get("page", "1")
     entries = chosen(found, show if show in SHOWN else "all", text)
     pages = max(1, -(-len(entries) // PAGE))
     page = min(max(1, int(number)), pages) if number.isdecimal() and len(number) < 9 else 1
     cards = cards_of(found, entries[(page - 1) * PAGE : page * PAGE])
-    shown = {"show": show if show in SHOWN else "all", "text": text, "number": page, "pages": pages}
+    shown: Json = {"show": show if show in SHOWN else "all", "text": text, "number": page, "pages": pages}
     return {"cards": cards, "count": len(entries), **shown}
 
 
@@ -89,22 +84,14 @@ def thumbnail(request: Request) -> Response:
     found = _asked(request)
     roots: Roots = request.app.state.roots
     name = request.query_params.get("name", "")
-    file = roots.inside(found.folder, name)
-    if file is None or found.source.links != "inside" and not _listed(found, name):
+    file = found.picture(name)
+    if file is None:
         raise HTTPException(404)
     try:
         kept = kept_thumbnail(file, found.source, found.config.model.multiple, roots.own / "thumbnails")
     except UnusablePicture as reason:
         raise HTTPException(404, f"{name} {reason}") from None
     return FileResponse(kept, media_type="image/webp", headers={"cache-control": "private, max-age=86400"})
-
-
-def _listed(found: DataSet, name: str) -> bool:
-    try:
-        found.entry(name)
-    except UserError:
-        return False
-    return True
 
 
 def summary(request: Request) -> Response:
@@ -116,8 +103,14 @@ def summary(request: Request) -> Response:
     cuts = cutter.cuts([found.prompt(text) for text in texts])
     cut = {name: sum(any(each.encoder == name for each in one) for one in cuts) for name in cutter.names}
     tags = tag_counts(texts, found.source.tag_separator)
-    values = {"pictures": len(entries), "captioned": len(texts), "cut": cut, "tags": tags[:TAGS], "all_tags": len(tags)}
-    return render(request, "data_summary.html", data=found, query=query_of(found), **values)
+    values: Json = {
+        "pictures": len(entries),
+        "captioned": len(texts),
+        "cut": cut,
+        "tags": tags[:TAGS],
+        "all_tags": len(tags),
+    }
+    return render(request, "data_summary.html", data=found, problems=cutter.problems, **values)
 
 
 async def caption(request: Request) -> Response:
@@ -132,19 +125,21 @@ def _write(request: Request, form: Form) -> Response:
     typed = form.get("caption", [""])[0]
     if entry.caption is None:
         raise UserError(f"{entry.name}: {entry.problem}")
-    values: dict[str, object] = {"typed": None, "said": "", "changed": False}
+    values: Json = {"typed": None, "said": "", "changed": False}
     if entry.caption.digest != form.get("digest", [""])[0]:
-        values = {"typed": typed, "said": "", "changed": True}
+        values: Json = {"typed": typed, "said": "", "changed": True}
     else:
         try:
             write_caption(entry.caption, typed)
             values["said"] = "Saved"
         except ChangedCaption:
-            values = {"typed": typed, "said": "", "changed": True}
+            values: Json = {"typed": typed, "said": "", "changed": True}
         except UserError as reason:
-            values = {"typed": typed, "said": str(reason), "changed": False}
+            values: Json = {"typed": typed, "said": str(reason), "changed": False}
     (card,) = cards_of(found, [found.entry(entry.name)])
-    return render(request, "data_card.html", card=card, data=found, query=query_of(found), **values)
+    response = render(request, "data_card.html", card=card, data=found, query=found.query, **values)
+    response.headers["hx-trigger"] = CHANGED
+    return response
 
 
 async def show_changes(request: Request) -> Response:
@@ -157,7 +152,7 @@ def _preview(request: Request, form: Form) -> Response:
     _require_editable(found)
     edit = _edit(form)
     seen = preview(edit, found.entries())
-    values = {"edit": edit, "preview": seen, "most": CHANGES, "data": found}
+    values: Json = {"edit": edit, "preview": seen, "most": CHANGES, "data": found}
     return render(request, "data_changes.html", **values)
 
 
@@ -170,7 +165,9 @@ def _apply(request: Request, form: Form) -> Response:
     found = _asked(request, form)
     _require_editable(found)
     done = apply(preview(_edit(form), found.entries()), form.get("fingerprint", [""])[0])
-    return render(request, "data_applied.html", done=done)
+    response = render(request, "data_applied.html", done=done, query=found.query)
+    response.headers["hx-trigger"] = CHANGED
+    return response
 
 
 def _edit(form: Form) -> Edit:

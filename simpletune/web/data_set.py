@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlencode
 
 from simpletune.captioning.pictures import require_text_captions
 from simpletune.captioning.record import Record
@@ -57,6 +59,11 @@ class DataSet:
         """A name for files about this data set."""
         return hashlib.sha256(f"{self.place}\0{self.index}".encode()).hexdigest()[:16]
 
+    @property
+    def query(self) -> str:
+        """The part of an address that names it."""
+        return urlencode({"place": str(self.place), "source": self.index})
+
     def entries(self) -> list[Entry]:
         """All pictures with their captions."""
         return entries_of(self.folder, pictures_of(self.folder, self.source))
@@ -67,10 +74,22 @@ class DataSet:
         Raises:
             UserError: the folder has no picture of this name.
         """
-        for file in pictures_of(self.folder, self.source):
-            if file.relative_to(self.folder).as_posix() == name:
-                return entries_of(self.folder, [file])[0]
-        raise UserError(f"{name}: the folder has no such picture any more. Reload the page")
+        file = self.picture(name)
+        if file is None:
+            raise UserError(f"{name}: the folder has no such picture any more. Reload the page")
+        return entries_of(self.folder, [file])[0]
+
+    def picture(self, name: str) -> Path | None:
+        """The file of a picture; None if there is none, or a link leads out of the folder."""
+        parts = PurePosixPath(name).parts
+        if not name.lower().endswith(SUFFIXES) or any(part.startswith(".") for part in parts):
+            return None
+        file = self.folder / name
+        try:
+            inside = all(each.resolve().is_relative_to(self.folder) for each in (file, file.parent))
+            return file if inside and file.is_file() else None
+        except (OSError, ValueError, RuntimeError):  # a null byte, a name that is too long, a loop of links
+            return None
 
     def prompt(self, caption: str) -> str:
         """A caption as the text encoders get it."""
@@ -90,12 +109,10 @@ def open_data_set(roots: Roots, place: str, index: str) -> DataSet:
         UserError: the place is outside of the roots, missing, or the configuration is wrong.
     """
     path = roots.resolve(place)
-    if path.is_dir():
-        config = validate({"name": "data", "data": {"path": str(path)}}, place, needs_data=False, needs_model=False)
-    elif path.is_file():
-        config = resolve_data_folder(read_config(path, needs_data=False, needs_model=False)[0])
-    else:
+    if not path.exists():
         raise UserError(f"{place} does not exist below {', '.join(map(str, roots.named))}. Give a folder with pictures")
+    status = path.stat()
+    config = _config_of(path, (0, 0) if path.is_dir() else (status.st_mtime_ns, status.st_size))
     members = config.data.members
     number = int(index) if index.isdecimal() and int(index) < len(members) else 0
     source = members[number]
@@ -111,6 +128,14 @@ def open_data_set(roots: Roots, place: str, index: str) -> DataSet:
         why_not = str(reason)
     alone = config.model_copy(update={"data": source.model_copy(update={"path": str(folder)})})
     return DataSet(path, number, tuple(each.path for each in members), alone, source, folder, why_not)
+
+
+@lru_cache(maxsize=16)
+def _config_of(path: Path, version: tuple[int, int]) -> TrainConfig:
+    """The configuration of a file or of a folder alone; kept, because validation takes a twentieth of a second."""
+    if path.is_dir():
+        return validate({"name": "data", "data": {"path": str(path)}}, str(path), needs_data=False, needs_model=False)
+    return resolve_data_folder(read_config(path, needs_data=False, needs_model=False)[0])
 
 
 @dataclass(frozen=True)
@@ -155,8 +180,7 @@ def cards_of(data: DataSet, entries: Sequence[Entry]) -> list[Card]:
     prompts = [data.prompt(entry.text) if entry.text else "" for entry in entries]
     every, record = Cutter(data.config).cuts(prompts), Record(data.folder)
     return [
-        _card(data, entry, prompt, cuts, record)
-        for entry, prompt, cuts in zip(entries, prompts, every, strict=True)
+        _card(data, entry, prompt, cuts, record) for entry, prompt, cuts in zip(entries, prompts, every, strict=True)
     ]
 
 
