@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 from simpletune.config.schema import TrainConfig
 from simpletune.data_report.token_counts import LIMIT, tokenizer_folder
 from simpletune.options import UserError
-from simpletune.system import strict_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-VOCABULARY_BYTES, VOCABULARY_VALUES = 2**24, 10**6
 START, END = "<|startoftext|>", "<|endoftext|>"
 WORDS = r"""<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 """CLIP's words: the pattern of arXiv:2103.00020's code."""
@@ -97,17 +95,16 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     if (folder / "tokenizer.json").is_file():
         return _from_file(folder / "tokenizer.json")
     try:
-        vocabulary = strict_json.read(folder / "vocab.json", VOCABULARY_BYTES, VOCABULARY_VALUES)
-        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-        merges = [(pair[0], pair[1]) for line in lines[1:] if len(pair := line.split()) == 2]
-        tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=END, end_of_word_suffix="</w>", fuse_unk=False))
+        files = str(folder / "vocab.json"), str(folder / "merges.txt")
+        words = models.BPE.from_file(*files, unk_token=END, end_of_word_suffix="</w>", fuse_unk=False)
+        tokenizer = Tokenizer(words)
         added = processors.RobertaProcessing(
-            (END, tokenizer.token_to_id(END)),
-            (START, tokenizer.token_to_id(START)),
+            (END, _id(tokenizer, END)),
+            (START, _id(tokenizer, START)),
             trim_offsets=False,
             add_prefix_space=False,
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # the library raises this very class
         raise _damaged(folder, error) from None
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
@@ -119,7 +116,15 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         ]
     )
     tokenizer.post_processor = added
+    tokenizer.add_special_tokens([START, END])
     return tokenizer
+
+
+def _id(tokenizer: Tokenizer, token: str) -> int:
+    found: int | None = tokenizer.token_to_id(token)
+    if found is None:
+        raise KeyError(token)
+    return found
 
 
 def _from_file(file: Path) -> Tokenizer:

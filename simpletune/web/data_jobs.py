@@ -75,7 +75,7 @@ def _start_check(request: Request, form: Mapping[str, str]) -> Response:
     found, roots = _asked(request, form), request.app.state.roots
     place = _folder(roots, found)
     place.mkdir(parents=True, exist_ok=True)
-    write_json(place / "config.json", found.config.model_dump(mode="json"), shared=True)
+    write_json(place / "config.json", found.config.model_dump(mode="json", by_alias=True), shared=True)
     words = ("data", str(place / "config.json"), "--out", str(place), "--pictures", "0")
     processes.start(roots, words, CHECK + found.key)
     return _check_part(request, found)

@@ -125,17 +125,16 @@ def _write(request: Request, form: Form) -> Response:
     typed = form.get("caption", [""])[0]
     if entry.caption is None:
         raise UserError(f"{entry.name}: {entry.problem}")
-    values: Json = {"typed": None, "said": "", "changed": False}
-    if entry.caption.digest != form.get("digest", [""])[0]:
-        values: Json = {"typed": typed, "said": "", "changed": True}
-    else:
+    said, changed, kept = "", entry.caption.digest != form.get("digest", [""])[0], None
+    if not changed:
         try:
             write_caption(entry.caption, typed)
-            values["said"] = "Saved"
+            said = "Saved"
         except ChangedCaption:
-            values: Json = {"typed": typed, "said": "", "changed": True}
+            changed = True
         except UserError as reason:
-            values: Json = {"typed": typed, "said": str(reason), "changed": False}
+            said, kept = str(reason), typed
+    values: Json = {"typed": typed if changed else kept, "said": said, "changed": changed}
     (card,) = cards_of(found, [found.entry(entry.name)])
     response = render(request, "data_card.html", card=card, data=found, query=found.query, **values)
     response.headers["hx-trigger"] = CHANGED
