@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from simpletune.captioning.kinds import Captioner, Shape, processor_in
 from simpletune.models.transformers_folder import ModelFolder
+from simpletune.options import Json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -25,7 +26,7 @@ class Blip(Captioner):
     own_prompt = ""
 
     @staticmethod
-    def classes(config: Mapping[str, Any]) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
+    def classes(config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
         """BLIP's classes."""
         from transformers import BlipConfig, BlipForConditionalGeneration
 

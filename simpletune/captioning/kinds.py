@@ -6,15 +6,16 @@ Legend: n pictures in a batch, t tokens.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from simpletune.models.transformers_folder import ModelFolder, quiet
+from simpletune.options import Json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -64,7 +65,7 @@ class Captioner(ABC):
 
     @staticmethod
     @abstractmethod
-    def classes(config: Mapping[str, Any]) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
+    def classes(config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
         """The model's class and its configuration's, for what config.json holds."""
 
     @staticmethod

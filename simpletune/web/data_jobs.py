@@ -6,7 +6,6 @@ import json
 import signal
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -95,7 +94,7 @@ def _check_part(request: Request, found: DataSet) -> Response:
 def _report(file: Path) -> Json:
     """What the last check wrote; empty if there is none, or another version wrote it."""
     try:
-        found: Any = json.loads(file.read_bytes())
+        found: object = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) and "unusable" in found else {}
