@@ -175,6 +175,18 @@ def test_a_caption_that_changed_since_it_was_shown_is_not_written_over(client: T
     assert (folder / "d.txt").read_text() == "appeared"
 
 
+def test_what_was_typed_comes_back_if_there_is_nothing_to_write_to(client: TestClient, folder: Path) -> None:
+    seen = digest(client, "a.png")
+    form = {"place": "pictures", "source": "0", "name": "a.png", "caption": "typed <i>", "digest": seen}
+    (folder / "a.caption").write_text("another")
+    answer = client.post("/data/caption", data=form)
+    assert answer.status_code == 422 and "has two caption files" in answer.text and "typed &lt;i&gt;" in answer.text
+    (folder / "a.png").unlink()
+    answer = client.post("/data/caption", data=form)
+    assert answer.status_code == 422 and "no such picture any more" in answer.text and "typed &lt;i&gt;" in answer.text
+    assert (folder / "a.txt").read_text() == "a red dog, grass\n"
+
+
 def test_captions_that_training_reads_elsewhere_are_not_edited(client: TestClient, folder: Path) -> None:
     (folder / "metadata.jsonl").write_text("")
     text = client.get("/data", params={"place": "pictures"}).text
@@ -354,8 +366,9 @@ def test_captioning_is_started_and_stopped(
     assert wait_for(client, "/data/captioning", "caption: 1/4 pictures")
     twice = client.post("/data/captioning", data=form)
     assert twice.status_code == 422 and "is still running" in twice.text
+    assert "caption: 1/4 pictures" in twice.text
     client.post("/data/captioning/stop", data=form)
-    assert wait_for(client, "/data/captioning", "data-start-captioning")
+    assert wait_for(client, "/data/captioning", "The last captioning")
 
 
 def test_a_check_finds_duplicates_and_what_is_unusable(client: TestClient, folder: Path, tmp_path: Path) -> None:

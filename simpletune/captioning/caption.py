@@ -29,6 +29,7 @@ from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.predict import MIB, needed
 from simpletune.options import UserError, first_lines, plural, shortened
 from simpletune.quant.precision import WeightPrecision
+from simpletune.system.atomic import remove_stale
 from simpletune.system.console import progress, say
 from simpletune.system.devices import BF16_FROM, capability_of, choose_device, driver_version
 
@@ -169,6 +170,8 @@ def _caption_all(
     on: tuple[WeightPrecision, torch.device],
     outcome: Outcome,
 ) -> None:
+    for folder in {one.picture.parent for one in wanted}:
+        remove_stale(folder)  # of a run that was killed
     captioner = load_captioner(about, *on, request.prompt)
     with progress("caption", len(wanted), "pictures") as advance:
         for start in range(0, len(wanted), request.batch):

@@ -50,8 +50,8 @@ def stamps(roots: Roots) -> dict[str, Hashable]:
             status = file.stat()
         except FileNotFoundError:  # another page replaced it at this moment
             continue
-        key = file.stem.rpartition("-")[2]
-        found.setdefault(f"data:{key}", []).append((file.name, status.st_mtime_ns, status.st_size))
+        kind, _, key = file.stem.rpartition("-")
+        found.setdefault(f"{kind}:{key}", []).append((file.name, status.st_mtime_ns, status.st_size))
     return {topic: tuple(sorted(files)) for topic, files in found.items()}
 
 
@@ -113,9 +113,12 @@ async def start_captioning(request: Request) -> Response:
 
 def _start_captioning(request: Request, form: Mapping[str, str]) -> Response:
     found, roots = _asked(request, form), request.app.state.roots
-    if found.why_not:
-        raise UserError(found.why_not)
-    processes.start(roots, caption_words(roots, found.folder, form), CAPTION + found.key)
+    try:
+        if found.why_not:
+            raise UserError(found.why_not)
+        processes.start(roots, caption_words(roots, found.folder, form), CAPTION + found.key)
+    except UserError as reason:
+        return _captioning_part(request, found, str(reason))
     return _captioning_part(request, found)
 
 
@@ -163,14 +166,12 @@ def _stop_captioning(request: Request, form: Mapping[str, str]) -> Response:
     return _captioning_part(request, found)
 
 
-def _captioning_part(request: Request, found: DataSet) -> Response:
+def _captioning_part(request: Request, found: DataSet, said: str = "") -> Response:
     roots: Roots = request.app.state.roots
     entries = found.entries()
-    values: Json = {
-        "pictures": len(entries), "captioned": sum(bool(entry.text) for entry in entries), "precisions": PRECISIONS,
-        "devices": DEVICES, **_state(roots, CAPTION + found.key),
-    }  # fmt: skip
-    return render(request, "data_captioning.html", data=found, query=found.query, **values)
+    captioned = sum(bool(entry.text) for entry in entries)
+    values: Json = {"pictures": len(entries), "captioned": captioned, **_state(roots, CAPTION + found.key)}
+    return render(request, "data_captioning.html", 422 if said else 200, data=found, said=said, **values)
 
 
 def _state(roots: Roots, log_name: str) -> Json:

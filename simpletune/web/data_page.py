@@ -17,7 +17,7 @@ from simpletune.data_report.prompt_cuts import Cutter
 from simpletune.data_report.thumbnails import kept_thumbnail
 from simpletune.options import Json, UserError
 from simpletune.web import data_jobs
-from simpletune.web.data_set import PAGE, SHOWN, DataSet, cards_of, chosen, open_data_set, suggestions
+from simpletune.web.data_set import PAGE, SHOWN, DataSet, card_id, cards_of, chosen, open_data_set, suggestions
 from simpletune.web.roots import Roots
 from simpletune.web.templates import read_form, render
 
@@ -42,7 +42,7 @@ def routes() -> list[Route]:
 
 
 def stamps(roots: Roots) -> dict[str, Hashable]:
-    """Return the stamps of the topics ``data:KEY``: checks and captioning that the page started."""
+    """Return the stamps of the topics ``data-check:KEY`` and ``data-caption:KEY``: what the page started."""
     return data_jobs.stamps(roots)
 
 
@@ -121,10 +121,13 @@ async def caption(request: Request) -> Response:
 def _write(request: Request, form: Form) -> Response:
     found = _asked(request, form)
     _require_editable(found)
-    entry = found.entry(form.get("name", [""])[0])
-    typed = form.get("caption", [""])[0]
+    name, typed = form.get("name", [""])[0], form.get("caption", [""])[0]
+    try:
+        entry = found.entry(name)
+    except UserError as reason:
+        return _unwritten(request, name, str(reason), typed)
     if entry.caption is None:
-        raise UserError(f"{entry.name}: {entry.problem}")
+        return _unwritten(request, name, f"{name}: {entry.problem}", typed)
     said, changed, kept = "", entry.caption.digest != form.get("digest", [""])[0], None
     if not changed:
         try:
@@ -139,6 +142,11 @@ def _write(request: Request, form: Form) -> Response:
     response = render(request, "data_card.html", card=card, data=found, query=found.query, **values)
     response.headers["hx-trigger"] = CHANGED
     return response
+
+
+def _unwritten(request: Request, name: str, reason: str, typed: str) -> Response:
+    """Say why there is nothing to write to, and give back what the user typed."""
+    return render(request, "data_unwritten.html", 422, id=card_id(name), name=name, reason=reason, typed=typed)
 
 
 async def show_changes(request: Request) -> Response:

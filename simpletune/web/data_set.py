@@ -167,7 +167,12 @@ class Card:
     @property
     def id(self) -> str:
         """A name for the page's elements."""
-        return "card-" + hashlib.sha256(self.entry.name.encode("utf-8", "replace")).hexdigest()[:12]
+        return card_id(self.entry.name)
+
+
+def card_id(name: str) -> str:
+    """A name for the elements about a picture."""
+    return "card-" + hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:12]
 
 
 def cards_of(data: DataSet, entries: Sequence[Entry]) -> list[Card]:
