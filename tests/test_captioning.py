@@ -361,6 +361,17 @@ def test_a_broken_model_folder_is_refused_and_nothing_is_written(
     assert texts(pictures) == {} and not (pictures / RECORD).exists()
 
 
+def test_no_code_of_a_folder_runs(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["blip"], tmp_path / "model")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Evil: pass\n")
+    code = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil", "AutoImageProcessor": "evil.Evil"}
+    for name in ("tokenizer_config.json", "config.json", "preprocessor_config.json"):
+        change(folder / name, lambda found: found.update(auto_map=code, tokenizer_class="Evil"))
+    batch = [noise(64, 32)]
+    assert loaded(folder).caption(batch, 6) == loaded(folders["blip"]).caption(batch, 6)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_an_older_folders_template_is_the_processors(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(folders["qwen"], tmp_path / "model")
     settings = json.loads((folder / "tokenizer_config.json").read_text())

@@ -62,13 +62,11 @@ class Prediction:
     Args:
         weights: of the model, exact.
         work: of a batch at its largest pictures, roughly: the widest layer of each tower, what the language model
-            keeps of each token, the scores of the next token, and the largest weight that is dequantised.
-        host: read into host memory while loading, beside the device's own.
+            keeps of each token, the scores of the next token, and the largest layer as it is read or dequantised.
     """
 
     weights: int
     work: int
-    host: int
 
     @property
     def total(self) -> int:
@@ -107,15 +105,15 @@ def predict(about: Described, precision: WeightPrecision, batch: int, length: in
         model = about.place.empty(*about.kind.classes(about.place.config()))
     model.tie_weights()
     _cast(model, precision.base_dtype())
-    host = 0
+    largest = 0
     for name in quantised(model, precision):
         layer = model.get_submodule(name)
-        host = max(host, _bytes(layer))
+        largest = max(largest, _bytes(layer))
         put_module(model, name, precision.convert(name, layer))
     weights = sum({id(each): each.nbytes for each in all_tensors(model)}.values())
     beams = max(1, getattr(model.generation_config, "num_beams", None) or 1)
     work = work_bytes(about.kind.shape(model), precision.base_dtype().itemsize, batch, beams, length)
-    return Prediction(weights, work + host, weights if precision.trainable else host)
+    return Prediction(weights, work + largest)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

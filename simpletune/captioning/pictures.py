@@ -88,7 +88,7 @@ def require_text_captions(source: Folder, field: str) -> Folder:
         raise UserError(f"data.prompt is set, so no caption in {source.path} would be read. Set data.prompt=null")
     if source.captions in ("jsonl", "filename") or (source.captions == "auto" and (folder / METADATA).exists()):
         read = METADATA if source.captions != "filename" else "file names"
-        remedy = f"Set data.captions=txt in the configuration, or remove {METADATA}"
+        remedy = f"Set data.captions=txt in a configuration{f', or remove {METADATA}' if read == METADATA else ''}"
         raise UserError(f"{field}{source.path} takes its captions from {read}, not from text files. {remedy}")
     return source
 

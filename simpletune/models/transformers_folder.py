@@ -123,7 +123,9 @@ class ModelFolder:
             raise self.damaged(f"has no usable tokenizer (none of {', '.join(TOKENIZERS)})")
         with quiet():
             try:
-                return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, **options)
+                return AutoTokenizer.from_pretrained(
+                    self.folder, local_files_only=True, trust_remote_code=False, **options
+                )
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise self.damaged(f"has no usable tokenizer ({_first_line(error)})") from None
 
