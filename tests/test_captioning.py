@@ -126,6 +126,18 @@ def test_pictures_change_what_is_said(folders: dict[str, Path]) -> None:
     assert len(set(loaded(folders["qwen"]).caption(batch, 12)[0])) > 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_caption_longer_than_the_model_has_room_for_is_refused(
+    kind: str, folders: dict[str, Path], pictures: Path
+) -> None:
+    captioner = loaded(folders[kind])
+    places = captioner.model.config.text_config.max_position_embeddings
+    given = 0 if kind == "florence" else captioner.inputs([noise(60, 80)])["input_ids"].shape[1]
+    with pytest.raises(UserError, match=f"--max-new-tokens 2000: this model has room for {places - given:,} beside"):
+        run(request(pictures, folders[kind], length=2000))
+    assert texts(pictures) == {}
+
+
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 

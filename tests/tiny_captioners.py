@@ -75,7 +75,7 @@ def write_blip(folder: Path) -> Path:
     small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {
         **small, "encoder_hidden_size": 16, "projection_dim": 16, "vocab_size": words_in(folder), "bos_token_id": 3,
-        "eos_token_id": 2, "pad_token_id": 0, "sep_token_id": 2, "max_position_embeddings": 64,
+        "eos_token_id": 2, "pad_token_id": 0, "sep_token_id": 2, "max_position_embeddings": 256,
     }  # fmt: skip
     torch.manual_seed(6)
     vision = {**small, "image_size": 32, "patch_size": 8, "projection_dim": 16}

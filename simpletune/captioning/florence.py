@@ -29,6 +29,7 @@ class Florence(Captioner):
     """Florence-2 in transformers' own classes, such as florence-community/Florence-2-base."""
 
     own_prompt = "<DETAILED_CAPTION>"
+    continues = False
 
     def __init__(self, place: ModelFolder, model: PreTrainedModel, prompt: str | None):
         super().__init__(place, model, prompt)

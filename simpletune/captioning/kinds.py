@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from simpletune.models.transformers_folder import ModelFolder, quiet
-from simpletune.options import Json
+from simpletune.options import Json, UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -56,6 +56,8 @@ class Captioner(ABC):
     """
 
     own_prompt: ClassVar[str]
+    continues: ClassVar[bool] = True
+    """Whether the caption continues the prompt's tokens, rather than being decoded by itself."""
 
     def __init__(self, place: ModelFolder, model: PreTrainedModel, prompt: str | None):
         self.model = model
@@ -108,12 +110,14 @@ class Captioner(ABC):
 
         Raises:
             ValueError: a picture's shape is outside of what the model takes.
+            UserError: the model has no room for so many tokens.
         """
         device, dtype = self.model.device, self.dtype
         inputs = {
             name: value.to(device, dtype if value.is_floating_point() else None)
             for name, value in self.inputs(pictures).items()
         }
+        self._require_room(inputs["input_ids"].shape[1], length)
         unsampled = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         with quiet():
             ids = self.model.generate(**inputs, max_new_tokens=length, **unsampled)
@@ -121,6 +125,11 @@ class Captioner(ABC):
         ends = self.ends()
         cut = [not any(int(each) in ends for each in row) and len(row) >= length for row in new]
         return self.texts(ids, inputs["input_ids"]), cut
+
+    def _require_room(self, given: int, length: int) -> None:
+        room = self.model.config.text_config.max_position_embeddings - given * self.continues
+        if length > room:
+            raise UserError(f"--max-new-tokens {length}: this model has room for {max(0, room):,} beside its prompt")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 
@@ -82,10 +83,12 @@ def _start_check(request: Request, form: Mapping[str, str]) -> Response:
 
 def _check_part(request: Request, found: DataSet) -> Response:
     roots: Roots = request.app.state.roots
-    report = _report(_folder(roots, found) / FIGURES)
+    file = _folder(roots, found) / FIGURES
+    report = _report(file)
+    checked = time.strftime("%d %B %Y, %H:%M", time.localtime(file.stat().st_mtime)) if report else ""
     groups = [("Identical files", report.get("duplicates", [])), ("Nearly identical", report.get("alike", []))]
     values: Json = {
-        "report": report, "groups": groups, "most_groups": GROUPS, "each": EACH, "listed": LISTED,
+        "report": report, "checked": checked, "groups": groups, "most_groups": GROUPS, "each": EACH, "listed": LISTED,
         **_state(roots, CHECK + found.key),
     }  # fmt: skip
     return render(request, "data_check.html", data=found, query=found.query, **values)
