@@ -529,6 +529,7 @@ def test_progress_of_hf_xet_counts_network_and_disk_once() -> None:
 def test_an_encoder_comes_from_the_hub_without_pickles(hub: FakeHub, tmp_path: Path) -> None:
     files = {file.name: file.read_bytes() for file in write_clip(tmp_path / "clip").iterdir()}
     hub.files = files | {"pytorch_model.bin": b"pickle", "tf_model.h5": b"other", "more/config.json": b"{}"}
+    files["chat_template.jinja"] = hub.files["chat_template.jinja"] = b"{{ messages }}"  # what captioners need
     about = find_encoder(NAME)
     assert (about.kind, about.title) == ("clip", "tiny-sd3")
     assert hub.fetched() == set(files)

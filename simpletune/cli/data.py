@@ -1,11 +1,11 @@
-"""The verb that inspects a data set: data."""
+"""The verbs about a data set: look at it, caption its pictures."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from simpletune.cli.config_arguments import JSON_HELP, add_config
+from simpletune.cli.config_arguments import JSON_HELP, add_config, add_overrides
 
 
 def data(args: argparse.Namespace) -> None:
@@ -29,10 +29,56 @@ def data_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def caption(args: argparse.Namespace) -> None:
+    """caption pictures by an image-to-text model; writes NAME.txt, never over what a person wrote"""
+    from simpletune.system.startup import import_libraries
+
+    import_libraries()
+    from simpletune.captioning.caption import Request, run
+
+    rewrite = "all" if args.replace else "ours" if args.again else "missing"
+    run(
+        Request(
+            args.config, args.model, tuple(args.overrides), args.prompt, args.prefix, args.trigger, rewrite,
+            args.batch_size, args.precision, args.max_new_tokens, args.device, args.predict,
+        )
+    )  # fmt: skip
+
+
+def caption_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``caption``."""
+    from simpletune.cli.drawing_arguments import positive
+
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG_OR_FOLDER", help="a folder of pictures, or a configuration"
+    )
+    add_overrides(parser)
+    parser.add_argument(
+        "--model", required=True, metavar="NAME", help="folder or hub name of a Florence-2, Qwen-VL or BLIP model"
+    )
+    parser.add_argument(
+        "--prompt", help="a question (Qwen-VL), a task such as <CAPTION> (Florence-2), the caption's beginning (BLIP)"
+    )
+    parser.add_argument("--prefix", default="", metavar="TEXT", help="text before every caption")
+    parser.add_argument("--trigger", default="", metavar="WORD", help="trigger word, first in every caption")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--again", action="store_true", help="also redo captions that a model wrote with other settings")
+    which.add_argument("--replace", action="store_true", help="replace every caption, also those written by hand")
+    parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="pictures at a time (default: 1)")
+    parser.add_argument(
+        "--precision", choices=("bf16", "int8", "fp32"), default="bf16", help="of the weights (default: bf16)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=120, metavar="N", help="most tokens of a caption (default: 120)"
+    )
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: auto, a card")
+    parser.add_argument("--predict", action="store_true", help="predict the memory, and write nothing")
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) > 2000:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to 2000")
     return int(text)
 
 
-VERBS = {"data": (data, data_arguments)}
+VERBS = {"data": (data, data_arguments), "caption": (caption, caption_arguments)}

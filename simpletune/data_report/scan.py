@@ -9,17 +9,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from PIL import Image
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.pictures import cut, decode
+from simpletune.data.pictures import decode
 from simpletune.data.plan import Plan, make_plan
 from simpletune.data.samples import View, too_small, without
 from simpletune.data.several import scan_sources, source_notes, stopping
 from simpletune.data.shares import SourceShare, shares
 from simpletune.data.source import Picture, Rejected, UnusablePicture
 from simpletune.data_report.near_duplicates import PictureHash, hash_of, near_duplicates
+from simpletune.data_report.thumbnails import tile
 from simpletune.data_report.token_counts import LIMIT, token_counts
 from simpletune.models.buckets import Size, covering_size, upscaling
 from simpletune.system.console import progress
@@ -214,7 +214,7 @@ def _scan_pictures(
             yield futures.popleft().result()
 
 
-def _scan_picture(view: View, tile: bool, advance: Callable[[], None]) -> ScannedImage | Rejected:
+def _scan_picture(view: View, with_tile: bool, advance: Callable[[], None]) -> ScannedImage | Rejected:
     """Decode and hash one picture. Decodes a JPEG at a reduced size that suffices for a tile."""
     try:
         image = decode(view.picture.read_same(), at_least=2 * TILE)
@@ -222,15 +222,8 @@ def _scan_picture(view: View, tile: bool, advance: Callable[[], None]) -> Scanne
         return Rejected(view.picture.name, str(reason), source=view.picture.source)
     finally:
         advance()
-    return ScannedImage(view.picture, view.bucket, hash_of(image), _tile(image, view) if tile else None)
-
-
-def _tile(image: Image.Image, view: View) -> Image.Image:
-    """A thumbnail of the crop that training sees."""
-    scale = TILE / max(view.bucket)
-    size = (max(1, round(view.bucket[0] * scale)), max(1, round(view.bucket[1] * scale)))
-    pixels = cut(image, size, view.offset, view.flip)
-    return Image.fromarray(((pixels.transpose(1, 2, 0) + 1) * 127.5).round().astype(np.uint8))
+    shown = tile(image, view.bucket, (view.offset, view.flip), TILE) if with_tile else None
+    return ScannedImage(view.picture, view.bucket, hash_of(image), shown)
 
 
 def _compare(found: DatasetReport) -> None:

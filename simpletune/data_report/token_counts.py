@@ -17,7 +17,7 @@ LIMIT = 77  # tokens that CLIP sees, including the start and end tokens
 
 def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | None:
     """The number of tokens of each caption; None if no tokenizer is available."""
-    folder = _tokenizer_folder(config)
+    folder = tokenizer_folder(config, "tokenizer")
     if folder is None or not captions:
         return None
     from transformers import CLIPTokenizer
@@ -26,19 +26,25 @@ def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | No
     return [len(ids) for ids in tokenizer(list(captions), verbose=False).input_ids]
 
 
-def _tokenizer_folder(config: TrainConfig) -> Path | None:
+def tokenizer_folder(config: TrainConfig, part: str) -> Path | None:
+    """Find a tokenizer without downloading anything; None if it is not at hand.
+
+    Args:
+        config: its model names folders or repositories.
+        part: ``tokenizer``, ``tokenizer_2`` or ``tokenizer_3``.
+    """
     if config.is_demo:
         if config.model.pretrained not in MODEL_DEMOS:
             return None
         config = resolve_model_folder(config)
     try:
-        field, value = provider(config.model, "tokenizer")
+        field, value = provider(config.model, part)
     except (UserError, OSError):  # a missing or damaged single file; training reports it
         return None
     if value is None or is_single_file(value):
         return None
     if is_hub_name(value):
         revision = config.model.revision if field == "pretrained" else None
-        return in_cache(HubPart(Repository(value, revision), "tokenizer", False))
-    folder = Path(value) / "tokenizer"
+        return in_cache(HubPart(Repository(value, revision), part, False))
+    folder = Path(value) / part
     return folder if (folder / "vocab.json").exists() or (folder / "tokenizer.json").exists() else None

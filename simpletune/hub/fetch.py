@@ -16,7 +16,7 @@ from simpletune.system.disk import DiskFull, free_bytes
 from simpletune.system.model_folder import NAMES, weight_files
 
 HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
-DESCRIPTIONS = (".json", ".txt", ".model")
+DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")
 LAST = (
     "config.json",
     "tokenizer_config.json",

@@ -1,0 +1,161 @@
+"""What every kind of image-to-text model provides: its inputs, put together without torchvision, and its captions.
+
+Legend: n pictures in a batch, t tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from simpletune.models.transformers_folder import ModelFolder, quiet
+from simpletune.options import Json, UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.image_processing_backends import PilBackend
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that decide what a model's work takes besides its weights.
+
+    Args:
+        patches: rows of the vision tower's first layers for a picture.
+        vision: width of those rows at their widest.
+        tokens: of a picture and its prompt in the language model.
+        text: width of a token at its widest.
+        cached: numbers that the language model keeps for each token.
+        vocabulary: its tokens.
+    """
+
+    patches: int
+    vision: int
+    tokens: int
+    text: int
+    cached: int
+    vocabulary: int
+
+
+class Captioner(ABC):
+    """A model and its preprocessing.
+
+    Args:
+        place: the model's folder.
+        model: its model, loaded.
+        prompt: the question, task or beginning; None: the kind's own.
+
+    Raises:
+        UserError: the folder lacks a tokenizer or a preprocessor_config.json, or the prompt is none of the kind's.
+    """
+
+    own_prompt: ClassVar[str]
+    continues: ClassVar[bool] = True
+    """Whether the caption continues the prompt's tokens, rather than being decoded by itself."""
+
+    def __init__(self, place: ModelFolder, model: PreTrainedModel, prompt: str | None):
+        self.model = model
+        self.prompt = self.own_prompt if prompt is None else prompt
+        self.tokenizer = place.tokenizer(padding_side="left")
+        self.processor = self.processor_of(place)
+
+    @staticmethod
+    @abstractmethod
+    def classes(config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
+        """The model's class and its configuration's, for what config.json holds."""
+
+    @staticmethod
+    @abstractmethod
+    def processor_of(place: ModelFolder) -> PilBackend:
+        """The image processor, in the form that works on Pillow's pictures."""
+
+    @staticmethod
+    @abstractmethod
+    def shape(model: PreTrainedModel) -> Shape:
+        """The sizes of the work on a picture of the largest size that is given to the model."""
+
+    @abstractmethod
+    def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
+        """Prepare a batch: pixels and token ids, on the CPU.
+
+        Raises:
+            ValueError: a picture's shape is outside of what the model takes.
+        """
+
+    def texts(self, ids: Tensor, given: Tensor) -> list[str]:  # [n, t], [n, t]
+        """Turn what a model generated into text.
+
+        Args:
+            ids: generated.
+            given: the prompt's ids, for the kinds that repeat them.
+        """
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+    @torch.no_grad()
+    def caption(self, pictures: Sequence[Image.Image], length: int) -> tuple[list[str], list[bool]]:
+        """Write the most likely caption of each picture; sampling in the folder's settings is left out.
+
+        Args:
+            pictures: RGB.
+            length: the most tokens of a caption.
+
+        Returns:
+            The captions, and whether each was cut off at ``length``.
+
+        Raises:
+            ValueError: a picture's shape is outside of what the model takes.
+            UserError: the model has no room for so many tokens.
+        """
+        device, dtype = self.model.device, self.dtype
+        inputs = {
+            name: value.to(device, dtype if value.is_floating_point() else None)
+            for name, value in self.inputs(pictures).items()
+        }
+        self._require_room(inputs["input_ids"].shape[1], length)
+        unsampled = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        with quiet():
+            ids = self.model.generate(**inputs, max_new_tokens=length, **unsampled)
+        new = self.new_ids(ids, inputs["input_ids"])
+        ends = self.ends()
+        cut = [not any(int(each) in ends for each in row) and len(row) >= length for row in new]
+        return self.texts(ids, inputs["input_ids"]), cut
+
+    def _require_room(self, given: int, length: int) -> None:
+        room = self.model.config.text_config.max_position_embeddings - given * self.continues
+        if length > room:
+            raise UserError(f"--max-new-tokens {length}: this model has room for {max(0, room):,} beside its prompt")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of pixels: that of the first weight that is a floating-point number."""
+        return next(each.dtype for each in self.model.parameters() if each.is_floating_point())
+
+    def new_ids(self, ids: Tensor, given: Tensor) -> Tensor:  # [n, t], [n, t] -> [n, t]
+        """The generated tokens without the prompt."""
+        return ids[:, given.shape[1] :]
+
+    def ends(self) -> set[int]:
+        """The tokens that end a caption."""
+        end = self.model.generation_config.eos_token_id
+        return set(end) if isinstance(end, list) else {end}
+
+
+def processor_in(place: ModelFolder, kind: type[PilBackend]) -> PilBackend:
+    """Load a folder's image processor in the form that needs no torchvision.
+
+    Raises:
+        UserError: the folder has no preprocessor_config.json, or it is damaged.
+    """
+    with quiet():
+        try:
+            processor: PilBackend = kind.from_pretrained(place.folder, local_files_only=True)
+            return processor
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error).splitlines()[0]
+            raise place.damaged(f"has no usable preprocessor_config.json ({reason})") from None

@@ -1,0 +1,465 @@
+"""Captions by tiny random models of each kind: their inputs, what is written, what is left alone, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tiny_captioners import WRITERS
+
+from simpletune.captioning import caption as captioning
+from simpletune.captioning.caption import Request, finished, run
+from simpletune.captioning.kinds import Captioner
+from simpletune.captioning.loading import PRECISIONS, find_captioner, load_captioner, predict
+from simpletune.captioning.record import RECORD, Record
+from simpletune.cards import Card
+from simpletune.cli.main import main
+from simpletune.data.caption_files import ChangedCaption, caption_file, write_caption
+from simpletune.data.source import UnusablePicture
+from simpletune.estimate.simulate_stages import accounting_of
+from simpletune.options import UserError
+from simpletune.quant.int8_linear import Int8Linear
+from simpletune.quant.plain import FP32
+from simpletune.tensors import all_tensors
+
+CPU = torch.device("cpu")
+KINDS = tuple(WRITERS)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("captioners")
+    return {kind: write(place / kind) for kind, write in WRITERS.items()}
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Five pictures of noise in two folders, in different shapes."""
+    place = tmp_path / "pictures"
+    (place / "sub").mkdir(parents=True)
+    for index, name in enumerate(("a.png", "b.jpg", "c.png", "sub/d e.png", "sub/f.webp")):
+        noise(60 + 20 * index, 80, index).save(place / name)
+    return place
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def texts(place: Path) -> dict[str, str]:
+    return {file.relative_to(place).as_posix(): file.read_text() for file in sorted(place.rglob("*.txt"))}
+
+
+def request(place: Path, model: Path, **changes: object) -> Request:
+    return Request(place, str(model), **{"device": "cpu", "length": 6, "precision": "fp32", **changes})  # type: ignore[arg-type]
+
+
+def loaded(folder: Path, prompt: str | None = None) -> Captioner:
+    return load_captioner(find_captioner(str(folder)), FP32(), CPU, prompt)
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def test_florences_inputs_are_those_of_transformers_processor(folders: dict[str, Path]) -> None:
+    from transformers import Florence2Processor
+
+    captioner, batch = loaded(folders["florence"]), [noise(90, 60), noise(40, 120, 1)]
+    captioner.tokenizer.image_token, captioner.tokenizer.image_token_id = "<image>", 3
+    captioner.processor.image_seq_length = 5
+    theirs = Florence2Processor(captioner.processor, captioner.tokenizer)
+    expected = theirs(text=[captioner.prompt] * 2, images=batch, return_tensors="pt")
+    ours = captioner.inputs(batch)
+    assert set(ours) == set(expected)
+    for name, value in ours.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+def test_blips_inputs_are_those_of_transformers_processor(folders: dict[str, Path]) -> None:
+    from transformers import BlipProcessor
+
+    captioner, batch = loaded(folders["blip"], "a photo of"), [noise(90, 60), noise(40, 120, 1)]
+    ours = captioner.inputs(batch)
+    theirs = BlipProcessor(captioner.processor, captioner.tokenizer)(images=batch, return_tensors="pt")
+    torch.testing.assert_close(ours["pixel_values"], theirs["pixel_values"], rtol=0, atol=0)
+    assert captioner.tokenizer.decode(ours["input_ids"][0]) == "[DEC] a photo of[SEP]"
+    (caption, _), _ = captioner.caption(batch, 6)
+    assert caption.split()[:3] == ["a", "photo", "of"]
+
+
+def test_qwens_rows_hold_each_pictures_own_number_of_tokens(folders: dict[str, Path]) -> None:
+    captioner, batch = loaded(folders["qwen"]), [noise(64, 32), noise(32, 32, 1)]
+    inputs = captioner.inputs(batch)
+    rows = captioner.tokenizer.batch_decode(inputs["input_ids"])
+    for row, tokens in zip(rows, (4 * 2, 2 * 2), strict=True):  # 16 px a token
+        assert f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>" in row
+        assert row.count("<|image_pad|>") == tokens and row.endswith("assistant\n") and captioner.prompt in row
+    assert rows[1].startswith("<|endoftext|>" * 4) and inputs["attention_mask"][1, :5].tolist() == [0, 0, 0, 0, 1]
+    assert inputs["mm_token_type_ids"].sum(1).tolist() == [8, 4]
+
+
+def test_a_large_picture_is_given_to_qwen_within_a_megapixel(tmp_path: Path, folders: dict[str, Path]) -> None:
+    folder = shutil.copytree(folders["qwen"], tmp_path / "qwen")
+    change(folder / "preprocessor_config.json", lambda found: found["size"].update(longest_edge=10**8))
+    size = loaded(folder).processor.size
+    assert (size["shortest_edge"], size["longest_edge"]) == (256, 1024 * 1024)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_says_what_single_pictures_say(kind: str, folders: dict[str, Path]) -> None:
+    captioner, batch = loaded(folders[kind]), [noise(64, 32), noise(40, 90, 1), noise(32, 32, 2)]
+    together, cut = captioner.caption(batch, 6)
+    alone = [captioner.caption([picture], 6) for picture in batch]
+    assert together == [caption for (caption,), _ in alone] and cut == [was for _, (was,) in alone]
+
+
+def test_pictures_change_what_is_said(folders: dict[str, Path]) -> None:
+    """Else the tests of this file could not tell one picture's caption from another's."""
+    batch = [noise(64, 32), noise(40, 90, 1), Image.new("RGB", (50, 50), "red")]
+    assert len(set(loaded(folders["qwen"]).caption(batch, 12)[0])) > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_caption_longer_than_the_model_has_room_for_is_refused(
+    kind: str, folders: dict[str, Path], pictures: Path
+) -> None:
+    captioner = loaded(folders[kind])
+    places = captioner.model.config.text_config.max_position_embeddings
+    given = 0 if kind == "florence" else captioner.inputs([noise(60, 80)])["input_ids"].shape[1]
+    with pytest.raises(UserError, match=f"--max-new-tokens 2000: this model has room for {places - given:,} beside"):
+        run(request(pictures, folders[kind], length=2000))
+    assert texts(pictures) == {}
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", sorted(PRECISIONS))
+@pytest.mark.parametrize("kind", KINDS)
+def test_predicted_weights_are_those_that_are_loaded(kind: str, precision: str, folders: dict[str, Path]) -> None:
+    about, chosen = find_captioner(str(folders[kind])), PRECISIONS[precision]
+    model = load_captioner(about, chosen, CPU, None).model
+    held = sum({tensor.data_ptr(): tensor.nbytes for tensor in all_tensors(model)}.values())
+    assert predict(about, chosen, 1, 20).weights == held
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_keeps_every_linear_layer_in_int8_but_the_last(kind: str, folders: dict[str, Path]) -> None:
+    captioner = load_captioner(find_captioner(str(folders[kind])), PRECISIONS["int8"], CPU, None)
+    linear = [layer for layer in captioner.model.modules() if isinstance(layer, torch.nn.Linear)]
+    plain = [layer for layer in linear if not isinstance(layer, Int8Linear)]
+    assert len(plain) == 1 and plain[0].out_features == len(captioner.tokenizer)
+    assert captioner.caption([noise(64, 32)], 6)[0][0]
+
+
+def test_a_larger_batch_is_predicted_to_take_more(folders: dict[str, Path]) -> None:
+    about = find_captioner(str(folders["qwen"]))
+    one, four = (predict(about, FP32(), batch, 20) for batch in (1, 4))
+    assert four.work == 4 * one.work and four.weights == one.weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("Florence-2-base", "BLIP-large", "Qwen3-VL-4B"))
+def test_predicted_work_is_what_real_widths_take(name: str, tmp_path: Path) -> None:
+    import wide_captioners
+
+    about, chosen = find_captioner(str(wide_captioners.WRITERS[name](tmp_path / "model"))), PRECISIONS["bf16"]
+    predicted = predict(about, chosen, 1, 8)
+    captioner = load_captioner(about, chosen, CPU, None)
+    with accounting_of(all_tensors(captioner.model)) as accounting:
+        captioner.caption([noise(1024, 1024)], 8)
+    counted = accounting.peak.bytes - predicted.weights
+    print(f"{name}: predicted {predicted.work / 2**20:.0f} MiB of work, counted {counted / 2**20:.0f}")
+    assert counted <= predicted.work <= 1.5 * counted
+
+
+# --- what is written ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_run_goes_on_where_it_stopped(
+    kind: str, folders: dict[str, Path], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = shutil.copytree(pictures, tmp_path / "whole")
+    assert run(request(whole, folders[kind])).written == 5
+
+    honest, calls = Captioner.caption, []
+
+    def stopping(self: Captioner, *args: object) -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return honest(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Captioner, "caption", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run(request(pictures, folders[kind]))
+    assert len(texts(pictures)) == 2
+    monkeypatch.setattr(Captioner, "caption", honest)
+    assert run(request(pictures, folders[kind])).written == 3
+    assert texts(pictures) == texts(whole) and len(texts(whole)) == 5
+    assert run(request(pictures, folders[kind])).written == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_captions_written_or_edited_by_hand_are_left_alone(kind: str, folders: dict[str, Path], pictures: Path) -> None:
+    (pictures / "a.txt").write_text("my own caption\n")
+    (pictures / "b.txt").write_text(" \n")  # no caption
+    assert run(request(pictures, folders[kind])).written == 4
+    (pictures / "c.txt").write_text("edited by hand")
+    before = texts(pictures)
+    outcome = run(request(pictures, folders[kind], rewrite="ours", trigger="sks"))
+    after = texts(pictures)
+    assert outcome.written == 3
+    assert {name for name in before if before[name] == after[name]} == {"a.txt", "c.txt"}
+    assert all(after[name] == f"sks, {before[name]}" for name in before if name not in ("a.txt", "c.txt"))
+    assert run(request(pictures, folders[kind], rewrite="ours", trigger="sks")).written == 0  # same settings
+    assert run(request(pictures, folders[kind], rewrite="all", prefix="x")).written == 5
+    assert all(text.startswith("x ") for text in texts(pictures).values())
+
+
+def test_a_caption_that_changes_while_the_model_works_is_left_alone(
+    folders: dict[str, Path], pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Captioner.caption
+
+    def edited(self: Captioner, batch: list[Image.Image], length: int) -> object:
+        (pictures / "a.txt").write_text("typed meanwhile")
+        return honest(self, batch, length)
+
+    monkeypatch.setattr(Captioner, "caption", edited)
+    with pytest.raises(UserError, match=r"(?s)1 entry has no new caption.*a.png: a.txt was changed by something else"):
+        run(request(pictures, folders["blip"]))
+    assert texts(pictures)["a.txt"] == "typed meanwhile" and len(texts(pictures)) == 5
+    assert Record(pictures).of(caption_file(pictures, pictures / "a.png")) is None
+
+
+def test_pictures_that_cannot_be_read_are_named_and_the_others_captioned(
+    folders: dict[str, Path], pictures: Path
+) -> None:
+    (pictures / "b.jpg").write_bytes(b"no picture")
+    (pictures / "c.png").write_bytes((pictures / "c.png").read_bytes()[:200])
+    noise(4000, 10).save(pictures / "wide.png")  # Qwen takes no picture that is 200 times as wide as high
+    with pytest.raises(UserError) as found:
+        run(request(pictures, folders["qwen"], batch=3))
+    said = str(found.value)
+    assert "3 entries have no new caption" in said
+    assert "b.jpg: is not a picture" in said and "c.png: is damaged" in said and "wide.png: the model does not" in said
+    assert set(texts(pictures)) == {"a.txt", "sub/d e.txt", "sub/f.txt"}
+
+
+def test_two_pictures_of_one_name_share_a_caption(folders: dict[str, Path], pictures: Path, capsys) -> None:
+    noise(20, 20).save(pictures / "a.webp")
+    assert run(request(pictures, folders["blip"])).written == 5
+    assert "a.webp: of the same name as another picture" in capsys.readouterr().out
+
+
+def test_a_models_text_becomes_one_plain_line() -> None:
+    assert finished(" a dog\n\n on\x1b[2J  grass\u202e ", "", "") == "a dog on [2J grass"
+    assert finished("a dog", "a photo of", "sks") == "sks, a photo of a dog"
+    assert finished("a sks dog", "", "sks") == "a sks dog"
+    assert finished("a sks, dog", "", "sks dog") == "a sks, dog"
+    assert finished("a dog", "", "sks dog") == "sks dog, a dog"
+    assert finished("\x00\n", "prefix", "sks") == ""
+
+
+def test_a_damaged_record_loses_no_caption(folders: dict[str, Path], pictures: Path) -> None:
+    run(request(pictures, folders["blip"]))
+    place = pictures / RECORD
+    lines = place.read_bytes().split(b"\n")
+    place.write_bytes(b"\n".join([b"no json", b'{"file": 3}', *lines[:3], lines[3][:20]]))  # cut off in the middle
+    before = texts(pictures)
+    assert run(request(pictures, folders["blip"], rewrite="ours", prefix="now")).written == 3
+    changed = {name for name, text in texts(pictures).items() if text != before[name]}
+    assert changed == {json.loads(line)["file"] for line in lines[:3]}
+    assert len(Record(pictures)._made) == 3  # what was appended begins on a line of its own
+
+
+def test_a_record_is_no_link(pictures: Path, tmp_path: Path, folders: dict[str, Path]) -> None:
+    (tmp_path / "elsewhere").write_text("mine\n")
+    (pictures / RECORD).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is a symbolic link. Remove it"):
+        run(request(pictures, folders["blip"]))
+    assert (tmp_path / "elsewhere").read_text() == "mine\n"
+
+
+# --- caption files --------------------------------------------------------------------------------------------------
+
+
+def test_a_caption_goes_where_there_is_one(pictures: Path) -> None:
+    (pictures / "a.caption").write_bytes(b"\xef\xbb\xbfold\r\nlines\n")
+    found = caption_file(pictures, pictures / "a.png")
+    assert found.text == "old\nlines"
+    now = write_caption(found, " new ")
+    assert (pictures / "a.caption").read_text() == "new\n" and not (pictures / "a.txt").exists()
+    assert now == caption_file(pictures, pictures / "a.png")
+    with pytest.raises(ChangedCaption, match="a.caption was changed by something else since it was read"):
+        write_caption(found, "newer")
+    for text, reason in (("", "is empty"), ("a\x1bb", "control character"), ("a" * 2**20, "longer than 1,048,576")):
+        with pytest.raises(UserError, match=reason):
+            write_caption(now, text)
+    assert (pictures / "a.caption").read_text() == "new\n"
+    (pictures / "a.txt").write_text("another")
+    with pytest.raises(UnusablePicture, match="two caption files: a.txt and a.caption"):
+        caption_file(pictures, pictures / "a.png")
+
+
+def test_a_caption_outside_the_folder_is_not_read(pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (pictures / "a.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(UnusablePicture, match="a.txt is a symbolic link to a target outside"):
+        caption_file(pictures, pictures / "a.png")
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def change(file: Path, how: Callable[[dict], object]) -> None:
+    found = json.loads(file.read_text())
+    how(found)
+    file.write_text(json.dumps(found))
+
+
+def without_weights(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weights[name] for name in sorted(weights)[2:]}, folder / "model.safetensors", {"format": "pt"})
+
+
+BROKEN: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "other kind": (
+        "blip",
+        lambda f: change(f / "config.json", lambda c: c.update(model_type="llava")),
+        "is a llava model",
+    ),
+    "no json": ("blip", lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
+    "no config": ("blip", lambda f: (f / "config.json").unlink(), "has no config.json, only"),
+    "pickles": ("blip", lambda f: (f / "model.safetensors").rename(f / "model.bin"), "A pickle can run code"),
+    "no weights": ("blip", lambda f: (f / "model.safetensors").unlink(), "contains neither"),
+    "cut weights": (
+        "blip",
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-99]),
+        "cannot be loaded",
+    ),
+    "some weights": ("qwen", without_weights, "lacks 2 weights of its model"),
+    "no tokenizer": ("florence", lambda f: (f / "tokenizer.json").unlink(), "has no usable tokenizer"),
+    "no processor": ("qwen", lambda f: (f / "preprocessor_config.json").unlink(), "no usable preprocessor_config.json"),
+    "no template": ("qwen", lambda f: (f / "chat_template.jinja").unlink(missing_ok=True), "has no chat template"),
+    "remote code": (
+        "florence",
+        lambda f: change(f / "config.json", lambda c: c.update(auto_map={"AutoModel": "evil.Evil"})),
+        "is of the first release, which runs code from its folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", sorted(BROKEN))
+def test_a_broken_model_folder_is_refused_and_nothing_is_written(
+    case: str, folders: dict[str, Path], pictures: Path, tmp_path: Path
+) -> None:
+    kind, damage, message = BROKEN[case]
+    folder = shutil.copytree(folders[kind], tmp_path / "model")
+    if case == "no template":
+        change(folder / "tokenizer_config.json", lambda found: found.pop("chat_template", None))
+    damage(folder)
+    with pytest.raises(UserError, match=message):
+        run(request(pictures, folder))
+    assert texts(pictures) == {} and not (pictures / RECORD).exists()
+
+
+def test_no_code_of_a_folder_runs(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["blip"], tmp_path / "model")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Evil: pass\n")
+    code = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil", "AutoImageProcessor": "evil.Evil"}
+    for name in ("tokenizer_config.json", "config.json", "preprocessor_config.json"):
+        change(folder / name, lambda found: found.update(auto_map=code, tokenizer_class="Evil"))
+    batch = [noise(64, 32)]
+    assert loaded(folder).caption(batch, 6) == loaded(folders["blip"]).caption(batch, 6)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_older_folders_template_is_the_processors(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["qwen"], tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = settings.pop("chat_template")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    batch = [noise(64, 32)]
+    assert loaded(folder).caption(batch, 6) == loaded(folders["qwen"]).caption(batch, 6)
+
+
+def test_wrong_requests_are_refused(folders: dict[str, Path], pictures: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--prompt 'what\\?': Florence-2 knows tasks, not questions. Use one of <CAPT"):
+        run(request(pictures, folders["florence"], prompt="what?"))
+    with pytest.raises(UserError, match="--model: nowhere does not exist"):
+        run(request(pictures, Path("nowhere")))
+    with pytest.raises(UserError, match="is a folder of pictures, which has no fields"):
+        run(request(pictures, folders["blip"], overrides=("data.repeats=2",)))
+    (pictures / "metadata.jsonl").write_text("")
+    with pytest.raises(UserError, match="takes its captions from metadata.jsonl, not from text files"):
+        run(request(pictures, folders["blip"]))
+    assert texts(pictures) == {}
+
+
+def test_a_configurations_folders_are_captioned(
+    folders: dict[str, Path], pictures: Path, tmp_path: Path, tiny_config: dict
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(tiny_config | {"data": {"path": str(pictures), "captions": "txt", "resolution": 32}}))
+    assert run(request(config, folders["blip"])).written == 5
+    with pytest.raises(UserError, match="data.prompt is set, so no caption in .* would be read"):
+        run(request(config, folders["blip"], overrides=("data.prompt=a dog",)))
+
+
+def test_the_verb(folders: dict[str, Path], pictures: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["caption", str(pictures), "--model", str(folders["florence"]), "--device", "cpu", "--max-new-tokens", "6"]
+    assert main([*words, "--predict"]) == 0 and texts(pictures) == {}
+    assert main([*words, "--precision", "int8", "--batch-size", "2", "--trigger", "sks"]) == 0
+    said = capsys.readouterr().out
+    assert "caption 5 pictures" in said and "MiB on the device" in said and "of weights in int8" in said
+    assert all(text.startswith("sks, ") for text in texts(pictures).values()) and len(texts(pictures)) == 5
+    (pictures / "a.txt").write_text("mine")
+    with pytest.raises(SystemExit):
+        main([*words, "--again", "--replace"])
+    assert (pictures / "a.txt").read_text() == "mine"
+
+
+def test_a_full_device_says_what_helps(
+    folders: dict[str, Path], pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Captioner, "caption", full)
+    with pytest.raises(UserError, match="the device is full. Captions so far are written") as found:
+        run(request(pictures, folders["blip"]))
+    assert found.value.code == captioning.OUT_OF_MEMORY == 5
+
+
+def test_without_a_card_the_cpu_must_be_asked_for(
+    folders: dict[str, Path], pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captioning, "driver_version", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="--device: no NVIDIA GPU was found. Use --device cpu"):
+        run(request(pictures, folders["blip"], device="auto"))
+
+
+def test_a_card_that_is_too_small_or_too_old_is_said(
+    folders: dict[str, Path], pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card("tiny", 2**28, (7, 5))
+    monkeypatch.setattr(captioning, "choose_device", lambda *_, **__: (torch.device("cuda"), "tiny (sm_75)"))
+    monkeypatch.setattr(captioning, "capability_of", lambda _: card.capability)
+    monkeypatch.setattr(captioning, "card_at_hand", lambda _: (card, 0))
+    monkeypatch.setattr(captioning, "load_captioner", None)
+    with pytest.raises(UserError, match="--precision bf16 needs a card with bf16, and this is tiny"):
+        run(request(pictures, folders["blip"], precision="bf16"))
+    with pytest.raises(UserError, match="tiny has 256 free. Use --precision int8 or --batch-size 1 or a smaller"):
+        run(request(pictures, folders["blip"], precision="fp32", batch=2))
