@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -120,20 +122,24 @@ def test_a_run_of_the_terminal_counts(tmp_path: Path, roots: Roots) -> None:
     step_until(roots, [("one", "running"), ("card", "running")])
 
 
-def test_a_killed_runner_loses_nothing_and_starts_nothing_twice(
-    tmp_path: Path, roots: Roots, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_runner_loses_nothing_and_starts_nothing_twice(tmp_path: Path, roots: Roots) -> None:
     put(roots, "one", "two")
-    pid = os.fork()
-    if pid == 0:  # dies between the start of the run and the line in the queue
-        monkeypatch.setattr(queue, "write_json", lambda *a, **k: os._exit(9))
-        try:
-            queue_runner.step(roots)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    killed = f"""
+import os
+from functools import partial
+from pathlib import Path
+from simpletune.web import processes, queue, queue_runner
+from simpletune.web.roots import make_roots
+processes.start = partial(processes.start, module="stands_in")
+queue.write_json = lambda *a, **k: os._exit(9)  # between the start of the run and the line in the queue
+queue_runner.step(make_roots(Path({str(roots.runs)!r}), [Path({str(tmp_path)!r})]))
+"""
+    paths = os.pathsep.join([str(processes.PACKAGE), str(tmp_path / "modules")])
+    child = subprocess.run([sys.executable, "-c", killed], env={**os.environ, "PYTHONPATH": paths}, check=False)
+    assert child.returncode == 9
     assert states(roots) == [("one", "waiting"), ("two", "waiting")]
     step_until(roots, [("one", "running"), ("two", "waiting")])
+    until((tmp_path / "began").exists)
     (tmp_path / "go-one").touch()
     (tmp_path / "runs" / "one" / "config.json").write_text("{}")
     (tmp_path / "runs" / "one" / "summary.json").write_text('{"steps": 3}')

@@ -83,8 +83,7 @@ def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simp
         write_json(_record_of(log), record, shared=True)
         try:
             child = subprocess.Popen(
-                # -P: the current folder holds a user's files, which are no modules
-                [sys.executable, "-P", "-m", module, *words], cwd=roots.named[0], env=_environment(),
+                command(module, words), cwd=roots.named[0], env=environment(),
                 stdin=subprocess.DEVNULL, stdout=opened, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
@@ -181,7 +180,13 @@ def _reap(child: subprocess.Popen[bytes], log: Path, record: Json) -> None:
         _unreaped.discard(log)
 
 
-def _environment() -> dict[str, str]:
+def command(module: str, words: Sequence[str]) -> list[str]:
+    """Return the command that runs a module."""
+    return [sys.executable, "-P", "-m", module, *words]  # -P: the current folder holds a user's files, no modules
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of child processes: they find this package, and print at once."""
     paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
