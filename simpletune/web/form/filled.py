@@ -14,7 +14,7 @@ from simpletune.cards import Card
 from simpletune.config.explain import explain
 from simpletune.config.load import read_json, validate
 from simpletune.config.schema import TrainConfig
-from simpletune.options import ConfigError, Json, Problem, UserError
+from simpletune.options import ConfigError, Json, Problem, UserError, plural
 from simpletune.runs.folder import CONFIG
 from simpletune.web.form import presets
 from simpletune.web.form.edit import YOU, Base, Edited, changes, edited, get_at, overrides, set_at
@@ -102,6 +102,17 @@ class Filled:
     def yours_in(self, section: str) -> int:
         """Count the user's own values in a section."""
         return sum(path.startswith(f"{section}.") or path == section for path in self.edited.mine)
+
+    @property
+    def line(self) -> str:
+        """The most telling settings in a line; empty if they cannot be read."""
+        config = self.planned
+        if config is None:
+            return ""
+        length = plural(config.train.epochs, "epoch") if config.train.epochs else plural(config.steps(1), "step")
+        parts = [config.model.pretrained, config.adapter.method, f"{config.data.resolution} px", f"{length} of "
+                 f"{plural(config.train.batch_size, 'picture')}", f"learning rate {config.optimizer.lr:g}"]  # fmt: skip
+        return ", ".join(parts)
 
     @property
     def about(self) -> str:
