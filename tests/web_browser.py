@@ -105,11 +105,9 @@ def browsing(dark: bool = False, size: tuple[int, int] = DESKTOP) -> Iterator[Br
         options.add_argument(flag)
     driver = webdriver.Chrome(options, Service(DRIVER))
     try:
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        yield Browser(driver)
+        browser = Browser(driver)
+        browser.look(dark, size)
+        yield browser
     finally:
         driver.quit()
 
@@ -131,6 +129,18 @@ class Browser:
         """The text of an element that may be replaced meanwhile; empty without it."""
         script = "const e = document.querySelector(arguments[0]); return e ? e.innerText : ''"
         return str(self.driver.execute_script(script, css))
+
+    def raw(self, css: str) -> str:
+        """The text of an element, folded or not."""
+        script = "const e = document.querySelector(arguments[0]); return e ? e.textContent : ''"
+        return str(self.driver.execute_script(script, css))
+
+    def look(self, dark: bool, size: tuple[int, int]) -> None:
+        """Choose the theme and the size of the window."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def fill(self, css: str, text: str) -> None:
         place = self.find(css)
@@ -173,13 +183,17 @@ class Browser:
                     found.append(f"request to {url}")
         return found
 
-    def violations(self) -> list[str]:
-        """What axe-core objects to on the page as it is."""
+    def violations(self, *rules: str) -> list[str]:
+        """What axe-core objects to on the page as it is, by all rules or by these."""
         import axe_core_python
 
         script = Path(axe_core_python.__file__).with_name("axe.min.js").read_text()
-        self.driver.execute_script(script)
-        result = self.driver.execute_async_script("axe.run(document).then(arguments[0])")
+        if not self.driver.execute_script("return 'axe' in window"):
+            self.driver.execute_script(script)
+        result = self.driver.execute_async_script(
+            "const [options, done] = arguments; axe.run(document, options).then(done)",
+            {"runOnly": list(rules)} if rules else {},
+        )
         return [
             f"{each['id']}: {node['html'][:200]} {node.get('failureSummary', '')[:300]}"
             for each in result["violations"]

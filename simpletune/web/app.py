@@ -24,6 +24,7 @@ from simpletune.web.templates import SHARED, TEMPLATES, render
 PAGES = (all_runs, start)  # each has `routes() -> list[Route]` and `stamps(roots) -> dict[str, Hashable]`
 STATIC = {
     "base.css": SHARED, "app.css": TEMPLATES, "app.js": TEMPLATES, "htmx.min.js": TEMPLATES,
+    "start.js": TEMPLATES,
 }  # fmt: skip
 
 
