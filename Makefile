@@ -4,7 +4,7 @@ SHELL := /usr/bin/env bash
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test slow gpu dry softgpu kernels coverage torture mutants tiny-sd3 tiny-encoders clean
+.PHONY: help setup quality style test slow gpu dry softgpu kernels coverage torture web screens mutants tiny-sd3 tiny-encoders clean
 
 help:  ## show this list; takes no time
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,12 @@ torture: setup  ## kill 50 runs at named and random moments (10 minutes on 2 idl
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture.py
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/attacks.py
 	SIMPLETUNE_FUZZ=500 $(PY) -m pytest -q tests/test_fuzz.py tests/test_data_odd.py
+
+web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; time not measured
+	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m "slow or not slow" --timeout 900 tests/test_web_browser.py
+
+screens: setup  ## draw the screenshots of docs/web.md: every page, desktop and phone, both themes; time not measured
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/web_screens.py
 
 mutants: setup  ## does a test fail for each fault of tests/mutants.toml? begins none after 30 minutes, and then goes on
 	PYTHONPATH=. $(PY) tests/mutants.py --minutes 30

@@ -1,21 +1,67 @@
-"""All runs: a table with pictures, the settings that differ, figures."""
+"""All runs: a table with pictures, the settings that differ, figures; beside it the queue."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from simpletune.options import Json, UserError
+from simpletune.runs.attempts import read_attempts, total_seconds
+from simpletune.runs.folder import SUMMARY, read_json_or_none
+from simpletune.system.atomic import atomic_file
+from simpletune.web import queue
 from simpletune.web.roots import Roots
-from simpletune.web.run_state import stamp, state_of
-from simpletune.web.templates import render
+from simpletune.web.run_state import RunState, stamp, state_of
+from simpletune.web.templates import read_form, render
+
+THUMBNAILS, SIDE = "thumbnails", 176  # pixels
+SAME = ("$schema", "version", "about", "name", "output", "tracking", "profile")  # settings that no figure depends on
+LISTED = 6  # settings of a run
+LONGEST = 40  # characters of a setting
+CACHED = 1000  # runs
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the table shows of a run, without what depends on the others.
+
+    Args:
+        state: of the run.
+        settings: its settings as text, by path.
+        best: best held-out loss, or loss at the end; None if unknown.
+        peak: GiB of device memory; None if it was not measured.
+        seconds: of all attempts.
+        picture: what the thumbnail's address ends with; empty if there is no picture.
+    """
+
+    state: RunState
+    settings: Mapping[str, str]
+    best: str
+    peak: float | None
+    seconds: float
+    picture: str
 
 
 def routes() -> list[Route]:
     """Return the page's routes."""
-    return [Route("/", all_runs), Route("/runs/table", table)]
+    return [
+        Route("/", all_runs),
+        Route("/runs/table", table),
+        Route("/runs/queue", queue_part),
+        Route("/runs/thumbnail/{name}", thumbnail),
+        Route("/queue/{what}", change_queue, methods=["POST"]),
+    ]
 
 
 def stamps(roots: Roots) -> dict[str, Hashable]:
@@ -26,13 +72,162 @@ def stamps(roots: Roots) -> dict[str, Hashable]:
 
 def all_runs(request: Request) -> Response:
     """GET /: the page."""
-    return render(request, "all_runs.html", runs=_rows(request))
+    roots = request.app.state.roots
+    return render(request, "all_runs.html", 200, runs=rows(roots), **_queue(roots))
 
 
 def table(request: Request) -> Response:
     """GET /runs/table: the table alone, when something has changed."""
-    return render(request, "all_runs_table.html", runs=_rows(request))
+    return render(request, "all_runs_table.html", runs=rows(request.app.state.roots))
 
 
-def _rows(request: Request) -> list[object]:
-    return [state_of(folder) for folder in request.app.state.roots.all_runs()]
+def queue_part(request: Request) -> Response:
+    """GET /runs/queue: the queue alone."""
+    return render(request, "queue.html", 200, **_queue(request.app.state.roots))
+
+
+CHANGES: Mapping[str, Callable[[Roots, str], None]] = {
+    "remove": queue.remove, "up": queue.move_up, "stop": queue.stop,
+}  # fmt: skip
+
+
+async def change_queue(request: Request) -> Response:
+    """POST /queue/remove, /queue/up, /queue/stop: change the entry ``id``."""
+    form = await read_form(request)
+    act, which = CHANGES.get(request.path_params["what"]), form.get("id", [""])[-1]
+    if act is None:
+        raise HTTPException(404)
+    await run_in_threadpool(act, request.app.state.roots, which)
+    if request.headers.get("hx-request") != "true":
+        return RedirectResponse("/", 303)
+    return await run_in_threadpool(queue_part, request)
+
+
+def thumbnail(request: Request) -> Response:
+    """GET /runs/thumbnail/NAME?v=STAMP: the newest sheet of validation pictures, small."""
+    roots: Roots = request.app.state.roots
+    run = roots.run(request.path_params["name"])
+    picture = state_of(run).picture if run is not None else None
+    file = roots.inside(run, picture) if run is not None and picture is not None else None
+    if file is None:
+        raise HTTPException(404)
+    return FileResponse(small(roots, file), headers={"cache-control": "private, max-age=86400"})
+
+
+def small(roots: Roots, file: Path) -> Path:
+    """Return a small copy of a picture, made once."""
+    from PIL import Image
+
+    found = file.stat()
+    key = hashlib.sha256(f"{file} {found.st_mtime_ns} {found.st_size}".encode()).hexdigest()[:24]
+    target = roots.own / THUMBNAILS / f"{key}.jpg"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with Image.open(file) as picture:
+                picture.thumbnail((SIDE, SIDE))
+                with atomic_file(target, shared=True) as part:
+                    picture.convert("RGB").save(part, "JPEG", quality=85)
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise HTTPException(404, f"{file.name} is no picture that can be read ({error})") from None
+    return target
+
+
+def rows(roots: Roots) -> list[Row]:
+    """Return what the table shows, running runs first, then the newest.
+
+    Args:
+        roots: of the page.
+    """
+    found = [(known(folder, stamp(folder)), _age(folder)) for folder in roots.all_runs()]
+    found.sort(key=lambda pair: (pair[0].state.word != "running", -pair[1]))
+    differing = differences([each.settings for each, _ in found])
+    return [
+        {"state": each.state, "differs": own, "best": each.best, "peak": each.peak, "time": in_words(each.seconds),
+         "picture": each.picture}
+        for (each, _), own in zip(found, differing, strict=True)
+    ]  # fmt: skip
+
+
+@lru_cache(maxsize=CACHED)
+def known(folder: Path, stamp: Hashable) -> Known:
+    """Read a run; again only when its stamp has changed.
+
+    Args:
+        folder: of the run.
+        stamp: of its files.
+    """
+    state = state_of(folder)
+    summary = read_json_or_none(folder / SUMMARY) or {}
+    try:
+        seconds = total_seconds(read_attempts(folder))
+    except (ValueError, OSError):
+        seconds = 0.0
+    picture = ""
+    if state.picture is not None:
+        picture = str((folder / state.picture).stat().st_mtime_ns)
+    peak = summary.get("peak_allocated_gib")
+    settings = {path: text for path, text in flat(state.settings).items() if path.partition(".")[0] not in SAME}
+    return Known(state, settings, _best(summary), peak if isinstance(peak, float) else None, seconds, picture)
+
+
+def differences(settings: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Return for each run the settings that differ from those of most runs, in words.
+
+    Args:
+        settings: of each run, as text by path.
+    """
+    counts: dict[str, Counter[str | None]] = {}
+    for each in settings:
+        for path in each:
+            counts.setdefault(path, Counter())
+    for path, counter in counts.items():
+        counter.update(each.get(path) for each in settings if each)
+    usual = {path: counter.most_common(1)[0][0] for path, counter in counts.items()}
+    found = []
+    for each in settings:
+        own = [f"{path} {each.get(path, 'default')}" for path in usual if each and each.get(path) != usual[path]]
+        found.append([*own[:LISTED], *([f"and {len(own) - LISTED} more"] if len(own) > LISTED else [])])
+    return found
+
+
+def flat(settings: Json, prefix: str = "") -> dict[str, str]:
+    """Return settings as text, by dotted path."""
+    found: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            found[f"{prefix}{key}"] = text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    return found
+
+
+def in_words(seconds: float) -> str:
+    """Return a time as the table shows it."""
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s" if seconds else ""
+
+
+def _best(summary: Json) -> str:
+    best = summary.get("best")
+    if isinstance(best, dict) and best.get("by") != "last":
+        return f"step {best.get('step')} by {best.get('by')}"
+    after = summary.get("eval_loss_after")
+    return f"{after:.4f}" if isinstance(after, float) else ""
+
+
+def _age(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _queue(roots: Roots) -> dict[str, object]:
+    """Return what the queue's part shows."""
+    try:
+        return {"entries": queue.read(roots), "damaged": ""}
+    except UserError as error:
+        return {"entries": [], "damaged": str(error)}

@@ -1,0 +1,185 @@
+"""Put a user's changes on top of a base configuration, and say of every value where it comes from.
+
+A form posts all of its fields. Changed is what differs from what it was shown with, or was changed before: so a new
+base (another card, another file) replaces the values that the user has not touched and leaves theirs alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from simpletune.config.family_rules import with_family
+from simpletune.config.load import _trains_base, with_default_tags
+from simpletune.config.overrides import BESIDE_THE_JOB, merge
+from simpletune.config.schema import TrainConfig
+from simpletune.memory.profiles import with_profile
+from simpletune.options import Json
+from simpletune.web.form.fields import PROFILE, Section, Shown, sections_of
+
+DEEPEST = 4  # structures inside each other
+YOU, DEFAULT = "you", "default"
+
+
+@dataclass(frozen=True)
+class Base:
+    """A configuration to start from.
+
+    Args:
+        data: its JSON.
+        label: where it comes from, as the form says it of a value: ``preset``, ``file NAME``, ``run NAME``.
+        origin: the shipped configuration or the file that it was made from, for the command line.
+        reasons: why a field has its value, by path.
+        notes: what the user should know.
+    """
+
+    data: Json
+    label: str
+    origin: str
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Edited:
+    """A configuration in the form.
+
+    Args:
+        data: JSON to validate and to save: the base with the user's changes.
+        sections: all fields with their texts.
+        mine: the user's texts by path.
+        sources: where the value of each field comes from, by path.
+    """
+
+    data: Json
+    sections: list[Section]
+    mine: Mapping[str, str]
+    sources: Mapping[str, str]
+
+    def fields(self) -> dict[str, Shown]:
+        """Return the fields by path."""
+        return {each.path: each for section in self.sections for each in section.fields()}
+
+
+def changes(posted: Mapping[str, str], shown: Mapping[str, str], mine: Mapping[str, str]) -> dict[str, str]:
+    """Return the user's texts by path.
+
+    Args:
+        posted: the form's fields.
+        shown: the texts that it was shown with.
+        mine: texts that were the user's already; those of fields that are not shown at present stay.
+    """
+    posted = {path: text.replace("\r\n", "\n") for path, text in posted.items()}
+    touched = {path: text for path, text in posted.items() if path in mine or text != shown.get(path, text)}
+    return {**mine, **touched}
+
+
+def edited(base: Base, mine: Mapping[str, str]) -> Edited:
+    """Apply a user's changes, those first that decide which fields there are.
+
+    Args:
+        base: to start from.
+        mine: texts by path; unknown paths and those of fields that are not there are left out.
+    """
+    data, kept = copy.deepcopy(base.data), {}
+    for _ in range(DEEPEST):
+        todo = [each for each in _fields(data) if each.structure and mine.get(each.path, each.text) != each.text]
+        for each in todo:
+            kept[each.path] = mine[each.path]
+            data = _with_structure(data, each, mine[each.path])
+        if not todo:
+            break
+    kept = {path: text for path, text in kept.items() if path in {each.path for each in _fields(data)}}
+    frame = _fields(data)
+    for each in frame:
+        if not each.structure and mine.get(each.path, each.text) != each.text:
+            kept[each.path] = mine[each.path]
+            set_at(data, each.path, each.parse(mine[each.path]))
+    _drop_about(base.data, data)
+    sections = [_with_texts(section, kept) for section in sections_of(complete(data))]
+    return Edited(data, sections, kept, _sources(base, data, sections, kept))
+
+
+def complete(data: Json) -> Json:
+    """Fill in what the family, the profile and the unions' tags decide."""
+    return with_default_tags(TrainConfig, with_profile(with_family(data), _trains_base(data)))
+
+
+def set_at(data: Json, path: str, value: object) -> None:
+    """Set a value in place; sections on the way are made."""
+    *parents, leaf = path.split(".")
+    for name in parents:
+        if not isinstance(data.get(name), dict):
+            data[name] = {}
+        data = data[name]
+    data[leaf] = value
+
+
+def get_at(data: object, path: str) -> object:
+    """Return the value at a path; None if it is missing."""
+    for name in path.split("."):
+        data = data.get(name) if isinstance(data, dict) else None
+    return data
+
+
+def overrides(base: Json, data: Json) -> dict[str, object]:
+    """Return the values of ``data`` that differ from ``base``, by path."""
+    found: dict[str, object] = {}
+    for key, value in data.items():
+        if isinstance(value, dict) and isinstance(base.get(key, {}), dict):
+            found |= {f"{key}.{path}": inner for path, inner in overrides(base.get(key, {}), value).items()}
+        elif key not in base or base[key] != value:
+            found[key] = value
+    return found
+
+
+def _fields(data: Json) -> list[Shown]:
+    return [each for section in sections_of(complete(data)) for each in section.fields()]
+
+
+def _with_structure(data: Json, field: Shown, text: str) -> Json:
+    """Set a tag as an override does, which drops what the new member lacks; or a section that may be missing."""
+    if field.info is None or field.path == PROFILE:
+        set_at(data, field.path, field.parse(text))
+        return data
+    merged, _, problems = merge(data, [f"{field.path}={text}"])
+    return data if problems else merged
+
+
+def _with_texts(section: Section, mine: Mapping[str, str]) -> Section:
+    """Show the user's own texts, which may be no values yet."""
+    items: list[Shown | Section] = []
+    for each in section.items:
+        if isinstance(each, Section):
+            items.append(_with_texts(each, mine))
+        else:
+            text = mine.get(each.path, each.text)
+            items.append(Shown(each.path, text, each.help, each.kind, each.choices, each.structure, each.info))
+    return Section(section.path, section.help, items)
+
+
+def _sources(base: Base, data: Json, sections: list[Section], mine: Mapping[str, str]) -> dict[str, str]:
+    """Say of every field where its value comes from."""
+    own, family = with_default_tags(TrainConfig, data), with_default_tags(TrainConfig, with_family(data))
+    whole, profile = complete(data), get_at(data, PROFILE)
+    found = {}
+    for section in sections:
+        for each in section.fields():
+            value = get_at(whole, each.path)
+            source = DEFAULT
+            if each.path in mine:
+                source = YOU
+            elif get_at(base.data, each.path) is not None and get_at(own, each.path) == get_at(base.data, each.path):
+                source = base.label
+            elif value is not None and get_at(family, each.path) != value:
+                source = f"profile {profile}"
+            found[each.path] = source
+    return found
+
+
+def _drop_about(base: Json, data: Json) -> None:
+    """Remove a description that changes have made untrue."""
+    changed = {path.partition(".")[0] for path in overrides(base, data)}
+    if changed - set(BESIDE_THE_JOB) and data.get("about") == base.get("about"):
+        data.pop("about", None)

@@ -1,0 +1,328 @@
+"""The pages in headless Chromium: a newcomer's path by real clicks, accessibility, many tabs, hostile names, kills."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import urlretrieve
+
+import pytest
+from PIL import Image
+from web_browser import DESKTOP, PHONE, Browser, Server, browsing, needs_browser, serving
+
+pytestmark = needs_browser
+HOSTILE = "a<img src=x onerror=document.title='owned'>'\"&amp;"
+
+
+def pictures(folder: Path, count: int = 4) -> Path:
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.effect_noise((96, 96), 60 + number).convert("RGB").save(folder / f"{number}.png")
+    return folder
+
+
+def make_run(folder: Path, **settings: object) -> Path:
+    """A finished run as its files."""
+    (folder / "samples").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"name": folder.name, "train": {"steps": 3}, **settings}))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 3, "loss": 0.25}\n')
+    (folder / "summary.json").write_text('{"steps": 3, "steps_per_epoch": 1, "output": "x"}')
+    Image.new("RGB", (300, 100), "teal").save(folder / "samples" / "step-3.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with pictures and with runs, one of them with a hostile name."""
+    root = tmp_path_factory.mktemp("root")
+    pictures(root / "pics")
+    pictures(root / HOSTILE.replace("/", ""))
+    make_run(root / "runs" / "old", adapter={"rank": 4})
+    make_run(root / "runs" / HOSTILE.replace("/", ""), about=HOSTILE, adapter={"rank": HOSTILE})
+    (root / "hostile.json").write_text(
+        json.dumps({"name": HOSTILE, "about": HOSTILE, "data": {"path": HOSTILE, "prompt": HOSTILE}, HOSTILE: 1})
+    )
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def light(server: Server) -> Iterator[Browser]:
+    with browsing() as found:
+        yield found
+
+
+FOCUSED = "const e = document.activeElement; return e.name || e.id || e.className || e.tagName"
+PAGES = ("/", "/start", "/start?file=hostile.json", "/start?from=old", "/run/old", "/data", "/queued/none")
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_page_is_accessible_silent_and_stays_on_the_server(server: Server, light: Browser, path: str) -> None:
+    light.look(False, DESKTOP)
+    light.open(server.url + path)
+    if path == "/start":
+        light.driver.execute_script("document.querySelectorAll('details').forEach((each) => each.open = true)")
+    assert light.violations() == []
+    light.look(True, PHONE)
+    assert light.violations("color-contrast") == []
+    width = light.driver.execute_script("return document.documentElement.clientWidth")
+    assert light.driver.execute_script("return document.documentElement.scrollWidth") <= width
+    light.look(False, DESKTOP)
+    assert [each for each in light.complaints() if not ("404" in each and path in each)] == []
+    assert "owned" not in light.driver.title
+
+
+def test_hostile_names_stay_text(server: Server, light: Browser) -> None:
+    light.open(server.url + "/")
+    light.until(lambda: HOSTILE.replace("/", "") in light.text("#runs"), "the run's name")
+    light.open(server.url + "/start")
+    light.fill('[name="data.path"]', HOSTILE.replace("/", ""))
+    light.fill('[name="trigger"]', HOSTILE)
+    light.until(lambda: light.find('[name="data.prompt"]').get_attribute("value") == f"a photo of {HOSTILE}", "prompt")
+    assert "owned" not in light.driver.title
+    assert light.driver.find_elements("css selector", "img[src=x]") == []
+    assert light.complaints() == []
+
+
+def test_the_form_answers_within_a_second_and_keeps_focus_and_values(server: Server, light: Browser) -> None:
+    light.open(server.url + "/start")
+    light.fill('[name="data.path"]', "pics")
+    light.until(lambda: light.text("#to-mend") == "" and light.raw("#command").count("data.path"), "no problems")
+    light.until(lambda: "GiB" in light.text("#live") and light.text("#live-state") == "", "prediction", 120)
+    light.click("#everything > summary")
+    light.click("#d-train > summary")
+    script = """
+      const done = arguments[arguments.length - 1], begun = performance.now();
+      const field = document.querySelector('[name="train.batch_size"]');
+      new MutationObserver(() => {
+        if (document.querySelector('#live.stale')) done(performance.now() - begun);
+      }).observe(document.body, {subtree: true, childList: true, attributes: true});
+      field.focus(); field.value = '2'; field.dispatchEvent(new Event('input', {bubbles: true}));
+    """
+    milliseconds = light.driver.execute_async_script(script)
+    print(f"greyed {milliseconds:.0f} ms after a change")
+    assert milliseconds < 1000
+    assert light.driver.execute_script("return document.activeElement.name") == "train.batch_size"
+    light.until(lambda: light.text("#live-state") == "", "the new prediction", 120)
+    light.click("#d-optimizer > summary")
+    select = light.find('[name="optimizer.name"]')
+    light.driver.execute_script("arguments[0].focus()", select)
+    select.send_keys("prod")
+    light.until(lambda: light.driver.find_elements("css selector", '[name="optimizer.d_coef"]'), "Prodigy's fields")
+    assert light.driver.execute_script("return document.activeElement.name") == "optimizer.name"
+    assert "from: you" in light.text("#n-optimizer-name") and "from: preset" in light.text("#n-schedule-name")
+    assert light.find('[name="train.batch_size"]').get_attribute("value") == "2"
+    assert light.complaints() == []
+
+
+def test_the_start_page_works_by_keyboard_alone(server: Server, folder: Path, light: Browser) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    light.open(server.url + "/start")
+
+    def press(*keys: str) -> str:
+        ActionChains(light.driver).send_keys(*keys).perform()
+        return str(light.driver.execute_script(FOCUSED))
+
+    def tab_to(name: str) -> None:
+        for _ in range(60):
+            if press(Keys.TAB) == name:
+                return
+        raise AssertionError(f"{name} cannot be reached by Tab")
+
+    assert press(Keys.TAB) == "skip"
+    tab_to("data.path")
+    press("nothing", Keys.ENTER)  # Enter in a field starts nothing
+    light.until(lambda: "does not exist" in light.text("#n-data-path"), "the problem")
+    assert light.driver.current_url.endswith("/start")
+    tab_to("trigger")
+    tab_to("go")
+    press(Keys.ENTER)
+    light.until(lambda: light.driver.current_url.endswith("/start/run"), "the form with its problem")
+    assert "1 problem to mend" in light.text("#ready")
+    tab_to("data.path")
+    assert light.driver.execute_script("return getComputedStyle(document.activeElement).outlineStyle") != "none"
+    assert [each for each in light.complaints() if "422" not in each] == []
+    assert not (folder / "runs" / ".web" / "queue.json").exists()
+
+
+def test_two_pages_see_the_same_and_a_stopped_server_is_said(folder: Path, server: Server, light: Browser) -> None:
+    with serving(folder) as second:
+        light.open(second.url + "/")
+        light.until(lambda: light.text("#connection") == "live", "the stream")
+        make_run(folder / "runs" / "later")
+        light.until(lambda: "later" in light.text("#runs"), "the run of another program", 10)
+        second.kill()
+        light.until(lambda: "not connected" in light.text("#connection"), "the lost server")
+    light.complaints()  # of requests to a server that is gone
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_newcomers_path(tmp_path: Path) -> None:
+    """Folder, Start, live loss and pictures, stop, continue, compare, a LoRA that loads in diffusers."""
+    pictures(tmp_path / "pics")
+    with serving(tmp_path) as server, browsing(size=DESKTOP) as browser:
+        browser.open(server.url + "/start")
+        browser.fill('[name="data.path"]', "pics")
+        browser.fill('[name="trigger"]', "glim")
+        browser.until(lambda: browser.text("#to-mend") == "" and "photo of glim" in browser.raw("#command"), "the form")
+        shorten(browser, steps=400, every=40)
+        browser.click("#go")
+        browser.until(lambda: "/run/pics" in browser.driver.current_url, "the run's page", 300)
+        first = browser.until(lambda: browser.text("#run-loss"), "a loss", 120)
+        browser.until(lambda: browser.text("#run-loss") not in ("", first), "the next loss")
+        browser.until(lambda: browser.driver.find_elements("css selector", "#matrix img"), "pictures", 120)
+        assert browser.violations() == []
+        browser.click("#draw-now")
+        browser.until(lambda: "draw done" in browser.text("#run-requests"), "a picture between two steps", 120)
+        browser.click("#save-now")
+        browser.until(lambda: "save done" in browser.text("#run-requests"), "a checkpoint", 120)
+        browser.click("#stop-now")
+        browser.until(lambda: "stopped" in browser.text("#run-state"), "the end", 120)
+        stopped = step_of(browser)
+        assert 0 < stopped < 400
+        browser.until(lambda: browser.driver.find_elements("css selector", "#continue-steps"), "the form to go on")
+        browser.fill("#continue-steps", str(stopped + 5))
+        browser.click("#continue")
+        browser.until(lambda: "finished" in browser.text("#run-state"), "the continued run's end", 300)
+        assert step_of(browser) == stopped + 5
+        browser.fill("#compare-strengths", "0, 1")
+        browser.click("#compare")
+        browser.until(lambda: browser.driver.find_elements("css selector", "#frames-1 img"), "the comparison", 300)
+        address = browser.find("#download-result").get_attribute("href")
+        assert browser.violations() == [] and browser.complaints() == []
+    with serving(tmp_path) as server:  # the address outlives a server
+        there = urlsplit(address).path
+        urlretrieve(server.url + there, tmp_path / "lora.safetensors")
+    assert layers_in_diffusers(tmp_path / "lora.safetensors") > 0
+
+
+def shorten(browser: Browser, steps: int, every: int) -> None:
+    """Shorten the run in the folded sections."""
+    browser.click("#everything > summary")
+    values = {
+        "train": {"steps": steps, "batch_size": 1}, "checkpoint": {"every": every},
+        "validation": {"every": every, "steps": 2, "eval_samples": 2},
+    }  # fmt: skip
+    for section, fields in values.items():
+        browser.click(f"#d-{section} > summary")
+        for name, value in fields.items():
+            browser.fill(f'[name="{section}.{name}"]', str(value))
+    for section, fields in values.items():
+        words = f"{len(fields)} yours"
+        browser.until(
+            lambda section=section, words=words: words in browser.text(f"#c-{section}"), f"{section}: {words}"
+        )
+
+
+def step_of(browser: Browser) -> int:
+    return int(browser.text("#run-state").partition("step ")[2].partition(" of")[0].replace(",", ""))
+
+
+def layers_in_diffusers(file: Path) -> int:
+    """Load a LoRA into the embedded model by diffusers alone; return how many layers it has."""
+    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+    from safetensors.torch import load_file
+
+    from simpletune.demo import resolve
+
+    folder = resolve("demo:tiny-sd3", file.parent / "cache")
+    transformer = SD3Transformer2DModel.from_pretrained(folder, subfolder="transformer")
+    state, alphas = StableDiffusion3Pipeline.lora_state_dict(load_file(file), return_alphas=True)
+    del alphas
+    StableDiffusion3Pipeline.load_lora_into_transformer(state, transformer, adapter_name="it")
+    return sum("lora_A" in name for name, _ in transformer.named_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_page_that_is_killed_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) -> None:
+    pictures(tmp_path / "pics")
+    with serving(tmp_path) as server, browsing() as browser:
+        browser.open(server.url + "/start")
+        browser.fill('[name="data.path"]', "pics")
+        browser.until(lambda: browser.text("#to-mend") == "", "the form")
+        shorten(browser, steps=60, every=60)
+        browser.click("#go")
+        browser.until(lambda: "/start" not in browser.driver.current_url, "the queue")
+        (config,) = (tmp_path / "runs" / ".web" / "configs").glob("*.json")
+        browser.open(f"{server.url}/start?file={config}")
+        browser.click("#go")
+        browser.until(lambda: "/start" not in browser.driver.current_url, "the queue again")
+        metrics = tmp_path / "runs" / "pics" / "metrics.jsonl"
+        browser.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, "some steps", 200)
+        port = urlsplit(server.url).port or 0
+        server.kill()
+        before = metrics.read_text().count("\n")
+        browser.until(lambda: metrics.read_text().count("\n") > before + 2, "steps without a page", 100)
+        with serving(tmp_path, port) as again:
+            browser.open(again.url + "/")
+            browser.until(lambda: browser.text("#queue").count("finished") == 2, "both runs", 300)
+            assert "pics.1" in browser.text("#runs")
+    for name in ("pics", "pics.1"):
+        rows = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(row)["step"] for row in rows] == list(range(1, 61))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_twelve_tabs_of_a_browser_stay_alive(folder: Path, server: Server, light: Browser) -> None:
+    driver = light.driver
+    first = driver.current_window_handle
+    tabs = [first]
+    light.open(server.url + "/")
+    for _ in range(11):
+        driver.switch_to.new_window("tab")
+        light.open(server.url + "/")
+        tabs.append(driver.current_window_handle)
+    for number, tab in enumerate(tabs):
+        driver.switch_to.window(tab)
+        make_run(folder / "runs" / f"tab{number}")
+        light.until(lambda name=f"tab{number}": name in light.text("#runs"), f"tab {number} updates", 15)
+        light.until(lambda: light.text("#connection") in ("live", "asking every 3 s"), "connection")
+    for tab in tabs[1:]:
+        driver.switch_to.window(tab)
+        driver.close()
+    driver.switch_to.window(first)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_thirty_streams_cost_at_most_three_percent_of_a_core(folder: Path, server: Server) -> None:
+    address = urlsplit(server.url)
+    seconds, streams, events = 20.0, 30, [0] * 30
+    stop = threading.Event()
+
+    def listen(number: int) -> None:
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+        connection.request("GET", "/events")
+        answer = connection.getresponse()
+        while not stop.is_set():
+            events[number] += answer.readline().startswith(b"event: changed")
+
+    for number in range(streams):
+        threading.Thread(target=listen, args=(number,), daemon=True).start()
+    time.sleep(3)
+    before, begun = server.processor_seconds(), time.monotonic()
+    metrics = folder / "runs" / "old" / "metrics.jsonl"
+    while time.monotonic() < begun + seconds:  # a run that steps: every second there is something to tell
+        with metrics.open("a") as file:
+            file.write('{"step": 3, "loss": 0.25}\n')
+        time.sleep(0.5)
+    share = (server.processor_seconds() - before) / (time.monotonic() - begun)
+    stop.set()
+    print(f"{streams} streams, {sum(events)} events: {share:.1%} of a core")
+    assert min(events) >= seconds / 2 / 2, events
+    assert share <= 0.03

@@ -1,0 +1,133 @@
+"""All runs: pictures, what differs, figures, the queue's buttons; cheap for many runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from web_pages import open_pages
+
+from simpletune.web import all_runs, queue, run_state
+from simpletune.web.all_runs import differences, flat, in_words
+from simpletune.web.queue import Entry
+from simpletune.web.roots import make_roots
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "ensure_runner", lambda roots: None)
+
+
+def make_run(folder: Path, picture: bool = True, **settings: object) -> Path:
+    folder.mkdir(parents=True)
+    data = {"name": folder.name, "train": {"steps": 10}, "adapter": {"rank": 8}, **settings}
+    (folder / "config.json").write_text(json.dumps(data))
+    (folder / "metrics.jsonl").write_text('{"step": 10, "loss": 0.25}\n')
+    summary = {"steps": 10, "peak_allocated_gib": 3.5, "eval_loss_after": 0.125}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    started = {"started": "2026-11-22T10:00:00Z", "device": "cpu", "from_step": 0, "last_step": 10, "seconds": 7200}
+    (folder / "attempts.json").write_text(json.dumps([{**started, "ended": "finished"}]))
+    if picture:
+        (folder / "samples").mkdir()
+        Image.new("RGB", (900, 300), "teal").save(folder / "samples" / "step-10.png")
+    return folder
+
+
+def test_the_table_shows_pictures_figures_and_what_differs(tmp_path: Path) -> None:
+    for name in ("a", "b", "c&<i>"):
+        make_run(tmp_path / "runs" / name)
+    make_run(tmp_path / "runs" / "other", adapter={"rank": 64}, optimizer={"lr": 0.00005})
+    client = open_pages(tmp_path)
+    text = client.get("/").text
+    assert "c&amp;&lt;i&gt;" in text and "<i>" not in text
+    assert "adapter.rank 64" in text and "optimizer.lr 5e-05" in text and "adapter.rank 8" not in text
+    assert text.count("3.50 GiB") == 4 and text.count("2.0 h") == 4 and text.count("0.1250") == 4
+    address = text.partition('src="/runs/thumbnail/')[2].partition('"')[0]
+    answer = client.get(f"/runs/thumbnail/{address}")
+    assert answer.headers["content-type"] == "image/jpeg" and "max-age" in answer.headers["cache-control"]
+    (small,) = (tmp_path / "runs" / ".web" / "thumbnails").glob("*.jpg")
+    with Image.open(small) as picture:
+        assert picture.size == (176, 59)
+    changed = small.stat().st_mtime_ns
+    client.get(f"/runs/thumbnail/{address}")
+    assert small.stat().st_mtime_ns == changed  # made once
+
+
+def test_a_damaged_picture_or_one_outside_is_not_sent(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "a")
+    client = open_pages(tmp_path)
+    (run / "samples" / "step-10.png").write_bytes(b"no picture")
+    assert client.get("/runs/thumbnail/a").status_code == 404
+    (run / "samples" / "step-10.png").unlink()
+    Image.new("RGB", (9, 9)).save(tmp_path / "secret.png")
+    (run / "samples" / "step-10.png").symlink_to(tmp_path / "secret.png")
+    assert client.get("/runs/thumbnail/a").status_code == 404
+    for name in ("none", "..", ".web", "%2e%2e"):
+        assert client.get(f"/runs/thumbnail/{name}").status_code == 404
+
+
+def test_what_differs_is_counted_against_most_runs() -> None:
+    settings = [{"a": "1", "b": "x"}, {"a": "1"}, {"a": "2"}, {}]
+    assert differences(settings) == [["b x"], [], ["a 2"], []]
+    many = [{}, {"k": "1"}, *({f"k{n}": "1"} for n in range(2)), {f"x{n}": "1" for n in range(9)}]
+    assert differences(many)[4][-1] == "and 3 more" and len(differences(many)[4]) == 7
+    assert flat({"a": {"b": [1, 2]}, "c": "x" * 99}) == {"a.b": "[1, 2]", "c": "x" * 37 + "..."}
+    assert [in_words(each) for each in (0, 5, 120, 9000)] == ["", "5 s", "2 min", "2.5 h"]
+
+
+def test_two_hundred_runs_are_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(200):
+        make_run(tmp_path / "runs" / f"run{number}", picture=False, seed=number)
+    roots = make_roots(tmp_path / "runs", [tmp_path])
+    assert len(all_runs.rows(roots)) == 200
+    reads = []
+    monkeypatch.setattr(all_runs, "state_of", lambda folder: reads.append(folder) or run_state.state_of(folder))
+    with (tmp_path / "runs" / "run7" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "loss": 0.5}\n')
+    begun = time.process_time()
+    shown = all_runs.rows(roots)
+    print(f"{time.process_time() - begun:.3f} s of processor time for the table of 200 runs, one changed")
+    assert [folder.name for folder in reads] == ["run7"]  # the others are read when they change
+    assert any(row["state"].done == 11 for row in shown)  # type: ignore[attr-defined]
+
+
+def test_the_queue_has_its_buttons(tmp_path: Path) -> None:
+    roots = make_roots(tmp_path / "runs", [tmp_path])
+    entries = [
+        Entry(id="1", name="one", config="c", device="cpu", state="running"),
+        Entry(id="2", name="two", config="c", device="cpu", state="failed", reason="no <b>pictures</b>"),
+        Entry(id="3", name="three", config="c", device="cpu"),
+        Entry(id="4", name="four", config="c", device="cpu"),
+    ]
+    queue.change(roots, lambda old: entries)
+    client = open_pages(tmp_path)
+    text = client.get("/runs/queue").text
+    buttons = {"Stop one": 1, "Remove one": 0, "Up two": 0, "Remove two": 1, "Up three": 1}
+    assert {words: text.count(f'aria-label="{words}"') for words in buttons} == buttons
+    assert "no &lt;b&gt;pictures" in text
+    answer = client.post("/queue/up", data={"id": "4"}, headers={"hx-request": "true"})
+    assert answer.text.index("four") < answer.text.index("three")
+    assert client.post("/queue/remove", data={"id": "2"}).headers["location"] == "/"
+    assert [each.name for each in queue.read(roots)] == ["one", "four", "three"]
+    assert client.post("/queue/nothing", data={"id": "2"}).status_code == 404
+    assert client.get("/queue/remove").status_code == 405
+    assert client.post("/queue/remove", data={"id": "4"}, headers={"origin": "http://evil.example"}).status_code == 403
+    (roots.own / "queue.json").write_text("{")
+    assert "is damaged" in client.get("/").text
+
+
+def test_a_queued_run_leads_to_its_page_once_it_has_begun(tmp_path: Path) -> None:
+    roots = make_roots(tmp_path / "runs", [tmp_path])
+    entry = Entry(id="1", name="one", config="c", device="cpu", state="failed", reason="no pictures")
+    queue.change(roots, lambda old: [entry])
+    client = open_pages(tmp_path)
+    text = client.get("/queued/1").text
+    assert "no pictures" in text and "/start?file=c" in text
+    assert client.get("/queued/2").status_code == 404
+    make_run(tmp_path / "runs" / "one")
+    queue.change(roots, lambda old: [entry.model_copy(update={"state": "finished"})])
+    assert client.get("/queued/1").headers["location"] == "/run/one"
+    assert client.get("/queued/1/part").headers["hx-redirect"] == "/run/one"

@@ -1,0 +1,334 @@
+"""The Start page: the form from the schema, a user's changes on a base, problems at their fields, the live line."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from starlette.testclient import TestClient
+from web_pages import open_pages
+
+from simpletune.cards import card_of
+from simpletune.config.load import read_config, read_json, validate
+from simpletune.config.schema import TrainConfig
+from simpletune.config.shipped import shipped_names
+from simpletune.options import ConfigError, option_classes
+from simpletune.web import live, processes, queue
+from simpletune.web.form import presets
+from simpletune.web.form.edit import Base, changes, complete, edited, get_at, overrides
+from simpletune.web.form.fields import HIDDEN, sections_of
+from simpletune.web.form.paths import inside
+from simpletune.web.roots import make_roots
+
+
+class Form(HTMLParser):
+    """The fields of the page's first form, as a browser would post them."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.values: dict[str, str] = {}
+        self.inside = self.ended = False
+        self.select = self.area = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        name = found.get("name") or ""
+        self.inside = self.inside or (tag == "form" and not self.ended)
+        if not self.inside:
+            return
+        if tag == "input" and name:
+            self.values[name] = found.get("value") or ""
+        elif tag == "select":
+            self.select = name
+        elif tag == "option" and self.select and ("selected" in found or self.select not in self.values):
+            self.values[self.select] = found.get("value") or ""
+        elif tag == "textarea":
+            self.area, self.values[name] = name, ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "form" and self.inside:
+            self.inside, self.ended = False, True
+        self.select = "" if tag == "select" else self.select
+        self.area = "" if tag == "textarea" else self.area
+
+    def handle_data(self, data: str) -> None:
+        if self.area:
+            self.values[self.area] += data if self.values[self.area] else data.removeprefix("\n")
+
+
+HX = {"hx-request": "true"}
+
+
+def pictures(folder: Path, count: int = 3) -> Path:
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.effect_noise((96, 96), 60 + number).convert("RGB").save(folder / f"{number}.png")
+    return folder
+
+
+def until(true: Callable[[], object], seconds: float = 100) -> None:
+    limit = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < limit, "it did not happen"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> list[live.Wish]:
+    """Nothing is predicted or started; the wishes are returned."""
+    wishes: list[live.Wish] = []
+    monkeypatch.setattr(live.Estimator, "want", lambda self, form, wish: wishes.append(wish))
+    monkeypatch.setattr(queue, "ensure_runner", lambda roots: None)
+    monkeypatch.setattr(presets, "card_here", lambda: None)
+    return wishes
+
+
+def change(client: TestClient, values: dict[str, str], **new: str) -> tuple[str, dict[str, str]]:
+    """Change fields of a posted form; return the answer, and the form as the page then has it."""
+    values = {**values, **{name.replace("__", "."): text for name, text in new.items()}}
+    answer = client.post("/start/change", data=values, headers=HX)
+    assert answer.status_code == 200, answer.text
+    parts = Form(f"<form>{answer.text}</form>").values
+    return answer.text, {**values, **parts}
+
+
+def test_every_field_of_the_schema_is_in_the_form_with_its_help() -> None:
+    def documented(option: type, prefix: str = "") -> dict[str, str]:
+        found = {}
+        for name, info in option.model_fields.items():
+            key = info.alias or name
+            inner = option_classes(info.annotation)
+            if len(inner) == 1:
+                found |= documented(inner[0], f"{prefix}{key}.")
+            elif not inner and key not in HIDDEN:
+                found[prefix + key] = " ".join((info.description or "").split())
+        return found
+
+    data = complete({"name": "x", "data": {"path": ""}, "ema": {}, "validation": {"early_stop": {}}})
+    shown = {each.path: each.help for section in sections_of(data) for each in section.fields()}
+    expected = documented(TrainConfig)
+    assert len(expected) > 50 and expected.items() <= shown.items()
+    assert all(shown.values())
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_a_shipped_configuration_passes_through_the_form_unchanged(name: str) -> None:
+    data = read_json(Path(name))
+    found = edited(Base(data, "file", name), {})
+    assert found.data == data and not found.mine
+    again = {path: each.parse(each.text) for path, each in found.fields().items() if not each.structure}
+    whole = complete(data)
+    for path, value in again.items():
+        known = get_at(whole, path)
+        assert known is None or known == value, path
+
+
+def test_a_users_values_survive_another_base_and_their_sources_are_said() -> None:
+    eight, twelve = (Base(read_json(Path(f"sd3_medium_lora_{gb}gb")), "preset", "") for gb in (8, 12))
+    shown = {path: each.text for path, each in edited(eight, {}).fields().items()}
+    posted = {**shown, "optimizer.lr": "0.0005", "validation.prompts": "one\r\ntwo"}
+    mine = changes(posted, shown, {})
+    assert mine == {"optimizer.lr": "0.0005", "validation.prompts": "one\ntwo"}
+    found = edited(twelve, mine)
+    assert found.data["optimizer"]["lr"] == 0.0005 and found.data["validation"]["prompts"] == ["one", "two"]
+    assert found.data["memory"] == {"profile": "12gb"}
+    sources = {path: found.sources[path] for path in ("optimizer.lr", "train.steps", "memory.checkpointing", "ema")}
+    assert sources == {
+        "optimizer.lr": "you", "train.steps": "preset", "memory.checkpointing": "profile 12gb", "ema": "default"
+    }  # fmt: skip
+    assert changes({**shown, "train.seed": "0"}, shown, {"train.seed": "7"}) == {"train.seed": "0"}  # taken back
+    assert edited(eight, {"train.seed": "0"}).mine == {}
+
+
+def test_a_union_switches_its_fields_and_a_wrong_value_stays_as_it_was_typed() -> None:
+    base = Base(read_json(Path("sd3_medium_lora_8gb")), "preset", "")
+    found = edited(base, {"adapter.method": "lokr", "adapter.factor": "x", "ema": "on", "data.source": "several"})
+    fields = found.fields()
+    assert "adapter.alpha" not in fields and fields["adapter.factor"].text == "x" and "ema.decay" in fields
+    assert "data.sources" in fields and "data.path" not in fields
+    with pytest.raises(ConfigError) as problems:
+        validate(found.data, "x")
+    assert {"adapter.factor", "data.sources"} <= {each.path for each in problems.value.problems}
+    assert edited(base, {"adapter.method": "nothing"}).fields()["adapter.method"].text == "nothing"
+    typed = edited(base, {"train.steps": "", "data.prompt": "5", "validation.split": "0.1"}).data
+    assert (typed["train"]["steps"], typed["data"]["prompt"], typed["validation"]["split"]) == (None, "5", 0.1)
+
+
+def test_problems_stand_at_their_fields_all_at_once(tmp_path: Path, quiet: list[live.Wish]) -> None:
+    client = open_pages(tmp_path)
+    values = Form(client.get("/start").text).values
+    text, values = change(client, values, data__path="nothing here", train__steps="many", optimizer__lr="-1")
+    wrong = {"data-path": "does not exist", "train-steps": "whole number", "optimizer-lr": "-1"}
+    for field, words in wrong.items():
+        note = re.search(rf'id="n-{field}".*?</div>', text, re.S)
+        assert note and '<p class="problem">' in note[0], field
+        assert words in note[0]
+    assert "3 problems to mend" in text and not quiet[1:]
+    refused = client.post("/start/run", data=values)
+    assert refused.status_code == 422 and Form(refused.text).values["train.steps"] == "many"
+    assert not (tmp_path / "runs" / ".web" / "queue.json").exists()
+
+
+def test_a_newcomer_fills_in_three_fields(tmp_path: Path, quiet: list[live.Wish]) -> None:
+    pictures(tmp_path / "my cats <b>")
+    client = open_pages(tmp_path)
+    values = Form(client.get("/start").text).values
+    text, values = change(client, values, data__path="my cats <b>", trigger="sks cat")
+    assert values["name"] == "my_cats_b_" and values["data.prompt"] == "a photo of sks cat"
+    assert "<b>&" not in text and "cats <b>" not in text
+    started = client.post("/start/run", data=values)
+    assert started.status_code == 303, started.text
+    (entry,) = queue.read(make_roots(tmp_path / "runs", [tmp_path]))
+    assert (entry.name, entry.device) == ("my_cats_b_", "cpu")
+    config, _ = read_config(Path(entry.config))
+    assert config.data.path == str(tmp_path / "my cats <b>") and config.output.runs == str(tmp_path / "runs")
+    waits = client.get(started.headers["location"])
+    assert waits.status_code == 200 and "Waiting for its turn" in waits.text
+    text, _ = change(client, values, train__seed="1")
+    assert "my_cats_b_ is in the queue already" in text
+    second = client.post("/start/run", data=values)
+    assert second.status_code == 303
+    configs = [each.config for each in queue.read(make_roots(tmp_path / "runs", [tmp_path]))]
+    assert [Path(each).name for each in configs] == ["my_cats_b_.json", "my_cats_b_-2.json"]
+    downloaded = client.post("/start/config.json", data=values)
+    assert downloaded.json() == read_json(Path(entry.config))
+    assert "my_cats_b_.json" in downloaded.headers["content-disposition"]
+
+
+def test_the_command_does_the_same(tmp_path: Path, quiet: list[live.Wish]) -> None:
+    folder = pictures(tmp_path / "pics")
+    client = open_pages(tmp_path)
+    _, values = change(client, Form(client.get("/start").text).values, data__path="pics", adapter__rank="3")
+    text, values = change(client, values, validation__prompts="a\nb")
+    found = re.search(r'id="command"[^>]*>simpletune train (\w+) (.*?)</pre>', text, re.S)
+    assert found
+    config, _ = read_config(Path(found[1]), shlex.split(html.unescape(found[2])))
+    saved = validate(client.post("/start/config.json", data=values).json(), "x")
+    assert config.model_copy(update={"schema_": None}) == saved
+    assert saved.adapter.rank == 3 and saved.data.path == str(folder)
+
+
+def test_captions_get_the_trigger_word_before_them(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "pics")
+    (folder / "0.txt").write_text("a cat")
+    for made in (presets.preset(None, folder, "sks"), presets.shipped("sd15_lora", folder, "sks")):
+        assert made.data["data"]["caption_prefix"] == "sks," and "prompt" not in made.data["data"]
+    assert "caption_prefix" not in presets.preset(None, folder, "").data["data"]
+    assert [presets.profile_of(card_of(name)) for name in ("L4", "RTX3060-12GB", "5GB", "2GB", "H200")] == [
+        "24gb", "12gb", "4gb", "4gb", "24gb"
+    ]  # fmt: skip
+    assert presets.run_name("../…été 1") == "t_1"
+
+
+def test_another_card_brings_its_profile(tmp_path: Path, quiet: list[live.Wish]) -> None:
+    client = open_pages(tmp_path)
+    text, values = change(client, Form(client.get("/start").text).values, card="RTX4070")
+    assert values["memory.profile"] == "12gb" and values["model.pretrained"].startswith("stabilityai/")
+    assert quiet[-1].device == "RTX4070" and "is required" in text
+    text, values = change(client, values, base="shipped:sd15_lora")
+    assert values["model.family"] == "sd15" and "model.unet" in values and "model.transformer" not in text
+    assert client.post("/start/change", data={**values, "card": "none"}, headers=HX).status_code == 422
+    assert client.post("/start/change", data={**values, "base": "shipped:../x"}, headers=HX).status_code == 422
+    for state in ("", "[]", '{"shown": 1}', '{"mine": {"a": 1}}', "[" * 5000):
+        assert client.post("/start/change", data={**values, "state": state}, headers=HX).status_code == 400
+
+
+def test_no_file_outside_of_the_roots_is_read_or_named(tmp_path: Path, quiet: list[live.Wish]) -> None:
+    pictures(tmp_path / "secret")
+    (tmp_path / "secret" / "c.json").write_text('{"name": "leaked", "data": {"path": "x"}}')
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "org").symlink_to(tmp_path)
+    client = open_pages(tmp_path / "in")
+    values = Form(client.get("/start").text).values
+    for path, field in (
+        ("../secret", "data.path"), (str(tmp_path / "secret"), "data.path"), ("/etc", "model.vae"),
+        ("org/secret", "model.pretrained"), ("/tmp", "output.cache"), ("../x", "output.profiles"),
+    ):  # fmt: skip
+        text, _ = change(client, values, **{field.replace(".", "__"): path})
+        note = re.search(rf'id="n-{field.replace(".", "-")}".*?</div>', text, re.S)
+        assert note and "outside of the folders" in note[0], (field, path)
+        assert client.post("/start/run", data={**values, field: path}).status_code == 422
+    for query in ("file=../secret/c.json", "file=/etc/passwd", "from=../secret", "from=none", "from="):
+        assert client.get(f"/start?{query}").status_code == 422, query
+    roots = make_roots(tmp_path / "in" / "runs", [tmp_path / "in"])
+    several = {"data": {"sources": [{"path": "pics"}, {"path": "../secret"}, {"path": "demo:pictures"}]}}
+    data, problems = inside(several, roots.resolve, roots.runs)
+    assert [each.path for each in problems] == ["data.sources.1.path"]
+    assert data["data"]["sources"][0]["path"] == str(tmp_path / "in" / "pics")
+    hub = {"model": {"pretrained": "stabilityai/x"}, "output": {"runs": "/etc"}}
+    assert inside(hub, roots.resolve, roots.runs)[0] == {
+        "model": {"pretrained": "stabilityai/x"}, "output": {"runs": str(roots.runs)}
+    }  # fmt: skip
+
+
+def test_a_file_and_a_run_can_be_opened(tmp_path: Path, quiet: list[live.Wish]) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps({"name": "mine", "data": {"path": "demo:pictures"}, "$schema": "x"}))
+    run = tmp_path / "runs" / "old"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps({"name": "old", "data": {"path": "demo:pictures"}, "device": "cpu"}))
+    client = open_pages(tmp_path)
+    page = client.get("/start?file=mine.json").text
+    assert Form(page).values["name"] == "mine" and "file mine.json" in page and "mine.json" in page
+    page = client.get("/start?from=old").text
+    values = Form(page).values
+    assert values["device"] == "cpu" and "An older run old moves to old.1" in page
+    assert client.post("/start/run", data=values).status_code == 303
+    (tmp_path / "broken.json").write_text("{")
+    assert "not valid JSON" in client.get("/start?file=broken.json").text
+
+
+def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = tmp_path / "calls"
+    (tmp_path / "stands_in.py").write_text(
+        "import json, sys, time, pathlib\n"
+        "data = json.loads(pathlib.Path(sys.argv[2]).read_text())\n"
+        f"open({str(calls)!r}, 'a').write(str(data['train']['steps']) + ' ')\n"
+        "time.sleep(60 if data['train']['steps'] == 9 else 0)\n"
+        "if data['train']['steps'] == 13: sys.exit('error: no model here. Get one')\n"
+        "print('warning', json.dumps({'stages': {'train': {'peak_allocated_mib': 5.0}}, 'host_ram_gib': 1,\n"
+        "  'disk_gib': 2, 'download_gib': 0, 'time': None, 'peak_allocated_mib': 5.0}))\n"
+    )
+    monkeypatch.setattr(processes, "command", lambda module, words: [
+        sys.executable, str(tmp_path / "stands_in.py"), *words])  # fmt: skip
+    monkeypatch.setattr(queue, "ensure_runner", lambda roots: None)
+    monkeypatch.setattr(presets, "card_here", lambda: None)
+    client = open_pages(tmp_path)
+    values = Form(client.get("/start").text).values
+    text, values = change(client, values, data__path="demo:pictures", train__steps="7")
+    state = json.loads(values["state"])
+    roots = make_roots(tmp_path / "runs", [tmp_path])
+    assert "stale" in text and f"key={state['live']}" in text
+    until(lambda: live.kept(roots, state["live"]))
+    shown = client.get(f"/start/live?key={state['live']}").text
+    assert "stale" not in shown and "5 MiB" in shown and "2.00 GiB" in shown
+    text, _ = change(client, values, name="another")  # what does not matter to it changes nothing
+    assert 'class="live"' in text
+    begun = time.monotonic()
+    text, values = change(client, values, train__steps="9")
+    assert "stale" in text and "5 MiB" in text  # the last figures, greyed
+    until(lambda: "9 " in calls.read_text())
+    text, values = change(client, values, train__steps="10")  # the newest wins: 9 is given up
+    until(lambda: live.kept(roots, json.loads(values["state"])["live"]))
+    assert time.monotonic() - begun < 50
+    text, values = change(client, values, train__steps="13")
+    key = json.loads(values["state"])["live"]
+    until(lambda: live.kept(roots, key))
+    assert "no model here. Get one" in client.get(f"/start/live?key={key}&last=..").text
+    assert client.get("/start/live?key=../../x").status_code == 200
+    assert not list((roots.own / "estimates").glob("*.config.json"))
+
+
+def test_overrides_name_what_differs() -> None:
+    assert overrides({"a": {"b": 1, "c": 2}, "d": 1}, {"a": {"b": 1, "c": 3}, "d": 1, "e": {"f": 1}}) == {
+        "a.c": 3, "e.f": 1
+    }  # fmt: skip
