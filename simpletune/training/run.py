@@ -28,6 +28,7 @@ from simpletune.system.console import TrainingProgress, say
 from simpletune.system.failpoints import failpoint
 from simpletune.system.stage_timer import StageTimer
 from simpletune.tensors import trained_parameters
+from simpletune.training.control import Control
 from simpletune.training.evaluate import Evaluator, samples_to_evaluate
 from simpletune.training.nonfinite import NonFiniteGuard, require_finite
 from simpletune.training.trackers import Trackers
@@ -91,9 +92,12 @@ class Run:
     early: str | None = None
     failed: set[tuple[str, type]] = field(default_factory=set)
     evaluator: Evaluator = field(init=False)
+    control: Control = field(init=False)
 
     def __post_init__(self) -> None:
-        """Settle on what the run is evaluated."""
+        """Settle on what the run is evaluated, and begin to watch its control file."""
+        alone = self.accelerator.num_processes == 1
+        self.control = Control(self.folder, self.attempt, self.trackers.warn, alone) if self.main else Control()
         pace = self.prepared.plan.samples_per_step
         samples = samples_to_evaluate(self.config, pace, self.steps, resumed=self.start > 0)
         self.evaluator = Evaluator(self.core, self.batches, self.config.adapter, self.folder, samples)

@@ -1,0 +1,53 @@
+"""Predict whether a picture that is drawn on request fits beside the training that goes on."""
+
+from __future__ import annotations
+
+import torch
+
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.forecast import card_at_hand
+from simpletune.estimate.predict import MIB, Estimate, estimate, needed
+from simpletune.models.buckets import Size
+from simpletune.options import UserError
+
+
+def require_memory(
+    config: TrainConfig, device: torch.device, size: Size, known: Estimate | None, encodes: bool
+) -> None:
+    """Refuse a picture that is predicted not to fit on the device.
+
+    Training stays in memory: the prediction is that of validation with the picture's settings, and for a prompt that is
+    not cached that of the largest text encoder on top of the training state. Predictions are cached, and the run's own
+    serves for a picture as large as those of its validation.
+
+    Args:
+        config: of the run, with folders and memory resolved and the picture's settings as validation.
+        device: CUDA device.
+        size: width and height in pixels of the run's largest bucket.
+        known: prediction of the run, if its own validation draws pictures that take as much.
+        encodes: a prompt has to be encoded.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    card, held = card_at_hand(device)
+    prediction = known or estimate(as_simulated(config), card.capability, size)
+    peaks = {"drawing": prediction.stages["validate"].bytes}
+    if encodes and prediction.job is not None:
+        peaks["encoding its prompt"] = prediction.stages["text"].bytes + prediction.job.train.steady.bytes
+    width, height = config.picture_size()
+    for what, peak in peaks.items():
+        if needed(peak) + held > card.bytes:
+            raise UserError(
+                f"{what} at {width}x{height} beside training needs {needed(peak) / MIB:,.0f} MiB (predicted), and "
+                f"{card.name} has {card.bytes / MIB:,.0f}, {held / MIB:,.0f} of them in use by other programs. Draw a "
+                "smaller picture, a prompt of the run's validation, or with simpletune generate after the run"
+            )
+
+
+def as_simulated(config: TrainConfig) -> TrainConfig:
+    """Leave out what does not affect the memory of a picture, so that predictions of alike ones are shared."""
+    option = config.validation
+    changes = {"prompts": ["drawn"], "negative_prompt": "", "eval_samples": 0, "seed": 0, "every": None}
+    plain = option.model_copy(update={**changes, "guidance": 2.0 if option.guidance > 1 else 1.0, "early_stop": None})
+    return config.model_copy(update={"validation": plain})
