@@ -195,7 +195,7 @@ def test_requests_are_answered_and_both_stop_after_the_same_step(
     put_request(run, id="enough", ask="stop")
     more = changed(data, "asked", train={"steps": 10})
     stopped = launcher.train(more, more, resume="auto")
-    assert stopped.codes == [143, 143], stopped.said
+    assert stopped.codes == [130, 143], stopped.said
     assert "step 8 of 10 is saved" in stopped.said[0]
     answers = [(row["id"], row["state"], row["step"]) for row in read_answers(run)]
     assert answers == [("now", "done", 4), ("enough", "done", 8)]

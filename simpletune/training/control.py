@@ -128,7 +128,9 @@ class Control:
             if isinstance(request, SaveRequest):
                 if not saved:
                     run.save(done)
-                saved, state, more = True, "done", {"file": str(checkpoint_folder(Path(), done))}
+                saved = True
+                state: State = "done"
+                more: Json = {"file": str(checkpoint_folder(Path(), done))}
             else:
                 state, more = self._drawn(run, request, done)
             self._put(request, done, state, {**more, "seconds": round(time.perf_counter() - clock, 3)})
@@ -156,8 +158,10 @@ class Control:
         for request in list(self._waiting):
             if isinstance(request, StopRequest):
                 self.stopped_by = A_REQUEST
-            refused = isinstance(request, DrawRequest)
-            self._put(request, done, "refused" if refused else "done", {"why": late} if refused else saved)
+            if isinstance(request, DrawRequest):
+                self._put(request, done, "refused", {"why": late})
+            else:
+                self._put(request, done, "done", saved)
 
     def _put(self, request: AnyRequest, step: int, state: State, more: Json) -> None:
         """Record and print an answer, once."""

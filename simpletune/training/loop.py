@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -194,14 +195,14 @@ def loop(run: Run) -> EpochTraces:
 
             last = step + 1 == run.steps
             interrupted = last or is_interrupted(config, step) or run.control.ready
-            signal = log_steps(run, pending, progress, everything=interrupted)
+            ends = log_steps(run, pending, progress, everything=interrupted)
             if last:
                 break  # finish() handles the last step
             if run.main:
-                save_and_validate(run, step + 1, progress, stops=signal is not None)
-            if signal is not None:
+                save_and_validate(run, step + 1, progress, stops=ends is not None)
+            if ends is not None:
                 run.accelerator.wait_for_everyone()  # a launcher ends all when one ends, even one that is saving
-                raise Stopped(signal, by=run.control.stopped_by)
+                raise Stopped(ends, by=None if received_signal() else run.control.stopped_by)
             if stops_early(run, step + 1):
                 break
     return traces
@@ -226,11 +227,11 @@ def log_steps(run: Run, pending: MetricsQueue, progress: TrainingProgress, every
     if any(each.answer for each in asked):
         asked += [log_step(run, done, progress) for done in pending.pop(everything=True)]
         run.control.agree()
-    signal = stop_signal(run, any(each.stop for each in asked))
-    if signal is not None:
+    ends = stop_signal(run, any(each.stop for each in asked))
+    if ends is not None:
         for done in pending.pop(everything=True):
             log_step(run, done, progress)
-    return signal
+    return ends
 
 
 def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> Asked:
@@ -258,10 +259,11 @@ def asked_now(run: Run) -> Asked:
 
 
 def stop_signal(run: Run, asked: bool) -> int | None:
-    """Return the signal that ends the run, for a request SIGTERM; several processes stop together at the first step
-    that reports one."""
-    stops = asked_now(run).stop if run.accelerator.num_processes == 1 else asked
-    return (received_signal() or SIGNALS[0]) if stops else None
+    """Return the signal that ends the run, for a request SIGINT; several processes stop together at the first step that
+    reports one."""
+    if run.accelerator.num_processes == 1:
+        asked = asked_now(run).stop
+    return (received_signal() or (signal.SIGINT if run.control.stops else SIGNALS[0])) if asked else None
 
 
 def prepare_only(config: TrainConfig) -> None:
