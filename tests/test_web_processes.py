@@ -1,0 +1,100 @@
+"""``web.processes``: verbs as processes of their own, which a restarted page finds again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from simpletune.options import UserError
+from simpletune.web import processes
+from simpletune.web.roots import Roots, make_roots
+
+
+def until(true: Callable[[], object], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> Roots:
+    return make_roots(tmp_path / "runs", [tmp_path])
+
+
+def wait_for_a_line(folder: Path) -> str:
+    """A module that prints, waits for the file "go", prints again and exits with 3."""
+    code = "import pathlib, sys, time\nprint('one')\n"
+    code += "while not pathlib.Path('go').exists():\n    time.sleep(0.01)\nprint('two\\rthree')\nsys.exit(3)\n"
+    (folder / "waits.py").write_text(code)
+    return "waits"
+
+
+def test_a_process_has_a_log_an_end_and_a_name_of_its_own(
+    tmp_path: Path, roots: Roots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "modules").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    module = wait_for_a_line(tmp_path / "modules")
+    process = processes.start(roots, [], "it", module)
+    assert os.getsid(process.pid) == process.pid  # a closed terminal does not end it
+    until(lambda: processes.tail(roots, "it", 5) == ["one"])
+    assert processes.running(roots, "it") and process.alive and processes.exit_code(roots, "it") is None
+    assert processes.find(roots, "it") == process
+    with pytest.raises(UserError, match="it is still running. Wait"):
+        processes.start(roots, [], "it", module)
+    assert processes.tail(roots, "it", 5) == ["one"]  # the refused one has not emptied it
+    (tmp_path / "go").touch()
+    until(lambda: processes.exit_code(roots, "it") == 3)
+    assert not processes.running(roots, "it") and not process.alive and processes.find(roots, "it") is None
+    assert processes.tail(roots, "it", 1) == ["three"]
+    process.signal(signal.SIGTERM)  # nobody is there to get it
+    assert not processes.running(roots, "never") and processes.tail(roots, "never", 3) == []
+
+
+def test_the_first_root_holds_no_modules(tmp_path: Path, roots: Roots) -> None:
+    (tmp_path / "pydantic.py").write_text("raise SystemExit('a picture folder was imported')")
+    processes.start(roots, ["schema"], "schema")
+    until(lambda: processes.exit_code(roots, "schema") is not None)
+    assert processes.exit_code(roots, "schema") == 0, processes.tail(roots, "schema", 9)
+
+
+def test_a_killed_page_leaves_its_process_which_the_next_page_finds(
+    tmp_path: Path, roots: Roots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    wait_for_a_line(tmp_path)
+    code = f"""
+import os, signal
+from pathlib import Path
+from simpletune.web import processes
+from simpletune.web.roots import make_roots
+roots = make_roots(Path({str(roots.runs)!r}), [Path({str(tmp_path)!r})])
+processes.start(roots, [], "it", "waits")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    found = processes.find(roots, "it")
+    assert found is not None and processes.running(roots, "it")
+    record = processes.log_of(roots, "it").with_suffix(".json")
+    known = json.loads(record.read_text())
+    for change in ({"started": known["started"] + 1}, {"boot": "another"}, {"pid": "1"}):  # another's ID is not ours
+        record.write_text(json.dumps({**known, **change}))
+        assert processes.find(roots, "it") is None
+    assert processes.running(roots, "it")  # the log tells
+    found.signal(signal.SIGTERM)
+    until(lambda: not processes.running(roots, "it"))
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a\nb", "é" * 3, "x" * 200])
+def test_a_log_stays_in_its_folder(roots: Roots, name: str) -> None:
+    with pytest.raises(UserError, match="is no name of a log"):
+        processes.start(roots, ["schema"], name)
