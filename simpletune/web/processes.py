@@ -32,6 +32,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,150}")
 PACKAGE = Path(__file__).resolve().parents[2]  # the folder that contains the package
 LOOKS, PAUSE = 10, 0.02  # tries for a lock, and seconds between: others hold it for a moment to look at it
 _starting = threading.Lock()
+_unreaped: set[Path] = set()  # logs of this process's children whose end is not recorded yet
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,11 @@ def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simp
     log = log_of(roots, log_name)
     log.parent.mkdir(parents=True, exist_ok=True)
     with _starting, log.open("ab") as opened:
-        if not _locked(opened.fileno()):
+        if log in _unreaped or not _locked(opened.fileno()):
             raise UserError(f"{log_name} is still running. Wait for its end, or stop it")
         opened.truncate(0)
+        record: Json = {"words": list(words)}
+        write_json(_record_of(log), record, shared=True)
         try:
             child = subprocess.Popen(
                 # -P: the current folder holds a user's files, which are no modules
@@ -86,7 +89,8 @@ def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simp
             )  # fmt: skip
         except OSError as error:
             raise UserError(f"no process could be started ({error.strerror}). End others, and try again") from None
-        record: Json = {"pid": child.pid, "started": start_time(child.pid), "boot": _boot(), "words": list(words)}
+        record |= {"pid": child.pid, "started": start_time(child.pid), "boot": _boot()}
+        _unreaped.add(log)
         write_json(_record_of(log), record, shared=True)
     threading.Thread(target=_reap, args=(child, log, record), daemon=True).start()
     return Process(child.pid, record["started"] or 0, log)
@@ -100,7 +104,7 @@ def running(roots: Roots, log_name: str) -> bool:
             free = _locked(opened.fileno(), fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
-    return not free or find(roots, log_name) is not None
+    return not free or log in _unreaped or find(roots, log_name) is not None
 
 
 def find(roots: Roots, log_name: str) -> Process | None:
@@ -111,6 +115,11 @@ def find(roots: Roots, log_name: str) -> Process | None:
         return None
     process = Process(record["pid"], record.get("started") or 0, log)
     return process if process.alive else None
+
+
+def words_of(roots: Roots, log_name: str) -> list[str]:
+    """Return the verb and arguments of the last process of this name."""
+    return list(_read(log_of(roots, log_name)).get("words") or [])
 
 
 def exit_code(roots: Roots, log_name: str) -> int | None:
@@ -168,8 +177,8 @@ def _locked(handle: int, kind: int = fcntl.LOCK_EX) -> bool:
 def _reap(child: subprocess.Popen[bytes], log: Path, record: Json) -> None:
     code = child.wait()
     with _starting:
-        if _read(log).get("pid") == child.pid:  # else the next process of this name has begun
-            write_json(_record_of(log), {**record, "code": code}, shared=True)
+        write_json(_record_of(log), {**record, "code": code}, shared=True)
+        _unreaped.discard(log)
 
 
 def _environment() -> dict[str, str]:

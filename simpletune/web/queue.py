@@ -1,0 +1,192 @@
+"""The queue of runs: ``runs/.web/queue.json``, read and written whole, under a lock, by pages and the runner.
+
+``queue_runner.py`` works it off in a process of its own, so that it goes on when the page is closed or killed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import signal
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from simpletune.options import Json, UserError
+from simpletune.system.atomic import quarantine, write_json
+from simpletune.system.locks import wait_for_lock
+from simpletune.web import processes
+from simpletune.web.roots import Roots
+
+FILE, LOCK, RUNNER = "queue.json", ".queue.lock", "queue"
+RUNNER_MODULE = "simpletune.web.queue_runner"
+ENDED_KEPT = 20  # ended runs that stay in the queue to be read
+MOST = 500  # runs that wait
+CPU, GPU = "cpu", "gpu"
+State = Literal["waiting", "running", "finished", "stopped", "failed", "killed"]
+
+
+class Entry(BaseModel):
+    """Describe a run in the queue."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    id: str
+    """Random; names the entry in the page's forms."""
+    name: str
+    """Name of the run and of its folder."""
+    config: str
+    """Path of its configuration."""
+    device: Literal["cpu", "gpu"]
+    """What it needs: of each, one run at a time."""
+    resume: bool = False
+    """Continue the run of this name instead of starting a new one."""
+    state: State = "waiting"
+    """What has become of it."""
+    reason: str = ""
+    """Why it failed."""
+
+
+_ENTRIES = TypeAdapter(list[Entry])
+
+
+def log_name(name: str) -> str:
+    """Return the name of a run's log."""
+    return f"run-{name}"
+
+
+def read(roots: Roots) -> list[Entry]:
+    """Return all entries in their order, ended ones included.
+
+    Raises:
+        UserError: the file is damaged, or of a newer version.
+    """
+    try:
+        return _ENTRIES.validate_json((roots.own / FILE).read_bytes(), strict=True)
+    except FileNotFoundError:
+        return []
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(
+            f"{roots.own / FILE} is damaged ({first['msg'][:200]}). The next change sets it aside as "
+            f"{FILE}.damaged and begins a new queue; runs are not affected"
+        ) from None
+
+
+def change(roots: Roots, to: Callable[[list[Entry]], list[Entry]]) -> list[Entry]:
+    """Replace the entries by what ``to`` makes of them, while no other process changes them.
+
+    Raises:
+        DiskFull: the queue is unchanged.
+    """
+    roots.own.mkdir(parents=True, exist_ok=True)
+    with wait_for_lock(roots.own / LOCK, "waiting for another page to write the queue"):
+        try:
+            entries = read(roots)
+        except UserError:
+            quarantine(roots.own / FILE)
+            entries = []
+        changed = _without_old(to(entries))
+        if changed != entries:
+            write_json(roots.own / FILE, _ENTRIES.dump_python(changed, mode="json"))
+        return changed
+
+
+def add(roots: Roots, name: str, config: Path, device: str, resume: bool = False) -> Entry:
+    """Put a run at the end of the queue, and see that the queue is worked off.
+
+    Args:
+        roots: of the page.
+        name: of the run.
+        config: its configuration, which stays until the run has begun.
+        device: from ``device_of``.
+        resume: continue the run of this name.
+
+    Raises:
+        UserError: the queue is full.
+    """
+    entry = Entry(
+        id=secrets.token_hex(6), name=name, config=str(config), device="cpu" if device == CPU else "gpu", resume=resume
+    )
+
+    def with_it(entries: list[Entry]) -> list[Entry]:
+        if sum(each.state == "waiting" for each in entries) >= MOST:
+            raise UserError(f"{MOST} runs are waiting. Remove some from the queue")
+        return [*entries, entry]
+
+    change(roots, with_it)
+    ensure_runner(roots)
+    return entry
+
+
+def remove(roots: Roots, which: str) -> None:
+    """Take an entry out of the queue; a running one stays."""
+    change(roots, lambda entries: [each for each in entries if each.id != which or each.state == "running"])
+
+
+def move_up(roots: Roots, which: str) -> None:
+    """Let an entry change places with the one that waits before it."""
+
+    def moved(entries: list[Entry]) -> list[Entry]:
+        waiting = [at for at, each in enumerate(entries) if each.state == "waiting"]
+        here = next((at for at in waiting if entries[at].id == which), None)
+        before = [at for at in waiting if here is not None and at < here]
+        if here is None or not before:
+            return entries
+        changed = list(entries)
+        changed[here], changed[before[-1]] = changed[before[-1]], changed[here]
+        return changed
+
+    change(roots, moved)
+
+
+def stop(roots: Roots, which: str) -> None:
+    """Ask a running entry to finish its step, save and stop."""
+    entry = next((each for each in read(roots) if each.id == which and each.state == "running"), None)
+    process = processes.find(roots, log_name(entry.name)) if entry else None
+    if process is not None:
+        process.signal(signal.SIGTERM)
+
+
+def ensure_runner(roots: Roots) -> None:
+    """Start the queue's runner if there is something to do and none runs."""
+    if not is_open(roots) or processes.running(roots, RUNNER):
+        return
+    try:
+        processes.start(roots, [str(roots.runs), str(roots.named[0])], RUNNER, RUNNER_MODULE)
+    except UserError:  # another page was faster
+        if not processes.running(roots, RUNNER):
+            raise
+
+
+def is_open(roots: Roots) -> bool:
+    """Tell whether an entry waits or runs."""
+    try:
+        return any(each.state in ("waiting", "running") for each in read(roots))
+    except UserError:
+        return False
+
+
+def stamp(roots: Roots) -> Hashable:
+    """Return what changes with the queue."""
+    try:
+        found = (roots.own / FILE).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
+
+
+def device_of(settings: Json) -> str:
+    """Return which device a configuration trains on: ``cpu`` or ``gpu``."""
+    model = settings.get("model")
+    is_demo = isinstance(model, dict) and str(model.get("pretrained", "")).startswith("demo:")
+    on_cpu = settings.get("device", "auto") == "cpu" or (is_demo and shutil.which("nvidia-smi") is None)
+    return CPU if on_cpu else GPU
+
+
+def _without_old(entries: list[Entry]) -> list[Entry]:
+    ended = [each.id for each in entries if each.state not in ("waiting", "running")]
+    old = set(ended[:-ENDED_KEPT])
+    return [each for each in entries if each.id not in old]
