@@ -1,4 +1,4 @@
-"""Predict whether a picture that is drawn on request fits beside the training that goes on."""
+"""Predict the memory of drawing a picture: beside the training that goes on, or without one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,24 @@ import torch
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.predict import MIB, Estimate, estimate, needed
+from simpletune.estimate.simulate_stages import (
+    SIMULATED,
+    ShapesOnlyModel,
+    WholeWindowModulation,
+    accounting_of,
+    empty_autoencoder,
+)
+from simpletune.memory.fake import fake_tensors
 from simpletune.models.buckets import Size
 from simpletune.options import UserError
+from simpletune.pipeline.load import empty_base, modulation_of
+from simpletune.pipeline.sample import Request, Sampler
+from simpletune.quant.precision import WeightPrecision
+from simpletune.system.console import silent
+from simpletune.system.startup import without_collection
+from simpletune.tensors import all_tensors
+
+CPU = torch.device("cpu")
 
 
 def require_memory(
@@ -51,3 +67,39 @@ def as_simulated(config: TrainConfig) -> TrainConfig:
     changes = {"prompts": ["drawn"], "negative_prompt": "", "eval_samples": 0, "seed": 0, "every": None}
     plain = option.model_copy(update={**changes, "guidance": 2.0 if option.guidance > 1 else 1.0, "early_stop": None})
     return config.model_copy(update={"validation": plain})
+
+
+def drawing_bytes(config: TrainConfig, picture: Request, precision: WeightPrecision, batch: int) -> int:
+    """The largest memory of drawing one batch of pictures with the transformer alone.
+
+    Args:
+        config: supplies the model and the memory options.
+        picture: one of them.
+        precision: of the weights.
+        batch: pictures drawn together.
+    """
+    model = config.model
+    size, steps = (picture.width, picture.height), min(SIMULATED, picture.steps)
+    request = Request("", 0, "", *size, steps, picture.guidance)
+    with fake_tensors(), without_collection(), silent():
+        transformer = empty_base(model, config.memory, precision, CPU, [size])
+        transformer.eval().requires_grad_(False)
+        detached = modulation_of(transformer, config.memory, precision, CPU)
+        whole = None if detached is None else WholeWindowModulation(detached, picture.steps, request.steps)
+        text = (
+            torch.zeros(model.text_tokens, model.text_width, dtype=config.precision.encoder_dtype()),
+            torch.zeros(model.pooled_width, dtype=config.precision.encoder_dtype()),
+        )
+        with accounting_of(all_tensors(transformer)) as accounting:
+            sampler = Sampler(transformer, ShapesOnlyModel(model), precision, whole)
+            sampler.denoise([request] * batch, [text] * batch, [text] * batch)
+    return accounting.peak.bytes
+
+
+def decoding_bytes(config: TrainConfig, picture: Request) -> int:
+    """The largest memory of decoding one picture."""
+    with fake_tensors(), without_collection(), silent():
+        vae = empty_autoencoder(config)
+        with accounting_of(all_tensors(vae)) as accounting, torch.no_grad():
+            config.model.decode_latents(vae, torch.zeros(1, *config.model.latent_shape(picture.width, picture.height)))
+    return accounting.peak.bytes

@@ -14,24 +14,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from simpletune.config.schema import TrainConfig
+from simpletune.estimate.drawn import decoding_bytes, drawing_bytes
 from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.predict import MIB, needed
-from simpletune.estimate.simulate_stages import (
-    SIMULATED,
-    ShapesOnlyModel,
-    WholeWindowModulation,
-    accounting_of,
-    empty_autoencoder,
-    predict_stage,
-)
+from simpletune.estimate.simulate_stages import accounting_of, predict_stage
 from simpletune.evaluation.encoders.encoder import About
 from simpletune.evaluation.encoders.loading import class_of
 from simpletune.evaluation.plan import Plan
 from simpletune.memory.fake import fake_tensors
 from simpletune.models.flops import trained_of
 from simpletune.options import Json, UserError
-from simpletune.pipeline.load import empty_base, modulation_of
-from simpletune.pipeline.sample import Request, Sampler
+from simpletune.pipeline.sample import Request
 from simpletune.runs.weights import precision_of
 from simpletune.system.console import duration, say, silent
 from simpletune.system.startup import without_collection
@@ -83,7 +76,10 @@ def predict(plan: Plan, encoders: Sequence[About], undrawn: int) -> dict[str, St
     if undrawn:
         capability = card[0].capability if card else CAPABILITY
         stages["text"] = Stage(predict_stage(config, "text", capability).bytes, 0.0)
-        stages["draw"] = Stage(drawing_bytes(config, plan), undrawn * drawing_operations(config, first) / rate(plan, 0))
+        precision = precision_of(config, plan.points[-1].weights)
+        batch = min(plan.session.speed.batch_size, len(plan.shots))
+        drawing = drawing_bytes(config, first, precision, batch)
+        stages["draw"] = Stage(drawing, undrawn * drawing_operations(config, first) / rate(plan, 0))
         stages["decode"] = Stage(decoding_bytes(config, first), 0.0)
     pictures = len(plan.points) * len(plan.shots) + len(plan.real)
     for about in encoders:
@@ -110,36 +106,6 @@ def require_room(stages: dict[str, Stage], free: int, name: str) -> None:
                 f"evaluate: {stage} needs {needed(taken.bytes) / MIB:,.0f} MiB and {name} has {free / MIB:,.0f} free. "
                 f"Try {remedy}"
             )
-
-
-def drawing_bytes(config: TrainConfig, plan: Plan) -> int:
-    """The largest memory of drawing one batch."""
-    first, model = plan.shots[0].request, config.model
-    request = Request("", 0, "", first.width, first.height, min(SIMULATED, first.steps), first.guidance)
-    precision = precision_of(config, plan.points[-1].weights)
-    batch = min(plan.session.speed.batch_size, len(plan.shots))
-    with fake_tensors(), without_collection(), silent():
-        transformer = empty_base(model, config.memory, precision, CPU, [(first.width, first.height)])
-        transformer.eval().requires_grad_(False)
-        detached = modulation_of(transformer, config.memory, precision, CPU)
-        whole = None if detached is None else WholeWindowModulation(detached, first.steps, request.steps)
-        text = (
-            torch.zeros(model.text_tokens, model.text_width, dtype=config.precision.encoder_dtype()),
-            torch.zeros(model.pooled_width, dtype=config.precision.encoder_dtype()),
-        )
-        with accounting_of(all_tensors(transformer)) as accounting:
-            sampler = Sampler(transformer, ShapesOnlyModel(model), precision, whole)
-            sampler.denoise([request] * batch, [text] * batch, [text] * batch)
-    return accounting.peak.bytes
-
-
-def decoding_bytes(config: TrainConfig, first: Request) -> int:
-    """The largest memory of decoding one picture."""
-    with fake_tensors(), without_collection(), silent():
-        vae = empty_autoencoder(config)
-        with accounting_of(all_tensors(vae)) as accounting, torch.no_grad():
-            config.model.decode_latents(vae, torch.zeros(1, *config.model.latent_shape(first.width, first.height)))
-    return accounting.peak.bytes
 
 
 def drawing_operations(config: TrainConfig, first: Request) -> float:

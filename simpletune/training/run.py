@@ -18,12 +18,10 @@ from simpletune.pipeline.encode import Prepared, free_memory
 from simpletune.printable import reason_of
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
-from simpletune.runs.folder import (
-    put_evaluation,
-    was_evaluated,
-)
+from simpletune.runs.folder import PLANNED, put_evaluation, was_evaluated
 from simpletune.step.batches import Batches
 from simpletune.step.core import StepCore
+from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
 from simpletune.system.failpoints import failpoint
 from simpletune.system.stage_timer import StageTimer
@@ -95,7 +93,11 @@ class Run:
     control: Control = field(init=False)
 
     def __post_init__(self) -> None:
-        """Settle on what the run is evaluated, and begin to watch its control file."""
+        """Settle on what the run is evaluated, record what is planned, and begin to watch the control file."""
+        if self.main:
+            plan = {"steps": self.steps, "steps_per_epoch": self.prepared.plan.steps_per_epoch}
+            predicted = {"predicted": self.predicted.as_json()["stages"]} if self.predicted is not None else {}
+            write_json(self.folder / PLANNED, plan | predicted)
         alone = self.accelerator.num_processes == 1
         self.control = Control(self.folder, self.attempt, self.trackers.warn, alone) if self.main else Control()
         pace = self.prepared.plan.samples_per_step

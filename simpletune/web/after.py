@@ -1,0 +1,318 @@
+"""Parts of a run's page once it no longer trains: report, comparison, the step to use, files, going on.
+
+Everything that computes is a verb in a process of its own (``jobs``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from simpletune.adapters.lora import OUTPUT
+from simpletune.options import Json, UserError
+from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.runs.choice import Choice, choose
+from simpletune.runs.folder import ATTEMPTS, BEST, CHECKPOINTS, CONFIG, SUMMARY
+from simpletune.runs.outputs import folder_name
+from simpletune.system.locks import is_held
+from simpletune.web.jobs import TRAIN, Job, begin, job_name, job_of
+from simpletune.web.progress import Progress, progress_of
+from simpletune.web.roots import Roots
+from simpletune.web.run_state import file_stamp, json_object
+from simpletune.web.running import drawing_defaults, run_of
+from simpletune.web.templates import read_form, render
+
+COMPARE, REPORT = "compare", "report.html"
+JOBS = (COMPARE, "choose", "export", "report", "finish", TRAIN)
+FORMATS = {"kohya": "kohya (ComfyUI, Forge)", "comfy": "ComfyUI", "diffusers": "diffusers"}
+STRENGTHS = "0.25 0.5 0.75 1 1.25"
+MOST_STRENGTHS, STRONGEST = 8, 4.0
+WHOLE = ("full", "partial")  # methods whose result has no strength
+COMPARISONS = 3  # that the page shows, newest first
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A picture of a comparison: the model's title, and the file in the run's folder."""
+
+    title: str
+    file: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One comparison of ``simpletune compare``.
+
+    Args:
+        name: its folder's.
+        prompt: of its first picture.
+        seed: of its first picture.
+        frames: the first picture of each model, the base first.
+        page: its own page, relative to the run's folder; empty if it is missing.
+    """
+
+    name: str
+    prompt: str
+    seed: int | None
+    frames: list[Frame]
+    page: str
+
+
+def routes() -> list[Route]:
+    """Return the page's routes."""
+    posts = {
+        "compare": compare, "choose": choose_step, "export": export, "report": report, "finish": finish,
+        "continue": go_on,
+    }  # fmt: skip
+    gets = {"after": after, "jobs": jobs, "comparisons": comparisons}
+    return [
+        *(Route(f"/run/{{name}}/{word}", handler) for word, handler in gets.items()),
+        *(Route(f"/run/{{name}}/{word}", handler, methods=["POST"]) for word, handler in posts.items()),
+        Route("/run/{name}/exports/{file}", exported),
+    ]
+
+
+def stamps(roots: Roots) -> dict[str, Hashable]:
+    """Return the stamps of the topics ``after:NAME``, ``jobs:NAME`` and ``comparisons:NAME``."""
+    found: dict[str, Hashable] = {}
+    for folder in roots.all_runs():
+        name = folder.name
+        files = (folder / SUMMARY, folder / ATTEMPTS, folder / BEST, folder / CHECKPOINTS, folder / REPORT)
+        found[f"after:{name}"] = (is_held(folder), *map(file_stamp, (*files, exports_of(roots, name))))
+        logs = [roots.own / "logs" / f"{job_name(kind, name)}{suffix}" for kind in JOBS for suffix in (".log", ".json")]
+        found[f"jobs:{name}"] = tuple(map(file_stamp, logs))
+        found[f"comparisons:{name}"] = file_stamp(folder / COMPARE)
+    return found
+
+
+def exports_of(roots: Roots, name: str) -> Path:
+    """The folder of a run's converted files."""
+    return roots.own / "exports" / job_name("run", name)
+
+
+def after(request: Request) -> Response:
+    """GET /run/NAME/after: what can be done with the run."""
+    folder = run_of(request)
+    return render(request, "run_after.html", drawing=drawing_defaults(folder), **after_of(request, folder))
+
+
+def jobs(request: Request) -> Response:
+    """GET /run/NAME/jobs: what runs for this page."""
+    return render(request, "run_jobs.html", jobs=jobs_of(request, run_of(request)))
+
+
+def comparisons(request: Request) -> Response:
+    """GET /run/NAME/comparisons: the newest comparisons."""
+    folder = run_of(request)
+    return render(request, "run_comparisons.html", name=folder.name, comparisons=comparisons_of(folder))
+
+
+def jobs_of(request: Request, folder: Path) -> list[Job]:
+    """The processes that the page has started for a run, without its training, which has its own log."""
+    found = (job_of(request.app.state.roots, kind, folder.name) for kind in JOBS if kind != TRAIN)
+    return [job for job in found if job is not None]
+
+
+def after_of(request: Request, folder: Path) -> Json:
+    """What the page offers for a run."""
+    roots: Roots = request.app.state.roots
+    progress = progress_of(folder)
+    exports = exports_of(roots, folder.name)
+    files = sorted(file.name for file in exports.glob("*.safetensors")) if exports.is_dir() else []
+    return {
+        "name": folder.name, "run": progress, "steps": [step for step, _ in list_checkpoints(folder)],
+        "best": best_of(folder), "result": OUTPUT if (folder / OUTPUT).is_file() else "",
+        "output": str(json_object(folder / SUMMARY).get("output", "")), "report": (folder / REPORT).is_file(),
+        "exports": files, "formats": FORMATS, "has_strength": has_strength(progress), "strengths": STRENGTHS,
+        "more": more_steps(progress),
+    }  # fmt: skip
+
+
+def best_of(folder: Path) -> Choice | None:
+    """The best checkpoint; None if there is none, or a file about it is damaged."""
+    try:
+        return choose(folder)
+    except (UserError, KeyError, TypeError):
+        return None
+
+
+def has_strength(progress: Progress) -> bool:
+    """Tell whether a run's result is an adapter, which has a strength."""
+    adapter = progress.state.settings.get("adapter")
+    return not (isinstance(adapter, dict) and adapter.get("method") in WHOLE)
+
+
+def more_steps(progress: Progress) -> int:
+    """The number of steps that going on asks for unless told otherwise: as planned, or half as many again."""
+    steps = progress.steps or progress.state.done
+    return steps if progress.state.done < steps else steps + max(1, steps // 2)
+
+
+def comparisons_of(folder: Path) -> list[Comparison]:
+    """The newest comparisons of a run; damaged ones are left out."""
+    place = folder / COMPARE
+    names = sorted((entry.name for entry in place.iterdir() if entry.is_dir()), reverse=True) if place.is_dir() else []
+    found = [_comparison(folder, name) for name in names if not name.startswith(".")]
+    return [each for each in found if each is not None][:COMPARISONS]
+
+
+def _comparison(folder: Path, name: str) -> Comparison | None:
+    figures = json_object(folder / COMPARE / name / "compare.json")
+    try:
+        labels = [(str(model["title"]), folder_name(model["weights"])) for model in figures["models"]]
+        first = figures["pictures"][0]
+        prompt, seed = str(first["prompt"]), first["seed"]
+    except (KeyError, TypeError, IndexError):
+        return None
+    page = f"{COMPARE}/{name}/compare.html"
+    frames = [Frame(title, f"{COMPARE}/{name}/{label}/000.png") for title, label in labels]
+    there = [frame for frame in frames if (folder / frame.file).is_file()]
+    return Comparison(name, prompt, seed, there, page if (folder / page).is_file() else "") if there else None
+
+
+async def compare(request: Request) -> Response:
+    """POST /run/NAME/compare: draw the base and a checkpoint at several strengths."""
+    folder, form = run_of(request), await _form(request)
+    prompt = plain_text(form.get("prompt", ""), "prompt")
+    seed = whole(form.get("seed") or "0", "seed")
+    source = named(folder, form.get("step", ""))
+    models = [source]
+    if has_strength(progress_of(folder)):
+        models = [f"{source}:{strength:g}" for strength in strengths_of(form.get("strengths", STRENGTHS))]
+    words = ["compare", *models, "--run", source, f"--prompt={prompt}", f"--seed={seed}", "--predict"]
+    return await _begun(request, folder, COMPARE, words)
+
+
+async def choose_step(request: Request) -> Response:
+    """POST /run/NAME/choose: take a step as the best, or let the figures choose."""
+    folder, form = run_of(request), await _form(request)
+    step = form.get("step", "auto")
+    chosen = "auto" if step == "auto" else str(whole(step, "step"))
+    return await _begun(request, folder, "choose", ["evaluate", str(folder), "--choose", chosen])
+
+
+async def export(request: Request) -> Response:
+    """POST /run/NAME/export: convert a checkpoint for other tools."""
+    folder, form = run_of(request), await _form(request)
+    layout, step = form.get("format", ""), form.get("step", "")
+    if layout not in FORMATS:
+        raise UserError(f"{layout[:40]!r} is no format. Use {', '.join(FORMATS)}")
+    place = exports_of(request.app.state.roots, folder.name)
+    place.mkdir(parents=True, exist_ok=True)
+    source = named(folder, step)
+    at = f"-{whole(step, 'step')}" if step else ""
+    target = place / f"{job_name('lora', folder.name)}{at}-{layout}.safetensors"
+    words = ["export", source, "--format", layout, "--out", str(target), "--overwrite"]
+    return await _begun(request, folder, "export", words)
+
+
+async def report(request: Request) -> Response:
+    """POST /run/NAME/report: write the run's report."""
+    folder = run_of(request)
+    return await _begun(request, folder, "report", ["report", str(folder)])
+
+
+async def finish(request: Request) -> Response:
+    """POST /run/NAME/finish: make a stopped run's checkpoint its result."""
+    folder, form = run_of(request), await _form(request)
+    return await _begun(request, folder, "finish", ["finish", named(folder, form.get("step", ""))])
+
+
+async def go_on(request: Request) -> Response:
+    """POST /run/NAME/continue: train to a number of steps."""
+    folder, form = run_of(request), await _form(request)
+    steps = whole(form.get("steps", ""), "steps")
+    progress = progress_of(folder)
+    if progress.running:
+        raise UserError(f"{folder.name} is training already")
+    if steps <= progress.state.done and progress.state.word == "finished":
+        raise UserError(f"{folder.name} has {progress.state.done:,} steps. Use more than that")
+    words = ["train", str(folder / CONFIG), *overrides(folder, progress.state.settings, steps), "--resume", "auto"]
+    return await _begun(request, folder, TRAIN, words)
+
+
+def overrides(folder: Path, settings: Json, steps: int) -> list[str]:
+    """What changes in a run's configuration so that it goes on in its folder to a number of steps."""
+    train, output = settings.get("train"), settings.get("output")
+    found = [f"train.steps={steps}"]
+    if isinstance(train, dict) and train.get("epochs") is not None:
+        found.append("train.epochs=null")
+    if settings.get("name") != folder.name:
+        found.append(f"name={folder.name}")
+    runs = output.get("runs") if isinstance(output, dict) else None
+    if not isinstance(runs, str) or Path(runs) != folder.parent:
+        found.append(f"output.runs={folder.parent}")
+    return found
+
+
+def named(folder: Path, step: str) -> str:
+    """Name a run's result, or one of its checkpoints, for a command."""
+    return f"{folder}@{whole(step, 'step')}" if step else str(folder)
+
+
+def whole(text: str, what: str) -> int:
+    """Read a whole number.
+
+    Raises:
+        UserError: it is none.
+    """
+    text = text.strip()
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise UserError(f"{what}: {text[:40]!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def plain_text(text: str, what: str) -> str:
+    """Read a text without control characters.
+
+    Raises:
+        UserError: it is empty, or has one.
+    """
+    text = " ".join(text.split())
+    if not text or not text.isprintable() or len(text) > 4000:
+        raise UserError(f"{what}: write 1 to 4,000 characters that can be printed")
+    return text
+
+
+def strengths_of(text: str) -> list[float]:
+    """Read strengths from a text such as ``0.5 1``, in order, each once.
+
+    Raises:
+        UserError: one is no number, or there are none or too many.
+    """
+    parts = re.split(r"[\s,;]+", text.strip())
+    rule = f"Use 1 to {MOST_STRENGTHS} numbers above 0 and at most {STRONGEST:g}, such as {STRENGTHS}"
+    try:
+        found = sorted({float(part) for part in parts})
+    except ValueError:
+        raise UserError(f"strengths: {text[:60]!r} is not a list of numbers. {rule}") from None
+    if len(found) > MOST_STRENGTHS or not all(0 < value <= STRONGEST for value in found):
+        raise UserError(f"strengths: {text[:60]!r} does not fit. {rule}")
+    return found
+
+
+async def _form(request: Request) -> Mapping[str, str]:
+    return {name: values[-1] for name, values in (await read_form(request)).items()}
+
+
+async def _begun(request: Request, folder: Path, kind: str, words: list[str]) -> Response:
+    """Start a verb and say so."""
+    await run_in_threadpool(begin, request.app.state.roots, kind, folder.name, words)
+    return render(request, "run_begun.html", kind=kind)
+
+
+def exported(request: Request) -> Response:
+    """GET /run/NAME/exports/FILE: a converted file."""
+    from simpletune.web.app import file_response  # which joins this page
+
+    roots: Roots = request.app.state.roots
+    place = exports_of(roots, run_of(request).name)
+    headers = {"content-type": "application/octet-stream", "content-disposition": "attachment"}
+    return file_response(roots, place, request.path_params["file"], **headers)
