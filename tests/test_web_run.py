@@ -21,7 +21,7 @@ from simpletune.runs.attempts import Attempt
 from simpletune.runs.control import read_requests
 from simpletune.system.locks import exclusive
 from simpletune.system.stage_timer import Stage
-from simpletune.web import after, jobs
+from simpletune.web import jobs, queue
 from simpletune.web.charts import Line, chart, limits, thinned_places, ticks
 from simpletune.web.pictures import matrix_of
 from simpletune.web.progress import progress_of
@@ -197,6 +197,10 @@ def test_only_files_of_the_run_of_known_kinds_are_sent(client: TestClient, tmp_p
     (run / "evil.svg").write_text("<svg/>")
     (tmp_path / "secret.png").write_bytes(b"secret")
     (run / "leak.png").symlink_to(tmp_path / "secret.png")
+    saved = run / "checkpoints/step-000010/pytorch_lora_weights.safetensors"
+    saved.write_bytes(b"saved")
+    links = re.findall(r'href="(/run/one/file/[^"]*safetensors)"', client.get("/run/one").text)
+    assert [client.get(link).content for link in links] == [b"weights", b"saved"]
     sent = client.get("/run/one/file/pytorch_lora_weights.safetensors")
     assert sent.content == b"weights" and sent.headers["content-disposition"] == "attachment"
     page = client.get("/run/one/file/report.html")
@@ -284,7 +288,6 @@ def test_what_the_buttons_start(client: TestClient, tmp_path: Path, started: lis
     client.post("/run/one/report")
     client.post("/run/one/export", data={"format": "kohya", "step": "10"})
     client.post("/run/one/finish", data={"step": "10"})
-    client.post("/run/one/continue", data={"steps": "150"})
     target = str(place / "lora-one-10-kohya.safetensors")
     assert started == [
         ["choose-one", "evaluate", str(run), "--choose", "10"],
@@ -292,22 +295,35 @@ def test_what_the_buttons_start(client: TestClient, tmp_path: Path, started: lis
         ["report-one", "report", str(run)],
         ["export-one", "export", f"{run}@10", "--format", "kohya", "--out", target, "--overwrite"],
         ["finish-one", "finish", f"{run}@10"],
-        ["train-one", "train", str(run / "config.json"), "train.steps=150", "--resume", "auto"],
     ]
     assert client.post("/run/one/export", data={"format": "../x"}).status_code == 422
-    with exclusive(run):
-        assert client.post("/run/one/continue", data={"steps": "150"}).status_code == 422
     (place / "lora-one-10-kohya.safetensors").write_bytes(b"converted")
     assert client.get("/run/one/exports/lora-one-10-kohya.safetensors").content == b"converted"
     assert client.get("/run/one/exports/..%2F..%2Fqueue.json").status_code == 404
     assert "download>lora-one-10-kohya.safetensors</a>" in client.get("/run/one/after").text
 
 
-def test_going_on_finds_the_run_wherever_its_configuration_says_it_is(tmp_path: Path) -> None:
-    settings = {"name": "other", "train": {"epochs": 3}, "output": {"runs": "runs"}}
-    assert after.overrides(tmp_path / "runs" / "one", settings, 9) == [
-        "train.steps=9", "train.epochs=null", "name=one", f"output.runs={tmp_path / 'runs'}",
-    ]  # fmt: skip
+def test_going_on_puts_the_run_into_the_queue_with_more_steps(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "runs" / "one"
+    monkeypatch.setattr(queue, "ensure_runner", lambda roots: None)
+    settings = json.loads((run / "config.json").read_text())
+    changed = settings | {
+        "name": "other",
+        "train": {"steps": None, "epochs": 3},
+        "output": {"runs": "runs", "cache": "c"},
+    }
+    (run / "config.json").write_text(json.dumps(changed))
+    assert client.post("/run/one/continue", data={"steps": "150"}).status_code == 200
+    (entry,) = queue.read(client.app.app.state.roots)  # type: ignore[attr-defined]
+    assert (entry.name, entry.resume, entry.state) == ("one", True, "waiting")
+    config = json.loads(Path(entry.config).read_text())
+    output = {"runs": str(tmp_path / "runs"), "cache": "c"}
+    assert config == settings | {"name": "one", "train": {"steps": 150, "epochs": None}, "output": output}
+    assert not Path(entry.config).is_relative_to(run)
+    with exclusive(run):
+        assert client.post("/run/one/continue", data={"steps": "150"}).status_code == 422
 
 
 def test_a_hostile_run_stays_text(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ from starlette.routing import Route
 
 from simpletune.adapters.lora import OUTPUT
 from simpletune.options import Json, UserError
-from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
 from simpletune.runs.choice import Choice, choose
-from simpletune.runs.folder import ATTEMPTS, BEST, CHECKPOINTS, CONFIG, SUMMARY
+from simpletune.runs.folder import ATTEMPTS, BEST, CHECKPOINTS, SUMMARY
 from simpletune.runs.outputs import folder_name
-from simpletune.system.locks import is_held
+from simpletune.system.atomic import write_json
+from simpletune.web import queue
 from simpletune.web.jobs import TRAIN, Job, begin, job_name, job_of
 from simpletune.web.progress import Progress, progress_of
 from simpletune.web.roots import Roots
@@ -79,17 +80,23 @@ def routes() -> list[Route]:
     ]
 
 
-def stamps(roots: Roots) -> dict[str, Hashable]:
-    """Return the stamps of the topics ``after:NAME``, ``jobs:NAME`` and ``comparisons:NAME``."""
-    found: dict[str, Hashable] = {}
-    for folder in roots.all_runs():
-        name = folder.name
-        files = (folder / SUMMARY, folder / ATTEMPTS, folder / BEST, folder / CHECKPOINTS, folder / REPORT)
-        found[f"after:{name}"] = (is_held(folder), *map(file_stamp, (*files, exports_of(roots, name))))
-        logs = [roots.own / "logs" / f"{job_name(kind, name)}{suffix}" for kind in JOBS for suffix in (".log", ".json")]
-        found[f"jobs:{name}"] = tuple(map(file_stamp, logs))
-        found[f"comparisons:{name}"] = file_stamp(folder / COMPARE)
-    return found
+def topics(roots: Roots, folder: Path, held: bool, logs: Mapping[str, Hashable]) -> dict[str, Hashable]:
+    """Return the stamps of the topics ``after``, ``jobs`` and ``comparisons`` of a run.
+
+    Args:
+        roots: what the pages may touch.
+        folder: run folder.
+        held: whether a process trains it.
+        logs: stamps of the files with logs, by name.
+    """
+    files = (SUMMARY, ATTEMPTS, BEST, CHECKPOINTS, REPORT)
+    jobs = [logs.get(f"{job_name(kind, folder.name)}{suffix}") for kind in JOBS for suffix in (".log", ".json")]
+    exports = exports_of(roots, folder.name)
+    return {
+        "after": (held, *(file_stamp(folder / name) for name in files), file_stamp(exports)),
+        "jobs": tuple(jobs),
+        "comparisons": file_stamp(folder / COMPARE),
+    }
 
 
 def exports_of(roots: Roots, name: str) -> Path:
@@ -123,13 +130,15 @@ def jobs_of(request: Request, folder: Path) -> list[Job]:
 def after_of(request: Request, folder: Path) -> Json:
     """What the page offers for a run."""
     roots: Roots = request.app.state.roots
-    progress = progress_of(folder)
+    progress, summary, best = progress_of(folder), json_object(folder / SUMMARY), best_of(folder)
     exports = exports_of(roots, folder.name)
     files = sorted(file.name for file in exports.glob("*.safetensors")) if exports.is_dir() else []
+    saved = "" if best is None else f"{checkpoint_folder(Path(), best.step)}/{OUTPUT}"
     return {
         "name": folder.name, "run": progress, "steps": [step for step, _ in list_checkpoints(folder)],
-        "best": best_of(folder), "result": OUTPUT if (folder / OUTPUT).is_file() else "",
-        "output": str(json_object(folder / SUMMARY).get("output", "")), "report": (folder / REPORT).is_file(),
+        "best": best, "best_file": saved if (folder / saved).is_file() else "",
+        "result": OUTPUT if (folder / OUTPUT).is_file() else "", "result_step": summary.get("steps"),
+        "output": str(summary.get("output", "")), "report": (folder / REPORT).is_file(),
         "exports": files, "formats": FORMATS, "has_strength": has_strength(progress), "strengths": STRENGTHS,
         "more": more_steps(progress),
     }  # fmt: skip
@@ -226,7 +235,7 @@ async def finish(request: Request) -> Response:
 
 
 async def go_on(request: Request) -> Response:
-    """POST /run/NAME/continue: train to a number of steps."""
+    """POST /run/NAME/continue: put the run into the queue, to train on to a number of steps."""
     folder, form = run_of(request), await _form(request)
     steps = whole(form.get("steps", ""), "steps")
     progress = progress_of(folder)
@@ -234,22 +243,24 @@ async def go_on(request: Request) -> Response:
         raise UserError(f"{folder.name} is training already")
     if steps <= progress.state.done and progress.state.word == "finished":
         raise UserError(f"{folder.name} has {progress.state.done:,} steps. Use more than that")
-    words = ["train", str(folder / CONFIG), *overrides(folder, progress.state.settings, steps), "--resume", "auto"]
-    return await _begun(request, folder, TRAIN, words)
+    settings = going_on(folder, progress.state.settings, steps)
+    await run_in_threadpool(_queued, request.app.state.roots, folder.name, settings)
+    return render(request, "run_begun.html", kind="the run, as soon as the queue reaches it")
 
 
-def overrides(folder: Path, settings: Json, steps: int) -> list[str]:
-    """What changes in a run's configuration so that it goes on in its folder to a number of steps."""
-    train, output = settings.get("train"), settings.get("output")
-    found = [f"train.steps={steps}"]
-    if isinstance(train, dict) and train.get("epochs") is not None:
-        found.append("train.epochs=null")
-    if settings.get("name") != folder.name:
-        found.append(f"name={folder.name}")
-    runs = output.get("runs") if isinstance(output, dict) else None
-    if not isinstance(runs, str) or Path(runs) != folder.parent:
-        found.append(f"output.runs={folder.parent}")
-    return found
+def going_on(folder: Path, settings: Json, steps: int) -> Json:
+    """A run's configuration with which it goes on in its folder to a number of steps."""
+    train, output = ({**settings[key]} if isinstance(settings.get(key), dict) else {} for key in ("train", "output"))
+    train |= {"steps": steps} | ({"epochs": None} if "epochs" in train else {})
+    return {**settings, "name": folder.name, "train": train, "output": output | {"runs": str(folder.parent)}}
+
+
+def _queued(roots: Roots, name: str, settings: Json) -> None:
+    """Write the configuration for the queue, and put the run there."""
+    config = roots.own / "configs" / f"{job_name(TRAIN, name)}-goes-on.json"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    write_json(config, settings, shared=True)
+    queue.add(roots, name, config, queue.device_of(settings), resume=True)
 
 
 def named(folder: Path, step: str) -> str:

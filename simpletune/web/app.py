@@ -15,18 +15,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from simpletune.options import UserError
-from simpletune.web import after, all_runs, run_page, running
+from simpletune.web import all_runs, run_page
 from simpletune.web.events import Watch, changes, events
 from simpletune.web.guard import Access, Guard
 from simpletune.web.roots import Roots
 from simpletune.web.templates import SHARED, TEMPLATES, render
 
-PAGES = (
-    all_runs,
-    run_page,
-    running,
-    after,
-)  # each has `routes() -> list[Route]` and `stamps(roots) -> dict[str, Hashable]`
+PAGES = (all_runs, run_page)  # each has `routes() -> list[Route]` and `stamps(roots) -> dict[str, Hashable]`
 STATIC = {
     "base.css": SHARED, "app.css": TEMPLATES, "app.js": TEMPLATES, "htmx.min.js": TEMPLATES,
     "run.js": TEMPLATES,

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-WIDTH, HEIGHT = 640, 200  # of the drawing; the page scales it
-LEFT, RIGHT, TOP, BOTTOM = 56, 8, 10, 30
+WIDTH, WIDE, HEIGHT = 560, 1120, 200  # of the drawing; the page scales it
+LEFT, RIGHT, TOP, BOTTOM = 56, 24, 10, 30
 LEAST = 1e-30
 
 Dot = tuple[float, float]
@@ -61,6 +61,7 @@ class Chart:
         lines: in the order in which they are drawn.
         values: (y, text) of each mark of the vertical axis.
         steps: (x, text) of each mark of the horizontal axis.
+        width: of the drawing.
     """
 
     title: str
@@ -68,8 +69,14 @@ class Chart:
     lines: list[DrawnLine]
     values: list[tuple[float, str]]
     steps: list[tuple[float, str]]
+    width: int
 
-    width, height, left, right = WIDTH, HEIGHT, LEFT, WIDTH - RIGHT
+    height, left = HEIGHT, LEFT
+
+    @property
+    def right(self) -> int:
+        """The end of the horizontal axis."""
+        return self.width - RIGHT
 
 
 @dataclass(frozen=True)
@@ -80,15 +87,17 @@ class Frame:
         last: last step; the first is 0.
         low: lowest value.
         high: highest value.
+        width: of the drawing.
     """
 
     last: float
     low: float
     high: float
+    width: int
 
     def x(self, step: float) -> float:
         """Pixels from the left."""
-        return round(LEFT + step / (self.last or 1) * (WIDTH - LEFT - RIGHT), 1)
+        return round(LEFT + step / (self.last or 1) * (self.width - LEFT - RIGHT), 1)
 
     def y(self, value: float) -> float:
         """Pixels from the top; values beyond the frame lie on its edge."""
@@ -105,18 +114,19 @@ class Frame:
         return DrawnLine(line.name, line.kind, points, bars)
 
 
-def chart(title: str, lines: Sequence[Line], steps: int | None = None) -> Chart | None:
+def chart(title: str, lines: Sequence[Line], steps: int | None = None, width: int = WIDTH) -> Chart | None:
     """Lay out a chart; None if no line has a dot.
 
     Args:
         title: what it shows.
         lines: in the order in which they are drawn.
         steps: last step of the axis; None: that of the lines.
+        width: of the drawing.
     """
     drawn = [line for line in lines if line.dots]
     if not drawn:
         return None
-    frame = Frame(max(max(dot[0] for line in drawn for dot in line.dots), steps or 0), *limits(drawn))
+    frame = Frame(max(max(dot[0] for line in drawn for dot in line.dots), steps or 0), *limits(drawn), width)
     ends = [f"{each.name or title} {shown(each.dots[-1][1])} at step {each.dots[-1][0]:,.0f}" for each in drawn]
     return Chart(
         title,
@@ -124,6 +134,7 @@ def chart(title: str, lines: Sequence[Line], steps: int | None = None) -> Chart 
         [frame.drawn(line) for line in drawn],
         [(frame.y(value), shown(value)) for value in ticks(frame.low, frame.high)],
         [(frame.x(step), f"{step:,.0f}") for step in ticks(0, frame.last, most=6)],
+        width,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from simpletune.web.processes import exit_code, running, start, tail
 from simpletune.web.roots import Roots
 
-TRAIN = "train"
+TRAIN = "run"  # as the queue calls the process of a run
 UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
 LINES = 12  # of a log
 
@@ -32,6 +33,7 @@ class Job:
     lines: list[str]
 
 
+@functools.lru_cache(maxsize=4096)
 def job_name(kind: str, run: str) -> str:
     """Name the process and log of a verb for a run; names that do not fit into it are told apart by their hash."""
     plain = UNUSUAL.sub("_", run)[:100]

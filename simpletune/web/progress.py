@@ -14,7 +14,7 @@ from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import CONFIG, EVALUATION, EVALUATIONS, METRICS, PLANNED, SAMPLES
 from simpletune.system.console import TrainingProgress, duration
 from simpletune.system.stage_timer import Stage
-from simpletune.web.charts import Chart, Line, chart
+from simpletune.web.charts import WIDE, Chart, Line, chart
 from simpletune.web.run_state import RunState, json_object, state_of
 from simpletune.web.series import Follower, Followers
 
@@ -139,7 +139,7 @@ def charts_of(folder: Path, steps: int | None) -> list[Chart]:
         Line("each step", [(point.step, point.mean) for point in loss], "raw"),
         Line("smoothed", [(point.step, point.smooth) for point in loss], "smooth"),
     ]
-    found = [chart("Loss", [*lines, *evaluation_lines(folder)], steps)]
+    found = [chart("Loss", [*lines, *evaluation_lines(folder)], steps, WIDE)]
     for name, title in (("lr", "Learning rate"), ("grad_norm", "Gradient norm"), ("seconds", "Seconds per step")):
         dots = [(point.step, point.mean) for point in series[name].points]
         found.append(chart(title, [Line("", dots, "smooth")], steps))

@@ -7,7 +7,7 @@ control file.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -31,7 +31,6 @@ from simpletune.runs.control import (
     read_requests,
 )
 from simpletune.runs.folder import CONTROL, CONTROL_ANSWERS, DRAWN, SAMPLES
-from simpletune.system.locks import is_held
 from simpletune.web.jobs import TRAIN, job_name
 from simpletune.web.pictures import matrix_of, small_copy
 from simpletune.web.processes import tail
@@ -73,16 +72,20 @@ def routes() -> list[Route]:
     ]
 
 
-def stamps(roots: Roots) -> dict[str, Hashable]:
-    """Return the stamps of the topics ``held:NAME``, ``pictures:NAME``, ``requests:NAME`` and ``log:NAME``."""
-    found: dict[str, Hashable] = {}
-    for folder in roots.all_runs():
-        found[f"held:{folder.name}"] = is_held(folder)
-        found[f"pictures:{folder.name}"] = file_stamp(folder / SAMPLES)
-        names = (CONTROL, CONTROL_ANSWERS, DRAWN)
-        found[f"requests:{folder.name}"] = tuple(file_stamp(folder / name) for name in names)
-        found[f"log:{folder.name}"] = file_stamp(roots.own / "logs" / f"{job_name(TRAIN, folder.name)}.log")
-    return found
+def topics(folder: Path, held: bool, logs: Mapping[str, Hashable]) -> dict[str, Hashable]:
+    """Return the stamps of the topics ``held``, ``pictures``, ``requests`` and ``log`` of a run.
+
+    Args:
+        folder: run folder.
+        held: whether a process trains it.
+        logs: stamps of the files with logs, by name.
+    """
+    return {
+        "held": held,
+        "pictures": file_stamp(folder / SAMPLES),
+        "requests": tuple(file_stamp(folder / name) for name in (CONTROL, CONTROL_ANSWERS, DRAWN)),
+        "log": logs.get(f"{job_name(TRAIN, folder.name)}.log"),
+    }
 
 
 def run_of(request: Request) -> Path:

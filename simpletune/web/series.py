@@ -16,7 +16,7 @@ from pathlib import Path
 from simpletune.options import Json
 
 MOST = 400  # points of a series; a chart is about 700 pixels wide
-SMOOTH = 0.98  # decay of the smoothed line a step
+SHARE, LONGEST = 1 / 20, 100  # of the steps so far, and at most this many: what the smoothed line averages over
 RECENT = 50  # last rows that are kept whole, unless told otherwise
 CHUNK = 2**22  # bytes that are read at once
 KEPT = 16  # runs whose series are kept
@@ -59,14 +59,14 @@ class Series:
 
     points: list[Point] = field(default_factory=list)
     width: int = 1
-    _weight: float = 0.0
-    _sum: float = 0.0
+    _count: int = 0
+    _smooth: float = 0.0
 
     def add(self, step: int, value: float) -> None:
         """Add the value of a later step."""
-        self._weight = SMOOTH * self._weight + 1 - SMOOTH
-        self._sum = SMOOTH * self._sum + (1 - SMOOTH) * value
-        new = Point(step, 1, value, value, value, self._sum / self._weight)
+        self._smooth += (value - self._smooth) / min(1 + SHARE * self._count, LONGEST)
+        self._count += 1
+        new = Point(step, 1, value, value, value, self._smooth)
         if self.points and self.points[-1].count < self.width:
             self.points[-1] = self.points[-1].merged(new)
         else:
