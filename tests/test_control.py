@@ -24,6 +24,7 @@ from simpletune.cli.control import awaited
 from simpletune.cli.main import main
 from simpletune.config.load import validate
 from simpletune.estimate import drawn as predicted
+from simpletune.models.fp16_blocks import Fp16Blocks
 from simpletune.options import UserError
 from simpletune.pipeline.png import drawn_as
 from simpletune.pipeline.sample import Request
@@ -134,6 +135,7 @@ def test_a_strength_scales_the_update_and_leaves_no_trace(kind: str) -> None:
 
 def test_a_picture_on_request_is_the_one_of_validation(tiny_config: dict) -> None:
     tiny_config["validation"] = {"prompts": ["a red disc"], "every": 2, "steps": 2, "seed": 5, "eval_samples": 0}
+    tiny_config["ema"] = {"decay": 0.1}
     same = {"prompt": "a red disc", "seed": 5}
     in_step(2, asking(tiny_config, DrawRequest(id="now", **same), DrawRequest(id="without", strength=0.0, **same)))
     run = run_with(tiny_config)
@@ -179,6 +181,14 @@ def test_what_is_asked_too_late_or_before_the_start_is_refused(tiny_config: dict
     assert "training has ended" in found["too"]["why"] and len(read_metrics(run)) == 4
     with pytest.raises(UserError, match="is not training, so nothing would answer"):
         ask(run, SaveRequest(id="after", ask="save"))
+
+
+def test_a_picture_does_not_decide_which_blocks_later_evaluations_compute_in_fp32() -> None:
+    model, blocks = torch.nn.Linear(1, 1), Fp16Blocks.__new__(Fp16Blocks)
+    model.__dict__["fp16_blocks"], blocks.drawn_wide = blocks, frozenset({3})
+    with drawn.unchanged(model):
+        blocks.drawn_wide = frozenset({3, 7})
+    assert blocks.drawn_wide == {3}
 
 
 BROKEN = {

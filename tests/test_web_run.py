@@ -171,10 +171,10 @@ def test_a_file_is_read_once_as_it_grows_and_again_when_it_is_replaced(tmp_path:
     follower._take = lambda text: read.append(text) or honest(text)  # type: ignore[method-assign]
     follower.look()
     assert read == []
-    (tmp_path / "new").write_text('{"step": 1, "loss": 9.0}\n')
+    (tmp_path / "new").write_text('{"step": 1, "loss": 9.0}\n' * 9)  # longer than the old one
     os.replace(tmp_path / "new", file)
     follower.look()
-    assert follower.rows == 1 and follower.series["loss"].points[0].mean == 9.0
+    assert follower.rows == 9 and follower.series["loss"].points[0].mean == 9.0
 
 
 def test_pictures_are_a_matrix_of_prompts_and_steps(client: TestClient, tmp_path: Path) -> None:

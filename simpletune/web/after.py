@@ -5,7 +5,6 @@ Everything that computes is a verb in a process of its own (``jobs``).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from simpletune.runs.folder import ATTEMPTS, BEST, CHECKPOINTS, SUMMARY
 from simpletune.runs.outputs import folder_name
 from simpletune.system.atomic import write_json
 from simpletune.web import queue
+from simpletune.web.fields import STRENGTHS, plain_text, strengths_of, whole
 from simpletune.web.jobs import TRAIN, Job, begin, job_name, job_of
 from simpletune.web.progress import Progress, progress_of
 from simpletune.web.roots import Roots
@@ -33,8 +33,6 @@ from simpletune.web.templates import read_form, render
 COMPARE, REPORT = "compare", "report.html"
 JOBS = (COMPARE, "choose", "export", "report", "finish", TRAIN)
 FORMATS = {"kohya": "kohya (ComfyUI, Forge)", "comfy": "ComfyUI", "diffusers": "diffusers"}
-STRENGTHS = "0.25 0.5 0.75 1 1.25"
-MOST_STRENGTHS, STRONGEST = 8, 4.0
 WHOLE = ("full", "partial")  # methods whose result has no strength
 COMPARISONS = 3  # that the page shows, newest first
 
@@ -266,47 +264,6 @@ def _queued(roots: Roots, name: str, settings: Json) -> None:
 def named(folder: Path, step: str) -> str:
     """Name a run's result, or one of its checkpoints, for a command."""
     return f"{folder}@{whole(step, 'step')}" if step else str(folder)
-
-
-def whole(text: str, what: str) -> int:
-    """Read a whole number.
-
-    Raises:
-        UserError: it is none.
-    """
-    text = text.strip()
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise UserError(f"{what}: {text[:40]!r} is not a whole number of at least 0")
-    return int(text)
-
-
-def plain_text(text: str, what: str) -> str:
-    """Read a text without control characters.
-
-    Raises:
-        UserError: it is empty, or has one.
-    """
-    text = " ".join(text.split())
-    if not text or not text.isprintable() or len(text) > 4000:
-        raise UserError(f"{what}: write 1 to 4,000 characters that can be printed")
-    return text
-
-
-def strengths_of(text: str) -> list[float]:
-    """Read strengths from a text such as ``0.5 1``, in order, each once.
-
-    Raises:
-        UserError: one is no number, or there are none or too many.
-    """
-    parts = re.split(r"[\s,;]+", text.strip())
-    rule = f"Use 1 to {MOST_STRENGTHS} numbers above 0 and at most {STRONGEST:g}, such as {STRENGTHS}"
-    try:
-        found = sorted({float(part) for part in parts})
-    except ValueError:
-        raise UserError(f"strengths: {text[:60]!r} is not a list of numbers. {rule}") from None
-    if len(found) > MOST_STRENGTHS or not all(0 < value <= STRONGEST for value in found):
-        raise UserError(f"strengths: {text[:60]!r} does not fit. {rule}")
-    return found
 
 
 async def _form(request: Request) -> Mapping[str, str]:
