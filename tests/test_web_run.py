@@ -21,11 +21,11 @@ from simpletune.runs.attempts import Attempt
 from simpletune.runs.control import read_requests
 from simpletune.system.locks import exclusive
 from simpletune.system.stage_timer import Stage
-from simpletune.web import jobs, queue
-from simpletune.web.charts import Line, chart, limits, thinned_places, ticks
-from simpletune.web.pictures import matrix_of
-from simpletune.web.progress import progress_of
-from simpletune.web.series import MOST, Follower, Series
+from simpletune.web import queue, running
+from simpletune.web.run.charts import Line, chart, limits, thinned_places, ticks
+from simpletune.web.run.pictures import matrix_of
+from simpletune.web.run.series import MOST, Follower, Series
+from simpletune.web.running import progress_of
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'"
 SETTINGS = {
@@ -71,7 +71,7 @@ def client(tmp_path: Path) -> TestClient:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The verbs that the page would start."""
     found: list[list[str]] = []
-    monkeypatch.setattr(jobs, "start", lambda roots, words, name: found.append([name, *words]))
+    monkeypatch.setattr(running, "start", lambda roots, words, name: found.append([name, *words]))
     return found
 
 

@@ -1,13 +1,15 @@
 """Parts of a run's page while it trains: how far it is, charts, pictures, requests to it, its log.
 
-The page writes nothing into the run's folder but its
-control file.
+The page writes nothing into the run's folder but its control file. What computes is a verb in a process of its own.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -31,12 +33,13 @@ from simpletune.runs.control import (
     read_requests,
 )
 from simpletune.runs.folder import CONTROL, CONTROL_ANSWERS, DRAWN, SAMPLES
-from simpletune.web.jobs import TRAIN, job_name
-from simpletune.web.pictures import matrix_of, small_copy
-from simpletune.web.processes import tail
-from simpletune.web.progress import charts_of, progress_of
+from simpletune.web.processes import exit_code, start, tail
+from simpletune.web.processes import running as is_running
 from simpletune.web.roots import Roots
-from simpletune.web.run_state import file_stamp
+from simpletune.web.run import progress
+from simpletune.web.run.pictures import matrix_of, small_copy
+from simpletune.web.run.progress import Progress, charts_of
+from simpletune.web.run_state import file_stamp, state_of
 from simpletune.web.templates import read_form, render
 
 SHOWN = 12  # requests and pictures on request, newest first
@@ -56,6 +59,52 @@ SENT: dict[str, dict[str, str]] = {  # files that are sent, by suffix, with thei
     ".jsonl": {"content-type": "text/plain; charset=utf-8"},
     ".md": {"content-type": "text/plain; charset=utf-8"},
 }
+TRAIN = "run"  # as the queue calls the process of a run
+UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
+JOB_LINES = 12  # of another log
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process of a run's page.
+
+    Args:
+        kind: compare, export and so on.
+        running: whether it runs.
+        failed: whether it ended with an error.
+        lines: the end of its log.
+    """
+
+    kind: str
+    running: bool
+    failed: bool
+    lines: list[str]
+
+
+@functools.lru_cache(maxsize=4096)
+def job_name(kind: str, run: str) -> str:
+    """Name the process and log of a verb for a run; names that do not fit into it are told apart by their hash."""
+    plain = UNUSUAL.sub("_", run)[:100]
+    unusual = plain != run
+    return f"{kind}-{plain}" + (f"-{hashlib.sha256(run.encode()).hexdigest()[:8]}" if unusual else "")
+
+
+def begin(roots: Roots, kind: str, run: str, words: Sequence[str]) -> None:
+    """Start a verb for a run.
+
+    Raises:
+        UserError: one of this kind is running for it.
+    """
+    start(roots, words, job_name(kind, run))
+
+
+def job_of(roots: Roots, kind: str, run: str) -> Job | None:
+    """Return the last process of a kind for a run; None if there was none."""
+    name = job_name(kind, run)
+    lines, runs = tail(roots, name, JOB_LINES), is_running(roots, name)
+    if not lines and not runs:
+        return None
+    return Job(kind, runs, not runs and exit_code(roots, name) not in (0, None), lines)
 
 
 def routes() -> list[Route]:
@@ -129,10 +178,15 @@ def log(request: Request) -> Response:
     return render(request, "run_log.html", **log_of(request, run_of(request)))
 
 
+def progress_of(folder: Path) -> Progress:
+    """How far a run is."""
+    return progress.progress_of(folder, state_of(folder))
+
+
 def now_of(folder: Path) -> Json:
     """How far a run is, and its charts."""
-    progress = progress_of(folder)
-    return {"name": folder.name, "run": progress, "charts": charts_of(folder, progress.steps)}
+    found = progress_of(folder)
+    return {"name": folder.name, "run": found, "charts": charts_of(folder, found.steps)}
 
 
 def requests_of(folder: Path) -> Json:

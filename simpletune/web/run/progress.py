@@ -6,17 +6,21 @@ import shlex
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from simpletune.data.evaluation import standard_error
 from simpletune.options import Json
+from simpletune.report.recorded import read_object
 from simpletune.runs.attempts import Attempt, merged_stages, read_attempts
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import CONFIG, EVALUATION, EVALUATIONS, METRICS, PLANNED, SAMPLES
 from simpletune.system.console import TrainingProgress, duration
 from simpletune.system.stage_timer import Stage
-from simpletune.web.charts import WIDE, Chart, Line, chart
-from simpletune.web.run_state import RunState, json_object, state_of
-from simpletune.web.series import Follower, Followers
+from simpletune.web.run.charts import WIDE, Chart, Line, chart
+from simpletune.web.run.series import Follower, Followers
+
+if TYPE_CHECKING:
+    from simpletune.web.run_state import RunState
 
 FOLLOWED = ("loss", "lr", "grad_norm", "seconds")
 METRIC_ROWS, EVALUATION_ROWS = Followers(FOLLOWED), Followers((), keep=1000)
@@ -60,9 +64,14 @@ class Progress:
         return min(100, 100 * self.state.done // self.steps) if self.steps else 0
 
 
-def progress_of(folder: Path) -> Progress:
-    """Read how far a run is; what is damaged counts as missing."""
-    state, planned = state_of(folder), json_object(folder / PLANNED)
+def progress_of(folder: Path, state: RunState) -> Progress:
+    """Read how far a run is; what is damaged counts as missing.
+
+    Args:
+        folder: run folder.
+        state: the same as on the page of all runs.
+    """
+    planned = read_object(folder / PLANNED, [], expected=False)
     rows = METRIC_ROWS.of(folder / METRICS)
     steps = planned["steps"] if isinstance(planned.get("steps"), int) else state.steps
     pace = pace_of(rows)
@@ -150,7 +159,7 @@ def evaluation_lines(folder: Path) -> list[Line]:
     """The evaluation losses with their standard errors: on held-out pictures, or on those of training."""
     rows = EVALUATION_ROWS.of(folder / EVALUATIONS).recent
     found = [row for row in rows if isinstance(row.get("eval_loss"), int | float)]
-    before = json_object(folder / EVALUATION).get("eval_loss")
+    before = read_object(folder / EVALUATION, [], expected=False).get("eval_loss")
     known = any(row["step"] == 0 for row in found) or not isinstance(before, int | float)
     dots: list[tuple[float, float]] = [] if known else [(0.0, float(before or 0))]
     errors = [0.0] * len(dots)

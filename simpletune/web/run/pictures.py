@@ -13,7 +13,7 @@ from PIL import Image
 from simpletune.options import Json
 from simpletune.pipeline.png import drawn_as
 from simpletune.runs.folder import SAMPLES
-from simpletune.web.charts import thinned_places
+from simpletune.web.run.charts import thinned_places
 
 COLUMNS = 7  # steps in the matrix besides the base
 SIDE = 256  # pixels of a small copy
