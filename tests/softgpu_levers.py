@@ -192,7 +192,7 @@ def run(levers: Levers, device: str = "cuda") -> Result:
             reseed_global(0, "step", step, 0)
             key_draws(core.optimizer, 0, step)
             loss, norm = core.step(given)
-            now = global_figures(loss, norm, core.accelerator, False)
+            now = global_figures(loss, norm, core.accelerator)
             pending.push(PendingStep.launched(step, 0.01, began, core, now))
             if step + 1 == STEPS and device == "cuda":
                 early = [tensor.clone() for tensor in _left(core) if tensor.device.type == "cpu"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from simpletune.data.plan import GlobalBatch, Plan, make_plan
 from simpletune.data.samples import Draw
 from simpletune.demo import pictures, tiny_sd3
 from simpletune.runs import checkpoint
+from simpletune.runs.control import read_answers
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
 from simpletune.step.core import ignore_frozen_in_ddp
 from simpletune.training.loop import train
@@ -172,6 +174,32 @@ def test_a_signal_stops_both_after_the_same_step_and_only_as_many_continue(
     assert one.codes == [2] and "was made by 2 processes, but now there are 1" in one.said[0]
     together(launcher, data, resume="auto")
     require_same(run_of(data), whole[0])
+
+
+def put_request(run: Path, **request: Any) -> None:
+    asked = "2999-01-01T00:00:00Z"  # after the next start
+    (run / "control.json").write_text(json.dumps({"requests": [{**request, "asked": asked}]}))
+
+
+def test_requests_are_answered_and_both_stop_after_the_same_step(
+    launcher: Launcher, whole: tuple[Path, list[str]], ground: dict[str, Any]
+) -> None:
+    """One step later than read: the other learns of them with the figures of that step."""
+    data = changed(ground, "asked", train={"steps": 6})
+    launcher.train(data, data, moments=dict.fromkeys((0, 1), "step.begun:4=kill"))
+    run = run_of(data)
+    put_request(run, id="now", ask="draw", prompt="a red disc", steps=1)
+    together(launcher, data, resume="auto")
+    torch.testing.assert_close(tensors(run), tensors(whole[0]), rtol=0, atol=0)
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
+    put_request(run, id="enough", ask="stop")
+    more = changed(data, "asked", train={"steps": 10})
+    stopped = launcher.train(more, more, resume="auto")
+    assert stopped.codes == [130, 143], stopped.said
+    assert "step 8 of 10 is saved" in stopped.said[0]
+    answers = [(row["id"], row["state"], row["step"]) for row in read_answers(run)]
+    assert answers == [("now", "done", 4), ("enough", "done", 8)]
+    assert checkpoint.list_checkpoints(run)[-1][0] == 8
 
 
 def test_streamed_blocks_and_boundaries_on_the_host_change_nothing(

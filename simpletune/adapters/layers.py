@@ -126,6 +126,19 @@ def updates_disabled(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+@contextmanager
+def at_strength(model: nn.Module, strength: float) -> Iterator[None]:
+    """Multiply every update by a strength within this context; changes no tensor."""
+    before = [(layer.scaling, dict(layer.scaling)) for _, layer in all_layers(model)]
+    for scaling, values in before:
+        scaling.update({name: value * strength for name, value in values.items()})
+    try:
+        yield
+    finally:
+        for scaling, values in before:
+            scaling.update(values)
+
+
 def detach(model: nn.Module) -> None:
     """Remove every update and put the original layers back."""
     for name, layer in outer_layers(model):

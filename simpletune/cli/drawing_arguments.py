@@ -40,6 +40,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--scale", type=float, action="append", help="LoRA strength; repeatable (default: 0.5 and 1)")
     parser.add_argument("--checkpoints", action="store_true", help="add every checkpoint of each run")
+    parser.add_argument("--predict", action="store_true", help="predict the memory first, and refuse what does not fit")
     parser.add_argument("--clip", metavar="NAME", help="CLIP model (folder or hub name) that scores prompt fit")
     parser.add_argument(
         "--dino", metavar="NAME", help="DINO model (folder or hub name) that scores likeness to the base"

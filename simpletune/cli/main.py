@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from simpletune import __version__
-from simpletune.cli import data, doctor, draw, estimate, evaluate, lora, report, serve, start, train, web
+from simpletune.cli import control, data, doctor, draw, estimate, evaluate, lora, report, serve, start, train, web
 from simpletune.cli import push as share
 from simpletune.cli.parser import Parser
 from simpletune.options import UserError
@@ -18,7 +18,7 @@ from simpletune.system.redact import redact
 from simpletune.system.signals import Stopped
 
 Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
-GROUPS = (start, train, data, estimate, draw, evaluate, report, serve, web, lora, share, doctor)
+GROUPS = (start, train, control, data, estimate, draw, evaluate, report, serve, web, lora, share, doctor)
 VERBS: dict[str, Verb] = {name: verb for group in GROUPS for name, verb in group.VERBS.items()}
 
 
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0 on success, 1 for problems that doctor found, 2 for configuration and input, 4 for a non-finite loss or
-        gradient, 6 for a full disk, 130 after Ctrl-C, 143 after SIGTERM.
+        gradient, 6 for a full disk, 130 after Ctrl-C or a request to stop, 143 after SIGTERM.
     """
     args = parse(argv)
     prepare_environment()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from simpletune.drawing.compare_page import write_latest, write_page
 from simpletune.drawing.generate import InferenceSession, made_with, open_session, requests_of
+from simpletune.drawing.predicted import require_memory
 from simpletune.drawing.same_weights import without_twins
 from simpletune.drawing.session import GeneratedImages
 from simpletune.drawing.similarity import Likeness, ModelFigures, latent_distance, pixel_difference
@@ -20,7 +20,7 @@ from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Request
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.names import find_named, is_run, is_unfinished, split_scale
-from simpletune.runs.outputs import numbered_folder, require_new
+from simpletune.runs.outputs import folder_name, numbered_folder, require_new
 from simpletune.runs.weights import (
     BASE,
     Weights,
@@ -103,6 +103,8 @@ def compare(args: argparse.Namespace) -> Path:
         require_new(args.output, overwrite=False, folder=True)
     if session.run is not None:
         say(f"settings of {session.run}{'' if args.run else ', the newest run'}")
+    if args.predict:
+        require_memory(session, models, requests)
     columns = session.draw_all(models, requests)
     own = session.run / "compare" if session.run else Path("inference-out") / "compare"
     folder = args.output or numbered_folder(own)
@@ -181,7 +183,7 @@ def save_pictures(
 ) -> None:
     """Save the PNGs of one model, each with metadata on how it was made."""
     for number, (picture, request) in enumerate(zip(column.pictures, requests, strict=True)):
-        save_png(picture, folder / file_name(column.weights.label) / f"{number:03d}.png", request, **made)
+        save_png(picture, folder / folder_name(column.weights.label) / f"{number:03d}.png", request, **made)
 
 
 def warn_of_precisions(figures: Sequence[ModelFigures]) -> None:
@@ -196,8 +198,3 @@ def warn_of_precisions(figures: Sequence[ModelFigures]) -> None:
 def caption(request: Request) -> str:
     """Caption a request."""
     return f"{request.prompt}  (seed {request.seed})"
-
-
-def file_name(label: str) -> str:
-    """Turn a label into a folder name."""
-    return re.sub(r"[^\w.-]+", "-", label).strip("-")

@@ -16,24 +16,16 @@ from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.encoders.encoder import About
 from simpletune.encoders.loading import class_of
+from simpletune.estimate.drawn import decoding_bytes, drawing_bytes
 from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.job_time import alone, speeds_of
 from simpletune.estimate.predict import MIB, needed
-from simpletune.estimate.simulate_stages import (
-    SIMULATED,
-    Recorders,
-    ShapesOnlyModel,
-    WholeWindowModulation,
-    accounting_of,
-    empty_autoencoder,
-    predict_stage,
-)
+from simpletune.estimate.simulate_stages import SIMULATED, Recorders, accounting_of, predict_stage
 from simpletune.evaluation.plan import Plan
 from simpletune.memory.fake import fake_tensors
 from simpletune.models.prompts import BATCH
 from simpletune.options import Json, UserError
-from simpletune.pipeline.load import empty_base, modulation_of
-from simpletune.pipeline.sample import Request, Sampler
+from simpletune.pipeline.sample import Request
 from simpletune.runs.weights import precision_of
 from simpletune.system.console import duration, say, silent
 from simpletune.system.environment import cpu_name
@@ -85,8 +77,8 @@ def predict(plan: Plan, encoders: Sequence[About], undrawn: int) -> dict[str, St
     if undrawn:
         capability = card[0].capability if card else CAPABILITY
         stages["text"] = text_stage(config, plan, capability, recorders, speeds)
-        drawing = Recorder(on_card)
-        size = drawing_bytes(config, plan, drawing)
+        drawing, precision = Recorder(on_card), precision_of(config, plan.points[-1].weights)
+        size = drawing_bytes(config, first, precision, batch_of(plan), drawing)
         steps = first.steps / min(SIMULATED, first.steps) / batch_of(plan)
         stages["draw"] = Stage(size, undrawn * steps * alone(drawing.sections, speeds))
         decoding = Recorder(on_card)
@@ -156,36 +148,6 @@ def text_stage(
 def batch_of(plan: Plan) -> int:
     """How many pictures are drawn together."""
     return min(plan.session.speed.batch_size, len(plan.shots))
-
-
-def drawing_bytes(config: TrainConfig, plan: Plan, recorder: Recorder) -> int:
-    """The largest memory of drawing one batch; record a few of its steps."""
-    first, model = plan.shots[0].request, config.model
-    request = Request("", 0, "", first.width, first.height, min(SIMULATED, first.steps), first.guidance)
-    precision = precision_of(config, plan.points[-1].weights)
-    batch = batch_of(plan)
-    with fake_tensors(), without_collection(), silent():
-        transformer = empty_base(model, config.memory, precision, CPU, [(first.width, first.height)])
-        transformer.eval().requires_grad_(False)
-        detached = modulation_of(transformer, config.memory, precision, CPU)
-        whole = None if detached is None else WholeWindowModulation(detached, first.steps, request.steps)
-        text = (
-            torch.zeros(model.text_tokens, model.text_width, dtype=config.precision.encoder_dtype()),
-            torch.zeros(model.pooled_width, dtype=config.precision.encoder_dtype()),
-        )
-        with accounting_of(all_tensors(transformer), recorder) as accounting, torch.no_grad():
-            sampler = Sampler(transformer, ShapesOnlyModel(model), precision, whole)
-            sampler.denoise([request] * batch, [text] * batch, [text] * batch)
-    return accounting.peak.bytes
-
-
-def decoding_bytes(config: TrainConfig, first: Request, recorder: Recorder) -> int:
-    """The largest memory of decoding one picture; record it."""
-    with fake_tensors(), without_collection(), silent():
-        vae = empty_autoencoder(config)
-        with accounting_of(all_tensors(vae), recorder) as accounting, torch.no_grad():
-            config.model.decode_latents(vae, torch.zeros(1, *config.model.latent_shape(first.width, first.height)))
-    return accounting.peak.bytes
 
 
 def encoding(about: About, recorder: Recorder) -> int:

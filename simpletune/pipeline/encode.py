@@ -67,6 +67,11 @@ class TextCache:
             free_memory(device)
         return len(encoded)
 
+    def lacking(self, prompts: Iterable[str]) -> set[str]:
+        """The prompts that at least one encoder has to encode."""
+        wanted = list(prompts)
+        return {prompt for cache in self.caches.values() for prompt in cache.lacking(wanted)}
+
     def _encode(self, encoder: Encoder, missing: list[str], device: torch.device) -> None:
         """Encode prompts with one encoder.
 

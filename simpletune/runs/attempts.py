@@ -6,7 +6,6 @@ metrics show later steps of a killed process. Time, cost and memory of a run cov
 
 from __future__ import annotations
 
-import signal
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -52,7 +51,7 @@ class Attempt(BaseModel):
     ended: Ended | None = None
     """How the attempt ended; None while it runs, or if it was killed."""
     reason: str = ""
-    """Signal that stopped the attempt, or the error message."""
+    """Signal or request that stopped the attempt, or the error message."""
 
     def in_words(self) -> str:
         """Describe how the attempt ended."""
@@ -148,7 +147,7 @@ def median_seconds(rows: Sequence[Json], attempts: Sequence[Attempt]) -> float |
 def ending_of(error: BaseException) -> tuple[Ended, str]:
     """Classify the exception that ends a process, and give the reason as printed to the terminal."""
     if isinstance(error, Stopped):
-        return "stopped", signal.Signals(error.code - 128).name
+        return "stopped", error.by
     if isinstance(error, KeyboardInterrupt):
         return "stopped", "SIGINT"
     if isinstance(error, UserError):

@@ -22,16 +22,18 @@ EVALUATIONS, ENVIRONMENT, DATA, SKIPPED = "evaluations.jsonl", "environment.json
 SAMPLES, CHECKPOINTS = "samples", "checkpoints"
 CHOSEN, ATTEMPTS, OVERFLOWS = "chosen.json", "attempts.json", "overflows.jsonl"
 DRIFT, BEST, SCORES = "base_predictions.safetensors", "best.json", "evaluation.json"
+CONTROL, CONTROL_ANSWERS, DRAWN, PLANNED = "control.json", "control_answers.jsonl", "drawn", "planned.json"
 PREDICTED = "predicted.json"  # time and price, before the first step
 # Files that a run writes before its first checkpoint; wandb keeps its own copy.
 WRITTEN_FIRST = {
     METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, CHOSEN, ATTEMPTS, OVERFLOWS, DRIFT,
-    PREDICTED, "wandb",
+    CONTROL, CONTROL_ANSWERS, DRAWN, PLANNED, PREDICTED, "wandb",
 }  # fmt: skip
 # Files that a run overwrites; a folder in their place is set aside.
 WRITTEN_FILES = (
     METRICS, SUMMARY, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, CHOSEN, ATTEMPTS, OVERFLOWS, DRIFT,
-    PREDICTED, BEST, "README.md", "report.html", "report.md", "pytorch_lora_weights.safetensors",
+    PREDICTED, BEST, CONTROL_ANSWERS, PLANNED, "README.md", "report.html", "report.md",
+    "pytorch_lora_weights.safetensors",
 )  # fmt: skip
 NEEDED = {  # numbers in each row
     METRICS: ("step", "loss"), EVALUATIONS: ("step", "eval_loss"), SKIPPED: ("step",), OVERFLOWS: ("step",),

@@ -77,3 +77,8 @@ def numbered_folder(parent: Path) -> Path:
 def _next_number(folder: Path) -> int:
     found = (_NUMBERED.match(entry.name) for entry in folder.iterdir())
     return 1 + max((int(match[1]) for match in found if match), default=0)
+
+
+def folder_name(label: str) -> str:
+    """Turn a label into a folder name."""
+    return re.sub(r"[^\w.-]+", "-", label).strip("-")

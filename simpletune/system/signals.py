@@ -17,10 +17,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(KeyboardInterrupt):
-    """Report that a signal stopped the run and that everything worth keeping was saved."""
+    """Report that a signal stopped the run and that everything worth keeping was saved.
 
-    def __init__(self, number: int):
-        super().__init__(f"stopped by {signal.Signals(number).name}")
+    Args:
+        number: the signal, or the one that a request to stop counts as.
+        by: what stopped the run; None: the signal.
+    """
+
+    def __init__(self, number: int, by: str | None = None):
+        self.by = by or signal.Signals(number).name
+        super().__init__(f"stopped by {self.by}")
         self.code = 128 + number  # a shell's exit code for a signal
 
 

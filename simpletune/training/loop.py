@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,14 +13,12 @@ from accelerate import Accelerator
 from simpletune.config.compute import compute_of, kept_compute, settle_compute
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.data.evaluation import is_evaluated
 from simpletune.optim.rounding import key_draws
 from simpletune.options import plural
 from simpletune.pipeline.encode import prepare
 from simpletune.profiling import EpochTraces, phase
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
-from simpletune.runs.choice import since_best
 from simpletune.runs.folder import EVALUATION, append_metrics, finished_steps, read_summary
 from simpletune.runs.mending import require_place
 from simpletune.runs.resume import check_resumable
@@ -36,11 +35,12 @@ from simpletune.system.processes import is_first_process
 from simpletune.system.rng import reseed_global
 from simpletune.system.signals import SIGNALS, Stopped, deferred_signals, is_listening, received_signal, stop_if_asked
 from simpletune.system.stage_timer import StageTimer
+from simpletune.training.between_steps import is_interrupted, save_and_validate, stops_early
 from simpletune.training.class_pictures import with_class_pictures
 from simpletune.training.ending import explained
 from simpletune.training.finish import finish
-from simpletune.training.pending_steps import DeviceEvent, MetricsQueue, PendingStep, global_figures
-from simpletune.training.run import DRAWING, EVALUATING, Run, due
+from simpletune.training.pending_steps import Asked, DeviceEvent, MetricsQueue, PendingStep, global_figures
+from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import traces_of
 from simpletune.training.setup import StartOptions, make_accelerator, set_up
 
@@ -77,7 +77,7 @@ def train(
             return folder
         require_place(folder)
         run = set_up(config, StartOptions(attempt, resume, force, estimate_first))
-        with run.trackers, explained(run):
+        with run.trackers, explained(run), run.control:
             validate_train_finish(run)
         leave(run.accelerator)
         return run.folder
@@ -187,20 +187,22 @@ def loop(run: Run) -> EpochTraces:
             if run.average is not None and not run.guard.skipping:
                 run.average.update(None if run.core.fp16 is None else run.core.fp16.scale.overflow)
             fp16 = None if run.core.fp16 is None else run.core.fp16.figures
-            figures = global_figures(loss, norm, run.accelerator, received_signal() is not None, fp16)
+            run.control.look()
+            figures = global_figures(loss, norm, run.accelerator, asked_now(run), fp16)
             pending.push(PendingStep.launched(step, lr, began, run.core, figures))
             failpoint("step.updated")
             traces.after_step()  # may write a trace, which does not count as the step's time
 
             last = step + 1 == run.steps
-            signal = log_steps(run, pending, progress, everything=last or is_interrupted(config, step))
+            interrupted = last or is_interrupted(config, step) or run.control.ready
+            ends = log_steps(run, pending, progress, everything=interrupted)
             if last:
                 break  # finish() handles the last step
             if run.main:
-                save_and_validate(run, step + 1, progress, stops=signal is not None)
-            if signal is not None:
+                save_and_validate(run, step + 1, progress, stops=ends is not None)
+            if ends is not None:
                 run.accelerator.wait_for_everyone()  # a launcher ends all when one ends, even one that is saving
-                raise Stopped(signal)
+                raise Stopped(ends, by=None if received_signal() else run.control.stopped_by)
             if stops_early(run, step + 1):
                 break
     return traces
@@ -222,18 +224,21 @@ def log_steps(run: Run, pending: MetricsQueue, progress: TrainingProgress, every
         UserError: a step was non-finite, or the disk is full.
     """
     asked = [log_step(run, done, progress) for done in pending.pop(everything)]
-    signal = stop_signal(run, any(asked))
-    if signal is not None:
+    if any(each.answer for each in asked):
+        asked += [log_step(run, done, progress) for done in pending.pop(everything=True)]
+        run.control.agree()
+    ends = stop_signal(run, any(each.stop for each in asked))
+    if ends is not None:
         for done in pending.pop(everything=True):
             log_step(run, done, progress)
-    return signal
+    return ends
 
 
-def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> bool:
+def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> Asked:
     """Log one step to the metrics, the trackers and the progress line.
 
     Returns:
-        Whether a process had received a signal when the step was launched.
+        What several processes were asked when the step was launched.
     """
     loss, norm, asked = done.read()
     run.to_first_step = run.to_first_step or done.finished - run.attempt.began
@@ -248,58 +253,17 @@ def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> bool:
     return asked
 
 
+def asked_now(run: Run) -> Asked:
+    """Tell what is asked of this process."""
+    return Asked(received_signal() is not None or run.control.stops, run.control.waits)
+
+
 def stop_signal(run: Run, asked: bool) -> int | None:
-    """Return the signal that ends the run; several processes stop together at the first step that reports one."""
+    """Return the signal that ends the run, for a request SIGINT; several processes stop together at the first step that
+    reports one."""
     if run.accelerator.num_processes == 1:
-        return received_signal()
-    return (received_signal() or SIGNALS[0]) if asked else None
-
-
-def save_and_validate(run: Run, done: int, progress: TrainingProgress, stops: bool) -> None:
-    """Save, evaluate and draw between two steps if due.
-
-    Args:
-        run: current run.
-        done: number of finished steps.
-        progress: progress display.
-        stops: the run stops here, so it saves but does not draw.
-
-    Raises:
-        Stopped: a signal arrived while evaluating or drawing; this step is saved too.
-    """
-    config = run.config
-    saves = stops or due(config.checkpoint.every, done)
-    if saves:
-        with progress.interrupted("save"):
-            run.save(done)
-    if stops or not (is_evaluated(config, done) or due(config.validation.every, done)):
-        return
-    try:
-        with progress.interrupted("validate"):
-            run.look(done)
-    except Stopped:
-        if not saves:
-            run.save(done)
-        raise
-
-
-def stops_early(run: Run, done: int) -> bool:
-    """Tell whether training ends after ``done`` steps because the validation loss no longer falls, equally in all
-    processes; the run's length is then ``done``."""
-    option = run.config.validation.early_stop
-    if option is None or done < option.min_steps or not is_evaluated(run.config, done):
-        return False
-    asked = run.main and since_best(run.folder) >= option.patience
-    if run.accelerator.num_processes > 1:
-        asked = run.accelerator.reduce(torch.tensor(float(asked), device=run.accelerator.device), "sum").item() > 0
-    if asked:
-        run.stop_at(done)
-    return asked
-
-
-def is_interrupted(config: TrainConfig, step: int) -> bool:
-    """Tell whether validation or saving follows a step."""
-    return due(config.checkpoint.every, step + 1) or due(config.validation.every, step + 1)
+        asked = asked_now(run).stop
+    return (received_signal() or (signal.SIGINT if run.control.stops else SIGNALS[0])) if asked else None
 
 
 def prepare_only(config: TrainConfig) -> None:

@@ -67,7 +67,7 @@ class NonFiniteGuard:
         """Tell whether a step may update the weights. With ``skip``, the host waits for the backward pass."""
         if self.skips:
             fp16 = None if self.core.fp16 is None else self.core.fp16.figures
-            mean, whole, _, *figures = global_figures(loss, norm, self.accelerator, False, fp16).tolist()
+            mean, whole, _, _, *figures = global_figures(loss, norm, self.accelerator, fp16=fp16).tolist()
             finite = math.isfinite(mean) and math.isfinite(whole)
             self.skipping = not finite and not is_overflow(mean, whole, figures)
         return not self.skipping

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -54,27 +54,44 @@ def copy_to_host_async(values: Tensor) -> Tensor:
     return host.copy_(values, non_blocking=True)
 
 
+class Asked(NamedTuple):
+    """What is asked of a process, or of any process: then all of them do it after the same step.
+
+    Args:
+        stop: to stop, by a signal or a request.
+        answer: to answer requests of the control file.
+    """
+
+    stop: bool = False
+    answer: bool = False
+
+
+NOTHING = Asked()
+
+
 def global_figures(
-    loss: Tensor, norm: Tensor, accelerator: Accelerator, stop: bool, fp16: Tensor | None = None
-) -> Tensor:  # fp32 [3 + n]
+    loss: Tensor, norm: Tensor, accelerator: Accelerator, asked: Asked = NOTHING, fp16: Tensor | None = None
+) -> Tensor:  # fp32 [4 + n]
     """Combine a step's metrics over all processes, on the device.
 
     Args:
         loss: loss returned by ``StepCore.step``.
         norm: norm of all gradients, equal in all processes.
         accelerator: accelerate's view of the processes.
-        stop: this process has received a signal.
+        asked: what is asked of this process.
         fp16: ``Fp16.figures`` [n] of the step, if products are in fp16.
 
     Returns:
-        Mean loss, gradient norm, the share of processes that have received a signal, and the means of ``fp16``.
+        Mean loss, gradient norm, the shares of processes that are asked to stop and to answer, and the means of
+        ``fp16``. A single process knows what it is asked: its shares are 0.
     """
     if accelerator.num_processes == 1:
-        figures = torch.stack([loss.float(), norm.float(), torch.zeros_like(loss)])
+        none = torch.zeros_like(loss)
+        figures = torch.stack([loss.float(), norm.float(), none, none])
         return figures if fp16 is None else torch.cat([figures, fp16])
-    own = torch.stack([loss, torch.full_like(loss, float(stop))])
-    mean, share, *more = accelerator.reduce(own if fp16 is None else torch.cat([own, fp16]), "mean")
-    return torch.stack([mean, norm.float(), share, *more])
+    own = torch.stack([loss, *(torch.full_like(loss, float(each)) for each in asked)])
+    mean, *more = accelerator.reduce(own if fp16 is None else torch.cat([own, fp16]), "mean")
+    return torch.stack([mean, norm.float(), *more])
 
 
 @dataclass(frozen=True)
@@ -115,16 +132,16 @@ class PendingStep:
         sent = copy_to_host_async(figures)
         return cls(step, lr, began, DeviceEvent(figures.device), sent, core.losses, core.normed, core.norms)
 
-    def read(self) -> tuple[float, float, bool]:
-        """Wait for the step; return its mean loss, gradient norm and whether a process has received a signal."""
+    def read(self) -> tuple[float, float, Asked]:
+        """Wait for the step; return its mean loss, gradient norm and what several processes are asked."""
         self.ended.wait()
-        loss, norm, stop = self.figures[:3].tolist()
-        return loss, norm, stop > 0
+        loss, norm, stop, answer = self.figures[:4].tolist()
+        return loss, norm, Asked(stop > 0, answer > 0)
 
     @property
     def fp16(self) -> list[float]:
         """Return the scale of the loss and the flags of the blocks (``Fp16.figures``). Call ``read`` first."""
-        return self.figures[3:].tolist()
+        return self.figures[4:].tolist()
 
     @property
     def seconds(self) -> float:

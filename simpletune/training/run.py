@@ -18,16 +18,15 @@ from simpletune.pipeline.encode import Prepared, free_memory
 from simpletune.printable import reason_of
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
-from simpletune.runs.folder import (
-    put_evaluation,
-    was_evaluated,
-)
+from simpletune.runs.folder import PLANNED, put_evaluation, was_evaluated
 from simpletune.step.batches import Batches
 from simpletune.step.core import StepCore
+from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
 from simpletune.system.failpoints import failpoint
 from simpletune.system.stage_timer import StageTimer
 from simpletune.tensors import trained_parameters
+from simpletune.training.control import Control
 from simpletune.training.evaluate import Evaluator, samples_to_evaluate
 from simpletune.training.nonfinite import NonFiniteGuard, require_finite
 from simpletune.training.trackers import Trackers
@@ -91,9 +90,16 @@ class Run:
     early: str | None = None
     failed: set[tuple[str, type]] = field(default_factory=set)
     evaluator: Evaluator = field(init=False)
+    control: Control = field(init=False)
 
     def __post_init__(self) -> None:
-        """Settle on what the run is evaluated."""
+        """Settle on what the run is evaluated, record what is planned, and begin to watch the control file."""
+        if self.main:
+            plan = {"steps": self.steps, "steps_per_epoch": self.prepared.plan.steps_per_epoch}
+            predicted = {"predicted": self.predicted.as_json()["stages"]} if self.predicted is not None else {}
+            write_json(self.folder / PLANNED, plan | predicted)
+        alone = self.accelerator.num_processes == 1
+        self.control = Control(self.folder, self.attempt, self.trackers.warn, alone) if self.main else Control()
         pace = self.prepared.plan.samples_per_step
         samples = samples_to_evaluate(self.config, pace, self.steps, resumed=self.start > 0)
         self.evaluator = Evaluator(self.core, self.batches, self.config.adapter, self.folder, samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,19 @@ class Previews:
     def _draw(self, transformer: Transformer, state: str, folder: Path) -> None:
         if not self.requests:
             return
+        pictures = self.pictures(transformer, self.requests)
+        with atomic_folder(folder) as part:  # the grid needs all pictures of a step
+            for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
+                save_png(picture, part / f"prompt-{number:02d}.png", request, **self.about(state))
+                failpoint("validation.picture")
+        failpoint("validation.drawn")
+
+    def about(self, state: str) -> dict[str, str]:
+        """Return what a picture's metadata tell besides its request."""
+        return {"run": self.config.name, "weights": state, "sampler": self.config.objective.sampler}
+
+    def pictures(self, transformer: Transformer, requests: Sequence[Request]) -> list[Image.Image]:
+        """Draw requests whose prompts are encoded; leaves transformer and device as they were."""
         device = device_of(transformer)
         was_training = transformer.training
         transformer.eval()
@@ -76,17 +90,11 @@ class Previews:
         free_memory(device)  # what training leaves in torch's cache is in pieces that these stages may not fit into
         vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
         try:
-            pictures = draw(sampler, vae, config.model, self.requests, self.text.load)
+            return draw(sampler, vae, config.model, requests, self.text.load)
         finally:
             del vae
             free_memory(device)
             transformer.train(was_training)
-        with atomic_folder(folder) as part:  # the grid needs all pictures of a step
-            for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
-                more = {"run": config.name, "weights": state, "sampler": config.objective.sampler}
-                save_png(picture, part / f"prompt-{number:02d}.png", request, **more)
-                failpoint("validation.picture")
-        failpoint("validation.drawn")
 
     def states(self) -> list[Path]:
         """List the folders drawn so far: the base first, then by step."""

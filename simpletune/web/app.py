@@ -15,16 +15,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from simpletune.options import UserError
-from simpletune.web import all_runs, data_page, start
+from simpletune.web import all_runs, data_page, run_page, start
 from simpletune.web.events import Watch, changes, events
 from simpletune.web.guard import Access, Guard
 from simpletune.web.roots import Roots
 from simpletune.web.templates import SHARED, TEMPLATES, render
 
-PAGES = (all_runs, start, data_page)  # each has `routes() -> list[Route]` and `stamps(roots) -> dict[str, Hashable]`
+PAGES = (all_runs, start, data_page, run_page)
+"""Each has ``routes() -> list[Route]`` and ``stamps(roots) -> dict[str, Hashable]``."""
 STATIC = {
     "base.css": SHARED, "app.css": TEMPLATES, "app.js": TEMPLATES, "htmx.min.js": TEMPLATES,
-    "start.js": TEMPLATES,
+    "start.js": TEMPLATES, "run.js": TEMPLATES,
 }  # fmt: skip
 
 

@@ -46,7 +46,7 @@ class RunState:
 def state_of(folder: Path) -> RunState:
     """Read the state of a run; damaged files count as missing."""
     row = last_row(folder / METRICS)
-    summary, settings = _object(folder / SUMMARY), _object(folder / CONFIG)
+    summary, settings = json_object(folder / SUMMARY), json_object(folder / CONFIG)
     word, reason = _ending(folder, bool(summary))
     steps = summary.get("steps") or settings.get("train", {}).get("steps")
     sheets = sorted(folder.glob(f"{SAMPLES}/*.png"), key=lambda file: file.stat().st_mtime)
@@ -85,7 +85,8 @@ def last_row(file: Path) -> Json:
     return {}
 
 
-def _object(file: Path) -> Json:
+def json_object(file: Path) -> Json:
+    """Read a JSON object; empty if the file is missing or damaged."""
     try:
         found = parse(file.read_bytes())
     except (OSError, ValueError):
@@ -95,10 +96,11 @@ def _object(file: Path) -> Json:
 
 def stamp(folder: Path) -> Hashable:
     """Return what changes whenever a page about the run would look different."""
-    return (*(_stamp(folder / name) for name in STAMPED), is_held(folder))
+    return (*(file_stamp(folder / name) for name in STAMPED), is_held(folder))
 
 
-def _stamp(file: Path) -> tuple[int, int] | None:
+def file_stamp(file: Path) -> tuple[int, int] | None:
+    """Return what changes when a file or the entries of a folder do; None if it is missing."""
     try:
         found = file.stat()
     except OSError:

@@ -1,0 +1,391 @@
+"""The page of a run: progress, charts, pictures, requests, comparisons, files; hostile names; long runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from html import unescape
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from PIL import Image
+from starlette.testclient import TestClient
+from web_pages import open_pages
+
+from simpletune.pipeline.png import save_png
+from simpletune.pipeline.sample import Request
+from simpletune.runs.attempts import Attempt
+from simpletune.runs.control import read_requests
+from simpletune.system.locks import exclusive
+from simpletune.system.stage_timer import Stage
+from simpletune.web import queue, running
+from simpletune.web.run.charts import Line, chart, limits, thinned_places, ticks
+from simpletune.web.run.pictures import matrix_of
+from simpletune.web.run.series import MOST, Follower, Series
+from simpletune.web.running import progress_of
+
+HOSTILE = "<img src=x onerror=alert(1)>&\"'"
+SETTINGS = {
+    "name": "one",
+    "adapter": {"method": "lora"},
+    "data": {"resolution": 64},
+    "train": {"steps": 100},
+    "checkpoint": {"every": 10},
+    "validation": {"prompts": None, "every": 25, "seed": 3, "steps": 5, "guidance": 4.5},
+}
+
+
+def make_run(folder: Path, steps: int = 12, ended: str | None = "stopped", reason: str = "SIGTERM") -> Path:
+    """A run as its files are, without a training."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**SETTINGS, "output": {"runs": str(folder.parent)}}))
+    rows = [{"step": n, "loss": 1 / n, "lr": 1e-4, "grad_norm": 2.0, "seconds": 2.0} for n in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluated = {"step": 10, "eval_loss": 0.5, "eval_losses": [0.4, 0.6], "held_out": True}
+    (folder / "evaluations.jsonl").write_text(json.dumps(evaluated) + "\n")
+    (folder / "eval_before.json").write_text('{"eval_loss": 0.9}')
+    stages = {"train": Stage(24.0, 3.0, 3.5, 1.0), "validate": Stage(30.0, 4.0, 4.5, 1.5), "save": Stage(8.0)}
+    attempt = Attempt(
+        started="2026-11-22T10:00:00Z", device="cpu", from_step=0, last_step=steps, seconds=60, stages=stages,
+        ended=ended, reason=reason,
+    )  # fmt: skip
+    (folder / "attempts.json").write_text(f"[{attempt.model_dump_json()}]")
+    snapshot = {"peak_allocated_mib": 3072.0, "by_kind": {"weights": 2048.0, "activations": 1024.0}, "at": "backward"}
+    (folder / "planned.json").write_text(json.dumps({"steps": 120, "predicted": {"train": snapshot}}))
+    for state in ("base", "step-000010"):
+        save_png(Image.new("RGB", (64, 64), "red"), folder / f"samples/{state}/prompt-00.png", Request(HOSTILE, 3))
+    (folder / "checkpoints" / "step-000010").mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TestClient:
+    make_run(tmp_path / "runs" / "one")
+    return open_pages(tmp_path)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The verbs that the page would start."""
+    found: list[list[str]] = []
+    monkeypatch.setattr(running, "start", lambda roots, words, name: found.append([name, *words]))
+    return found
+
+
+def text_of(answer: object) -> str:
+    return unescape(re.sub(r"<[^>]+>", "", answer.text))  # type: ignore[attr-defined]
+
+
+def test_the_page_says_how_far_a_run_is_and_what_mends_it(client: TestClient, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "one"
+    answer = client.get("/run/one")
+    assert answer.status_code == 200
+    text = text_of(answer)
+    assert "stopped, step 12 of 120" in text and "by SIGTERM after step 12. It is saved and can go on" in text
+    assert f"simpletune train {run}/config.json --resume auto" in text
+    assert "3.00 GiB: weights 2.00, activations 1.00" in text and "left" not in text
+    assert 'id="draw-now"' not in answer.text and 'id="continue"' in answer.text
+    assert "Best checkpoint: step 10" in text
+    with exclusive(run):
+        answer = client.get("/run/one")
+        text = text_of(answer)
+        # 108 steps of 2 s; 11 saves of 8 s (one checkpoint is there); 5 validations of 30 s / 2 (of base and one step)
+        assert "running, step 12 of 120, about 6 min 19 s left" in text
+        assert "saves after step 20, in 16 s" in text and "evaluates and draws after step 25, in 26 s" in text
+        assert 'id="draw-now"' in answer.text and 'id="continue"' not in answer.text
+
+
+@pytest.mark.parametrize(
+    "ended, reason, said",
+    [
+        (None, "", "was killed, or its machine went down after step 12"),
+        ("failed", "memory: this run needs 9 GiB\n  the cheapest change", "failed after step 12:\nmemory: this run"),
+        ("finished", "", ""),
+    ],
+)
+def test_how_a_run_ended(tmp_path: Path, ended: str | None, reason: str, said: str) -> None:
+    progress = progress_of(make_run(tmp_path / "one", ended=ended, reason=reason))
+    assert said in progress.trouble and bool(progress.command) == bool(said)
+
+
+def test_damaged_files_are_missing_ones(client: TestClient, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "one"
+    for name in ("attempts.json", "planned.json", "evaluations.jsonl", "eval_before.json", "summary.json", "best.json"):
+        (run / name).write_text("[{")
+    (run / "samples/base/prompt-00.png").write_bytes(b"no picture")
+    (run / "control.json").write_text("{}")
+    answer = client.get("/run/one")
+    assert answer.status_code == 200 and "step 12 of 100" in text_of(answer)
+    assert client.get("/run/one/small/samples/base/prompt-00.png").status_code == 404
+
+
+def test_charts_show_every_line_and_are_read_aloud(client: TestClient) -> None:
+    text = unescape(client.get("/run/one/now").text)
+    assert text.count("<svg") == 4 and text.count("<polyline") == 6
+    assert 'aria-label="Loss by step: each step 0.08333 at step 12, smoothed' in text
+    assert "held-out pictures 0.5 at step 10" in text
+    assert text.count("<circle") == 2
+
+
+def test_a_chart_lies_within_its_frame() -> None:
+    drawn = chart("t", [Line("a", [(1, 5.0), (2, 1.0)], "raw", [1.0, 0.0])], 4)
+    assert drawn is not None
+    (line,) = drawn.lines
+    left, right = (tuple(map(float, each.split(","))) for each in line.points.split())
+    assert left[0] < right[0] < drawn.right and left[1] < right[1]  # steps to the right, larger values higher
+    assert line.bars[0].high < line.bars[0].y < line.bars[0].low
+    assert [text for _, text in drawn.steps] == ["0", "1", "2", "3", "4"]
+    assert chart("t", [Line("a", [], "raw")]) is None
+    assert ticks(0.0, 1.0) == [0.0, 0.25, 0.5, 0.75, 1.0] or ticks(0.0, 1.0) == pytest.approx([0, 0.5, 1.0])
+    assert limits([Line("a", [(n, 1.0) for n in range(999)] + [(999, 1e9)], "raw")])[1] < 2
+    assert thinned_places(100, 3) == [0, 50, 99] and thinned_places(2, 3) == [0, 1]
+
+
+def test_a_series_keeps_means_extremes_and_few_points() -> None:
+    series, many = Series(), 100_000
+    for step in range(1, many + 1):
+        series.add(step, float(step % 7))
+    assert len(series.points) <= MOST and sum(point.count for point in series.points) == many
+    assert sum(point.total for point in series.points) == sum(step % 7 for step in range(1, many + 1))
+    assert {(point.low, point.high) for point in series.points} == {(0.0, 6.0)}
+    assert series.points[-1].step == many and abs(series.points[-1].smooth - 3) < 0.1
+
+
+def test_a_file_is_read_once_as_it_grows_and_again_when_it_is_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    follower = Follower(file, ("loss",))
+    follower.look()
+    assert follower.last == {}
+    file.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
+    follower.look()
+    assert follower.rows == 1
+    with file.open("a") as opened:
+        opened.write('ss": 2.0}\nbroken\n{"step": 3, "loss": "x"}\n{"step": 4, "loss": NaN}\n[1]\n')
+    follower.look()
+    assert follower.rows == 4 and [point.step for point in follower.series["loss"].points] == [1, 2]
+    read = []
+    honest = follower._take
+    follower._take = lambda text: read.append(text) or honest(text)  # type: ignore[method-assign]
+    follower.look()
+    assert read == []
+    (tmp_path / "new").write_text('{"step": 1, "loss": 9.0}\n' * 9)  # longer than the old one
+    os.replace(tmp_path / "new", file)
+    follower.look()
+    assert follower.rows == 9 and follower.series["loss"].points[0].mean == 9.0
+
+
+def test_pictures_are_a_matrix_of_prompts_and_steps(client: TestClient, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "one"
+    for step in range(20, 220, 10):
+        save_png(Image.new("RGB", (64, 64)), run / f"samples/step-{step:06d}/prompt-00.png", Request("p", 3))
+    matrix = matrix_of(run)
+    assert matrix.titles[:2] == ["base", "step 10"] and matrix.titles[-1] == "step 210"
+    assert len(matrix.titles) == 8 and matrix.left_out == 14
+    text = client.get("/run/one/pictures").text
+    assert HOSTILE not in text and "onerror" in unescape(text) and "&lt;img" in text
+    small = client.get("/run/one/small/samples/base/prompt-00.png")
+    assert small.headers["content-type"] == "image/webp" and small.content[:4] == b"RIFF"
+
+
+def test_only_files_of_the_run_of_known_kinds_are_sent(client: TestClient, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "one"
+    (run / "pytorch_lora_weights.safetensors").write_bytes(b"weights")
+    (run / "report.html").write_text("<script>1</script>")
+    (run / "evil.svg").write_text("<svg/>")
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    (run / "leak.png").symlink_to(tmp_path / "secret.png")
+    saved = run / "checkpoints/step-000010/pytorch_lora_weights.safetensors"
+    saved.write_bytes(b"saved")
+    links = re.findall(r'href="(/run/one/file/[^"]*safetensors)"', client.get("/run/one").text)
+    assert [client.get(link).content for link in links] == [b"weights", b"saved"]
+    sent = client.get("/run/one/file/pytorch_lora_weights.safetensors")
+    assert sent.content == b"weights" and sent.headers["content-disposition"] == "attachment"
+    page = client.get("/run/one/file/report.html")
+    assert "sandbox allow-scripts" in page.headers["content-security-policy"]
+    assert "connect-src" not in page.headers["content-security-policy"]
+    for path in ("evil.svg", "leak.png", "../../secret.png", "%2e%2e/%2e%2e/secret.png", "none.png"):
+        assert client.get(f"/run/one/file/{path}").status_code == 404, path
+        assert client.get(f"/run/one/small/{path}").status_code == 404, path
+    assert client.get("/run/none").status_code == client.get("/run/../now").status_code == 404
+
+
+def test_buttons_write_the_control_file_and_nothing_else(client: TestClient, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "one"
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    refused = client.post("/run/one/ask", data={"ask": "save"}, headers={"hx-request": "true"})
+    assert refused.status_code == 422 and "is not training" in text_of(refused)
+    with exclusive(run):
+        drawn = {"ask": "draw", "prompt": f" {HOSTILE} ", "seed": "7", "strength": "0.5", "width": "", "guidance": "3"}
+        assert client.post("/run/one/ask", data=drawn).status_code == 200
+        assert client.post("/run/one/ask", data={"ask": "stop"}).status_code == 200
+        for field, value, said in (
+            ("seed", "x", "seed: 'x' is not a number"),
+            ("seed", "-1", "seed"),
+            ("strength", "9", "at most 4"),
+            ("width", "100", "multiple of 16"),
+            ("prompt", " ", "prompt"),
+            ("ask", "explode", "Use draw, save or stop"),
+        ):
+            wrong = client.post("/run/one/ask", data={**drawn, field: value})
+            assert wrong.status_code == 422 and said in text_of(wrong), (field, text_of(wrong))
+    draw, stop = read_requests(run)
+    assert draw.prompt == HOSTILE and draw.seed == 7 and draw.strength == 0.5 and draw.width is None  # type: ignore[union-attr]
+    assert stop.ask == "stop"
+    assert {file for file in run.rglob("*") if file not in before} == {run / "control.json", run / ".control.lock"}
+    assert all(file.stat().st_mtime_ns == at for file, at in before.items() if file.is_file())
+    shown = client.get("/run/one/requests")
+    assert HOSTILE not in shown.text and "waiting: draw" in text_of(shown)
+
+
+def test_answers_and_pictures_on_request_are_shown(client: TestClient, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "one"
+    rows = [
+        {"id": "a", "ask": "draw", "state": "refused", "step": 3, "why": f"too large {HOSTILE}"},
+        {"id": "b", "ask": "draw", "state": "done", "step": 4, "file": "drawn/step-000004-b.png"},
+        {"id": "c", "ask": "save", "state": "done", "step": 5, "file": "checkpoints/step-000005"},
+    ]
+    (run / "control_answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name = "drawn/step-000004-b.png"
+    save_png(Image.new("RGB", (64, 64)), run / name, Request("a fox", 7))
+    drawn = {"step": 4, "file": name, "id": "b", "prompt": "a fox", "seed": 7, "strength": 0.5}
+    gone = {**drawn, "file": "../../secret.png"}
+    (run / "drawn" / "drawn.jsonl").write_text(f"{json.dumps(drawn)}\n{json.dumps(gone)}\n")
+    answer = client.get("/run/one/requests")
+    text = text_of(answer)
+    assert "step 3: draw refused. too large" in text and "step 5: save done: checkpoints/step-000005" in text
+    assert "step 4, seed 7, strength 0.5" in text and answer.text.count("<img") == 1 and "secret" not in answer.text
+
+
+def test_a_comparison_is_drawn_by_a_command_and_shown_with_a_slider(
+    client: TestClient, tmp_path: Path, started: list[list[str]]
+) -> None:
+    run = tmp_path / "runs" / "one"
+    asked = {"prompt": "--help", "step": "10", "seed": "4", "strengths": "1, 0.5 1"}
+    assert client.post("/run/one/compare", data=asked).status_code == 200
+    source = f"{run}@10"
+    words = ["compare", f"{source}:0.5", f"{source}:1", "--run", source, "--prompt=--help", "--seed=4", "--predict"]
+    assert started == [["compare-one", *words]]
+    for field, value in (("strengths", "a"), ("strengths", "9"), ("strengths", "0"), ("prompt", "a\0b"), ("step", "x")):
+        assert client.post("/run/one/compare", data={**asked, field: value}).status_code == 422, field
+    assert len(started) == 1
+    place = run / "compare" / "0001"
+    models = [{"title": title, "weights": weights} for title, weights in (("base", "base"), (HOSTILE, "LoRA a x 1"))]
+    for folder in ("base", "LoRA-a-x-1"):
+        save_png(Image.new("RGB", (16, 16)), place / folder / "000.png", Request("p", 4))
+    (place / "compare.json").write_text(json.dumps({"models": models, "pictures": [{"prompt": "p", "seed": 4}]}))
+    (run / "compare" / "0002").mkdir()  # still being drawn
+    text = client.get("/run/one/comparisons").text
+    assert text.count("<img") == 2 and text.count("hidden") == 1 and 'max="1"' in text and HOSTILE not in text
+
+
+def test_what_the_buttons_start(client: TestClient, tmp_path: Path, started: list[list[str]]) -> None:
+    run, place = tmp_path / "runs" / "one", tmp_path / "runs" / ".web" / "exports" / "run-one"
+    client.post("/run/one/choose", data={"step": "10"})
+    client.post("/run/one/choose", data={"step": "auto"})
+    client.post("/run/one/report")
+    client.post("/run/one/export", data={"format": "kohya", "step": "10"})
+    client.post("/run/one/finish", data={"step": "10"})
+    target = str(place / "lora-one-10-kohya.safetensors")
+    assert started == [
+        ["choose-one", "evaluate", str(run), "--choose", "10"],
+        ["choose-one", "evaluate", str(run), "--choose", "auto"],
+        ["report-one", "report", str(run)],
+        ["export-one", "export", f"{run}@10", "--format", "kohya", "--out", target, "--overwrite"],
+        ["finish-one", "finish", f"{run}@10"],
+    ]
+    assert client.post("/run/one/export", data={"format": "../x"}).status_code == 422
+    (place / "lora-one-10-kohya.safetensors").write_bytes(b"converted")
+    assert client.get("/run/one/exports/lora-one-10-kohya.safetensors").content == b"converted"
+    assert client.get("/run/one/exports/..%2F..%2Fqueue.json").status_code == 404
+    assert "download>lora-one-10-kohya.safetensors</a>" in client.get("/run/one/after").text
+
+
+def test_going_on_puts_the_run_into_the_queue_with_more_steps(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "runs" / "one"
+    monkeypatch.setattr(queue, "ensure_runner", lambda roots: None)
+    settings = json.loads((run / "config.json").read_text())
+    changed = settings | {
+        "name": "other",
+        "train": {"steps": None, "epochs": 3},
+        "output": {"runs": "runs", "cache": "c"},
+    }
+    (run / "config.json").write_text(json.dumps(changed))
+    assert client.post("/run/one/continue", data={"steps": "150"}).status_code == 200
+    (entry,) = queue.read(client.app.app.state.roots)  # type: ignore[attr-defined]
+    assert (entry.name, entry.resume, entry.state) == ("one", True, "waiting")
+    config = json.loads(Path(entry.config).read_text())
+    output = {"runs": str(tmp_path / "runs"), "cache": "c"}
+    assert config == settings | {"name": "one", "train": {"steps": 150, "epochs": None}, "output": output}
+    assert not Path(entry.config).is_relative_to(run)
+    with exclusive(run):
+        assert client.post("/run/one/continue", data={"steps": "150"}).status_code == 422
+
+
+def test_a_hostile_run_stays_text(tmp_path: Path) -> None:
+    name = HOSTILE.replace("/", "")
+    run = make_run(tmp_path / "runs" / name, ended="failed", reason=f"</pre>{HOSTILE}")
+    (run / "summary.json").write_text(json.dumps({"steps": 12, "output": HOSTILE}))
+    client = open_pages(tmp_path)
+    for part in ("", "/now", "/pictures", "/requests", "/log", "/after", "/jobs", "/comparisons", "/form"):
+        answer = client.get(f"/run/{quote(name)}{part}")
+        assert answer.status_code == 200 and "<img src=x" not in answer.text, part
+    page = client.get(f"/run/{quote(name)}").text
+    assert (
+        " style=" not in page
+        and " onclick" not in page
+        and page.count("<script") == page.count('<script src="/static/')
+    )
+
+
+def test_a_label_for_every_field_and_a_text_for_every_picture(client: TestClient, tmp_path: Path) -> None:
+    with exclusive(tmp_path / "runs" / "one"):
+        texts = [client.get("/run/one").text]
+    texts.append(client.get("/run/one").text)
+    for text in texts:
+        ids = re.findall(r' id="([^"]+)"', text)
+        assert len(ids) == len(set(ids))
+        fields = re.findall(r"<(?:input|select|textarea)(?![^>]*hidden)[^>]* id=\"([^\"]+)\"", text)
+        assert fields and set(fields) == set(re.findall(r'<label for="([^"]+)"', text))
+        assert all(re.search(r' alt="[^"]+', image) for image in re.findall(r"<img[^>]*>", text))
+        for words in re.findall(r'aria-labelledby="([^"]+)"', text):
+            assert words in ids
+
+
+def test_a_change_of_the_parts_is_told(client: TestClient, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "one"
+    watch = client.app.app.state.watch  # type: ignore[attr-defined]
+    number = client.get("/changes").json()["number"]
+
+    def changed() -> list[str]:
+        watch._looked = float("-inf")
+        return client.get(f"/changes?since={number}").json()["topics"]
+
+    (run / "control.json").write_text('{"requests": []}')
+    (run / "samples" / "step-000020").mkdir()
+    (run / "compare").mkdir()
+    with exclusive(run):
+        assert changed() == [
+            "after:one",
+            "comparisons:one",
+            "held:one",
+            "pictures:one",
+            "requests:one",
+            "run:one",
+            "runs",
+        ]
+
+
+def test_a_run_of_a_hundred_thousand_steps_is_cheap(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "one", steps=100_000, ended=None)
+    client = open_pages(tmp_path)
+    assert len(client.get("/run/one/now").text) < 150_000
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 100001, "loss": 0.5}\n')
+    clock = time.process_time()
+    assert "step 100,001" in text_of(client.get("/run/one/now"))
+    assert time.process_time() - clock < 1.0  # reading it all takes longer
