@@ -25,7 +25,6 @@ from simpletune.evaluation.plan import Plan
 from simpletune.memory.fake import fake_tensors
 from simpletune.models.prompts import BATCH
 from simpletune.options import Json, UserError
-from simpletune.pipeline.sample import Request
 from simpletune.runs.weights import precision_of
 from simpletune.system.console import duration, say, silent
 from simpletune.system.environment import cpu_name
