@@ -11,9 +11,9 @@ from simpletune.estimate.simulate_stages import (
     SIMULATED,
     ShapesOnlyModel,
     WholeWindowModulation,
-    accounting_of,
     empty_autoencoder,
 )
+from simpletune.estimate.simulate_text import accounting_of
 from simpletune.memory.fake import fake_tensors
 from simpletune.models.buckets import Size
 from simpletune.options import UserError

@@ -20,7 +20,8 @@ from simpletune.estimate.drawn import decoding_bytes, drawing_bytes
 from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.job_time import alone, speeds_of
 from simpletune.estimate.predict import MIB, needed
-from simpletune.estimate.simulate_stages import SIMULATED, Recorders, accounting_of, predict_stage
+from simpletune.estimate.simulate_stages import SIMULATED, predict_stage
+from simpletune.estimate.simulate_text import Recorders, accounting_of
 from simpletune.evaluation.plan import Plan
 from simpletune.memory.fake import fake_tensors
 from simpletune.models.prompts import BATCH

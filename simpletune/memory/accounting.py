@@ -17,15 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
+from simpletune.memory import fake
+from simpletune.memory.repeating import Repeating
 from simpletune.memory.snapshot import HOST, MemorySnapshot, require_known, rounded
+from simpletune.memory.watching import Watching
 from simpletune.system.phases import phase_name
 from simpletune.tensors import plain_tensors
 
@@ -34,6 +36,7 @@ ACTIVATION_PHASES = ("noise", "forward", "loss", "backward")
 Temporaries = Mapping[OpOverload, Callable[..., int]]
 """Functions from an operation's arguments to the bytes that its kernel allocates and frees within the call."""
 Observer = Callable[[OpOverload, Sequence[object], dict, object], None]
+Layouts = Callable[[OpOverload, Sequence[Any], object], object]
 Resize = Callable[[torch.UntypedStorage, int], object]
 
 
@@ -47,16 +50,19 @@ class _Storage:
     alive: weakref.ref
 
 
-class Accounting(TorchDispatchMode):
+class Accounting(TorchDispatchMode, Repeating, Watching):
     """Counts live tensor bytes while the context is active.
 
     Args:
         temporaries: what kernels allocate within a call, by operation.
         keep: whether to record every snapshot, not only the largest.
+        layouts: changes how results lie in memory to how another device's kernels write them.
     """
 
-    def __init__(self, temporaries: Temporaries | None = None, keep: bool = False):
+    def __init__(self, temporaries: Temporaries | None = None, keep: bool = False, layouts: Layouts | None = None):
         super().__init__()
+        Repeating.__init__(self)  # torch's mode ends the chain
+        self._layouts = layouts
         self._temporaries = temporaries or {}
         self._storages: dict[int, _Storage] = {}
         self._bytes: Counter[str] = Counter()
@@ -86,18 +92,26 @@ class Accounting(TorchDispatchMode):
         _ACTIVE.remove(self)
         super().__exit__(*error)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled within, so nothing need be switched off for every operation."""
+        return False
+
     def __torch_dispatch__(
         self, op: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: dict | None = None
     ) -> object:
         """Run one operation and count the storages of its outputs."""
         if op is torch.ops.prim.device.default:
-            return op(*args)  # a shortcut: fake tensors query it constantly
+            return args[0]._fake_device  # type: ignore[attr-defined]  # a shortcut: autograd asks for it constantly
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper, such as quanto's weight, unwraps itself; its parts are dispatched again
         name = op.name() if op.namespace == "profiler" else ""
         if name == "profiler::_record_function_exit._RecordFunction":
             self._leave_phase()
-        output = op(*args, **(kwargs or {}))
+        mode = fake.active()
+        output = op(*args, **(kwargs or {})) if mode is None else mode.run(op, args, kwargs or {})
+        if self._layouts is not None:
+            output = self._layouts(op, args, output)
         if self.observer is not None:
             self.observer(op, args, kwargs or {}, output)
         if name == "profiler::_record_function_enter_new":
@@ -176,38 +190,6 @@ class Accounting(TorchDispatchMode):
         finally:
             self._kinds.pop()
 
-    def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:
-        """Count the parameters' ``.grad`` as gradients; the handles remove the hooks."""
-
-        def mark(parameter: Tensor) -> None:
-            self.register([parameter.grad], "gradients")
-
-        return [parameter.register_post_accumulate_grad_hook(mark) for parameter in parameters]
-
-    def watch_modules(self, modules: Iterable[tuple[str, nn.Module]]) -> list[RemovableHandle]:
-        """Track the running module: in forward passes and recomputation by its entry, in the backward pass by its
-        outputs' gradients. The handles remove the hooks."""
-        return [handle for name, module in modules for handle in self._watch(name, module)]
-
-    def _watch(self, name: str, module: nn.Module) -> list[RemovableHandle]:
-        def begin_forward(*_: object) -> None:
-            self._module = name
-            self._inside += 1
-
-        def begin_backward(_: Tensor) -> None:
-            self._module = name
-
-        def end_forward(_module: nn.Module, _inputs: object, output: object) -> None:
-            self._inside -= 1
-            self._module = name if self._phase() == "backward" else ""  # its backward pass follows a recomputation
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                    leaf.register_hook(begin_backward)
-
-        # A checkpoint ends the recomputation with an exception as soon as it has everything it needs.
-        end = module.register_forward_hook(end_forward, always_call=True)
-        return [module.register_forward_pre_hook(begin_forward), end]
-
     def _enter_phase(self, range_name: str) -> None:
         """Enter a phase. Foreign ranges, such as torch's ``Optimizer.step``, belong to the enclosing phase."""
         name = phase_name(range_name)
@@ -271,15 +253,22 @@ class Accounting(TorchDispatchMode):
     def _look(self, temporary: int = 0) -> None:
         """Record a snapshot if it is the largest so far, including a kernel's temporary bytes."""
         temporary = rounded(temporary)
-        total, name = self._total + temporary, self._snapshot_name()
+
+        def by_kind() -> dict[str, int]:
+            kinds = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}
+            return kinds | {"workspace": kinds.get("workspace", 0) + temporary} if temporary else kinds
+
+        self._record(self._total + temporary, by_kind)
+
+    def _record(self, total: int, by_kind: Callable[[], dict[str, int]]) -> None:
+        """Record a snapshot if it is the largest so far."""
+        watched, name = self._watched, self._snapshot_name()
+        if watched is not None and total >= watched.top[0]:
+            watched.top = total, by_kind()
         larger = total >= self.peak.bytes or total >= self.peaks.get(name, MemorySnapshot()).bytes
         if not larger and self.snapshots is None:
             return
-        now = self.current
-        by_kind = dict(now.by_kind)
-        if temporary:
-            by_kind["workspace"] = by_kind.get("workspace", 0) + temporary
-        snapshot = MemorySnapshot(total, by_kind, now.phase, now.module)
+        snapshot = MemorySnapshot(total, by_kind(), name, self._module)
         if self.snapshots is not None:
             self.snapshots.append(snapshot)
         if larger:
@@ -300,6 +289,11 @@ class Accounting(TorchDispatchMode):
 
 
 _ACTIVE: list[Accounting] = []
+
+
+def active() -> Accounting | None:
+    """The accounting that counts now, if there is one."""
+    return _ACTIVE[-1] if _ACTIVE else None
 
 
 def register(tensors: Iterable[Tensor | None], kind: str) -> None:

@@ -5,13 +5,19 @@ Every replacement that fake tensors need is here, with its reason.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from simpletune.memory.fake_results import FakeResults
+
+RESULTS = FakeResults()
+_active: _Fake | None = None
 
 
 class _Fake(FakeTensorMode):
@@ -28,23 +34,39 @@ class _Fake(FakeTensorMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Return 1 for a host read; pass on every other operation."""
+        """Return 1 for a host read; run every other operation, or return what it returned before."""
+        if function is torch.ops.prim.device.default:  # asked constantly
+            assert isinstance(args[0], FakeTensor)
+            return args[0]._fake_device
         if function is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if isinstance(args[0], Tensor) and args[0].is_floating_point() else 1
-        return super().__torch_dispatch__(function, types, args, kwargs or {})
+        run = super().__torch_dispatch__
+        return RESULTS.call(self, function, args, kwargs or {}, lambda: run(function, types, args, kwargs or {}))
+
+    def run(self, function: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Run an operation from another mode, past the dispatcher if its result is known."""
+        return RESULTS.call(self, function, args, kwargs, lambda: function(*args, **kwargs))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled within a simulation, so nothing need be switched off for every operation."""
+        return False
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Make every tensor created in this context fake. Do not use real tensors in it."""
-    from bitsandbytes import functional
-
     with (
         replaced(nn.Module, "_apply", _apply),
-        replaced(functional, "create_dynamic_map", _empty_dynamic_map),
-        _Fake(),
+        _Fake() as mode,
+        replaced(sys.modules[__name__], "_active", mode),
     ):
         yield
+
+
+def active() -> _Fake | None:
+    """The mode that makes tensors fake now, if there is one."""
+    return _active
 
 
 @contextmanager
@@ -74,8 +96,3 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else function(buffer)
     return module
-
-
-def _empty_dynamic_map(*_: object, **__: object) -> Tensor:
-    """Stand in for bitsandbytes' table of 8-bit numbers, whose computation reads tensors; it has 256 entries."""
-    return torch.empty(256)
