@@ -28,8 +28,8 @@ def config_of(row: Row) -> TrainConfig:
 
 def predict(row: Row, capability: tuple[int, int]) -> dict[str, Any]:
     """Predict a row on fake tensors."""
-    from simpletune.estimate.simulate import simulate
-    from simpletune.estimate.simulate_stages import predict_stage
+    from simpletune.simulation.simulate import simulate
+    from simpletune.simulation.simulate_stages import predict_stage
 
     config = config_of(row)
     if row.stage == "train":
@@ -105,7 +105,7 @@ def text(config: TrainConfig) -> None:
 
 def empty_vae(config: TrainConfig) -> Any:  # a diffusers autoencoder
     """The run's autoencoder on the card."""
-    from simpletune.estimate.simulate_stages import empty_autoencoder
+    from simpletune.simulation.simulate_stages import empty_autoencoder
 
     return empty_autoencoder(config).to("cuda")
 
@@ -143,9 +143,9 @@ def validate(config: TrainConfig) -> None:
     """Draw a validation picture with the training state still allocated."""
     import torch
 
-    from simpletune.estimate.without_values import ShapesOnlyModel
     from simpletune.pipeline.encode import free_memory
     from simpletune.pipeline.sample import Request, Sampler
+    from simpletune.simulation.without_values import ShapesOnlyModel
 
     core, batches = train(config)
     option, batch = config.validation, batches.batch(1)

@@ -13,11 +13,11 @@ from benchmarks.table import Results, describe_machine
 from simpletune.adapters import Adapter
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.simulate import simulate
 from simpletune.families.sd3.shapes import sd3_medium_config
 from simpletune.families.sd3.transformer import RandomTensors, empty_transformer
 from simpletune.models.weights import fill
 from simpletune.options import Json
+from simpletune.simulation.simulate import simulate
 from simpletune.step.core import assemble
 from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.system.console import say

@@ -13,8 +13,12 @@ from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.job_time import alone
-from simpletune.estimate.simulate import simulate
-from simpletune.estimate.simulate_stages import (
+from simpletune.memory.fake import fake_tensors
+from simpletune.models.prompts import BATCH
+from simpletune.options import Json
+from simpletune.prior import ClassPictures
+from simpletune.simulation.simulate import simulate
+from simpletune.simulation.simulate_stages import (
     SIMULATED,
     Recorders,
     empty_autoencoder,
@@ -22,10 +26,6 @@ from simpletune.estimate.simulate_stages import (
     of_encoding,
     text_snapshots,
 )
-from simpletune.memory.fake import fake_tensors
-from simpletune.models.prompts import BATCH
-from simpletune.options import Json
-from simpletune.prior import ClassPictures
 from simpletune.system.console import silent
 from simpletune.system.startup import without_collection
 from simpletune.timing.recorder import Section

@@ -21,8 +21,8 @@ from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import resolve_data_folder, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import SHIPPED
-from simpletune.estimate.simulate import simulate
 from simpletune.options import Json
+from simpletune.simulation.simulate import simulate
 from simpletune.system.console import say
 from simpletune.timing.constants import Constants, file_of, read
 from simpletune.timing.recorder import Recorder

@@ -22,7 +22,7 @@ from shared_runs import TrainOnce
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import pictures, tiny_sd3
-from simpletune.estimate.simulate import StepReport, simulate
+from simpletune.simulation.simulate import StepReport, simulate
 from simpletune.system.devices import prepare_environment
 from simpletune.training import loop
 

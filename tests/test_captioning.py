@@ -23,10 +23,10 @@ from simpletune.cards import Card
 from simpletune.cli.main import main
 from simpletune.data.caption_files import ChangedCaption, caption_file, write_caption
 from simpletune.data.source import UnusablePicture
-from simpletune.estimate.simulate_stages import accounting_of
 from simpletune.options import UserError
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.plain import FP32
+from simpletune.simulation.simulate_stages import accounting_of
 from simpletune.tensors import all_tensors
 
 CPU = torch.device("cpu")

@@ -19,11 +19,11 @@ from torch._dynamo.utils import counters
 
 from simpletune.config.load import validate
 from simpletune.demo import tiny_sd3
-from simpletune.estimate.simulate import simulate
 from simpletune.models import compile as compiling
 from simpletune.options import UserError
 from simpletune.quant.plain import FP32
 from simpletune.runs.folder import read_metrics
+from simpletune.simulation.simulate import simulate
 
 
 @pytest.fixture(scope="module")

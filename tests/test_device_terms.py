@@ -13,8 +13,6 @@ from torch.nn import functional
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.simulate import accounting_like_cuda, simulate
-from simpletune.estimate.simulate_stages import predict_stage
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.attention_terms import (
     CudaLayouts,
@@ -26,6 +24,8 @@ from simpletune.memory.attention_terms import (
 )  # fmt: skip
 from simpletune.memory.cuda_autocast import IN_FP32, autocast_like_cuda
 from simpletune.memory.device_terms import convolution_workspace, reduction, temporaries
+from simpletune.simulation.simulate import accounting_like_cuda, simulate
+from simpletune.simulation.simulate_stages import predict_stage
 
 L4 = (8, 9)
 
@@ -152,7 +152,7 @@ def test_a_step_with_autocast_keeps_wide_norms(config_of, monkeypatch: pytest.Mo
 
 def test_the_kernel_depends_on_the_card_and_the_option(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[str] = []
-    monkeypatch.setattr("simpletune.estimate.simulate.temporaries", lambda kernel: counted.append(kernel) or {})
+    monkeypatch.setattr("simpletune.simulation.simulate.temporaries", lambda kernel: counted.append(kernel) or {})
     config = config_of(precision={"weights": "bf16"})
     for changed, capability in (
         (config, None), (config, (9, 0)), (config, (12, 0)), (config_of(), L4),

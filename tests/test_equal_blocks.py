@@ -18,13 +18,13 @@ from simpletune.demo import tiny_sd3
 from simpletune.estimate.auto_checkpointing import with_checkpointed
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.predict import _stored
-from simpletune.estimate.simulate_stages import simulate_parts
 from simpletune.memory import equal_blocks, fake
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.equal_blocks import count_equal
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.fake_results import FakeResults
 from simpletune.options import ConfigError, Json, UserError
+from simpletune.simulation.simulate_stages import simulate_parts
 from simpletune.timing.recorder import Recorder
 
 CONFIGS = sorted(path.name for path in Path("configs").glob("*.json") if path.name != "schema.json")
@@ -55,7 +55,7 @@ class Whole(FakeResults):
 def report_of(config: TrainConfig, *, whole: bool, monkeypatch: pytest.MonkeyPatch) -> Json:
     """Everything that a simulation says, but for how long it took."""
     with monkeypatch.context() as patch:
-        patch.setattr("simpletune.estimate.simulate_text._TEXTS", {})
+        patch.setattr("simpletune.simulation.simulate_text._TEXTS", {})
         if whole:
             patch.setattr(fake, "RESULTS", Whole())
             patch.setattr(equal_blocks, "_counted", lambda block: block.forward)

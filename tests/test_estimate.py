@@ -19,11 +19,11 @@ from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_ne
 from simpletune.estimate.forecast import cheapest_change, compare_with_measured, forecast, print_comparison
 from simpletune.estimate.needs import Needs
 from simpletune.estimate.predict import CONTEXT, MIB, Estimate, estimate, largest_peak, needed
-from simpletune.estimate.simulate_stages import simulate_stages
 from simpletune.estimate.terminal import bars
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.options import UserError
+from simpletune.simulation.simulate_stages import simulate_stages
 from simpletune.system.stage_timer import Stage, StageTimer
 from simpletune.training.loop import train
 

@@ -12,8 +12,8 @@ from benchmarks.predicted_seconds import H100_PCIE, card_named, config_of, encod
 from benchmarks.published import PICTURES, RATE, STEP, Row, costs, rows
 from simpletune.cards import CARDS, card_of
 from simpletune.config.load import validate
-from simpletune.estimate.simulate import simulate
 from simpletune.report import write_report
+from simpletune.simulation.simulate import simulate
 from simpletune.timing.stated import OTHERWISE, OTHERWISE_GEFORCE, PRODUCTS, StatedSpeeds, _products
 from simpletune.timing.timeline import StepSeconds, step_seconds
 

@@ -21,11 +21,11 @@ from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import View, make_samples
 from simpletune.data.source import Mask, Picture, UnusablePicture
 from simpletune.data.table import Table
-from simpletune.estimate.simulate import simulate
 from simpletune.objectives.flow import Flow, flow_loss
 from simpletune.options import ConfigError, UserError
 from simpletune.pipeline.masks import MaskCache
 from simpletune.runs.folder import read_metrics
+from simpletune.simulation.simulate import simulate
 from simpletune.step.batches import Batches
 from simpletune.training.loop import train
 

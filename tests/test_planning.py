@@ -24,9 +24,9 @@ from simpletune.estimate.planning import (
     largest_peak,
 )
 from simpletune.estimate.predict import CONTEXT, MIB, estimate, needed
-from simpletune.estimate.simulate import simulate
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError
+from simpletune.simulation.simulate import simulate
 
 L4 = card_of("L4")
 

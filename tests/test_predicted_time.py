@@ -20,14 +20,14 @@ from simpletune.estimate.disk_needs import DataCounts
 from simpletune.estimate.forecast import price_of
 from simpletune.estimate.job_time import WRITE_PNG, job_time, times_due
 from simpletune.estimate.predict import Estimate
-from simpletune.estimate.simulate import StepReport
-from simpletune.estimate.simulate_stages import SIMULATED, JobReport
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.pipeline.plan_data import plan_data
 from simpletune.report import make_report
 from simpletune.report.markdown import markdown
 from simpletune.runs.folder import PREDICTED
 from simpletune.runs.predicted import beside_measured, keep, lines
+from simpletune.simulation.simulate import StepReport
+from simpletune.simulation.simulate_stages import SIMULATED, JobReport
 from simpletune.system.environment import cpu_name
 from simpletune.timing.constants import Constants, file_of, write
 from simpletune.timing.grid import Grid

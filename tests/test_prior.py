@@ -15,11 +15,11 @@ from torch import Tensor
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.simulate import simulate
 from simpletune.options import ConfigError, UserError
 from simpletune.pipeline.encode import prepare
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
+from simpletune.simulation.simulate import simulate
 from simpletune.step.batches import Batch, Batches
 from simpletune.step.core import StepCore, assemble
 from simpletune.step.passes import Passes

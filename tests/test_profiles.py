@@ -19,11 +19,11 @@ from simpletune.estimate import auto_checkpointing, levers
 from simpletune.estimate.auto_checkpointing import choose, choose_on, with_checkpointed
 from simpletune.estimate.levers import LEVERS, changed, savings
 from simpletune.estimate.predict import needed
-from simpletune.estimate.simulate import simulate
 from simpletune.memory import Memory
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.profiles import FULL, LORA
 from simpletune.options import ConfigError, UserError
+from simpletune.simulation.simulate import simulate
 from simpletune.step.core import StepCore, assemble
 from simpletune.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.training.loop import train

@@ -14,12 +14,12 @@ from test_optimizers import NAMES, option_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.estimate.simulate import states
 from simpletune.memory.accounting import Accounting
 from simpletune.optim import rounding
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.optimizer import OptimizerOption, state_to_tensors
 from simpletune.optim.rounding import RoundedOptimizer, key_draws, stochastic_round
+from simpletune.simulation.simulate import states
 
 
 @pytest.mark.parametrize("value", [1.0 + 1 / 512, -0.3, 3e-5, 1234.567, -1e-30])

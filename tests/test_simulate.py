@@ -16,11 +16,11 @@ from test_cases import ALLOWED, WHOLE, Case, Pairs, asks_for_slow, case_json, co
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import tiny_sd3
-from simpletune.estimate.simulate import StepReport, account, simulate
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import rounded
 from simpletune.options import ConfigError
 from simpletune.pipeline.load import load_base
+from simpletune.simulation.simulate import StepReport, account, simulate
 from simpletune.step.synthetic import CPU
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors

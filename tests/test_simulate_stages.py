@@ -9,13 +9,13 @@ import torch
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.simulate import simulate
-from simpletune.estimate.simulate_stages import WholeWindowModulation, of_encoding, simulate_stages
-from simpletune.estimate.simulate_text import accounting_of, of_clip, of_t5, text_snapshots
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import MemorySnapshot, rounded
 from simpletune.models.parts import load_text_model
 from simpletune.models.t5_layers import LayeredT5
+from simpletune.simulation.simulate import simulate
+from simpletune.simulation.simulate_stages import WholeWindowModulation, of_encoding, simulate_stages
+from simpletune.simulation.simulate_text import accounting_of, of_clip, of_t5, text_snapshots
 from simpletune.step.synthetic import CPU
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors

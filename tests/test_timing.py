@@ -21,12 +21,12 @@ from simpletune.demo import tiny_sd3
 from simpletune.estimate.disk_needs import DataCounts
 from simpletune.estimate.job_time import JobTime, job_time, speeds_of
 from simpletune.estimate.predict import _restored, _stored
-from simpletune.estimate.simulate import StepReport, simulate
-from simpletune.estimate.simulate_stages import simulate_stages
 from simpletune.estimate.time_text import CardRow, card_table
 from simpletune.models.flops import trained_of
 from simpletune.options import UserError
 from simpletune.prices import Price, of_cards
+from simpletune.simulation.simulate import StepReport, simulate
+from simpletune.simulation.simulate_stages import simulate_stages
 from simpletune.timing import calibrate, moment
 from simpletune.timing.constants import Composite, Constants, file_of, write
 from simpletune.timing.grid import Grid

@@ -13,9 +13,9 @@ from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.simulate import simulate
 from simpletune.options import Json
 from simpletune.pipeline.load import load_base
+from simpletune.simulation.simulate import simulate
 from simpletune.step.batches import Batch
 from simpletune.step.core import StepCore, assemble
 from simpletune.step.synthetic import SingleProcess, SyntheticBatches

@@ -8,10 +8,10 @@ from simpletune.drawing.session import InferenceSession
 from simpletune.estimate.drawn import decoding_bytes, drawing_bytes
 from simpletune.estimate.forecast import WITHOUT_GPU, card_at_hand
 from simpletune.estimate.predict import MIB, needed
-from simpletune.estimate.simulate_stages import predict_stage
 from simpletune.options import UserError
 from simpletune.pipeline.sample import Request
 from simpletune.runs.weights import Weights, precision_of
+from simpletune.simulation.simulate_stages import predict_stage
 from simpletune.system.console import say
 
 

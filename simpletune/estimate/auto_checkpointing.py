@@ -14,12 +14,12 @@ from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.predict import MIB, key_of_prediction, largest_peak
-from simpletune.estimate.simulate import simulate
 from simpletune.memory.checkpointing import fewest_checkpointed, fewest_that_fit
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.models.buckets import Size
 from simpletune.options import UserError, plural
 from simpletune.runs.folder import read_json_or_none
+from simpletune.simulation.simulate import simulate
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 

@@ -7,19 +7,19 @@ import torch
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.predict import MIB, Estimate, estimate, needed
-from simpletune.estimate.simulate_stages import (
-    SIMULATED,
-    ShapesOnlyModel,
-    WholeWindowModulation,
-    empty_autoencoder,
-)
-from simpletune.estimate.simulate_text import accounting_of
 from simpletune.memory.fake import fake_tensors
 from simpletune.models.buckets import Size
 from simpletune.options import UserError
 from simpletune.pipeline.load import empty_base, modulation_of
 from simpletune.pipeline.sample import Request, Sampler
 from simpletune.quant.precision import WeightPrecision
+from simpletune.simulation.simulate_stages import (
+    SIMULATED,
+    ShapesOnlyModel,
+    WholeWindowModulation,
+    empty_autoencoder,
+)
+from simpletune.simulation.simulate_text import accounting_of
 from simpletune.system.console import silent
 from simpletune.system.startup import without_collection
 from simpletune.tensors import all_tensors

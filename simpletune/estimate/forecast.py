@@ -16,12 +16,12 @@ from simpletune.estimate.job_time import CALIBRATED, JobTime, job_time
 from simpletune.estimate.levers import LEVERS, changed, differing
 from simpletune.estimate.planning import Search
 from simpletune.estimate.predict import CONTEXT, MIB, Estimate, SnapshotJson, estimate, snapshot_json
-from simpletune.estimate.simulate import simulate
 from simpletune.estimate.terminal import place
 from simpletune.estimate.time_text import in_words
 from simpletune.models.buckets import Size
 from simpletune.options import Json, UserError
 from simpletune.prices import Price, of_cards
+from simpletune.simulation.simulate import simulate
 from simpletune.system.console import say
 from simpletune.system.environment import cpu_name
 from simpletune.timing.constants import file_of, read

@@ -11,11 +11,11 @@ from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.data.evaluation import drift_prompts, settle_evaluation
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes
-from simpletune.estimate.simulate_stages import SIMULATED, JobReport
 from simpletune.models.buckets import Size
 from simpletune.models.prompts import BATCH
 from simpletune.prices import Price
 from simpletune.prior import ClassPictures
+from simpletune.simulation.simulate_stages import SIMULATED, JobReport
 from simpletune.timing.constants import FOLDER, Constants, read
 from simpletune.timing.recorder import Section
 from simpletune.timing.speeds import MeasuredSpeeds, Speeds

@@ -11,12 +11,12 @@ from simpletune.data.plan import make_plan
 from simpletune.data.samples import too_small, without
 from simpletune.data.several import scan_sources
 from simpletune.estimate.disk_needs import NOTHING, DataCounts, disk_needs
-from simpletune.estimate.simulate_stages import JobReport
 from simpletune.hub.fetch import in_cache
 from simpletune.models.sources import hub_parts
 from simpletune.models.t5_layers import CHUNK_BYTES
 from simpletune.options import UserError
 from simpletune.prior import ClassPictures
+from simpletune.simulation.simulate_stages import JobReport
 
 LIBRARIES = int(1.0 * 2**30)  # bytes: a process took 0.9 GiB after its imports (Python 3.11, torch 2.13.0 CPU)
 CUDA_LIBRARIES = 2 * 2**30  # bytes of host memory for the CUDA libraries: an allowance, not measured

@@ -17,9 +17,9 @@ from simpletune.config.schema import TrainConfig
 from simpletune.estimate.job_time import speeds_of
 from simpletune.estimate.levers import with_changes
 from simpletune.estimate.predict import MIB, Estimate, estimate, kept_step, largest_peak, needed
-from simpletune.estimate.simulate import StepReport, simulate
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError, plural
+from simpletune.simulation.simulate import StepReport, simulate
 from simpletune.timing.timeline import StepSeconds, step_seconds
 
 WORTH = 1.05  # a setting that may cost quality must be faster by this factor

@@ -17,13 +17,13 @@ from simpletune import __version__
 from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.needs import Needs, needs_of
-from simpletune.estimate.simulate import L4, StepReport
-from simpletune.estimate.simulate_stages import JobReport, simulate_parts, with_workspaces
 from simpletune.memory.attention_terms import attention_kernel
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.models.buckets import Size
 from simpletune.options import Json
 from simpletune.runs.folder import read_json_or_none
+from simpletune.simulation.simulate import L4, StepReport
+from simpletune.simulation.simulate_stages import JobReport, simulate_parts, with_workspaces
 from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
 from simpletune.timing.recorder import Section

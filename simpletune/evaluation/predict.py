@@ -20,13 +20,13 @@ from simpletune.estimate.drawn import decoding_bytes, drawing_bytes
 from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.job_time import alone, speeds_of
 from simpletune.estimate.predict import MIB, needed
-from simpletune.estimate.simulate_stages import SIMULATED, predict_stage
-from simpletune.estimate.simulate_text import Recorders, accounting_of
 from simpletune.evaluation.plan import Plan
 from simpletune.memory.fake import fake_tensors
 from simpletune.models.prompts import BATCH
 from simpletune.options import Json, UserError
 from simpletune.runs.weights import precision_of
+from simpletune.simulation.simulate_stages import SIMULATED, predict_stage
+from simpletune.simulation.simulate_text import Recorders, accounting_of
 from simpletune.system.console import duration, say, silent
 from simpletune.system.environment import cpu_name
 from simpletune.system.startup import without_collection

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from simpletune.config.schema import Profile, profile_folder
-from simpletune.estimate.step_memory import snapshots_of_step
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.models.buckets import Size
 from simpletune.models.flops import trained_of
 from simpletune.models.transformer import units_of
 from simpletune.profiling import EpochTraces, Facts
+from simpletune.simulation.step_memory import snapshots_of_step
 from simpletune.system.devices import capability_of
 from simpletune.tensors import trained_parameters
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.simulate import CPU, accounting_like_cuda, take_steps
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.models.buckets import Size
 from simpletune.pipeline.load import empty_base
+from simpletune.simulation.simulate import CPU, accounting_like_cuda, take_steps
 from simpletune.system.startup import without_collection
 
 

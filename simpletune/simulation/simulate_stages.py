@@ -18,23 +18,6 @@ from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.ema import averaged
-from simpletune.estimate.simulate import (
-    SimulatedRun,
-    StepReport,
-    accounting_like_cuda,
-    simulated_attention,
-    take_steps,
-    with_workspace,
-)
-from simpletune.estimate.simulate_text import (
-    Recorders,
-    accounting_of,
-    bytes_in_16_bit,
-    largest,
-    text_snapshots,
-    texts_of,
-)
-from simpletune.estimate.without_values import ShapesOnlyModel, WholeWindowModulation
 from simpletune.families import Model
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.device_terms import cublas_workspace
@@ -49,6 +32,23 @@ from simpletune.pipeline.modulation_plan import ModulationSource
 from simpletune.pipeline.sample import Request, Sampler
 from simpletune.prior import ClassPictures
 from simpletune.profiling import phase
+from simpletune.simulation.simulate import (
+    SimulatedRun,
+    StepReport,
+    accounting_like_cuda,
+    simulated_attention,
+    take_steps,
+    with_workspace,
+)
+from simpletune.simulation.simulate_text import (
+    Recorders,
+    accounting_of,
+    bytes_in_16_bit,
+    largest,
+    text_snapshots,
+    texts_of,
+)
+from simpletune.simulation.without_values import ShapesOnlyModel, WholeWindowModulation
 from simpletune.step.attention import attention_by
 from simpletune.step.synthetic import CPU
 from simpletune.system.console import silent
