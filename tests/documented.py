@@ -23,6 +23,7 @@ NOT_RUN = {
     r"^python -m benchmarks": "takes minutes (test_bench.py, test_bench_speed.py, test_study.py)",
     r"^\./(train|test)\.sh": "installs (test_setup.py)",
     r"^make ": "for contributors; the target exists",
+    r"^simpletune caption": "needs an image-to-text model (test_captioning.py)",
     r"^simpletune doctor": "examines this machine, which may lack anything (test_doctor.py)",
     r"^simpletune serve": "serves until it is stopped (test_serve.py)",
     r"\b(a|b|other)\.safetensors|\bmerged|runs/(?!demo)": "needs other runs (test_lora_tools.py, test_report.py)",

@@ -454,12 +454,12 @@ def test_without_a_card_the_cpu_must_be_asked_for(
 def test_a_card_that_is_too_small_or_too_old_is_said(
     folders: dict[str, Path], pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card = Card("tiny", 2**28, (7, 5))
+    card = Card("tiny", 1 / 64, (7, 5), found=1.0)
     monkeypatch.setattr(captioning, "choose_device", lambda *_, **__: (torch.device("cuda"), "tiny (sm_75)"))
     monkeypatch.setattr(captioning, "capability_of", lambda _: card.capability)
     monkeypatch.setattr(captioning, "card_at_hand", lambda _: (card, 0))
     monkeypatch.setattr(captioning, "load_captioner", None)
     with pytest.raises(UserError, match="--precision bf16 needs a card with bf16, and this is tiny"):
         run(request(pictures, folders["blip"], precision="bf16"))
-    with pytest.raises(UserError, match="tiny has 256 free. Use --precision int8 or --batch-size 1 or a smaller"):
+    with pytest.raises(UserError, match="tiny has 16 free. Use --precision int8 or --batch-size 1 or a smaller"):
         run(request(pictures, folders["blip"], precision="fp32", batch=2))

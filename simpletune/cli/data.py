@@ -39,7 +39,7 @@ def caption(args: argparse.Namespace) -> None:
     rewrite = "all" if args.replace else "ours" if args.again else "missing"
     run(
         Request(
-            args.config, args.model, tuple(args.overrides), args.prompt, args.prefix, args.trigger, rewrite,
+            args.place, args.model, tuple(args.overrides), args.prompt, args.prefix, args.trigger, rewrite,
             args.batch_size, args.precision, args.max_new_tokens, args.device, args.predict,
         )
     )  # fmt: skip
@@ -49,9 +49,7 @@ def caption_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``caption``."""
     from simpletune.cli.drawing_arguments import positive
 
-    parser.add_argument(
-        "config", type=Path, metavar="CONFIG_OR_FOLDER", help="a folder of pictures, or a configuration"
-    )
+    parser.add_argument("place", type=Path, metavar="CONFIG_OR_FOLDER", help="a folder of pictures, or a configuration")
     add_overrides(parser)
     parser.add_argument(
         "--model", required=True, metavar="NAME", help="folder or hub name of a Florence-2, Qwen-VL or BLIP model"
