@@ -132,9 +132,8 @@ class Choices:
             small = 0
         if seen.unusable or small:
             names = [printable(each.name) for each in seen.report.rejected]
-            said = (
-                f"{plural(seen.unusable, 'entry', 'entries')} cannot be used ({shortened(names, LISTED)})"
-                * bool(names)
+            said = f"{plural(seen.unusable, 'entry', 'entries')} cannot be used ({shortened(names, LISTED)})" * bool(
+                names
             )
             said = " and ".join(filter(None, [said, f"{plural(small, 'picture')} too small" * bool(small)]))
             self.set("data.on_error", "skip", f"{said}: they are left out. simpletune data lists them")
