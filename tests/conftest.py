@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import dry
 import pytest
 import torch
 from hypothesis import settings
+from launching import Launcher
 from shared_runs import TrainOnce
 
 from simpletune.config.load import validate
@@ -80,6 +82,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def one_thread() -> None:
     """Tiny products are fastest on one thread, and sums have one order."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_are_not_collected() -> None:
+    """Every run collects garbage several times; over all that torch and its libraries import, that takes a quarter of a
+    second each, half of a tiny run. Again for each module, because some end with everything thawed."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -162,12 +172,20 @@ def copy_run(train_once: TrainOnce) -> TrainOnce:
 
 
 @pytest.fixture(scope="session")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """Starts processes that need not import torch and its libraries, each of which would take 4 s for that."""
+    with Launcher(tmp_path_factory.mktemp("jobs")) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
 def simulate_once() -> Callable[..., StepReport]:
     """``simulate``, which remembers: searches ask for the same steps again and again."""
     known: dict[str, StepReport] = {}
 
     def remembered(config: TrainConfig, *more: object) -> StepReport:
-        key = f"{config.model_dump_json(exclude={'name', 'output'})} {more}"
+        read = config.model_dump_json(exclude={"name": True, "output": True, "data": {"path"}})
+        key = f"{read} {more}"
         if key not in known:
             known[key] = simulate(config, *more)  # type: ignore[arg-type]
         return known[key]

@@ -1,4 +1,4 @@
-"""Runs of several processes on the CPU, started as torchrun does, forked from a process that has imported all.
+"""Processes that are forked from one that has imported all: runs of several, started as torchrun does, and programs.
 
 As a program it takes jobs from standard input, a JSON object a line, and answers each with a line.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 60  # seconds that a job may take
+PATIENCE = 120  # seconds that a job may take
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,37 @@ class Launcher:
             resume: ``latest`` or ``auto``.
             moments: by rank, what failpoints do.
         """
-        assert self.program.stdin is not None and self.program.stdout is not None
-        self.jobs += 1
-        place = self.folder / f"job-{self.jobs:02d}"
-        place.mkdir(parents=True)
+        place = self._place()
         for rank, config in enumerate(configs):
             (place / f"{rank}.json").write_text(json.dumps(config))
         job = {"place": str(place), "processes": len(configs), "moments": moments or {},
                "arguments": ["--resume", resume] if resume else []}  # fmt: skip
+        return self._outcome(place, job)
+
+    def programs(self, code: str, *words: list[str], environment: dict[str, str] | None = None) -> Outcome:
+        """``python -c``, with the heavy libraries imported, at once in as many processes as there are lists of words.
+
+        Args:
+            code: of all of them.
+            words: the arguments of each.
+            environment: beside the launcher's own.
+        """
+        place = self._place()
+        job = {"place": str(place), "processes": len(words), "code": code, "words": words}
+        return self._outcome(place, job | {"environment": environment or {}})
+
+    def _place(self) -> Path:
+        """A new job's folder."""
+        self.jobs += 1
+        place = self.folder / f"job-{self.jobs:02d}"
+        place.mkdir(parents=True)
+        return place
+
+    def _outcome(self, place: Path, job: dict[str, Any]) -> Outcome:
+        assert self.program.stdin is not None and self.program.stdout is not None
         print(json.dumps(job), file=self.program.stdin, flush=True)
         codes = json.loads(self.program.stdout.readline())
-        return Outcome(codes, [(place / f"{rank}.log").read_text() for rank in range(len(configs))])
+        return Outcome(codes, [(place / f"{rank}.log").read_text() for rank in range(len(codes))])
 
 
 def serve() -> None:
@@ -125,20 +145,36 @@ def start(job: dict[str, Any], rank: int, port: int) -> int:
         log = os.open(place / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        world = str(job["processes"])
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        from simpletune.cli.main import main
-        from simpletune.system import failpoints
-
-        if str(rank) in job["moments"]:
-            failpoints.arm_all(job["moments"][str(rank)])
-        code = main(["train", str(place / f"{rank}.json"), *job["arguments"]])
-        sys.stdout.flush()
+        code = program(job, rank) if "code" in job else train(job, rank, port)
     except BaseException:
         traceback.print_exc()
-        sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
+
+
+def program(job: dict[str, Any], rank: int) -> int:
+    """Execute a job's code with the words of one process; its exit code."""
+    os.environ |= job["environment"]
+    sys.argv = ["-c", *job["words"][rank]]
+    try:
+        exec(job["code"], {"__name__": "__main__"})
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def train(job: dict[str, Any], rank: int, port: int) -> int:
+    """One process of a run; its exit code."""
+    world = str(job["processes"])
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    from simpletune.cli.main import main
+    from simpletune.system import failpoints
+
+    if str(rank) in job["moments"]:
+        failpoints.arm_all(job["moments"][str(rank)])
+    return main(["train", str(Path(job["place"]) / f"{rank}.json"), *job["arguments"]])
 
 
 if __name__ == "__main__":

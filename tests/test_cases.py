@@ -70,11 +70,15 @@ def covering(cases: Sequence[Case], of_case: Callable[[Case], Pairs] = pairs) ->
     return found
 
 
+def asks_for_slow(metafunc: pytest.Metafunc) -> bool:
+    """Whether slow tests are selected."""
+    return re.search(r"(?<!not )\bslow\b", metafunc.config.getoption("markexpr") or "") is not None
+
+
 def parametrized(metafunc: pytest.Metafunc, few: Sequence[Case], cases: Sequence[Case]) -> None:
     """Give a test the few cases, and where slow tests are asked for, all others: thousands, which collect slowly."""
-    asked = re.search(r"(?<!not )\bslow\b", metafunc.config.getoption("markexpr") or "")
     found, names = [pytest.param(case, id=name_of(case)) for case in few], set(map(name_of, few))
-    others = [case for case in cases if name_of(case) not in names] if asked else []
+    others = [case for case in cases if name_of(case) not in names] if asks_for_slow(metafunc) else []
     metafunc.parametrize(
         "case", found + [pytest.param(case, id=name_of(case), marks=pytest.mark.slow) for case in others]
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import Launcher
 from safetensors.torch import load_file
 
 from simpletune.data.cache import Cache
@@ -49,10 +50,12 @@ print("\\n".join(f"made {file}" for file in made))
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, tiny_pipeline: Path, tiny_pictures: Path) -> tuple[Path, list[str]]:
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, tiny_pipeline: Path, tiny_pictures: Path, launcher: Launcher
+) -> tuple[Path, list[str]]:
     """Two runs started together on one empty cache; where, and what each said."""
     place = tmp_path_factory.mktemp("pair")
-    processes = []
+    words = []
     for name, other in (("one", "two"), ("two", "one")):
         config = {
             "name": name, "device": "cpu", "model": {"pretrained": str(tiny_pipeline), "t5_length": 8},
@@ -63,16 +66,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory, tiny_pipeline: Path, tiny_pic
                        "report": False},
         }  # fmt: skip
         (place / f"{name}.json").write_text(json.dumps(config))
-        command = [sys.executable, "-c", PROGRAM, *(str(place / file) for file in (f"{name}.json", name, other))]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        processes.append(
-            subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-        )
-    said = [process.communicate(timeout=200)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
-    return place, said
+        words.append([str(place / file) for file in (f"{name}.json", name, other)])
+    outcome = launcher.programs(PROGRAM, *words)
+    assert outcome.codes == [0, 0], outcome.said
+    return place, outcome.said
 
 
 def test_nothing_is_made_twice(pair: tuple[Path, list[str]]) -> None:

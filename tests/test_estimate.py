@@ -283,6 +283,9 @@ def a_card(mib: float) -> Card:
 def test_a_run_that_cannot_fit_is_refused_with_what_would(
     tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    some = ("adapter.dtype=bf16", "train.batch_size=1")
+    few = [lever for lever in forecasting.LEVERS if lever.overrides[0] in some]
+    monkeypatch.setattr(forecasting, "LEVERS", few)
     config = validate(tiny_config | {"train": {"steps": 2, "batch_size": 8}}, "test")
     whole = estimate(config, L4.capability, SIZE).needed() / MIB
     monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(whole - 1), 0))
@@ -299,6 +302,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(
     with pytest.raises(UserError, match="1 of them in use by other programs"):
         forecast(config, CUDA, SIZE)
     monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(510), 0))
+    monkeypatch.setattr(forecasting.Search, "fits", lambda self, config: False)
     with pytest.raises(UserError, match="no single change fits"):
         forecast(config, CUDA, SIZE)
 

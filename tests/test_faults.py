@@ -139,6 +139,20 @@ def test_full_while_caching(tiny_config: dict, tmp_path: Path, monkeypatch: pyte
     run_with(tiny_config, output=cache)
 
 
+FILL = """
+import os, subprocess, sys
+from simpletune.cli.main import main
+config, mounted = sys.argv[1:]
+print("code", main(["train", config, "--force"]), flush=True)
+steps = sorted(os.listdir(f"{mounted}/runs/tiny/checkpoints"))
+print(*steps, sep="\\n")
+last = int(steps[-1].removeprefix("step-"))
+subprocess.run(["mount", "-o", "remount,size=2m", mounted], check=True)
+more = ["checkpoint.every=null", f"train.steps={last + 1}"]
+print("code", main(["train", config, "--resume", "latest", *more, "--force"]), flush=True)
+"""
+
+
 def test_on_a_file_system_that_is_really_full(tiny_config: dict, tmp_path: Path, train_once: TrainOnce) -> None:
     train_once(tiny_config)  # the cache is filled
     mounted = tmp_path / "small"
@@ -154,14 +168,11 @@ def test_on_a_file_system_that_is_really_full(tiny_config: dict, tmp_path: Path,
     command = f"mount -t tmpfs -o size=1m tmpfs {mounted}"
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "sh", "-c", command]).returncode:
         pytest.skip("no file system may be mounted here")
-    program = [sys.executable, "-m", "simpletune", "train", str(tmp_path / "config.json"), "--force"]
-    again = "checkpoint.every=null train.steps=$((last + 1))"
-    script = (
-        f"{command} && {' '.join(program)}; echo code $?; ls {mounted}/runs/tiny/checkpoints; "
-        f"last=$(ls {mounted}/runs/tiny/checkpoints | sed -n '$s/step-0*//p'); "
-        f"mount -o remount,size=2m {mounted} && {' '.join(program[:-1])} --resume latest {again} --force; echo code $?"
+    script = f'{command} && exec "$@"'
+    program = ["sh", sys.executable, "-c", FILL, str(tmp_path / "config.json"), str(mounted)]
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, *program], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     first, second = done.stdout.split("code 6\n")
     assert "warning this run writes about" in first and "(--force)" in first
     assert "is full while" in done.stderr and "were needed" in done.stderr and "were free" in done.stderr

@@ -43,7 +43,8 @@ def by_the_paper(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("inputs", [128, 40, 25])
 def test_weights_are_the_paper_s(inputs: int) -> None:
     layer = linear(inputs, 48)
-    ours = Nf4Linear.from_linear(layer, torch.float32, double=False).dequantise()
+    with torch.compiler.set_stance("force_eager"):  # bitsandbytes compiles, for 9 s, what fills no block
+        ours = Nf4Linear.from_linear(layer, torch.float32, double=False).dequantise()
     torch.testing.assert_close(ours, by_the_paper(layer.weight.detach()), rtol=1e-6, atol=1e-7)
 
 

@@ -34,15 +34,6 @@ CLIP = vocabulary.CLIP_LENGTH
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def old_objects_are_not_collected() -> Iterator[None]:
-    """Each stage ends with a garbage collection, which over all that torch imported takes a quarter of a second."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 class Calls:
     """What went through the encoders since the last ``clear``."""
 

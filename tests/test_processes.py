@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,12 +50,6 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "profile": {"max_traces": 1},
         "output": {name: str(place / name) for name in ("runs", "profiles", "cache")} | {"report": False},
     }
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    with Launcher(tmp_path_factory.mktemp("jobs")) as started:
-        yield started
 
 
 def changed(ground: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,13 @@ from simpletune.runs.folder import read_metrics
 from simpletune.training.loop import train
 
 REFERENCE = Path(__file__).parent / "reference" / "train.py"
+AS_A_SCRIPT = """
+import runpy, sys
+from pathlib import Path
+del sys.argv[0]
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 STEPS = 4
 
 
@@ -36,8 +43,18 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "pipeline", root / "data"
 
 
-def reference_losses(pipeline: Path, data: Path, folder: Path, changes: dict, lora: Path | None = None) -> list[float]:
-    """What the reference computes, in a process of its own that cannot see the package's state."""
+Losses = Callable[..., list[float]]
+
+
+@pytest.fixture
+def reference_losses(inputs: tuple[Path, Path], launcher: Launcher, tmp_path: Path) -> Losses:
+    """What the reference computes, given some settings: in a process in which no run has changed anything."""
+    return functools.partial(computed, launcher, *inputs, tmp_path)
+
+
+def computed(
+    launcher: Launcher, pipeline: Path, data: Path, folder: Path, changes: dict, lora: Path | None = None
+) -> list[float]:
     settings = {
         "seed": 11, "resolution": 48, "batch_size": 2, "accumulation": 2, "steps": STEPS, "lr": 3e-3,
         "weight_decay": 0.01, "clip_norm": 0.5, "sigma": "logit_normal", "mean": 0.2, "std": 0.9, "shift": 1.7,
@@ -45,11 +62,10 @@ def reference_losses(pipeline: Path, data: Path, folder: Path, changes: dict, lo
     } | changes  # fmt: skip
     file = folder / "settings.json"
     file.write_text(json.dumps(settings))
-    command = [sys.executable, str(REFERENCE), str(pipeline), str(data), str(file)]
-    answer = subprocess.run(
-        command + (["--lora", str(lora)] if lora else []), capture_output=True, text=True, timeout=120, check=True
-    )
-    return json.loads(answer.stdout)
+    words = [str(REFERENCE), str(pipeline), str(data), str(file), *(["--lora", str(lora)] if lora else [])]
+    outcome = launcher.programs(AS_A_SCRIPT, words)
+    assert outcome.codes == [0], outcome.said
+    return json.loads(outcome.said[0].splitlines()[-1])
 
 
 def config_of(inputs: tuple[Path, Path], tiny_config: dict, method: str, sigma: str) -> dict:
@@ -78,13 +94,15 @@ def config_of(inputs: tuple[Path, Path], tiny_config: dict, method: str, sigma: 
         pytest.param("uniform", "lora", marks=pytest.mark.slow),
     ],
 )
-def test_first_losses(inputs: tuple[Path, Path], method: str, sigma: str, tiny_config: dict, tmp_path: Path) -> None:
+def test_first_losses(
+    inputs: tuple[Path, Path], method: str, sigma: str, tiny_config: dict, tmp_path: Path, reference_losses: Losses
+) -> None:
     config = config_of(inputs, tiny_config, method, sigma)
     lora = initial_lora(config, tmp_path) if method == "lora" else None
     run = train(validate(config, "ours"))
     ours = [row["loss"] for row in read_metrics(run)]
     changes = {"t5": method == "full", "sigma": sigma} | ({} if lora is None else {"lora_alpha": 4.5})
-    theirs = reference_losses(*inputs, tmp_path, changes, lora)
+    theirs = reference_losses(changes, lora)
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert len(set(ours)) == STEPS
 
@@ -93,18 +111,22 @@ def test_first_losses(inputs: tuple[Path, Path], method: str, sigma: str, tiny_c
     "batch_size, accumulation", [(2, 2), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((2, 1), (4, 1)))]
 )
 def test_losses_of_two_processes(
-    inputs: tuple[Path, Path], batch_size: int, accumulation: int, tiny_config: dict, tmp_path: Path
+    inputs: tuple[Path, Path],
+    batch_size: int,
+    accumulation: int,
+    tiny_config: dict,
+    launcher: Launcher,
+    reference_losses: Losses,
 ) -> None:
     """Unequal counts in the processes, and one without a sample; later losses follow from the gradients."""
     portions = {"batch_size": batch_size}
     config = config_of(inputs, tiny_config, "full", "uniform")
     config["train"] |= portions | {"gradient_accumulation": accumulation}
-    with Launcher(tmp_path / "jobs") as launcher:
-        outcome = launcher.train(config, config)
+    outcome = launcher.train(config, config)
     assert outcome.codes == [0, 0], outcome.said
     ours = [row["loss"] for row in read_metrics(Path(config["output"]["runs"]) / config["name"])]
     changes = portions | {"accumulation": accumulation, "processes": 2, "sigma": "uniform"}
-    assert ours == pytest.approx(reference_losses(*inputs, tmp_path, changes), rel=1e-5)
+    assert ours == pytest.approx(reference_losses(changes), rel=1e-5)
 
 
 def initial_lora(config: dict, folder: Path) -> Path:

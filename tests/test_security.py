@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import Launcher
 
 from simpletune.config.load import validate
 from simpletune.families.sd3.option import SD3
@@ -127,7 +128,7 @@ SECRETS = {
 }
 
 
-def test_tokens_are_in_nothing_that_a_run_leaves(tiny_config: dict, tmp_path: Path) -> None:
+def test_tokens_are_in_nothing_that_a_run_leaves(tiny_config: dict, tmp_path: Path, launcher: Launcher) -> None:
     validation = {"prompts": ["a disc"], "steps": 1, "eval_samples": 2}
     tracking = {"tensorboard": True, "wandb": "offline"}
     output = {**tiny_config["output"], "report": True}
@@ -139,17 +140,17 @@ def test_tokens_are_in_nothing_that_a_run_leaves(tiny_config: dict, tmp_path: Pa
         "profile": {"max_traces": 1},
     }
     (tmp_path / "config.json").write_text(json.dumps(data))
-    program = [sys.executable, "-m", "simpletune", "train", str(tmp_path / "config.json")]
-    environment = {**os.environ, **SECRETS, "WANDB_MODE": "offline"}
-    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    program = "import sys\nfrom simpletune.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    environment = {**SECRETS, "WANDB_MODE": "offline"}
+    done = launcher.programs(program, ["train", str(tmp_path / "config.json")], environment=environment)
+    assert done.codes == [0], done.said
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     names = {file.name for file in files}
     assert {"config.json", "summary.json", "README.md", "report.html", "state.json", "metrics.jsonl"} <= names
     assert any(file.suffix == ".wandb" for file in files) and any("tfevents" in name for name in names)
     for secret in SECRETS.values():
         assert [file for file in files if secret.encode() in file.read_bytes()] == []
-        assert secret not in done.stdout + done.stderr
+        assert secret not in done.said[0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from blocks import write_unet
-from test_cases import ALLOWED, Case, Pairs, case_json, covering, pairs, parametrized
+from test_cases import ALLOWED, WHOLE, Case, Pairs, asks_for_slow, case_json, covering, pairs, parametrized
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
@@ -112,7 +112,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_real_and_fake_tensors_take_the_same_bytes:
         parametrized(metafunc, FAST_CHECKPOINTED, CHECKPOINTED)
     if metafunc.function is test_levers_take_the_same_bytes_real_and_fake:
-        parametrized(metafunc, FAST_LEVERED, LEVERED)
+        parametrized(metafunc, FAST_LEVERED, allowed_with_a_lever(["sd3", "sd15"]) if asks_for_slow(metafunc) else [])
 
 
 def with_lever(tiny_config: dict, case: Case) -> dict:
@@ -120,10 +120,10 @@ def with_lever(tiny_config: dict, case: Case) -> dict:
     return case_json(tiny_config, tuple(chosen)) | copy.deepcopy(LEVERS[lever["lever"]])
 
 
-def allowed_with_a_lever() -> list[Case]:
+def allowed_with_a_lever(families: Sequence[str]) -> list[Case]:
     """Every lever with every adapter and precision, and two optimizers, as far as the rules allow; the adapters beside
     LoRA, which touch the same layers, with one optimizer and model."""
-    some = [case for case in ALLOWED if case[2]["name"] in ("adamw", "adamw8bit")]
+    some = [case for case in ALLOWED if case[2]["name"] in ("adamw", "adamw8bit") and case[3]["family"] in families]
     first = ("lora", "full", "partial")
     some = [c for c in some if c[0]["method"] in first or (c[2]["name"], c[3]["family"]) == ("adamw", "sd3")]
     model = {"name": "rules", "model": {}, "data": {"path": "demo:pictures"}, "train": {"steps": 4}}
@@ -138,17 +138,21 @@ def allowed_with_a_lever() -> list[Case]:
     return found
 
 
-LEVERED = allowed_with_a_lever()
+def with_a_lever(case: Case) -> Pairs:
+    """The pairs that a case's lever is in. Those that combine others meet every adapter and precision; their parts,
+    and what touches no weights, meet LoRA and full fine-tuning."""
+    lever = ("lever", case[-1]["lever"])
+    if lever[1] in ("plan-streamed", "in-backward-streamed"):
+        return with_the_last(case)
+    return {frozenset([lever, ("method", method)]) for method in WHOLE if case[0]["method"] == method}
 
 
-FAST_LEVERED = fast(
-    LEVERED,
-    [
-        a_unet("lora", "nf4", "bf16", "adamw", "sd15", {"lever": "streamed"}),
-        a_unet("lora", "int8", "bf16", "adamw8bit", "sd2", {"lever": "boundaries"}),
-        a_unet("full", "fp32", "fp32", "adamw", "sd15", {"lever": "in-backward-streamed"}),
-    ],
-)
+FAST_LEVERED = [
+    *covering(allowed_with_a_lever(["sd3"]), with_a_lever),
+    a_unet("lora", "nf4", "bf16", "adamw", "sd15", {"lever": "streamed"}),
+    a_unet("lora", "int8", "bf16", "adamw8bit", "sd2", {"lever": "boundaries"}),
+    a_unet("full", "fp32", "fp32", "adamw", "sd15", {"lever": "in-backward-streamed"}),
+]
 
 
 def test_levers_take_the_same_bytes_real_and_fake(
@@ -160,6 +164,11 @@ def test_levers_take_the_same_bytes_real_and_fake(
     else:
         data["model"] = small_unet(case[3]["version"])
     assert_same_bytes(validate(data, "case"))
+
+
+@pytest.mark.slow
+def test_the_fast_cases_are_some_of_all() -> None:
+    assert set(map(str, FAST_LEVERED)) <= set(map(str, allowed_with_a_lever(["sd3", "sd15"])))
 
 
 def test_every_lever_is_tried() -> None:
