@@ -4,7 +4,7 @@ SHELL := /usr/bin/env bash
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test slow gpu dry softgpu kernels coverage torture mutants tiny-sd3 tiny-encoders clean
+.PHONY: help setup quality style test durations slow gpu dry softgpu kernels coverage torture mutants tiny-sd3 tiny-encoders clean
 
 help:  ## show this list; takes no time
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ style: setup  ## let ruff fix and format the code; 1 s
 
 test:  ## run what CI runs: quality, then every test not marked gpu or slow; time not measured (see coverage)
 	@./test.sh
+
+durations: setup  ## which tests and files take the processor time, of busy machines too; as long as the tests of make test
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m pytest -p processor_time -n auto --maxprocesses 4 --dist loadfile
 
 slow: setup  ## run the tests that take minutes or many GiB; time not measured
 	$(PY) -m pytest -m "slow and not gpu"
