@@ -31,7 +31,8 @@ FOLDERS = ("simpletune", "configs", "benchmarks", "inference", "profiles", "test
 DIFFUSERS_SCRIPTS = {"train_dreambooth_lora_sd3.py", "train_dreambooth_sd3.py"}
 SHOWN = [command for page in PAGES for command in commands(page)]
 RUN_ON = [page for page in PAGES if any(command.why_not_run() is None for command in commands(page))]
-DEMO = ["train.steps=8", "checkpoint.every=4", "validation.every=null", "validation.steps=2", "profile.max_traces=1"]
+QUICK = ["validation.steps=2", "validation.eval_samples=4"]
+DEMO = ["train.steps=8", "checkpoint.every=4", "validation.every=null", "profile.max_traces=1", *QUICK]
 SHORTER = {"@100": "@4", "@200": "@8", "steps=250": "steps=8", "every=50": "every=4"}  # than on the pages
 
 
@@ -60,7 +61,7 @@ def execute(command: Command, monkeypatch: pytest.MonkeyPatch) -> int | str | No
     for theirs, ours in SHORTER.items():
         words = [word.replace(theirs, ours) for word in words]
     if words[0] == "simpletune":
-        return main(words[1:])
+        return main(words[1:] + (QUICK if words[1] == "train" else []))
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", words[1:])
         patch.syspath_prepend(str(ROOT / "inference"))
