@@ -25,7 +25,7 @@ NOT_RUN = {
     r"^make ": "for contributors; the target exists",
     r"^simpletune caption": "needs an image-to-text model (test_captioning.py)",
     r"^simpletune doctor": "examines this machine, which may lack anything (test_doctor.py)",
-    r"^simpletune serve": "serves until it is stopped (test_serve.py)",
+    r"^simpletune (serve|web)": "serves until it is stopped (test_serve.py, test_web_page.py)",
     r"\b(a|b|other)\.safetensors|\bmerged|runs/(?!demo)": "needs other runs (test_lora_tools.py, test_report.py)",
 }
 
