@@ -19,11 +19,12 @@ from simpletune.memory.accounting import Accounting
 from simpletune.memory.attention_terms import CudaLayouts, attention_kernel
 from simpletune.memory.cuda_autocast import autocast_like_cuda
 from simpletune.memory.device_terms import cublas_workspace, temporaries
+from simpletune.memory.equal_blocks import count_equal
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import HOST, MemorySnapshot
 from simpletune.models.buckets import Size
 from simpletune.models.model_config import Shape
-from simpletune.models.transformer import Transformer
+from simpletune.models.transformer import Transformer, units_of
 from simpletune.pipeline.load import empty_base
 from simpletune.speed import Kernel
 from simpletune.step.core import StepCore, assemble, average_of
@@ -171,6 +172,7 @@ def take_steps(
     config = config.model_copy(update={"speed": speed})
     base = all_tensors(transformer)
     accounting.register(base, "weights")
+    count_equal(units_of(transformer))
     with accounting.allocating("optimizer"), recorder.queues() if recorder else nullcontext():
         core = assemble(config, transformer, SingleProcess(CPU))
     if recorder is None or recorder.cuda:

@@ -31,6 +31,7 @@ from simpletune.families import Model
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.attention_terms import CudaLayouts
 from simpletune.memory.device_terms import cublas_workspace, temporaries
+from simpletune.memory.equal_blocks import count_equal
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import HOST, MemorySnapshot
 from simpletune.models.buckets import Size
@@ -181,9 +182,15 @@ def text_snapshots(
         yield encoder.model, size, replace(snapshot, phase="text", module=encoder.name)
 
 
+def layers_of(encoder: nn.Module) -> list[nn.Module]:
+    """The layers of a text encoder."""
+    return [layer for each in encoder.modules() if isinstance(each, nn.ModuleList) for layer in each]
+
+
 def of_clip(model: Model, clip: Any, recorder: Recorder | None = None) -> MemorySnapshot:
     """Run a CLIP encoder over two batches of prompts: the first batch's outputs live until the second's exist."""
     with accounting_of(all_tensors(clip), recorder) as accounting:
+        count_equal(layers_of(clip))
         ids = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
         for _ in model.clip_outputs(clip, ids, CPU, BATCH):
             pass
@@ -193,6 +200,7 @@ def of_clip(model: Model, clip: Any, recorder: Recorder | None = None) -> Memory
 def of_t5(t5: LayeredT5, length: int, recorder: Recorder | None = None) -> MemorySnapshot:
     """Run a T5 encoder layer by layer over two batches of prompts of ``length`` tokens."""
     with accounting_of((), recorder) as accounting:
+        count_equal(layers_of(t5.model))
         ids = torch.zeros((2 * BATCH, length), dtype=torch.int64)
         accounting.register([ids], HOST)
         for _ in t5.encode(ids, BATCH):
@@ -270,6 +278,7 @@ def of_class(config: TrainConfig, capability: tuple[int, int] | None = None) -> 
     vae = empty_autoencoder(config)
     with accounting_like_cuda(config, capability) as accounting:
         accounting.register(all_tensors(transformer), "weights")
+        count_equal(units_of(transformer))
         modulation = modulation_of(transformer, memory, config.precision, CPU)
         memory.attach(units_of(transformer), device_of(transformer))
         request = Request("", 0, "", side, side, prior.steps, prior.guidance)

@@ -16,7 +16,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,38 @@ Temporaries = Mapping[OpOverload, Callable[..., int]]
 """Functions from an operation's arguments to the bytes that its kernel allocates and frees within the call."""
 Observer = Callable[[OpOverload, Sequence[object], dict, object], None]
 Resize = Callable[[torch.UntypedStorage, int], object]
+
+
+class Repeats(Protocol):
+    """An observer that can count a part of what it saw again."""
+
+    def begin(self) -> object:
+        """Remember what has been seen so far."""
+
+    def seen_since(self, begin: object) -> object:
+        """Return what has been seen since; None if it cannot be counted again."""
+
+    def repeat(self, seen: object) -> None:
+        """Count what ``seen_since`` returned again."""
+
+
+@dataclass
+class Watched:
+    """What is allocated in a part of a simulation, in bytes from those at its beginning.
+
+    Args:
+        begin: bytes by kind at its beginning.
+        top: total and bytes by kind at its peak.
+        allocated: bytes by kind at its peak.
+        left: bytes that it leaves, all kinds together.
+        work: what the observer has seen in it.
+    """
+
+    begin: Counter[str]
+    top: tuple[int, Mapping[str, int]] = (0, {})
+    allocated: Counter[str] = field(default_factory=Counter)
+    left: int = 0
+    work: object = None
 
 
 @dataclass
@@ -74,6 +107,11 @@ class Accounting(TorchDispatchMode):
         """All snapshots since the last ``forget_snapshots``, in order."""
         self.observer: Observer | None = None
         """Called with every operation, its arguments and its output."""
+        self.repeats: Repeats | None = None
+        """The observer, if it can count again what it saw."""
+        self.passes: dict[object, object] = {}
+        """What blocks' passes did (see equal_blocks.py)."""
+        self._watched: Watched | None = None
 
     def __enter__(self) -> Accounting:
         _ACTIVE.append(self)
@@ -86,12 +124,17 @@ class Accounting(TorchDispatchMode):
         _ACTIVE.remove(self)
         super().__exit__(*error)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled within, so nothing need be switched off for every operation."""
+        return False
+
     def __torch_dispatch__(
         self, op: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: dict | None = None
     ) -> object:
         """Run one operation and count the storages of its outputs."""
         if op is torch.ops.prim.device.default:
-            return op(*args)  # a shortcut: fake tensors query it constantly
+            return args[0]._fake_device  # a shortcut: autograd asks for it constantly
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper, such as quanto's weight, unwraps itself; its parts are dispatched again
         name = op.name() if op.namespace == "profiler" else ""
@@ -118,6 +161,51 @@ class Accounting(TorchDispatchMode):
         """A snapshot of the live bytes."""
         by_kind = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}
         return MemorySnapshot(self._total, by_kind, self._snapshot_name(), self._module)
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a part may be counted again: not if every snapshot is kept, nor within another such part."""
+        return self.snapshots is None and self._watched is None and (self.observer is None) == (self.repeats is None)
+
+    @property
+    def kind_and_phase(self) -> tuple[str, str]:
+        """The kind of what is allocated now, and the phase."""
+        return self._kind(), self._snapshot_name()
+
+    @contextmanager
+    def watching(self) -> Iterator[Watched]:
+        """Note what is allocated in this context; its figures are complete at the end."""
+        watched = self._watched = Watched(Counter(self._bytes))
+        begin = None if self.repeats is None else self.repeats.begin()
+        try:
+            yield watched
+        finally:
+            self._watched = None
+        total, by_kind = watched.top
+        if total:
+            kinds = {*by_kind, *watched.begin} - {HOST}
+            watched.allocated = Counter({kind: by_kind.get(kind, 0) - watched.begin[kind] for kind in kinds})
+        watched.left = sum(self._bytes.values()) - sum(watched.begin.values())
+        watched.work = None if self.repeats is None else self.repeats.seen_since(begin)
+
+    def repeat(self, allocated: Mapping[str, int], work: object) -> None:
+        """Count a part again.
+
+        Args:
+            allocated: of ``Watched``.
+            work: of ``Watched``.
+        """
+        if allocated:
+            kinds = {*self._bytes, *allocated} - {HOST}
+            by_kind = {kind: self._bytes[kind] + allocated.get(kind, 0) for kind in kinds}
+            self._record(sum(by_kind.values()), lambda: {kind: size for kind, size in by_kind.items() if size})
+        if self.repeats is not None:
+            self.repeats.repeat(work)
+
+    def see(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that no operation has returned."""
+        for tensor in tensors:
+            self._see(tensor.untyped_storage())
 
     def forget_peak(self) -> None:
         """Reset the peaks, at the start of another stage."""
@@ -271,15 +359,22 @@ class Accounting(TorchDispatchMode):
     def _look(self, temporary: int = 0) -> None:
         """Record a snapshot if it is the largest so far, including a kernel's temporary bytes."""
         temporary = rounded(temporary)
-        total, name = self._total + temporary, self._snapshot_name()
+
+        def by_kind() -> dict[str, int]:
+            kinds = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}
+            return kinds | {"workspace": kinds.get("workspace", 0) + temporary} if temporary else kinds
+
+        self._record(self._total + temporary, by_kind)
+
+    def _record(self, total: int, by_kind: Callable[[], dict[str, int]]) -> None:
+        """Record a snapshot if it is the largest so far."""
+        watched, name = self._watched, self._snapshot_name()
+        if watched is not None and total >= watched.top[0]:
+            watched.top = total, by_kind()
         larger = total >= self.peak.bytes or total >= self.peaks.get(name, MemorySnapshot()).bytes
         if not larger and self.snapshots is None:
             return
-        now = self.current
-        by_kind = dict(now.by_kind)
-        if temporary:
-            by_kind["workspace"] = by_kind.get("workspace", 0) + temporary
-        snapshot = MemorySnapshot(total, by_kind, now.phase, now.module)
+        snapshot = MemorySnapshot(total, by_kind(), name, self._module)
         if self.snapshots is not None:
             self.snapshots.append(snapshot)
         if larger:
@@ -300,6 +395,11 @@ class Accounting(TorchDispatchMode):
 
 
 _ACTIVE: list[Accounting] = []
+
+
+def active() -> Accounting | None:
+    """The accounting that counts now, if there is one."""
+    return _ACTIVE[-1] if _ACTIVE else None
 
 
 def register(tensors: Iterable[Tensor | None], kind: str) -> None:

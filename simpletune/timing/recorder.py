@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -118,11 +119,32 @@ class Recorder:
 
         with ExitStack() as stack:
             stack.enter_context(replaced(accounting, "observer", self.see))
+            stack.enter_context(replaced(accounting, "repeats", self))
             stack.callback(setattr, function, "apply", original)
             function.apply = classmethod(counted)  # type: ignore[method-assign,assignment]
             handle = register_module_forward_pre_hook(lambda *_: self._host("module"))
             stack.callback(handle.remove)
             yield
+
+    def begin(self) -> tuple[int, Counter[Work], Counter[str]]:
+        """Remember what has been recorded so far: the sections, and the work of the last."""
+        last = self._section()
+        return len(self.sections), Counter(last.work), Counter(last.host)
+
+    def seen_since(self, begin: object) -> tuple[Counter[Work], Counter[str]] | None:
+        """The work since ``begin``; None if it is not all of one section."""
+        number, work, host = cast(tuple[int, Counter[Work], Counter[str]], begin)
+        last = self.sections[-1]
+        if len(self.sections) != number or last.event is not None:
+            return None
+        return last.work - work, last.host - host
+
+    def repeat(self, seen: object) -> None:
+        """Record the work that ``seen_since`` returned again."""
+        work, host = cast(tuple[Counter[Work], Counter[str]], seen)
+        section = self._section()
+        section.work.update(work)
+        section.host.update(host)
 
     def see(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> None:
         """Record one operation."""

@@ -1,0 +1,138 @@
+"""Simulate a block once, and count equal ones by what it did: without gradients, of blocks of equal shape.
+
+Such a pass leaves nothing behind but its outputs. So the bytes that it allocates in between, and what it makes host and
+device do, are those of an earlier pass of a block with the same modules and options, and with tensors of the same
+layouts on the same device. Whatever might leave more behind runs as a whole: passes with gradients, casts that autocast
+keeps, buffers that are allocated once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from simpletune.memory import accounting
+from simpletune.memory.accounting import Accounting
+from simpletune.memory.fake_results import PLAIN, Key, Remembered, key_of, made_again, several_of
+from simpletune.memory.snapshot import rounded
+from simpletune.tensors import own_tensors, plain_tensors
+
+POSITIONS = {"start", "stop"}  # of a layer's columns in a plan of modulations; their number shows in the shapes
+OWN = {"_parameters", "_buffers", "_modules"}
+CONTAINERS = {dict, list, tuple, set, frozenset}
+
+
+class Pass(NamedTuple):
+    """What a pass of a block did.
+
+    Args:
+        outputs: what it returned.
+        allocated: bytes by kind at its peak, from those at its beginning.
+        work: what a recorder saw.
+    """
+
+    outputs: Remembered
+    allocated: Counter[str]
+    work: object
+
+
+def count_equal(blocks: Iterable[nn.Module]) -> None:
+    """Let blocks run once without gradients within an accounting of fake tensors, and count as often as they are called.
+
+    Args:
+        blocks: changed in place, before levers wrap their passes.
+    """
+    for block in blocks:
+        block.forward = _counted(block)
+
+
+def _counted(block: nn.Module) -> Callable[..., object]:
+    plain = block.forward
+
+    @functools.wraps(plain)  # checkpointing needs its signature
+    def forward(*args: object, **kwargs: object) -> object:
+        counting = accounting.active()
+        if counting is None or not counting.can_repeat or torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        tensors: list[FakeTensor] = []
+        key = _key(counting, block, args, kwargs, tensors)
+        if key is None:
+            return plain(*args, **kwargs)
+        known = counting.passes.get(key)
+        if isinstance(known, Pass):
+            return _again(counting, known, tensors)
+        with counting.watching() as watched:
+            output = plain(*args, **kwargs)
+        with torch._C._DisableTorchDispatch():
+            outputs = several_of(output, tensors)
+        complete = watched.work is not None or counting.repeats is None
+        if outputs is not None and complete and watched.left == _new_bytes(output, tensors):
+            counting.passes[key] = Pass(outputs, watched.allocated, watched.work)
+        return output
+
+    return forward
+
+
+def _again(counting: Accounting, known: Pass, tensors: Sequence[FakeTensor]) -> object:
+    """Count a pass as an earlier one of an equal block, and make its outputs."""
+    counting.repeat(known.allocated, known.work)
+    with torch._C._DisableTorchDispatch():
+        made = [made_again(tensors[0].fake_mode, result, tensors) for result in known.outputs.results]
+    counting.see(each for each in made if isinstance(each, Tensor))
+    return made[0] if known.outputs.wrap is None else known.outputs.wrap(made)
+
+
+def _new_bytes(output: object, tensors: Sequence[FakeTensor]) -> int:
+    """Bytes of the storages that a pass has made for its outputs."""
+    outputs = output if isinstance(output, (list, tuple)) else (output,)
+    given = {tensor.untyped_storage()._cdata for tensor in tensors}
+    storages = [each.untyped_storage() for each in outputs if isinstance(each, Tensor)]
+    return sum({s._cdata: rounded(s.nbytes()) for s in storages if s._cdata not in given}.values())
+
+
+def _key(
+    counting: Accounting, block: nn.Module, args: Sequence[object], kwargs: dict[str, object], tensors: list[FakeTensor]
+) -> Key | None:
+    """Everything that a pass depends on; None if it may depend on more.
+
+    Args:
+        counting: that watches the pass.
+        block: that runs.
+        args: its arguments, as ``kwargs``.
+        tensors: to which the tensors among the arguments are added.
+    """
+    mode = next((each.fake_mode for each in (*args, *kwargs.values()) if isinstance(each, FakeTensor)), None)
+    given = None if mode is None else key_of(mode, None, args, kwargs, tensors)
+    if given is None:
+        return None
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    shared = tuple(map(storages.index, storages))
+    hosts = tuple(map(counting.is_on_host, tensors))
+    parts: list[object] = [given, shared, hosts, autocast, counting.kind_and_phase]
+    for name, module in block.named_modules():
+        parts += (name, type(module))
+        parts += (each for each in vars(module).items() if type(each[1]) in PLAIN and each[0] not in POSITIONS)
+        parts += (
+            (key, _plain(value)) for key, value in vars(module).items() if type(value) in CONTAINERS and key not in OWN
+        )
+        for own, tensor in own_tensors(module):
+            parts += (own, tensor.requires_grad)
+            for plain in plain_tensors(tensor):
+                parts += (plain.dtype, plain.shape, plain.stride(), counting.is_on_host(plain))
+    return tuple(parts)
+
+
+def _plain(value: object) -> object:
+    """Options in lists and dictionaries as something that has a hash; of anything else only the type."""
+    if isinstance(value, dict):
+        return tuple((key, _plain(each)) for key, each in value.items() if isinstance(key, (str, int)))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return tuple(map(_plain, value))
+    return value if type(value) in PLAIN else type(value)

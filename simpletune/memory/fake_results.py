@@ -1,0 +1,231 @@
+"""Remember what operations on fake tensors return, by the layouts of their arguments.
+
+A simulated step runs the same operations on the same shapes for every block. torch's own cache of fake results takes
+about a tenth of a millisecond an operation, most of it for cases that do not occur here: symbolic shapes, sparse or
+complex tensors, several modes. Everything unusual still goes to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+META = torch.device("meta")
+UNUSUAL = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+ABSOLUTE = {torch.ops.aten.as_strided.default, torch.ops.aten.view.dtype}
+"""Their result's place in the storage does not follow from its distance to the argument's place."""
+LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)  # their results have values
+PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+Key = tuple[object, ...]
+
+
+class NewTensor(NamedTuple):
+    """A result that has a storage of its own, or views that of an argument.
+
+    Args:
+        shape: of the result.
+        stride: of the result.
+        offset: in its storage, from the argument's own.
+        dtype: of its elements.
+        device: that it pretends to be on.
+        views: number of the argument whose storage it shares, counting tensors; None: its own.
+        attributes: of torch's fake tensors, apart from the mode.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    views: int | None
+    attributes: dict[str, object]
+
+
+Result = NewTensor | int | None
+"""A tensor to make, the number of the argument that is returned, or nothing."""
+
+
+class Remembered(NamedTuple):
+    """What a call returned.
+
+    Args:
+        results: one by one.
+        wrap: makes the container of several; None: there is one.
+    """
+
+    results: tuple[Result, ...]
+    wrap: Callable[[list[object]], object] | None
+
+
+class FakeResults:
+    """What calls returned, by operation and layouts of arguments."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, Remembered | None] = {}
+
+    def call(
+        self,
+        mode: FakeTensorMode,
+        op: OpOverload,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        otherwise: Callable[[], object],
+    ) -> object:
+        """Return what an operation returns.
+
+        Args:
+            mode: that makes fake tensors.
+            op: the operation.
+            args: its arguments, as ``kwargs``.
+            otherwise: runs it by torch's fake tensors.
+        """
+        tensors: list[FakeTensor] = []
+        key = key_of(mode, op, args, kwargs, tensors)
+        if key is None:
+            return otherwise()
+        if key not in self._known:
+            output = otherwise()
+            unchanged = key_of(mode, op, args, kwargs, []) == key
+            self._known[key] = remembered(op, output, tensors) if unchanged else None
+            return output
+        known = self._known[key]
+        if known is None:
+            return otherwise()
+        made = [made_again(mode, result, tensors) for result in known.results]
+        return made[0] if known.wrap is None else known.wrap(made)
+
+
+def key_of(
+    mode: FakeTensorMode,
+    op: OpOverload | None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    tensors: list[FakeTensor],
+) -> Key | None:
+    """Everything that an operation's result depends on; None if it may depend on more.
+
+    Args:
+        mode: whose tensors the arguments must be.
+        op: the operation.
+        args: its arguments, as ``kwargs``.
+        tensors: to which the tensors among the arguments are added.
+    """
+    if torch.is_inference_mode_enabled():
+        return None
+    parts: list[object] = [op, torch.get_default_dtype()]
+    if not _add(parts, args, mode, tensors):
+        return None
+    if kwargs:
+        parts.extend(kwargs)
+        if not _add(parts, kwargs.values(), mode, tensors):
+            return None
+    if op in ABSOLUTE:
+        parts += (tensor.storage_offset() for tensor in tensors)
+    return tuple(parts)
+
+
+def _add(parts: list[object], values: Any, mode: FakeTensorMode, tensors: list[FakeTensor]) -> bool:
+    """Add arguments to a key; False if one is unusual."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            dtype = value.dtype
+            if value.constant is not None or value.fake_mode is not mode or value.layout is not torch.strided:
+                return False
+            if dtype.is_complex:
+                return False
+            parts += (dtype, value.shape, value.stride(), value._fake_device)
+            tensors.append(value)
+        elif kind in PLAIN:
+            parts += (kind, value)  # 1, 1.0 and True are equal
+        elif kind is list or kind is tuple or kind is torch.Size:
+            parts += (kind, len(value))
+            if not _add(parts, value, mode, tensors):
+                return False
+        else:
+            return False
+    return True
+
+
+def remembered(op: OpOverload, output: object, tensors: Sequence[FakeTensor]) -> Remembered | None:
+    """What to remember of a call; None: that it is unusual.
+
+    Args:
+        op: the operation.
+        output: what it returned.
+        tensors: the tensors among its arguments.
+    """
+    if not isinstance(op, OpOverload) or UNUSUAL & set(op.tags) or op in LIFTS:
+        return None
+    return several_of(output, tensors)
+
+
+def several_of(output: object, tensors: Sequence[FakeTensor]) -> Remembered | None:
+    """What to remember of one or several results; None: they are unusual.
+
+    Args:
+        output: a tensor, None, or a list or tuple of them.
+        tensors: those among the arguments.
+    """
+    several = isinstance(output, (list, tuple))
+    found = [result_of(each, tensors) for each in (output if several else [output])]  # type: ignore[attr-defined]
+    new = [each for each in (output if several else [output]) if isinstance(each, Tensor)]  # type: ignore[attr-defined]
+    given = {tensor.untyped_storage()._cdata for tensor in tensors}
+    storages = [each.untyped_storage()._cdata for each in new if each.untyped_storage()._cdata not in given]
+    if any(isinstance(each, str) for each in found) or len(set(storages)) < len(storages):
+        return None
+    return Remembered(tuple(found), (list if isinstance(output, list) else tuple) if several else None)
+
+
+def result_of(value: object, tensors: Sequence[FakeTensor]) -> Result | str:
+    """What to remember of one result; a reason if it is unusual."""
+    if value is None:
+        return None
+    if type(value) is not FakeTensor:
+        return "no fake tensor"
+    for number, tensor in enumerate(tensors):
+        if tensor is value:
+            return number
+    shared = value.untyped_storage()._cdata
+    views = next((number for number, each in enumerate(tensors) if each.untyped_storage()._cdata == shared), None)
+    attributes = {name: each for name, each in vars(value).items() if name != "fake_mode"}
+    if value.requires_grad or any(each is not None for name, each in attributes.items() if name != "_fake_device"):
+        return "more than a layout"
+    offset = value.storage_offset() - (0 if views is None else tensors[views].storage_offset())
+    made = NewTensor(value.shape, value.stride(), offset, value.dtype, value._fake_device, views, attributes)
+    own = views is None
+    if own and (made.offset or _empty(made).untyped_storage().nbytes() != value.untyped_storage().nbytes()):
+        return "a part of a storage"
+    return made
+
+
+def _empty(result: NewTensor) -> Tensor:
+    return torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=META)
+
+
+def made_again(mode: FakeTensorMode, result: Result, tensors: Sequence[FakeTensor]) -> object:
+    """Make a result anew for other arguments of the same layouts."""
+    if result is None:
+        return None
+    if isinstance(result, int):
+        return tensors[result]
+    if result.views is None:
+        plain = _empty(result)
+    else:
+        plain = torch.empty_strided((0,), (1,), dtype=result.dtype, device=META)
+        viewed = tensors[result.views]
+        offset = viewed.storage_offset() + result.offset
+        plain.set_(viewed.untyped_storage(), offset, result.shape, result.stride)
+    fake = Tensor._make_subclass(
+        FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=result.device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(result.attributes)
+    fake.fake_mode = mode
+    return fake
