@@ -151,7 +151,7 @@ def accounting_like_cuda(
     """
     kernel = attention_kernel(capability or L4, config.precision.product_dtype(), config.speed.attention)
     autocast = autocast_like_cuda() if config.precision.autocast else nullcontext()
-    with autocast, CudaLayouts(kernel), Accounting(temporaries(kernel), keep) as accounting:
+    with autocast, Accounting(temporaries(kernel), keep, CudaLayouts(kernel).laid_out) as accounting:
         yield accounting
 
 

@@ -153,7 +153,8 @@ def bytes_in_16_bit(model: nn.Module, without: str = "") -> int:
 @contextmanager
 def accounting_of(weights: Iterable[Tensor], recorder: Recorder | None = None) -> Iterator[Accounting]:
     """Count a stage without training: everything that it allocates is activations."""
-    with CudaLayouts("flash"), Accounting(temporaries()) as accounting, accounting.allocating("activations"):
+    layouts = CudaLayouts("flash").laid_out
+    with Accounting(temporaries(), layouts=layouts) as accounting, accounting.allocating("activations"):
         accounting.register(weights, "weights")
         with recorder.watching(accounting) if recorder else nullcontext():
             yield accounting

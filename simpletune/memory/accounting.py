@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from simpletune.memory import fake
 from simpletune.memory.snapshot import HOST, MemorySnapshot, require_known, rounded
 from simpletune.system.phases import phase_name
 from simpletune.tensors import plain_tensors
@@ -35,6 +36,7 @@ ACTIVATION_PHASES = ("noise", "forward", "loss", "backward")
 Temporaries = Mapping[OpOverload, Callable[..., int]]
 """Functions from an operation's arguments to the bytes that its kernel allocates and frees within the call."""
 Observer = Callable[[OpOverload, Sequence[object], dict, object], None]
+Layouts = Callable[[OpOverload, Sequence[Any], object], object]
 Resize = Callable[[torch.UntypedStorage, int], object]
 
 
@@ -86,10 +88,14 @@ class Accounting(TorchDispatchMode):
     Args:
         temporaries: what kernels allocate within a call, by operation.
         keep: whether to record every snapshot, not only the largest.
+        layouts: changes how results lie in memory to how another device's kernels write them.
     """
 
-    def __init__(self, temporaries: Temporaries | None = None, keep: bool = False):
+    def __init__(
+        self, temporaries: Temporaries | None = None, keep: bool = False, layouts: Layouts | None = None
+    ):
         super().__init__()
+        self._layouts = layouts
         self._temporaries = temporaries or {}
         self._storages: dict[int, _Storage] = {}
         self._bytes: Counter[str] = Counter()
@@ -140,7 +146,10 @@ class Accounting(TorchDispatchMode):
         name = op.name() if op.namespace == "profiler" else ""
         if name == "profiler::_record_function_exit._RecordFunction":
             self._leave_phase()
-        output = op(*args, **(kwargs or {}))
+        mode = fake.active()
+        output = op(*args, **(kwargs or {})) if mode is None else mode.run(op, args, kwargs or {})
+        if self._layouts is not None:
+            output = self._layouts(op, args, output)
         if self.observer is not None:
             self.observer(op, args, kwargs or {}, output)
         if name == "profiler::_record_function_enter_new":

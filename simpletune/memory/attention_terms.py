@@ -6,6 +6,7 @@ The simulation runs the CPU's fused attention. Here is what differs from it on a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,7 +113,7 @@ BACKWARDS = {"flash": flash_backward, "cudnn": cudnn_backward, "efficient": effi
 
 
 class CudaLayouts(TorchDispatchMode):
-    """Lays out the results of the CPU's attention as a CUDA kernel would; enter it before the accounting.
+    """Lays out the results of the CPU's attention as a CUDA kernel would; give ``laid_out`` to the accounting.
 
     Copies that follow depend on it. Memory-efficient attention writes its output as [b, S, h, d]; the others lay out
     output and gradients as the query is. The CPU writes the output as the query is, and gradients as [b, S, h, d].
@@ -138,7 +139,10 @@ class CudaLayouts(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Run one operation."""
-        output = op(*args, **(kwargs or {}))
+        return self.laid_out(op, args, op(*args, **(kwargs or {})))
+
+    def laid_out(self, op: OpOverload, args: Sequence[Tensor], output: Any) -> Any:
+        """Return what an operation returned, laid out as on CUDA."""
         if op is FORWARD and (self._efficient or args[0].shape[-1] > WIDEST_IN_FLASH):
             out, sums = output
             return out.transpose(1, 2).contiguous().transpose(1, 2), sums

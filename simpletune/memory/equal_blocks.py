@@ -69,8 +69,7 @@ def _counted(block: nn.Module) -> Callable[..., object]:
             return _again(counting, known, tensors)
         with counting.watching() as watched:
             output = plain(*args, **kwargs)
-        with torch._C._DisableTorchDispatch():
-            outputs = several_of(output, tensors)
+        outputs = several_of(output, tensors)
         complete = watched.work is not None or counting.repeats is None
         if outputs is not None and complete and watched.left == _new_bytes(output, tensors):
             counting.passes[key] = Pass(outputs, watched.allocated, watched.work)
@@ -82,8 +81,7 @@ def _counted(block: nn.Module) -> Callable[..., object]:
 def _again(counting: Accounting, known: Pass, tensors: Sequence[FakeTensor]) -> object:
     """Count a pass as an earlier one of an equal block, and make its outputs."""
     counting.repeat(known.allocated, known.work)
-    with torch._C._DisableTorchDispatch():
-        made = [made_again(tensors[0].fake_mode, result, tensors) for result in known.outputs.results]
+    made = [made_again(tensors[0].fake_mode, result, tensors) for result in known.outputs.results]
     counting.see(each for each in made if isinstance(each, Tensor))
     return made[0] if known.outputs.wrap is None else known.outputs.wrap(made)
 

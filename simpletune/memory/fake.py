@@ -5,6 +5,7 @@ Every replacement that fake tensors need is here, with its reason.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from simpletune.memory.fake_results import FakeResults
 
 RESULTS = FakeResults()
+_active: _Fake | None = None
 
 
 class _Fake(FakeTensorMode):
@@ -41,6 +43,10 @@ class _Fake(FakeTensorMode):
         run = super().__torch_dispatch__
         return RESULTS.call(self, function, args, kwargs or {}, lambda: run(function, types, args, kwargs or {}))
 
+    def run(self, function: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Run an operation from another mode, past the dispatcher if its result is known."""
+        return RESULTS.call(self, function, args, kwargs, lambda: function(*args, **kwargs))
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing is compiled within a simulation, so nothing need be switched off for every operation."""
@@ -55,9 +61,15 @@ def fake_tensors() -> Iterator[None]:
     with (
         replaced(nn.Module, "_apply", _apply),
         replaced(functional, "create_dynamic_map", _empty_dynamic_map),
-        _Fake(),
+        _Fake() as mode,
+        replaced(sys.modules[__name__], "_active", mode),
     ):
         yield
+
+
+def active() -> _Fake | None:
+    """The mode that makes tensors fake now, if there is one."""
+    return _active
 
 
 @contextmanager

@@ -68,6 +68,7 @@ class FakeResults:
 
     def __init__(self) -> None:
         self._known: dict[Key, Remembered | None] = {}
+        self._ops: dict[int, OpOverload] = {}  # so that a number stays that of its operation
 
     def call(
         self,
@@ -90,6 +91,7 @@ class FakeResults:
         if key is None:
             return otherwise()
         if key not in self._known:
+            self._ops[id(op)] = op
             output = otherwise()
             unchanged = key_of(mode, op, args, kwargs, []) == key
             self._known[key] = remembered(op, output, tensors) if unchanged else None
@@ -118,7 +120,7 @@ def key_of(
     """
     if torch.is_inference_mode_enabled():
         return None
-    parts: list[object] = [op, torch.get_default_dtype()]
+    parts: list[object] = [id(op), torch.get_default_dtype()]
     if not _add(parts, args, mode, tensors):
         return None
     if kwargs:
@@ -206,7 +208,8 @@ def result_of(value: object, tensors: Sequence[FakeTensor]) -> Result | str:
 
 
 def _empty(result: NewTensor) -> Tensor:
-    return torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=META)
+    with torch._C._DisableTorchDispatch():
+        return torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=META)
 
 
 def made_again(mode: FakeTensorMode, result: Result, tensors: Sequence[FakeTensor]) -> object:
@@ -215,17 +218,18 @@ def made_again(mode: FakeTensorMode, result: Result, tensors: Sequence[FakeTenso
         return None
     if isinstance(result, int):
         return tensors[result]
-    if result.views is None:
-        plain = _empty(result)
-    else:
-        plain = torch.empty_strided((0,), (1,), dtype=result.dtype, device=META)
-        viewed = tensors[result.views]
-        offset = viewed.storage_offset() + result.offset
-        plain.set_(viewed.untyped_storage(), offset, result.shape, result.stride)
-    fake = Tensor._make_subclass(
-        FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=result.device
-    )
-    torch._C._set_throw_on_mutable_data_ptr(fake)
+    with torch._C._DisableTorchDispatch():
+        if result.views is None:
+            plain = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=META)
+        else:
+            viewed = tensors[result.views]
+            offset = viewed.storage_offset() + result.offset
+            plain = torch.empty_strided((0,), (1,), dtype=result.dtype, device=META)
+            plain.set_(viewed.untyped_storage(), offset, result.shape, result.stride)
+        fake = Tensor._make_subclass(
+            FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=result.device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(result.attributes)
     fake.fake_mode = mode
     return fake
