@@ -22,6 +22,7 @@ from simpletune.estimate.predict import CONTEXT, MIB, Estimate, estimate, larges
 from simpletune.estimate.simulate_stages import simulate_stages
 from simpletune.estimate.terminal import bars
 from simpletune.memory.snapshot import MemorySnapshot
+from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError
 from simpletune.system.stage_timer import Stage, StageTimer
 from simpletune.training.loop import train
@@ -116,10 +117,15 @@ def test_an_estimate_is_the_simulation_and_is_kept(tiny_config: dict, monkeypatc
     config = validate(tiny_config, "test")
     found = estimate(config, L4.capability)
     assert found.stages == simulate_stages(config, capability=L4.capability).stages
-    monkeypatch.setattr(estimating, "simulate_stages", None)  # a second simulation would fail
+    monkeypatch.setattr(estimating, "simulate_parts", None)  # a second simulation would fail
     assert estimate(config.model_copy(update={"name": "other"}), L4.capability) == found
+    hopper = estimate(config, (9, 0))  # the same simulation with other workspaces
+    for name, threads in (("text", 1), ("train", 2)):
+        more = cublas_workspace((9, 0), threads) - cublas_workspace(L4.capability, threads)
+        assert hopper.stages[name].bytes - found.stages[name].bytes == more > 0
+    bf16 = {"precision": config.precision.model_copy(update={"compute": "bf16"})}
     with pytest.raises(TypeError):
-        estimate(config, (9, 0))  # other workspaces
+        estimate(config.model_copy(update=bf16), (9, 0))  # another attention
     with pytest.raises(TypeError):
         estimate(config.model_copy(update={"train": config.train.model_copy(update={"batch_size": 3})}), L4.capability)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from simpletune.cli.config_arguments import CONFIG_HELP, JSON_HELP, add_config, add_overrides
 from simpletune.options import UserError
+from simpletune.system.startup import import_libraries
 
 ABOUT_DEVICE = "a card by name (L4, T4, RTX4090, ...) or by memory (12GiB)"
 
@@ -31,6 +32,7 @@ def estimate(args: argparse.Namespace) -> None:
         raise UserError(
             "--compare: takes one card. Compare configurations on one, or one configuration on several cards"
         )
+    import_libraries()
     from simpletune.estimate.estimate_command import compare_configs, estimate_config
 
     if args.compare:
@@ -71,6 +73,7 @@ def plan(args: argparse.Namespace) -> None:
         if args.json:
             raise UserError("--json: requires --batches. Add --batches or remove --json")
     require_cards(args.device or [])
+    import_libraries()
     from simpletune.estimate.plan_command import batches, plan_config
 
     if args.batches:

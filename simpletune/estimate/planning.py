@@ -16,7 +16,7 @@ from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.job_time import speeds_of
 from simpletune.estimate.levers import with_changes
-from simpletune.estimate.predict import MIB, Estimate, estimate, largest_peak, needed
+from simpletune.estimate.predict import MIB, Estimate, estimate, kept_step, largest_peak, needed
 from simpletune.estimate.simulate import StepReport, simulate
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError, plural
@@ -271,7 +271,7 @@ class Search:
         """Predict the training stage, once per configuration."""
         key = config.model_dump_json()
         if key not in self._known:
-            self._known[key] = simulate(config)
+            self._known[key] = kept_step(config, simulate)
             self.count(f"a step of {self._known[key].peak.bytes / MIB:,.0f} MiB")
         return self._known[key]
 

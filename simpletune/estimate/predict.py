@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,10 +17,9 @@ from simpletune import __version__
 from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.needs import Needs, needs_of
-from simpletune.estimate.simulate import StepReport
-from simpletune.estimate.simulate_stages import JobReport, simulate_stages
+from simpletune.estimate.simulate import L4, StepReport
+from simpletune.estimate.simulate_stages import JobReport, simulate_parts, with_workspaces
 from simpletune.memory.attention_terms import attention_kernel
-from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.models.buckets import Size
 from simpletune.options import Json
@@ -168,26 +167,54 @@ def estimate(config: TrainConfig, capability: tuple[int, int], size: Size | None
     file = Path(config.output.cache) / "estimates" / f"{key_of_prediction(config, capability, size)}.json"
     cached = read_json_or_none(file)
     if cached is None:
-        job = simulate_stages(config, size, capability)
+        job = simulate_parts(config, size, capability)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, _stored(job), shared=True)
     else:
         job = _restored(cached)
+    job = with_workspaces(job, capability)  # the file is for all cards with the same attention
     return Estimate(job.stages, needs_of(config, job), size, job)
+
+
+def kept_step(config: TrainConfig, simulated: Callable[[TrainConfig], StepReport]) -> StepReport:
+    """Predict the training stage of the square of ``data.resolution``; use the kept prediction if there is one.
+
+    Args:
+        config: of the run.
+        simulated: predicts it, as on an L4 without its libraries' workspaces.
+    """
+    size = (config.data.resolution, config.data.resolution)
+    file = Path(config.output.cache) / "estimates" / f"{key_of_prediction(config, L4, size)}-step.json"
+    cached = read_json_or_none(file)
+    if cached is not None:
+        return _restored_step(cached)
+    report = simulated(config)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, _stored_step(report), shared=True)
+    return report
 
 
 def _stored(job: JobReport) -> Json:
     """The report as plain values."""
     plain = asdict(replace(job, work={}, train=replace(job.train, sections=())))
-    plain["train"]["sections"] = [section.as_json() for section in job.train.sections]
-    return {**plain, "work": {name: [each.as_json() for each in part] for name, part in job.work.items()}}
+    work = {name: [each.as_json() for each in part] for name, part in job.work.items()}
+    return {**plain, "train": _stored_step(job.train), "work": work}
 
 
 def _restored(data: Json) -> JobReport:
     """Rebuild the report from ``_stored``."""
-    train = data["train"]
+    stages = {name: MemorySnapshot(**m) for name, m in data["stages"].items()}
+    work = {name: [Section.from_json(each) for each in part] for name, part in data["work"].items()}
+    return JobReport(stages, _restored_step(data["train"]), data["part_bytes"], work)
+
+
+def _stored_step(train: StepReport) -> Json:
+    return {**asdict(replace(train, sections=())), "sections": [section.as_json() for section in train.sections]}
+
+
+def _restored_step(train: Json) -> StepReport:
     sizes = {name: train[name] for name in ("host_bytes", "trained_bytes", "state_bytes", "average_bytes", "seconds")}
-    report = StepReport(
+    return StepReport(
         peak=MemorySnapshot(**train["peak"]),
         phases={name: MemorySnapshot(**snapshot) for name, snapshot in train["phases"].items()},
         steady=MemorySnapshot(**train["steady"]),
@@ -195,9 +222,6 @@ def _restored(data: Json) -> JobReport:
         sections=[Section.from_json(each) for each in train["sections"]],
         **sizes,
     )
-    stages = {name: MemorySnapshot(**m) for name, m in data["stages"].items()}
-    work = {name: [Section.from_json(each) for each in part] for name, part in data["work"].items()}
-    return JobReport(stages, report, data["part_bytes"], work)
 
 
 def key_of_prediction(config: TrainConfig, capability: tuple[int, int], size: Size) -> str:
@@ -205,5 +229,5 @@ def key_of_prediction(config: TrainConfig, capability: tuple[int, int], size: Si
     options = config.model_dump(mode="json", by_alias=True, exclude=set(IRRELEVANT))
     versions = [VERSION, __version__, *map(version, LIBRARIES)]
     attention = attention_kernel(capability, config.precision.product_dtype(), config.speed.attention)
-    about = json.dumps([options, cublas_workspace(capability), attention, size, versions], sort_keys=True)
+    about = json.dumps([options, attention, size, versions], sort_keys=True)
     return hashlib.sha256(about.encode()).hexdigest()[:24]

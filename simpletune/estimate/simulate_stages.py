@@ -7,6 +7,7 @@ algorithm that cuDNN chooses on the device.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -91,11 +92,18 @@ def simulate_stages(
     Raises:
         UserError: a part's configuration cannot be read.
     """
+    return with_workspaces(simulate_parts(config, size, capability), capability)
+
+
+def simulate_parts(
+    config: TrainConfig, size: Size | None = None, capability: tuple[int, int] | None = None
+) -> JobReport:
+    """Like ``simulate_stages``, without the libraries' workspaces: the same for all cards with the same attention."""
     size = size or (config.data.resolution, config.data.resolution)
     recorders = Recorders()
     with fake_tensors(), without_collection(), silent():
         vae = empty_autoencoder(config)
-        texts = list(text_snapshots(config, recorders))
+        texts, work = texts_of(config)
         parts = {name: size for name, size, _ in texts} | {"vae": bytes_in_16_bit(vae)}
         train, validate = train_and_validate(config, size, capability, recorders)
         snapshots = {
@@ -105,10 +113,32 @@ def simulate_stages(
             "train": train.peak,
             **({} if validate is None else {"validate": validate}),
         }
-    if capability is not None:
-        extra = {name: cublas_workspace(capability, STAGE_THREADS[name]) for name in snapshots}
-        snapshots = {name: with_workspace(snapshot, extra[name]) for name, snapshot in snapshots.items()}
-    return JobReport(snapshots, train, parts, {name: each.sections for name, each in recorders.items()})
+    return JobReport(snapshots, train, parts, work | {name: each.sections for name, each in recorders.items()})
+
+
+def with_workspaces(job: JobReport, capability: tuple[int, int] | None) -> JobReport:
+    """Add the workspaces of a CUDA device's libraries to every stage; None: there are none."""
+    if capability is None:
+        return job
+    extra = {name: cublas_workspace(capability, STAGE_THREADS[name]) for name in job.stages}
+    return replace(job, stages={name: with_workspace(each, extra[name]) for name, each in job.stages.items()})
+
+
+Texts = tuple[list[tuple[str, int, MemorySnapshot]], dict[str, list[Section]]]
+_TEXTS: dict[str, Texts] = {}
+
+
+def texts_of(config: TrainConfig) -> Texts:
+    """The text encoders' ``text_snapshots`` and their work, once for runs with the same encoders."""
+    model = config.model
+    encoders = [(encoder.model, model.known_part(encoder.model).config()) for encoder in model.encoders()]
+    about = [model.model_dump(mode="json"), str(config.precision.encoder_dtype()), encoders]
+    key = json.dumps(about, sort_keys=True, default=str)
+    if key not in _TEXTS:
+        recorders = Recorders()
+        texts = list(text_snapshots(config, recorders))
+        _TEXTS[key] = texts, {name: each.sections for name, each in recorders.items()}
+    return _TEXTS[key]
 
 
 class Recorders(dict[str, Recorder]):

@@ -56,11 +56,8 @@ class _Fake(FakeTensorMode):
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Make every tensor created in this context fake. Do not use real tensors in it."""
-    from bitsandbytes import functional
-
     with (
         replaced(nn.Module, "_apply", _apply),
-        replaced(functional, "create_dynamic_map", _empty_dynamic_map),
         _Fake() as mode,
         replaced(sys.modules[__name__], "_active", mode),
     ):
@@ -99,8 +96,3 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else function(buffer)
     return module
-
-
-def _empty_dynamic_map(*_: object, **__: object) -> Tensor:
-    """Stand in for bitsandbytes' table of 8-bit numbers, whose computation reads tensors; it has 256 entries."""
-    return torch.empty(256)

@@ -14,6 +14,9 @@ from typing import Any
 
 import bitsandbytes.optim
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+ENTRIES = 256  # of a table of 8-bit numbers
 
 
 class QueuedStep:
@@ -34,6 +37,13 @@ class QueuedStep:
                     self.init_state(group, parameter, group_number, number)
                 self.prefetch_state(parameter)
                 self.update_step(group, parameter, group_number, number)
+
+    def fill_qmap(self: Any) -> None:
+        """Make the tables of 8-bit numbers; under fake tensors without values, which computing them would read."""
+        if isinstance(torch.empty(0), FakeTensor):
+            self.name2qmap |= {name: torch.empty(ENTRIES) for name in ("dynamic", "udynamic")}
+        else:
+            super().fill_qmap()  # type: ignore[misc]
 
 
 class AdamW8bit(QueuedStep, bitsandbytes.optim.AdamW8bit):
