@@ -21,8 +21,8 @@ from simpletune.estimate.needs import Needs
 from simpletune.estimate.predict import CONTEXT, MIB, Estimate, estimate, largest_peak, needed
 from simpletune.estimate.simulate_stages import simulate_stages
 from simpletune.estimate.terminal import bars
-from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.memory.device_terms import cublas_workspace
+from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.options import UserError
 from simpletune.system.stage_timer import Stage, StageTimer
 from simpletune.training.loop import train

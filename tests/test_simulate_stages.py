@@ -10,15 +10,8 @@ import torch
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.simulate import simulate
-from simpletune.estimate.simulate_stages import (
-    WholeWindowModulation,
-    accounting_of,
-    of_clip,
-    of_encoding,
-    of_t5,
-    simulate_stages,
-    text_snapshots,
-)
+from simpletune.estimate.simulate_stages import WholeWindowModulation, of_encoding, simulate_stages
+from simpletune.estimate.simulate_text import accounting_of, of_clip, of_t5, text_snapshots
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import MemorySnapshot, rounded
 from simpletune.models.parts import load_text_model

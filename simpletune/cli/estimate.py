@@ -12,6 +12,8 @@ from simpletune.system.startup import import_libraries
 
 ABOUT_DEVICE = "a card by name (L4, T4, RTX4090, ...) or by memory (12GiB)"
 
+ABOUT_PRICES = "JSON file of your prices: {CARD: {per_hour, as_of, source}}"
+
 
 def require_cards(names: Sequence[str]) -> None:
     """Check card names before importing torch, which takes seconds.
@@ -54,9 +56,7 @@ def estimate_arguments(parser: argparse.ArgumentParser) -> None:
         "--picture", type=Path, metavar="FILE", help="with --compare: write stacked bars to a .svg or .png file"
     )
     parser.add_argument("--device", metavar="CARD", help=ABOUT_DEVICE + "; several with commas between")
-    parser.add_argument(
-        "--prices", type=Path, metavar="FILE", help="JSON file of your prices: {CARD: {per_hour, as_of, source}}"
-    )
+    parser.add_argument("--prices", type=Path, metavar="FILE", help=ABOUT_PRICES)
     add_reserve(parser)
 
 
@@ -66,36 +66,45 @@ def add_reserve(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(args: argparse.Namespace) -> None:
-    """find the fastest settings that fit on a card, or the largest batch per card"""
-    if not args.batches:
-        if not args.device or len(args.device) > 1:
-            raise UserError("--device: name one card that the run must fit on, as in --device L4 or --device 8GiB")
-        if args.json:
-            raise UserError("--json: requires --batches. Add --batches or remove --json")
-    require_cards(args.device or [])
+    """find the fastest settings that fit on a card, the cheapest of several cards, or the largest batch per card"""
+    names = [name for given in args.device or [] for name in given.split(",") if name.strip()]
+    if not args.batches and not names:
+        raise UserError("--device: name the card that the run must fit on, as in --device L4 or --device 8GiB")
+    require_cards(names)
     import_libraries()
-    from simpletune.estimate.plan_command import batches, plan_config
+    from simpletune.cards import card_of
+    from simpletune.estimate.plan_command import Asked, batches, plan_config
 
     if args.batches:
-        print(batches(args.config, args.overrides, args.device or [], args.json))
+        print(batches(args.config, args.overrides, names, args.json))
         return
-    print(plan_config(args.config, args.overrides, args.device[0], args.reserve, args.goal, args.out))
+    cards = [card_of(name) for name in names]
+    more = {"reserve": args.reserve, "prices": args.prices, "out": args.out, "as_json": args.json}
+    print(plan_config(Asked(args.config, args.overrides, cards, args.goal, **more)))
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
     add_config(parser)
-    parser.add_argument("--device", metavar="CARD", action="append", help=ABOUT_DEVICE + "; several with --batches")
+    parser.add_argument(
+        "--device", metavar="CARD", action="append", help=ABOUT_DEVICE + "; several with commas between"
+    )
     add_reserve(parser)
-    goals = ("fastest", "largest-batch", "highest-resolution")
-    parser.add_argument("--goal", choices=goals, default="fastest", help="default: fastest")
+    goals = ("fastest", "cheapest", "largest-batch", "highest-resolution")
+    parser.add_argument(
+        "--goal",
+        choices=goals,
+        default="fastest",
+        help="default: fastest; of several cards fastest and cheapest choose one",
+    )
+    parser.add_argument("--prices", type=Path, metavar="FILE", help=ABOUT_PRICES)
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="file to write the settings to (default: CONFIG_CARD.json)"
     )
     parser.add_argument(
         "--batches", action="store_true", help="print the largest batch per card and resolution instead"
     )
-    parser.add_argument("--json", action="store_true", help="with --batches: " + JSON_HELP)
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def calibrate(args: argparse.Namespace) -> None:

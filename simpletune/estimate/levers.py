@@ -118,6 +118,26 @@ def what_may_cost(config: TrainConfig, new: TrainConfig) -> list[str]:
     return [f"{path}: {_shown(old)} -> {_shown(new)}" for path, (old, new) in values.items() if old != new]
 
 
+IN_WORDS = {
+    "precision.weights": "the frozen weights are rounded to {new} instead of {old}",
+    "adapter.dtype": "the adapter's own weights are kept in {new} instead of {old}, rounded stochastically",
+    "optimizer.name": "the optimizer is {new} instead of {old}",
+    "train.clip": "gradients are clipped {new} instead of {old}",
+    "train.gradient_accumulation": "an update follows {new} instead of {old} micro-batches: noisier, but more of them",
+    "memory.vae_tile": "pictures are encoded and decoded in overlapping tiles ({new} instead of {old})",
+}
+
+
+def changes_of_quality(config: TrainConfig, new: TrainConfig) -> list[str]:
+    """Say in words what changes that may cost quality do; empty if there are none."""
+    found = []
+    for text in what_may_cost(config, new):
+        path, _, values = text.partition(": ")
+        old, _, after = values.partition(" -> ")
+        found.append(f"{IN_WORDS[path].format(old=old, new=after)} ({path})")
+    return found
+
+
 def _shown(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 

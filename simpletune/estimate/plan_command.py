@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from simpletune.cards import CARDS, Card, card_of
+from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_json
 from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
+from simpletune.estimate.best_card import GOALS, in_words, plan_on, table
 from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
 from simpletune.estimate.levers import differing, what_may_cost
 from simpletune.estimate.planning import PlanResult, Search, batch_table
 from simpletune.estimate.predict import MIB
+from simpletune.options import UserError
+from simpletune.prices import of_cards
 from simpletune.system.atomic import write_json
 from simpletune.system.console import counting, say, silent
 from simpletune.timing.timeline import StepSeconds
@@ -25,42 +31,111 @@ SHOWN_CARDS = ("RTX3060-6GB", "RTX3070", "RTX3060-12GB", "T4", "L4", "RTX4090", 
 RESOLUTIONS = (512, 768, 1024)
 
 
-def plan_config(file: Path, overrides: Sequence[str], device: str, reserve: float, goal: str, out: Path | None) -> str:
-    """Write the best settings as a configuration; return what ``simpletune plan CONFIG --device CARD`` prints.
+@dataclass(frozen=True)
+class Asked:
+    """What ``plan`` was asked for.
 
     Args:
         file: the configuration.
         overrides: of it.
-        device: a card by name or memory.
+        cards: to plan for.
+        goal: ``fastest``, ``cheapest``, ``largest-batch`` or ``highest-resolution``.
         reserve: GiB of the card that other programs use.
-        goal: ``fastest``, ``largest-batch`` or ``highest-resolution``.
+        prices: file of the user's prices.
         out: file to write; None: beside the configuration, named after it and the card.
+        as_json: return JSON instead of text.
+    """
+
+    file: Path
+    overrides: Sequence[str]
+    cards: Sequence[Card]
+    goal: str = "fastest"
+    reserve: float = 0.0
+    prices: Path | None = None
+    out: Path | None = None
+    as_json: bool = False
+
+
+def plan_config(asked: Asked) -> str:
+    """Write the best settings as a configuration; return what ``simpletune plan CONFIG --device CARD`` prints.
 
     Raises:
         UserError: nothing fits.
     """
-    card, config = card_of(device), read_for_estimate(file, overrides)
-    say(f"plan    searching settings for {config.name} on {card.name}, goal: {goal.replace('-', ' ')}")
-    clock = time.perf_counter()
+    with silent() if asked.as_json else nullcontext():
+        config = read_for_estimate(asked.file, asked.overrides)
+        names, goal = ", ".join(card.name for card in asked.cards), asked.goal.replace("-", " ")
+        say(f"plan    searching settings for {config.name} on {names}, goal: {goal}")
+        if len(asked.cards) > 1 or asked.goal == "cheapest":
+            return _of_cards(asked, config)
+        return _of_card(asked, config)
+
+
+def _of_card(asked: Asked, config: TrainConfig) -> str:
+    """The best settings on one card, and the second best."""
+    (card,), clock = asked.cards, time.perf_counter()
     with counting("plan    search", "predictions") as count:
-        search = Search(config, card, int(reserve * GIB), count)
+        search = Search(config, card, int(asked.reserve * GIB), count)
         ways = {
             "fastest": search.fastest,
             "largest-batch": search.largest_batch,
             "highest-resolution": search.highest_resolution,
         }
-        results = ways[goal]()
-    seconds = time.perf_counter() - clock
-    best = results[0]
-    changes = differing(config, best.choice.config, best.choice.overrides)
-    out = out or file.with_name(f"{file.stem}_{re.sub(r'[^a-z0-9]+', '', card.name.lower())}.json")
-    merged, _, _ = merge(read_json(file), [*overrides, *changes, f"name={out.stem}"])
-    write_json(out, merged)
+        results = ways[asked.goal]()
+    seconds, best = time.perf_counter() - clock, results[0]
+    out = _written(asked, config, card, best)
+    if asked.as_json:
+        plans = [plan_json(each, config) for each in results]
+        return json.dumps({"device": card.name, "plans": plans, "written": str(out)}, indent=2)
     lines = [f"{card.name} has {card.bytes / MIB:,.0f} MiB; searched {seconds:.0f} s; step times are predicted"]
     for number, each in enumerate(results, 1):
         lines += ["", *_described(number, each, best, config)]
-    lines += ["", f"written: {out}    ./train.sh {out}"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"written: {out}    ./train.sh {out}"])
+
+
+def _of_cards(asked: Asked, config: TrainConfig) -> str:
+    """The card on which the job is cheapest or done first, each with the settings that are fastest there."""
+    if asked.goal not in GOALS:
+        raise UserError(f"--goal {asked.goal}: takes one card. Name one with --device, or use fastest or cheapest")
+    prices, plans = of_cards(asked.prices), []
+    with counting("plan    search", "predictions") as count:
+        for card in asked.cards:
+            settled = settle_compute(config, card.capability)
+            here = partial(_with_card, count, card)
+            plans.append(plan_on(settled, card, prices.get(card.name.lower()), int(asked.reserve * GIB), here))
+    best = GOALS[asked.goal](plans)
+    assert best.result is not None
+    out = _written(asked, config, best.card, best.result)
+    if asked.as_json:
+        rows = [each.as_json() for each in plans]
+        return json.dumps({"goal": asked.goal, "chosen": best.card.name, "cards": rows, "written": str(out)}, indent=2)
+    lines = [*table(config.name, plans, best), "", *_described(1, best.result, best.result, config)]
+    return "\n".join([*lines, "", f"written: {out}    ./train.sh {out}"])
+
+
+def _with_card(count: Callable[[str], None], card: Card, last: str) -> None:
+    count(f"{last} on {card.name}")
+
+
+def _written(asked: Asked, config: TrainConfig, card: Card, best: PlanResult) -> Path:
+    """Write the best settings; return the file."""
+    changes = differing(config, best.choice.config, best.choice.overrides)
+    named = f"{asked.file.stem}_{re.sub(r'[^a-z0-9]+', '', card.name.lower())}.json"
+    out = asked.out or asked.file.with_name(named)
+    merged, _, _ = merge(read_json(asked.file), [*asked.overrides, *changes, f"name={out.stem}"])
+    write_json(out, merged)
+    return out
+
+
+def plan_json(result: PlanResult, config: TrainConfig) -> dict[str, object]:
+    """One choice as plain values."""
+    return {
+        "about": result.choice.about,
+        "settings": differing(config, result.choice.config, result.choice.overrides),
+        "needed_mib": round(result.estimate.needed() / MIB, 1),
+        "seconds_per_step": result.step_time.seconds,
+        "costs": list(in_words(config, result)),
+    }
 
 
 def _described(number: int, result: PlanResult, best: PlanResult, config: TrainConfig) -> Iterator[str]:
@@ -72,6 +147,7 @@ def _described(number: int, result: PlanResult, best: PlanResult, config: TrainC
     yield f"   host memory about {sum(estimate.needs.host.values()) / GIB:.1f} GiB"
     why = _why(result.step_time, best.step_time) if number > 1 else ""
     yield f"   expected: {result.step_time.seconds:.2f} s/step{why}"
+    yield from (f"   {line}" for line in in_words(config, result))
     costs = what_may_cost(config, choice.config)
     if costs:
         yield f"   may cost quality: {', '.join(costs)}"

@@ -7,12 +7,11 @@ algorithm that cuDNN chooses on the device.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +26,23 @@ from simpletune.estimate.simulate import (
     take_steps,
     with_workspace,
 )
+from simpletune.estimate.simulate_text import (
+    Recorders,
+    accounting_of,
+    bytes_in_16_bit,
+    largest,
+    text_snapshots,
+    texts_of,
+)
 from simpletune.estimate.without_values import ShapesOnlyModel, WholeWindowModulation
 from simpletune.families import Model
 from simpletune.memory.accounting import Accounting
-from simpletune.memory.attention_terms import CudaLayouts
-from simpletune.memory.device_terms import cublas_workspace, temporaries
+from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.equal_blocks import count_equal
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import HOST, MemorySnapshot
 from simpletune.models.buckets import Size
 from simpletune.models.parts import use_tiles
-from simpletune.models.prompts import BATCH
-from simpletune.models.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
 from simpletune.models.transformer import Transformer, device_of, units_of
 from simpletune.pipeline.load import empty_base, modulation_of
 from simpletune.pipeline.modulation_plan import ModulationSource
@@ -124,30 +128,6 @@ def with_workspaces(job: JobReport, capability: tuple[int, int] | None) -> JobRe
     return replace(job, stages={name: with_workspace(each, extra[name]) for name, each in job.stages.items()})
 
 
-Texts = tuple[list[tuple[str, int, MemorySnapshot]], dict[str, list[Section]]]
-_TEXTS: dict[str, Texts] = {}
-
-
-def texts_of(config: TrainConfig) -> Texts:
-    """The text encoders' ``text_snapshots`` and their work, once for runs with the same encoders."""
-    model = config.model
-    encoders = [(encoder.model, model.known_part(encoder.model).config()) for encoder in model.encoders()]
-    about = [model.model_dump(mode="json"), str(config.precision.encoder_dtype()), encoders]
-    key = json.dumps(about, sort_keys=True, default=str)
-    if key not in _TEXTS:
-        recorders = Recorders()
-        texts = list(text_snapshots(config, recorders))
-        _TEXTS[key] = texts, {name: each.sections for name, each in recorders.items()}
-    return _TEXTS[key]
-
-
-class Recorders(dict[str, Recorder]):
-    """Recorders of the parts of a job on a card, by name."""
-
-    def __missing__(self, name: str) -> Recorder:
-        return self.setdefault(name, Recorder(cuda=True))
-
-
 def predict_stage(config: TrainConfig, stage: str, capability: tuple[int, int]) -> MemorySnapshot:
     """Predict one of the stages beside training, for the square picture of ``data.resolution``.
 
@@ -169,74 +149,6 @@ def predict_stage(config: TrainConfig, stage: str, capability: tuple[int, int]) 
             assert found is not None, "the run draws nothing"
             snapshot = found
     return with_workspace(snapshot, cublas_workspace(capability, STAGE_THREADS[stage]))
-
-
-def bytes_in_16_bit(model: nn.Module, without: str = "") -> int:
-    """Return the size of a model's parameters at 2 bytes each.
-
-    Args:
-        without: name of a tied parameter that files do not repeat.
-    """
-    return 2 * sum(parameter.numel() for name, parameter in model.named_parameters() if name != without)
-
-
-@contextmanager
-def accounting_of(weights: Iterable[Tensor], recorder: Recorder | None = None) -> Iterator[Accounting]:
-    """Count a stage without training: everything that it allocates is activations."""
-    layouts = CudaLayouts("flash").laid_out
-    with Accounting(temporaries(), layouts=layouts) as accounting, accounting.allocating("activations"):
-        accounting.register(weights, "weights")
-        with recorder.watching(accounting) if recorder else nullcontext():
-            yield accounting
-
-
-def largest(texts: Iterable[tuple[str, int, MemorySnapshot]]) -> MemorySnapshot:
-    """Return the largest snapshot of ``text_snapshots``."""
-    return max((snapshot for _, _, snapshot in texts), key=lambda snapshot: snapshot.bytes)
-
-
-def text_snapshots(
-    config: TrainConfig, recorders: Recorders | None = None
-) -> Iterator[tuple[str, int, MemorySnapshot]]:
-    """Yield each text encoder's part, its size at 2 bytes per parameter, and its largest snapshot."""
-    dtype = config.precision.encoder_dtype()
-    for encoder in config.model.encoders():
-        recorder = None if recorders is None else recorders[f"text.{encoder.model}"]
-        part = config.model.known_part(encoder.model)
-        if encoder.is_t5:
-            t5 = LayeredT5(part, dtype, CPU, EmptyT5(part, dtype))
-            t5.model.to("meta")  # accelerate creates its empty weights on the CPU under fake tensors
-            size, snapshot = bytes_in_16_bit(t5.model, EMBEDDINGS[1]), of_t5(t5, encoder.length or 0, recorder)
-        else:
-            clip = config.model.empty_clip(part.config()).eval().to(dtype)
-            size, snapshot = bytes_in_16_bit(clip), of_clip(config.model, clip, recorder)
-        yield encoder.model, size, replace(snapshot, phase="text", module=encoder.name)
-
-
-def layers_of(encoder: nn.Module) -> list[nn.Module]:
-    """The layers of a text encoder."""
-    return [layer for each in encoder.modules() if isinstance(each, nn.ModuleList) for layer in each]
-
-
-def of_clip(model: Model, clip: Any, recorder: Recorder | None = None) -> MemorySnapshot:
-    """Run a CLIP encoder over two batches of prompts: the first batch's outputs live until the second's exist."""
-    with accounting_of(all_tensors(clip), recorder) as accounting:
-        count_equal(layers_of(clip))
-        ids = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
-        for _ in model.clip_outputs(clip, ids, CPU, BATCH):
-            pass
-    return accounting.peak
-
-
-def of_t5(t5: LayeredT5, length: int, recorder: Recorder | None = None) -> MemorySnapshot:
-    """Run a T5 encoder layer by layer over two batches of prompts of ``length`` tokens."""
-    with accounting_of((), recorder) as accounting:
-        count_equal(layers_of(t5.model))
-        ids = torch.zeros((2 * BATCH, length), dtype=torch.int64)
-        accounting.register([ids], HOST)
-        for _ in t5.encode(ids, BATCH):
-            pass
-    return accounting.peak
 
 
 def empty_autoencoder(config: TrainConfig) -> nn.Module:

@@ -20,10 +20,10 @@ from simpletune.estimate.simulate_stages import (
     SIMULATED,
     ShapesOnlyModel,
     WholeWindowModulation,
-    accounting_of,
     empty_autoencoder,
     predict_stage,
 )
+from simpletune.estimate.simulate_text import accounting_of
 from simpletune.evaluation.encoders.encoder import About
 from simpletune.evaluation.encoders.loading import class_of
 from simpletune.evaluation.plan import Plan

@@ -16,18 +16,18 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from simpletune.memory import fake
+from simpletune.memory.repeating import Repeating
 from simpletune.memory.snapshot import HOST, MemorySnapshot, require_known, rounded
+from simpletune.memory.watching import Watching
 from simpletune.system.phases import phase_name
 from simpletune.tensors import plain_tensors
 
@@ -40,38 +40,6 @@ Layouts = Callable[[OpOverload, Sequence[Any], object], object]
 Resize = Callable[[torch.UntypedStorage, int], object]
 
 
-class Repeats(Protocol):
-    """An observer that can count a part of what it saw again."""
-
-    def begin(self) -> object:
-        """Remember what has been seen so far."""
-
-    def seen_since(self, begin: object) -> object:
-        """Return what has been seen since; None if it cannot be counted again."""
-
-    def repeat(self, seen: object) -> None:
-        """Count what ``seen_since`` returned again."""
-
-
-@dataclass
-class Watched:
-    """What is allocated in a part of a simulation, in bytes from those at its beginning.
-
-    Args:
-        begin: bytes by kind at its beginning.
-        top: total and bytes by kind at its peak.
-        allocated: bytes by kind at its peak.
-        left: bytes that it leaves, all kinds together.
-        work: what the observer has seen in it.
-    """
-
-    begin: Counter[str]
-    top: tuple[int, Mapping[str, int]] = (0, {})
-    allocated: Counter[str] = field(default_factory=Counter)
-    left: int = 0
-    work: object = None
-
-
 @dataclass
 class _Storage:
     """A live storage."""
@@ -82,7 +50,7 @@ class _Storage:
     alive: weakref.ref
 
 
-class Accounting(TorchDispatchMode):
+class Accounting(TorchDispatchMode, Repeating, Watching):
     """Counts live tensor bytes while the context is active.
 
     Args:
@@ -91,10 +59,9 @@ class Accounting(TorchDispatchMode):
         layouts: changes how results lie in memory to how another device's kernels write them.
     """
 
-    def __init__(
-        self, temporaries: Temporaries | None = None, keep: bool = False, layouts: Layouts | None = None
-    ):
+    def __init__(self, temporaries: Temporaries | None = None, keep: bool = False, layouts: Layouts | None = None):
         super().__init__()
+        Repeating.__init__(self)  # torch's mode ends the chain
         self._layouts = layouts
         self._temporaries = temporaries or {}
         self._storages: dict[int, _Storage] = {}
@@ -113,11 +80,6 @@ class Accounting(TorchDispatchMode):
         """All snapshots since the last ``forget_snapshots``, in order."""
         self.observer: Observer | None = None
         """Called with every operation, its arguments and its output."""
-        self.repeats: Repeats | None = None
-        """The observer, if it can count again what it saw."""
-        self.passes: dict[object, object] = {}
-        """What blocks' passes did (see equal_blocks.py)."""
-        self._watched: Watched | None = None
 
     def __enter__(self) -> Accounting:
         _ACTIVE.append(self)
@@ -140,7 +102,7 @@ class Accounting(TorchDispatchMode):
     ) -> object:
         """Run one operation and count the storages of its outputs."""
         if op is torch.ops.prim.device.default:
-            return args[0]._fake_device  # a shortcut: autograd asks for it constantly
+            return args[0]._fake_device  # type: ignore[attr-defined]  # a shortcut: autograd asks for it constantly
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper, such as quanto's weight, unwraps itself; its parts are dispatched again
         name = op.name() if op.namespace == "profiler" else ""
@@ -170,51 +132,6 @@ class Accounting(TorchDispatchMode):
         """A snapshot of the live bytes."""
         by_kind = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}
         return MemorySnapshot(self._total, by_kind, self._snapshot_name(), self._module)
-
-    @property
-    def can_repeat(self) -> bool:
-        """Whether a part may be counted again: not if every snapshot is kept, nor within another such part."""
-        return self.snapshots is None and self._watched is None and (self.observer is None) == (self.repeats is None)
-
-    @property
-    def kind_and_phase(self) -> tuple[str, str]:
-        """The kind of what is allocated now, and the phase."""
-        return self._kind(), self._snapshot_name()
-
-    @contextmanager
-    def watching(self) -> Iterator[Watched]:
-        """Note what is allocated in this context; its figures are complete at the end."""
-        watched = self._watched = Watched(Counter(self._bytes))
-        begin = None if self.repeats is None else self.repeats.begin()
-        try:
-            yield watched
-        finally:
-            self._watched = None
-        total, by_kind = watched.top
-        if total:
-            kinds = {*by_kind, *watched.begin} - {HOST}
-            watched.allocated = Counter({kind: by_kind.get(kind, 0) - watched.begin[kind] for kind in kinds})
-        watched.left = sum(self._bytes.values()) - sum(watched.begin.values())
-        watched.work = None if self.repeats is None else self.repeats.seen_since(begin)
-
-    def repeat(self, allocated: Mapping[str, int], work: object) -> None:
-        """Count a part again.
-
-        Args:
-            allocated: of ``Watched``.
-            work: of ``Watched``.
-        """
-        if allocated:
-            kinds = {*self._bytes, *allocated} - {HOST}
-            by_kind = {kind: self._bytes[kind] + allocated.get(kind, 0) for kind in kinds}
-            self._record(sum(by_kind.values()), lambda: {kind: size for kind, size in by_kind.items() if size})
-        if self.repeats is not None:
-            self.repeats.repeat(work)
-
-    def see(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that no operation has returned."""
-        for tensor in tensors:
-            self._see(tensor.untyped_storage())
 
     def forget_peak(self) -> None:
         """Reset the peaks, at the start of another stage."""
@@ -272,38 +189,6 @@ class Accounting(TorchDispatchMode):
             yield
         finally:
             self._kinds.pop()
-
-    def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:
-        """Count the parameters' ``.grad`` as gradients; the handles remove the hooks."""
-
-        def mark(parameter: Tensor) -> None:
-            self.register([parameter.grad], "gradients")
-
-        return [parameter.register_post_accumulate_grad_hook(mark) for parameter in parameters]
-
-    def watch_modules(self, modules: Iterable[tuple[str, nn.Module]]) -> list[RemovableHandle]:
-        """Track the running module: in forward passes and recomputation by its entry, in the backward pass by its
-        outputs' gradients. The handles remove the hooks."""
-        return [handle for name, module in modules for handle in self._watch(name, module)]
-
-    def _watch(self, name: str, module: nn.Module) -> list[RemovableHandle]:
-        def begin_forward(*_: object) -> None:
-            self._module = name
-            self._inside += 1
-
-        def begin_backward(_: Tensor) -> None:
-            self._module = name
-
-        def end_forward(_module: nn.Module, _inputs: object, output: object) -> None:
-            self._inside -= 1
-            self._module = name if self._phase() == "backward" else ""  # its backward pass follows a recomputation
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                    leaf.register_hook(begin_backward)
-
-        # A checkpoint ends the recomputation with an exception as soon as it has everything it needs.
-        end = module.register_forward_hook(end_forward, always_call=True)
-        return [module.register_forward_pre_hook(begin_forward), end]
 
     def _enter_phase(self, range_name: str) -> None:
         """Enter a phase. Foreign ranges, such as torch's ``Optimizer.step``, belong to the enclosing phase."""

@@ -126,11 +126,6 @@ class CudaLayouts(TorchDispatchMode):
         super().__init__()
         self._efficient = kernel == "efficient"
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled within, so nothing need be switched off for every operation."""
-        return False
-
     def __torch_dispatch__(
         self,
         op: OpOverload,

@@ -43,7 +43,7 @@ class Pass(NamedTuple):
 
 
 def count_equal(blocks: Iterable[nn.Module]) -> None:
-    """Let blocks run once without gradients within an accounting of fake tensors, and count as often as they are called.
+    """Let equal blocks run once without gradients, within an accounting of fake tensors; others count as they did.
 
     Args:
         blocks: changed in place, before levers wrap their passes.

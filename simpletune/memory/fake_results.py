@@ -182,7 +182,8 @@ def several_of(output: object, tensors: Sequence[FakeTensor]) -> Remembered | No
     storages = [each.untyped_storage()._cdata for each in new if each.untyped_storage()._cdata not in given]
     if any(isinstance(each, str) for each in found) or len(set(storages)) < len(storages):
         return None
-    return Remembered(tuple(found), (list if isinstance(output, list) else tuple) if several else None)
+    results = tuple(each for each in found if not isinstance(each, str))
+    return Remembered(results, (list if isinstance(output, list) else tuple) if several else None)
 
 
 def result_of(value: object, tensors: Sequence[FakeTensor]) -> Result | str:
@@ -199,7 +200,7 @@ def result_of(value: object, tensors: Sequence[FakeTensor]) -> Result | str:
     attributes = {name: each for name, each in vars(value).items() if name != "fake_mode"}
     if value.requires_grad or any(each is not None for name, each in attributes.items() if name != "_fake_device"):
         return "more than a layout"
-    offset = value.storage_offset() - (0 if views is None else tensors[views].storage_offset())
+    offset = int(value.storage_offset()) - (0 if views is None else int(tensors[views].storage_offset()))
     made = NewTensor(value.shape, value.stride(), offset, value.dtype, value._fake_device, views, attributes)
     own = views is None
     if own and (made.offset or _empty(made).untyped_storage().nbytes() != value.untyped_storage().nbytes()):

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SMALL = 4096  # elements; the layout of fewer does not matter
@@ -111,13 +110,21 @@ def dense(tensor: Tensor) -> bool:
 
 def bytes_of(tensor: Tensor) -> int:
     """Bytes of a tensor's own elements."""
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.element_size()
     own = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(own) * tensor.element_size() if tensor.numel() else 0
 
 
 def tensors_in(values: object) -> list[Tensor]:
     """The tensors of nested arguments."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]
 
 
 def _dtype(*groups: Sequence[Tensor]) -> str:

@@ -1,0 +1,179 @@
+"""Find settings on each of several cards, and the card on which the job is cheapest or done first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from simpletune.cards import Card
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.job_time import JobTime, job_time
+from simpletune.estimate.levers import changes_of_quality
+from simpletune.estimate.planning import PlanResult, Search
+from simpletune.options import UserError, plural
+from simpletune.prices import Price
+
+Count = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class CardPlan:
+    """The settings of a job on one card.
+
+    Args:
+        card: the card.
+        result: the fastest settings that fit; None if none do.
+        time: of the job with them.
+        samples: how many times as many samples the job would see with its steps as they are.
+        price: of an hour; None if no price is known.
+        why_not: why the card cannot run the job; empty if it can.
+    """
+
+    card: Card
+    result: PlanResult | None = None
+    time: JobTime | None = None
+    samples: float = 1.0
+    price: Price | None = None
+    why_not: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of the job, with as many samples as the configuration asks for; endless if the card cannot run it."""
+        if self.time is None:
+            return float("inf")
+        return self.time.seconds + (1 / self.samples - 1) * self.time.stages["train"]
+
+    @property
+    def cost(self) -> float | None:
+        """The price of these seconds; None without a price or if the card cannot run the job."""
+        if self.time is None or self.price is None:
+            return None
+        return self.seconds / 3600 * self.price.per_hour
+
+    def as_json(self) -> dict[str, object]:
+        """As plain values."""
+        found: dict[str, object] = {"device": self.card.name, "why_not": self.why_not or None}
+        if self.result is None or self.time is None:
+            return found
+        return found | {
+            "settings": list(self.result.choice.overrides),
+            "about": self.result.choice.about,
+            "needed_bytes": self.result.estimate.needed(),
+            "seconds_per_step": self.result.step_time.seconds,
+            "seconds": self.seconds,
+            "cost": self.cost,
+            "price": None if self.price is None else self.price.model_dump(),
+        }
+
+
+def plan_on(
+    config: TrainConfig, card: Card, price: Price | None, reserved: int = 0, count: Count = lambda last: None
+) -> CardPlan:
+    """Find the fastest settings on one card, and the time and price of the job with them.
+
+    Args:
+        config: with demo names resolved.
+        card: that they must fit on.
+        price: of an hour of it.
+        reserved: bytes of the card that other programs use.
+        count: called after every prediction with a description of it.
+    """
+    try:
+        result = Search(config, card, reserved, count).fastest()[0]
+    except UserError as error:
+        return CardPlan(card, price=price, why_not=str(error))
+    chosen, estimate = result.choice.config, result.estimate
+    assert estimate.job is not None, "estimate() gives one"
+    before, time = (job_time(each, estimate.job, card, estimate.needs.counts) for each in (config, chosen))
+    samples = time.steps * samples_of_step(chosen) / (before.steps * samples_of_step(config))
+    return CardPlan(card, result, time, samples, price)
+
+
+def samples_of_step(config: TrainConfig) -> int:
+    """Samples of an optimizer step."""
+    return config.train.batch_size * config.train.gradient_accumulation
+
+
+def cheapest(plans: Sequence[CardPlan]) -> CardPlan:
+    """The plan that costs least.
+
+    Raises:
+        UserError: no card fits, or no price is known of one that does.
+    """
+    able = [each for each in plans if each.result is not None]
+    if able and not any(each.cost is not None for each in able):
+        names = ", ".join(each.card.name for each in able)
+        raise UserError(f'--goal cheapest: no price is known of {names}. Give one with --prices: {{"CARD": {{...}}}}')
+    return min(_able(plans), key=lambda each: (each.cost is None, each.cost or 0.0, each.seconds))
+
+
+def fastest(plans: Sequence[CardPlan]) -> CardPlan:
+    """The plan that is done first.
+
+    Raises:
+        UserError: no card fits.
+    """
+    return min(_able(plans), key=lambda each: each.seconds)
+
+
+def _able(plans: Sequence[CardPlan]) -> list[CardPlan]:
+    able = [each for each in plans if each.result is not None]
+    if not able:
+        raise UserError("\n".join(f"{each.card.name}: {each.why_not}" for each in plans))
+    return able
+
+
+GOALS: Mapping[str, Callable[[Sequence[CardPlan]], CardPlan]] = {"cheapest": cheapest, "fastest": fastest}
+
+
+def table(name: str, plans: Sequence[CardPlan], best: CardPlan) -> Iterator[str]:
+    """Tabulate what the job takes on each card with the settings that are fastest there."""
+    done_first = fastest(plans)
+    yield f"{name}: predicted, with the fastest settings on each card"
+    yield f"  {'card':<14}{'s/step':>9}{'hours':>8}{'price':>12}  settings"
+    for each in plans:
+        if each.result is None:
+            yield f"  {each.card.name:<14}{'':>29}  nothing fits"
+            continue
+        money = "unknown" if each.cost is None else f"{each.cost:.2f} {each.price.currency or ''}".rstrip()  # type: ignore[union-attr]
+        marks = [word for word, is_it in (("fastest", each is done_first), ("chosen", each is best)) if is_it]
+        note = f" ({', '.join(marks)})" if marks else ""
+        yield (
+            f"  {each.card.name:<14}{each.result.step_time.seconds:>9.3f}{each.seconds / 3600:>8.2f}{money:>12}"
+            f"  {each.result.choice.about}{note}"
+        )
+    scaled = [each for each in plans if each.result is not None and abs(each.samples - 1) > 1e-6]
+    if scaled:
+        yield "  hours and prices are for as many samples as the configuration asks for"
+    for each in plans:
+        if each.time is not None:
+            price = "; no price is known: give one with --prices" if each.price is None else f"; {each.price.words}"
+            yield f"  {each.card.name}: speeds {each.time.source}{price}"
+
+
+def in_words(config: TrainConfig, result: PlanResult) -> Iterator[str]:
+    """Say what settings cost in time and in quality.
+
+    Args:
+        config: before.
+        result: the settings.
+    """
+    step, memory = result.step_time, result.choice.config.memory
+    blocks = config.model.blocks()
+    again = step.phases.get("recompute", 0.0)
+    parts = [
+        (again, f"{_checkpointed(memory.checkpointing, blocks)} computed a second time in the backward pass"),
+        (step.device.get("copies", 0.0) + step.waits, "waiting for copies from and to host memory"),
+        (step.device.get("unpacking", 0.0), f"unpacking {result.choice.config.precision.weights} weights"),
+    ]
+    costly = [(seconds, what) for seconds, what in parts if seconds > 0.01 * step.seconds]
+    if not costly:
+        yield "time: nothing is computed twice, copied or unpacked for memory's sake"
+    for seconds, what in costly:
+        yield f"time: {seconds / step.seconds:.0%} of a step for {what}"
+    for change in changes_of_quality(config, result.choice.config):
+        yield f"quality: {change}"
+
+
+def _checkpointed(option: int | str | None, blocks: int) -> str:
+    return plural(option, "block") if isinstance(option, int) else f"all {blocks} blocks"

@@ -1,0 +1,118 @@
+"""Count a part of a simulation again, as an earlier part that did the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from simpletune.memory.snapshot import HOST, MemorySnapshot
+
+
+class Repeats(Protocol):
+    """An observer that can count a part of what it saw again."""
+
+    def begin(self) -> object:
+        """Remember what has been seen so far."""
+
+    def seen_since(self, begin: object) -> object:
+        """Return what has been seen since; None if it cannot be counted again."""
+
+    def repeat(self, seen: object) -> None:
+        """Count what ``seen_since`` returned again."""
+
+
+@dataclass
+class Watched:
+    """What is allocated in a part of a simulation, in bytes from those at its beginning.
+
+    Args:
+        begin: bytes by kind at its beginning.
+        top: total and bytes by kind at its peak.
+        allocated: bytes by kind at its peak.
+        left: bytes that it leaves, all kinds together.
+        work: what the observer has seen in it.
+    """
+
+    begin: Counter[str]
+    top: tuple[int, Mapping[str, int]] = (0, {})
+    allocated: Counter[str] = field(default_factory=Counter)
+    left: int = 0
+    work: object = None
+
+
+class Repeating:
+    """What an accounting does to count parts again. It counts live bytes by kind in ``_bytes``."""
+
+    _bytes: Counter[str]
+    snapshots: list[MemorySnapshot] | None
+    observer: object
+
+    def __init__(self) -> None:
+        self.repeats: Repeats | None = None
+        """The accounting's observer, if it can count again what it saw."""
+        self.passes: dict[object, object] = {}
+        """What blocks' passes did (see equal_blocks.py)."""
+        self._watched: Watched | None = None
+
+    def _record(self, total: int, by_kind: Callable[[], dict[str, int]]) -> None:
+        raise NotImplementedError
+
+    def _kind(self) -> str:
+        raise NotImplementedError
+
+    def _snapshot_name(self) -> str:
+        raise NotImplementedError
+
+    def _see(self, storage: torch.UntypedStorage) -> bool:
+        raise NotImplementedError
+
+    @contextmanager
+    def watching(self) -> Iterator[Watched]:
+        """Note what is allocated in this context; its figures are complete at the end."""
+        watched = self._watched = Watched(Counter(self._bytes))
+        begin = None if self.repeats is None else self.repeats.begin()
+        try:
+            yield watched
+        finally:
+            self._watched = None
+        total, by_kind = watched.top
+        if total:
+            kinds = {*by_kind, *watched.begin} - {HOST}
+            watched.allocated = Counter({kind: by_kind.get(kind, 0) - watched.begin[kind] for kind in kinds})
+        watched.left = sum(self._bytes.values()) - sum(watched.begin.values())
+        watched.work = None if self.repeats is None else self.repeats.seen_since(begin)
+
+    def repeat(self, allocated: Mapping[str, int], work: object) -> None:
+        """Count a part again.
+
+        Args:
+            allocated: of ``Watched``.
+            work: of ``Watched``.
+        """
+        if allocated:
+            kinds = {*self._bytes, *allocated} - {HOST}
+            by_kind = {kind: self._bytes[kind] + allocated.get(kind, 0) for kind in kinds}
+            self._record(sum(by_kind.values()), lambda: {kind: size for kind, size in by_kind.items() if size})
+        if self.repeats is not None:
+            self.repeats.repeat(work)
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a part may be counted again: not if every snapshot is kept, nor within another such part."""
+        return self.snapshots is None and self._watched is None and (self.observer is None) == (self.repeats is None)
+
+    @property
+    def kind_and_phase(self) -> tuple[str, str]:
+        """The kind of what is allocated now, and the phase."""
+        return self._kind(), self._snapshot_name()
+
+    def see(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that no operation has returned."""
+        for tensor in tensors:
+            self._see(tensor.untyped_storage())

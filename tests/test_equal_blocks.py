@@ -1,0 +1,208 @@
+"""Equal blocks and operations are simulated once: every figure stays that of the whole simulation."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_cases import ALLOWED, case_json
+from torch import Tensor, nn
+
+from simpletune.config.load import validate
+from simpletune.config.schema import TrainConfig
+from simpletune.demo import tiny_sd3
+from simpletune.estimate.auto_checkpointing import with_checkpointed
+from simpletune.estimate.estimate_command import read_for_estimate
+from simpletune.estimate.predict import _stored
+from simpletune.estimate.simulate_stages import simulate_parts
+from simpletune.memory import equal_blocks, fake
+from simpletune.memory.accounting import Accounting
+from simpletune.memory.equal_blocks import count_equal
+from simpletune.memory.fake import fake_tensors
+from simpletune.memory.fake_results import FakeResults
+from simpletune.options import ConfigError, Json, UserError
+from simpletune.timing.recorder import Recorder
+
+CONFIGS = sorted(path.name for path in Path("configs").glob("*.json") if path.name != "schema.json")
+LEVERS = (
+    {}, {"checkpointing": "none"}, {"checkpointing": 2}, {"checkpointing": "all", "offload_checkpoint_inputs": True},
+    {"resident_blocks": 1}, {"modulation": "plan", "modulation_window": 3}, {"crop_positions": False},
+    {"modulation": "plan", "resident_blocks": 0}, {"vae_tile": 64},
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def five_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pipeline with five blocks."""
+    from dataclasses import replace
+
+    folder = tmp_path_factory.mktemp("five") / "pipeline"
+    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=5, heads=5), seed=1, dtype="fp32")
+    return folder
+
+
+class Whole(FakeResults):
+    """Remembers nothing."""
+
+    def call(self, mode, op, args, kwargs, otherwise):  # type: ignore[no-untyped-def]
+        return otherwise()
+
+
+def report_of(config: TrainConfig, *, whole: bool, monkeypatch: pytest.MonkeyPatch) -> Json:
+    """Everything that a simulation says, but for how long it took; and how many passes were not run."""
+    with monkeypatch.context() as patch:
+        patch.setattr("simpletune.estimate.simulate_text._TEXTS", {})
+        if whole:
+            patch.setattr(fake, "RESULTS", Whole())
+            patch.setattr(equal_blocks, "_counted", lambda block: block.forward)
+        found = _stored(simulate_parts(config, None, (8, 9)))
+    found["train"]["seconds"] = 0
+    return found
+
+
+def with_validation(data: dict) -> dict:
+    return data | {"validation": {"prompts": ["a"], "steps": 4, "eval_samples": 2}}
+
+
+def assert_equal_to_the_whole(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    composed = report_of(config, whole=False, monkeypatch=monkeypatch)
+    assert composed == report_of(config, whole=True, monkeypatch=monkeypatch)
+
+
+def a_random_run(seed: int, tiny_config: dict, pipeline: Path) -> TrainConfig:
+    """A configuration that the rules allow: adapter, precision, optimizer, lever, batch, targets in some blocks."""
+    draw = random.Random(seed)
+    cases = [case for case in ALLOWED if case[3]["family"] == "sd3"]
+    while True:
+        data = with_validation(case_json(tiny_config, draw.choice(cases)))
+        data["model"] = {**data.get("model", {}), "path": str(pipeline)}
+        data["memory"] = copy.deepcopy(draw.choice(LEVERS))
+        data["train"] = {"steps": 4, "batch_size": draw.choice((1, 2, 3)), "gradient_accumulation": draw.choice((1, 2))}
+        if data["adapter"]["method"] == "lora" and draw.random() < 0.5:
+            data["adapter"]["targets"] = [f"transformer_blocks.{draw.randrange(5)}.attn.to_q"]
+        if data["adapter"]["method"] == "full" and draw.random() < 0.5:
+            data["memory"]["optimizer_in_backward"] = True
+            data["train"] |= {"clip": "per_parameter", "gradient_accumulation": 1}
+        try:
+            return validate(data, "random")
+        except ConfigError:
+            continue
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 60))])
+def test_a_random_run_counts_as_the_whole(
+    seed: int, tiny_config: dict, five_blocks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_equal_to_the_whole(a_random_run(seed, tiny_config, five_blocks), monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_shipped_configuration_counts_as_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        config = read_for_estimate(Path("configs") / name, ["precision.compute=bf16"])
+    except UserError as error:
+        pytest.skip(str(error))
+    if config.memory.checkpointing == "auto":
+        config = with_checkpointed(config, 7)
+    assert_equal_to_the_whole(config, monkeypatch)
+
+
+class Block(nn.Module):
+    """A block with an inner peak of three tensors, of which it returns one."""
+
+    def __init__(self, width: int, leaves: bool = False):
+        super().__init__()
+        self.linear, self.scale, self.leaves, self.runs = nn.Linear(width, width), 2.0, leaves, [0]
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:  # [n, w] -> [n, w]
+        RUNS.append(1)
+        y = self.linear(x)
+        z = torch.cat([y, y])[: len(x)]
+        if self.leaves:
+            self.kept.append(x + 1)
+        return (z + y) * self.scale
+
+
+RUNS: list[int] = []
+
+
+@pytest.fixture(autouse=True)
+def no_runs_yet() -> Iterator[None]:
+    RUNS.clear()
+    yield
+
+
+def counted(blocks: list[Block], whole: bool = False, grad: bool = False) -> tuple[Accounting, Recorder]:
+    """Call blocks after each other within an accounting."""
+    if not whole:
+        count_equal(blocks)
+    recorder = Recorder(cuda=True)
+    with Accounting() as accounting, recorder.watching(accounting), torch.set_grad_enabled(grad):
+        x = torch.zeros(64, 256)
+        for block in blocks:
+            x = block(x)
+    return accounting, recorder
+
+
+def made(count: int = 4, **options: object) -> list[Block]:
+    return [Block(256, **options) for _ in range(count)]  # type: ignore[arg-type]
+
+
+def test_an_equal_block_runs_once_and_counts_every_time() -> None:
+    with fake_tensors():
+        composed, recorder = counted(made())
+        assert len(RUNS) == 1
+        whole, all_work = counted(made(), whole=True)
+        assert len(RUNS) == 5
+    assert composed.peak == whole.peak and composed.current == whole.current
+    assert recorder.sections == all_work.sections
+
+
+def test_blocks_that_differ_run() -> None:
+    with fake_tensors():
+        blocks = made()
+        blocks[1].scale = 3.0
+        blocks[2].linear.bias = None
+        blocks[3].linear.weight.requires_grad_(False)
+        counted(blocks)
+    assert len(RUNS) == 4
+
+
+def test_a_pass_that_leaves_something_behind_runs_every_time() -> None:
+    with fake_tensors():
+        composed, _ = counted(made(leaves=True))
+        whole, _ = counted(made(leaves=True), whole=True)
+    assert len(RUNS) == 8 and composed.current == whole.current
+
+
+def test_a_pass_with_gradients_runs_every_time() -> None:
+    with fake_tensors():
+        counted(made(), grad=True)
+    assert len(RUNS) == 4
+
+
+def test_a_view_of_another_type_starts_where_it_should() -> None:
+    with fake_tensors():
+        flat = torch.empty(4096, dtype=torch.uint8)
+        for start in (0, 512, 1024):  # the second and third are remembered
+            view = flat[start : start + 512].view(torch.float32)
+            assert view.storage_offset() == start // 4 and view.untyped_storage().nbytes() == 4096
+            part = view.view(8, 16)[2:]
+            assert part.storage_offset() == start // 4 + 32 and part.shape == (6, 16)
+
+
+def test_a_remembered_result_has_its_own_storage_and_shares_what_a_view_shares() -> None:
+    with fake_tensors():
+        x = torch.empty(8, 8)
+        for _ in range(2):
+            y, z, t = x + 1, x.add_(1), x.t()
+            assert y.untyped_storage()._cdata != x.untyped_storage()._cdata
+            assert z is x and t.untyped_storage()._cdata == x.untyped_storage()._cdata and t.stride() == (1, 8)
+        assert (x + 1.0).dtype == torch.float32 and (torch.ones(2, dtype=torch.int64) + 1).dtype == torch.int64
+        assert (torch.ones(2, dtype=torch.int64) + 1.0).dtype == torch.float32
