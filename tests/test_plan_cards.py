@@ -1,0 +1,226 @@
+"""``plan``: the choice is brute force's; of several cards the cheapest or the fastest; what a choice costs, in words."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from simpletune.cards import CARDS, Card, card_of
+from simpletune.cli.main import main
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.best_card import CardPlan, cheapest, fastest, in_words, plan_on, table
+from simpletune.estimate.estimate_command import read_for_estimate
+from simpletune.estimate.levers import changes_of_quality, with_changes
+from simpletune.estimate.planning import Choice, Search, candidate_lists
+from simpletune.estimate.predict import MIB
+from simpletune.options import UserError
+from simpletune.prices import Price
+from simpletune.timing.recorder import Section
+from simpletune.timing.timeline import step_seconds, use_of
+from simpletune.timing.work import Work
+
+L4 = card_of("L4")
+PRICE = Price(per_hour=1.0, as_of="2026-11", source="test", currency="USD")
+
+
+@pytest.fixture(autouse=True)
+def searches_share_what_they_predict(monkeypatch: pytest.MonkeyPatch, simulate_once) -> None:
+    monkeypatch.setattr("simpletune.estimate.planning.simulate", simulate_once)
+
+
+@pytest.fixture
+def config_of(shared_cache: Path):
+    """The demo's model of three blocks, whose activations take most at this size."""
+
+    def make(*overrides: str) -> TrainConfig:
+        large = ["train.batch_size=16", "data.resolution=256", "optimizer.name=adamw", "precision.compute=bf16"]
+        here = [f"output.cache={shared_cache}", "validation.prompts=[]", "precision.weights=bf16", "device=cpu"]
+        return read_for_estimate(Path("configs/demo.json"), [*large, *here, *overrides])
+
+    return make
+
+
+def brute_force(config: TrainConfig, card: Card) -> Choice | None:
+    """Of all candidates that fit the best; those of the last resort only if nothing else fits."""
+    search, candidates = Search(config, card), list(itertools.chain(*candidate_lists(config, card)))
+    for resort in (False, True):
+        fitting = [each for each in candidates if each.last_resort == resort and search.fits(each.config)]
+        fitting = [each for each in fitting if search._whole_job(each)]
+        if fitting:
+            return min(fitting, key=search._cost)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("method", "mib"),
+    [
+        ("full", 1100),
+        *(pytest.param("full", mib, marks=pytest.mark.slow) for mib in range(700, 3000, 150)),
+        *(pytest.param("lora", mib, marks=pytest.mark.slow) for mib in range(700, 3000, 150)),
+    ],
+)
+def test_the_choice_is_that_of_brute_force(method: str, mib: int, config_of) -> None:
+    config, card = config_of(f"adapter.method={method}"), replace(L4, name="Test", gib=mib / 1024, found=1.0)
+    wanted = brute_force(config, card)
+    if wanted is None:
+        with pytest.raises(UserError, match="no settings fit"):
+            Search(config, card).fastest()
+        return
+    search = Search(config, card)
+    best = search.fastest()[0].choice
+    assert search._cost(best) == pytest.approx(search._cost(wanted), rel=1e-9), (best.about, wanted.about)
+
+
+class Only:
+    """Speeds of a device on which one use takes a second for each of its units, and all else nothing."""
+
+    cuda = True
+
+    def __init__(self, use: str):
+        self.use = use
+
+    def host(self, what: str) -> float:
+        return 0.0
+
+    def rate(self, name: str, otherwise: float) -> float:
+        return otherwise
+
+    def seconds(self, kind: str, dtype: str, extents: tuple[int, ...]) -> float:
+        return float(units(kind, extents)) if use_of(Work(kind, dtype, extents)) == self.use else 0.0
+
+
+def units(kind: str, extents: tuple[int, ...]) -> int:
+    product = 1
+    for each in extents:
+        product *= each
+    return product if kind.startswith(("product", "attention", "convolution", "int8")) else extents[-1]
+
+
+def units_of(sections: list[Section], use: str, *, computed: bool) -> float:
+    """Units of a use in a step: on the computation's stream, or on the queues of copies."""
+    found = 0.0
+    for section in sections:
+        if (section.stream == "compute") == computed:
+            counts = ((work, count) for work, count in section.work.items() if use_of(work) == use)
+            found += section.share * sum(count * units(work.kind, work.extents) for work, count in counts)
+    return found
+
+
+CHANGES = (
+    "memory.checkpointing=all", "memory.checkpointing=1", "memory.modulation=plan", "train.batch_size=4",
+    "train.gradient_accumulation=3", "precision.weights=int8", "precision.weights=nf4", "optimizer.name=adamw8bit",
+    "adapter.rank=32", "memory.checkpointing=all memory.resident_blocks=1", "data.resolution=128",
+    "memory.checkpointing=all memory.offload_checkpoint_inputs=true",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("use", ["products", "attention", "traffic", "unpacking"])
+@pytest.mark.parametrize(
+    "changes", [*CHANGES[:1], *(pytest.param(each, marks=pytest.mark.slow) for each in CHANGES[1:])]
+)
+def test_a_lever_moves_the_time_as_it_moves_what_takes_it(changes: str, use: str, config_of, simulate_once) -> None:
+    before = config_of("train.batch_size=2", "adapter.method=lora")
+    after = with_changes(before, changes.split())
+    assert after is not None and after != before
+    for config in (before, after):
+        sections = list(simulate_once(config).sections)
+        assert step_seconds(sections, Only(use)).seconds == pytest.approx(units_of(sections, use, computed=True))
+    grown = [units_of(list(simulate_once(each).sections), use, computed=True) for each in (before, after)]
+    if changes == "memory.checkpointing=all" and use in ("products", "attention"):
+        assert grown[1] > grown[0]  # a second forward pass
+
+
+def test_copies_take_at_least_their_bytes_on_the_busiest_queue(config_of, simulate_once) -> None:
+    streamed = with_changes(config_of("adapter.method=lora"), ["memory.checkpointing=all", "memory.resident_blocks=0"])
+    sections = list(simulate_once(streamed).sections)
+    copied = units_of(sections, "copies", computed=False)
+    assert copied > 0 and step_seconds(sections, Only("copies")).waits > 0
+    assert step_seconds(sections, Only("copies")).seconds == pytest.approx(
+        copied + units_of(sections, "copies", computed=True), rel=0.5
+    )
+
+
+def a_plan(name: str, seconds: float, per_hour: float | None, samples: float = 1.0) -> CardPlan:
+    """A plan of a job that trains only."""
+
+    class Time:
+        stages = {"train": seconds}  # noqa: RUF012
+        source = "test"
+
+    Time.seconds = seconds  # type: ignore[attr-defined]
+    price = None if per_hour is None else Price(per_hour=per_hour, as_of="2026-11", source="test")
+    return CardPlan(card_of(name), object(), Time(), samples, price)  # type: ignore[arg-type]
+
+
+def test_the_cheapest_card_is_that_of_the_least_money_for_as_many_samples() -> None:
+    slow, quick = a_plan("L4", 7200, 1.0), a_plan("H100", 3600, 3.0)
+    unknown, lacking = a_plan("RTX3090", 60, None), CardPlan(card_of("T4"), why_not="no settings fit")
+    assert cheapest([quick, slow, unknown, lacking]) is slow and fastest([quick, slow, lacking]) is quick
+    assert slow.cost == pytest.approx(2.0) and quick.cost == pytest.approx(3.0) and unknown.cost is None
+    quarter = a_plan("L4", 7200, 1.0, samples=0.25)  # a quarter of the samples in these steps
+    assert quarter.cost == pytest.approx(8.0) and cheapest([quick, quarter]) is quick
+    with pytest.raises(UserError, match="no price is known of RTX3090.*--prices"):
+        cheapest([unknown, lacking])
+    with pytest.raises(UserError, match="T4: no settings fit"):
+        cheapest([lacking])
+
+
+def test_a_plan_compares_as_many_samples(config_of) -> None:
+    config = config_of("adapter.method=full", "train.gradient_accumulation=4")
+    found = plan_on(config, replace(L4, name="Test", gib=1.1, found=1.0), PRICE)
+    assert found.result is not None and found.time is not None
+    chosen = found.result.choice.config.train
+    assert found.samples == pytest.approx(chosen.batch_size * chosen.gradient_accumulation / 64)
+    assert found.cost == pytest.approx(found.seconds / 3600)
+    assert plan_on(config, replace(L4, name="Tiny", gib=0.3), PRICE).why_not.startswith("no settings fit on Tiny")
+    lines = list(table("job", [found], found))
+    assert "chosen" in lines[2] and found.result.choice.about in lines[2] and "as of 2026-11" in lines[-1]
+
+
+def test_costs_are_named_in_words(config_of) -> None:
+    config = config_of("adapter.method=full", "train.gradient_accumulation=4")
+    best = Search(config, L4).fastest()[0]
+    assert "nothing is computed twice" in next(in_words(config, best))
+    again = replace(best.step_time, seconds=2.0, phases={"recompute": 0.5}, waits=0.2, device={})
+    whole = with_changes(
+        config, ["memory.checkpointing=all", "train.gradient_accumulation=1", "precision.weights=int8"]
+    )
+    assert whole is None  # int8 weights do not train
+    changed = with_changes(config, ["memory.checkpointing=all", "train.gradient_accumulation=1"])
+    lines = list(in_words(config, replace(best, step_time=again, choice=replace(best.choice, config=changed))))
+    assert lines[0] == "time: 25% of a step for all 3 blocks computed a second time in the backward pass"
+    assert lines[1] == "time: 10% of a step for waiting for copies from and to host memory"
+    assert "an update follows 1 instead of 4 micro-batches" in lines[2] and lines[2].startswith("quality: ")
+    assert changes_of_quality(config, config) == []
+
+
+def test_plan_chooses_a_card_by_price_and_is_quiet_with_json(
+    config_of, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, prices, out = tmp_path / "demo.json", tmp_path / "prices.json", tmp_path / "planned.json"
+    file.write_text(config_of().model_dump_json(by_alias=True))
+    price = {"as_of": "2026-11", "source": "mine"}
+    prices.write_text(json.dumps({"L4": {"per_hour": 9.0, **price}, "A100-40GB": {"per_hour": 0.1, **price}}))
+    asked = ["plan", str(file), "--device", "L4,A100-40GB", "--prices", str(prices), "--out", str(out)]
+    capsys.readouterr()
+    assert main([*asked, "--goal", "cheapest", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"] == "A100-40GB" and [each["device"] for each in found["cards"]] == ["L4", "A100-40GB"]
+    assert found["cards"][1]["cost"] < found["cards"][0]["cost"] and Path(found["written"]) == out
+    assert main([*asked, "--goal", "cheapest"]) == 0
+    text = capsys.readouterr().out
+    assert "A100-40GB" in text and "chosen" in text and "time: " in text and f"written: {out}" in text
+    assert main([*asked, "--goal", "largest-batch"]) == 2
+    assert "takes one card" in capsys.readouterr().err
+
+
+def test_a_card_without_known_figures_says_so_in_a_plan(config_of) -> None:
+    found = plan_on(config_of(), card_of("23GiB"), None)
+    assert any("no figures of this card are known" in line for line in table("job", [found], found))
+    assert "no price is known" in list(table("job", [found], found))[-1]
+    assert all(card.tflops and card.bandwidth for card in CARDS) and found.result is not None
+    assert found.result.estimate.needed() > MIB
