@@ -1,9 +1,10 @@
 """Predict a run's memory, disk and time before it runs, and find settings that fit a card.
 
-- predict.py: the whole job, cached by its configuration; simulate.py, simulate_stages.py, step_memory.py: the training
-  step and the stages on fake tensors; needs.py, disk_needs.py: host memory, download, disk.
+- predict.py: the whole job, cached by its configuration; simulate.py, simulate_stages.py, simulate_text.py,
+  step_memory.py: the training step and the stages on fake tensors; needs.py, disk_needs.py: host memory, download, disk.
 - levers.py: settings that save memory; auto_checkpointing.py: the fewest checkpointed blocks that fit; planning.py:
-  the fastest combination of levers that fits; job_time.py: hours of the whole job on a card.
+  the fastest combination of levers that fits; best_card.py: the card on which it is cheapest; job_time.py: hours of the
+  whole job on a card.
 - forecast.py: predict a run before it starts, compare with what was measured.
 - estimate_command.py, plan_command.py, terminal.py, chart.py: output of ``estimate`` and ``plan``.
 
