@@ -1,7 +1,8 @@
 """Predict a run's memory, disk and time before it runs, and find settings that fit a card.
 
 - predict.py: the whole job, cached by its configuration; simulate.py, simulate_stages.py, simulate_text.py,
-  step_memory.py: the training step and the stages on fake tensors; needs.py, disk_needs.py: host memory, download, disk.
+  step_memory.py: the training step and the stages on fake tensors; needs.py, disk_needs.py: host memory, download and
+  disk.
 - levers.py: settings that save memory; auto_checkpointing.py: the fewest checkpointed blocks that fit; planning.py:
   the fastest combination of levers that fits; best_card.py: the card on which it is cheapest; job_time.py: hours of the
   whole job on a card.

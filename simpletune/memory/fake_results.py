@@ -7,8 +7,8 @@ complex tensors, several modes. Everything unusual still goes to torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ ABSOLUTE = {torch.ops.aten.as_strided.default, torch.ops.aten.view.dtype}
 """Their result's place in the storage does not follow from its distance to the argument's place."""
 LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)  # their results have values
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+SEQUENCES = {list, tuple, torch.Size}
 
 Key = tuple[object, ...]
 
@@ -132,27 +133,31 @@ def key_of(
     return tuple(parts)
 
 
-def _add(parts: list[object], values: Any, mode: FakeTensorMode, tensors: list[FakeTensor]) -> bool:
+def _add(parts: list[object], values: Iterable[object], mode: FakeTensorMode, tensors: list[FakeTensor]) -> bool:
     """Add arguments to a key; False if one is unusual."""
     for value in values:
         kind = type(value)
-        if kind is FakeTensor:
-            dtype = value.dtype
-            if value.constant is not None or value.fake_mode is not mode or value.layout is not torch.strided:
-                return False
-            if dtype.is_complex:
-                return False
-            parts += (dtype, value.shape, value.stride(), value._fake_device)
+        if isinstance(value, FakeTensor) and kind is FakeTensor and _is_usual(value, mode):
+            parts += (value.dtype, value.shape, value.stride(), value._fake_device)
             tensors.append(value)
-        elif kind in PLAIN:
-            parts += (kind, value)  # 1, 1.0 and True are equal
-        elif kind is list or kind is tuple or kind is torch.Size:
+            continue
+        if kind in SEQUENCES:
+            assert isinstance(value, (list, tuple))
             parts += (kind, len(value))
             if not _add(parts, value, mode, tensors):
                 return False
-        else:
+            continue
+        if kind not in PLAIN:
             return False
+        parts += (kind, value)  # 1, 1.0 and True are equal
     return True
+
+
+def _is_usual(tensor: FakeTensor, mode: FakeTensorMode) -> bool:
+    """Whether a tensor's layout says all that results depend on."""
+    if tensor.constant is not None or tensor.fake_mode is not mode:
+        return False
+    return tensor.layout is torch.strided and not tensor.dtype.is_complex
 
 
 def remembered(op: OpOverload, output: object, tensors: Sequence[FakeTensor]) -> Remembered | None:
