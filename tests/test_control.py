@@ -62,6 +62,14 @@ def asking(tiny_config: dict, *requests: control.AnyRequest) -> Callable[[], Non
     return lambda: [ask(folder_of(tiny_config), request) for request in requests] and None
 
 
+def run_to_its_end(tiny_config: dict) -> Path:
+    """Train, or go on; a stop by a request, which pytest would take for its own, is a failure."""
+    try:
+        return run_with(tiny_config, "auto")
+    except signals.Stopped as stopped:
+        pytest.fail(str(stopped))
+
+
 def losses(run: Path) -> list[tuple[float, float]]:
     return [(row["loss"], row["grad_norm"]) for row in read_metrics(run)]
 
@@ -162,7 +170,7 @@ def test_stop_saves_and_one_command_continues_in_the_same_bits(
     assert found["enough"]["state"] == "done" and found["enough"]["file"] == "checkpoints/step-000002"
     assert found["late"]["state"] == "refused" and f"generate --run {run}@2" in found["late"]["why"]
     assert "step 2 of 4 is saved" in capsys.readouterr().out
-    run_with(tiny_config, "auto")  # the request stays in the file, but is answered
+    run_to_its_end(tiny_config)  # the request stays in the file, but is answered
     assert losses(run) == losses(plain)
     torch.testing.assert_close(saved_weights(run, 4), saved_weights(plain, 4), rtol=0, atol=0)
     assert len(read_answers(run)) == 2
@@ -174,7 +182,7 @@ def test_what_is_asked_too_late_or_before_the_start_is_refused(tiny_config: dict
     in_step(1, lambda: (run / "control.json").write_text(json.dumps({"requests": [old]})))
     in_step_four = asking(tiny_config, StopRequest(id="late", ask="stop"), DrawRequest(id="too", prompt="x"))
     failpoints.arm("finish.saved", in_step_four)
-    run_with(tiny_config)
+    run_to_its_end(tiny_config)
     found = answers(run)
     assert found["old"]["state"] == "refused" and "before this start" in found["old"]["why"]
     assert found["late"]["state"] == found["too"]["state"] == "refused"
@@ -295,6 +303,17 @@ def test_a_picture_that_is_predicted_not_to_fit_is_refused(
     card(predicted.needed(estimate.stages["validate"].bytes) - 1)
     with pytest.raises(UserError, match=r"drawing at 32x32 beside training needs .* MiB \(predicted\), and Small has"):
         require()
+
+
+def test_the_run_s_own_prediction_serves_for_pictures_like_those_of_its_validation(tiny_config: dict) -> None:
+    tiny_config["validation"] = {"prompts": ["x"], "steps": 2}
+    config = validate(tiny_config, "tiny")
+    for changes, alike in (({}, True), ({"seed": 9}, True), ({"width": 16}, False), ({"steps": 3}, False)):
+        asked = DrawRequest(id="now", prompt="another", **changes)
+        assert drawn.is_alike(config, drawn.validation_for(config, asked)) is alike
+    tiny_config["validation"]["prompts"] = []
+    config = validate(tiny_config, "tiny")
+    assert not drawn.is_alike(config, config.validation)
 
 
 def test_looking_costs_little_and_reads_only_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

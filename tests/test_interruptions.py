@@ -23,6 +23,8 @@ from simpletune.runs.folder import EVALUATIONS, read_metrics
 from simpletune.system import atomic, failpoints, signals
 from simpletune.system.failpoints import InjectedError
 from simpletune.training import loop
+from simpletune.training.pending_steps import MetricsQueue
+from simpletune.training.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -228,27 +230,41 @@ def test_left_over_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([mine, young])
 
 
-@pytest.mark.parametrize(("others", "expected"), [(0.0, [None] * 4), (0.5, [None, None, signal.SIGTERM])])
+@pytest.mark.parametrize(
+    ("others", "expected", "unread"),
+    [
+        ([0.0, 0.0], [None] * 4, [1, 1, 1, 0]),
+        ([0.5, 0.0], [None, None, signal.SIGTERM], [1, 1, 0]),
+        ([0.0, 0.5], [None] * 4, [1, 1, 0, 0]),  # a request: all read every step before it is answered
+    ],
+)
 def test_several_processes_stop_at_the_same_step(
-    others: float, expected: list, tiny_config: dict, monkeypatch: pytest.MonkeyPatch
+    others: list[float], expected: list, unread: list[int], tiny_config: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What all processes were asked is reduced with their losses, and read with these: a step later."""
-    sent, seen = [], []
+    sent, seen, left = [], [], []
 
     def reduce(self: Accelerator, mine: torch.Tensor, how: str) -> torch.Tensor:
         if how == "sum":  # whether one was asked after its last step
             return mine
         sent.append(mine)
-        return mine + torch.tensor([0.0, others if len(sent) == 2 else 0.0])
+        return mine + torch.tensor([0.0, *(others if len(sent) == 2 else [0.0, 0.0])])
 
     honest = loop.log_steps
-    monkeypatch.setattr(loop, "log_steps", lambda *args, **named: seen.append(honest(*args, **named)) or seen[-1])
+
+    def log_steps(run: Run, pending: MetricsQueue, *more: object, **named: bool) -> int | None:
+        seen.append(honest(run, pending, *more, **named))
+        left.append(len(pending._pending))
+        return seen[-1]
+
+    monkeypatch.setattr(loop, "log_steps", log_steps)
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     monkeypatch.setattr(Accelerator, "reduce", reduce)
     with nullcontext() if expected[-1] is None else pytest.raises(signals.Stopped):
         run_with(tiny_config)
     run = Path(tiny_config["output"]["runs"]) / "tiny"
-    assert seen == expected and [row["step"] for row in read_metrics(run)] == list(range(1, len(seen) + 1))
+    assert seen == expected and left == unread
+    assert [row["step"] for row in read_metrics(run)] == list(range(1, len(seen) + 1))
     assert checkpoint.list_checkpoints(run)[-1][0] == len(seen)
 
 
