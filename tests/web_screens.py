@@ -1,4 +1,4 @@
-"""Draw the screenshots of docs/web.md: ``make screens``. Trains the demo model for a minute, to have something to show."""
+"""Draw the screenshots of docs/web.md: ``make screens``. Trains the demo model for a minute."""
 
 from __future__ import annotations
 
