@@ -178,7 +178,7 @@ def test_a_newcomers_path(tmp_path: Path) -> None:
         browser.fill('[name="data.path"]', "pics")
         browser.fill('[name="trigger"]', "glim")
         browser.until(lambda: browser.text("#to-mend") == "" and "photo of glim" in browser.raw("#command"), "the form")
-        shorten(browser, steps=400, every=40)
+        shorten(browser, steps=4000, every=40)
         browser.click("#go")
         browser.until(lambda: "/run/pics" in browser.driver.current_url, "the run's page", 300)
         first = browser.until(lambda: browser.text("#run-loss"), "a loss", 120)
@@ -192,7 +192,7 @@ def test_a_newcomers_path(tmp_path: Path) -> None:
         browser.click("#stop-now")
         browser.until(lambda: "stopped" in browser.text("#run-state"), "the end", 120)
         stopped = step_of(browser)
-        assert 0 < stopped < 400
+        assert 0 < stopped < 4000
         browser.until(lambda: browser.driver.find_elements("css selector", "#continue-steps"), "the form to go on")
         browser.fill("#continue-steps", str(stopped + 5))
         browser.click("#continue")
