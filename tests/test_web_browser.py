@@ -185,6 +185,7 @@ def test_a_newcomers_path(tmp_path: Path) -> None:
         browser.until(lambda: browser.text("#run-loss") not in ("", first), "the next loss")
         browser.until(lambda: browser.driver.find_elements("css selector", "#matrix img"), "pictures", 120)
         assert browser.violations() == []
+        browser.fill("#draw-prompt", "a photo of glim")
         browser.click("#draw-now")
         browser.until(lambda: "draw done" in browser.text("#run-requests"), "a picture between two steps", 120)
         browser.click("#save-now")
