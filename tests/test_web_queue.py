@@ -155,6 +155,28 @@ def test_the_runner_works_the_queue_off_and_ends(tmp_path: Path, roots: Roots, m
     until(lambda: not processes.running(roots, queue.RUNNER))
 
 
+def test_a_runner_that_fails_is_not_tried_again_at_once(
+    tmp_path: Path, roots: Roots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(roots, "one")
+    monkeypatch.undo()
+    started: list[int] = []
+
+    def fails(roots: Roots, words: list[str], log_name: str, module: str) -> None:
+        started.append(1)
+        record = processes.log_of(roots, log_name).with_suffix(".json")
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text('{"code": 1}')
+
+    monkeypatch.setattr(processes, "start", fails)
+    queue.ensure_runner(roots)
+    queue.ensure_runner(roots)
+    assert len(started) == 1
+    os.utime(processes.log_of(roots, queue.RUNNER).with_suffix(".json"), (1, 1))
+    queue.ensure_runner(roots)
+    assert len(started) == 2
+
+
 def test_a_damaged_queue_is_said_and_set_aside(roots: Roots) -> None:
     put(roots, "one")
     file = roots.own / queue.FILE

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import signal
+import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,7 @@ FILE, LOCK, RUNNER = "queue.json", ".queue.lock", "queue"
 RUNNER_MODULE = "simpletune.web.queue_runner"
 ENDED_KEPT = 20  # ended runs that stay in the queue to be read
 MOST = 500  # runs that wait
+PAUSE = 10.0  # seconds until another runner is tried
 CPU, GPU = "cpu", "gpu"
 State = Literal["waiting", "running", "finished", "stopped", "failed", "killed"]
 
@@ -152,13 +154,20 @@ def stop(roots: Roots, which: str) -> None:
 
 def ensure_runner(roots: Roots) -> None:
     """Start the queue's runner if there is something to do and none runs."""
-    if not is_open(roots) or processes.running(roots, RUNNER):
+    if not is_open(roots) or processes.running(roots, RUNNER) or _failed_just_now(roots):
         return
     try:
         processes.start(roots, [str(roots.runs), str(roots.named[0])], RUNNER, RUNNER_MODULE)
     except UserError:  # another page was faster
         if not processes.running(roots, RUNNER):
             raise
+
+
+def _failed_just_now(roots: Roots) -> bool:
+    """Tell whether a runner has failed a moment ago, as on a full disk: another one would, too."""
+    if processes.exit_code(roots, RUNNER) in (0, None):
+        return False
+    return time.time() - processes.log_of(roots, RUNNER).with_suffix(".json").stat().st_mtime < PAUSE
 
 
 def is_open(roots: Roots) -> bool:

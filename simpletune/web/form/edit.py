@@ -163,19 +163,16 @@ def _sources(base: Base, data: Json, sections: list[Section], mine: Mapping[str,
     """Say of every field where its value comes from."""
     own, family = with_default_tags(TrainConfig, data), with_default_tags(TrainConfig, with_family(data))
     whole, profile = complete(data), get_at(data, PROFILE)
-    found = {}
-    for section in sections:
-        for each in section.fields():
-            value = get_at(whole, each.path)
-            source = DEFAULT
-            if each.path in mine:
-                source = YOU
-            elif get_at(base.data, each.path) is not None and get_at(own, each.path) == get_at(base.data, each.path):
-                source = base.label
-            elif value is not None and get_at(family, each.path) != value:
-                source = f"profile {profile}"
-            found[each.path] = source
-    return found
+
+    def source(path: str) -> str:
+        value = get_at(whole, path)
+        if path in mine:
+            return YOU
+        if get_at(base.data, path) is not None and get_at(own, path) == get_at(base.data, path):
+            return base.label
+        return f"profile {profile}" if value is not None and get_at(family, path) != value else DEFAULT
+
+    return {each.path: source(each.path) for section in sections for each in section.fields()}
 
 
 def _drop_about(base: Json, data: Json) -> None:
