@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import TypedDict
 
 from benchmarks import prior
+from benchmarks.judged import lacking
 from benchmarks.quality import PRECISIONS, STYLE, Easel, Quality, accuracies, prompts_of, unrelated
 from benchmarks.table import Results, describe_machine
 from simpletune.cli.main import main as simpletune
@@ -145,7 +146,7 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
         f"\n\nNot worse than the last one in {count_of['chosen']} of {len(rows)}; by held-out loss in "
         f"{count_of['held_out']}, by training loss in {count_of['training']}. The score of a checkpoint is over "
         f"{count} prompts with the trigger word and {count} without it."
-    )
+    ) + "\n".join(["", *left] if (left := lacking(wanted.rows, results.rows)) else [])
     title = f"Which checkpoint: the choice against the last, {chosen} set"
     return results.write_table(title, f"{wanted.about}\n\n{ABOUT}{told}", describe_machine())
 

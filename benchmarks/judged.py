@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -123,6 +123,12 @@ def means(points: Sequence[Json], keys: Sequence[str]) -> Json:
         if len(values) > 1:
             found[f"{key}_range"] = round(max(values) - min(values), 4)
     return found
+
+
+def lacking(rows: Iterable[str], found: Container[str]) -> list[str]:
+    """Lines that name the rows still to be measured; none if there are all."""
+    left = [name for name in rows if name not in found]
+    return ["", f"Not measured yet: {'; '.join(left)}."] if left else []
 
 
 def strip(easel: Easel, prompts: Sequence[Prompt], file: Path) -> None:

@@ -90,7 +90,8 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
     strips = [("base", study.strip_file("base")), *((name, study.strip_file(name)) for name in RUNS)]
     judged.sheet_of(strips, folder / "student_study_pictures.png")
     file = results.stem.with_suffix(".md")
-    file.write_text("\n".join(page(found, results.rows)) + "\n", encoding="utf-8")
+    lines = [*page(found, results.rows), *judged.lacking(study.rows(), results.rows)]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
 
 

@@ -113,7 +113,8 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
         judged.chart(results.stem.with_suffix(".png"), panels(found, paths))
     judged.sheet_of(study.strips(), folder / "vertex_quality_pictures.png")
     file = results.stem.with_suffix(".md")
-    file.write_text("\n".join(page(found)) + "\n", encoding="utf-8")
+    lines = [*page(found), *judged.lacking(study.rows(), found)]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
 
 
@@ -198,8 +199,9 @@ def cost_row(method: str, card: str, batch: int) -> Json:
     kind, steps = card_of(card), PICTURES // batch
     settings = (*vertex.BASE, *vertex.CHECKPOINTED) if method == "LoRA" else (*vertex.FULL, *vertex.PLAIN)
     compute = "bf16" if kind.has_bf16 else "fp16"
-    config = vertex.config_of(*settings, "data.resolution=512", f"train.batch_size={batch}", f"train.steps={steps}",
-                              f"precision.compute={compute}", "checkpoint.every=null")  # fmt: skip
+    own = ("data.resolution=512", f"train.batch_size={batch}", f"train.steps={steps}", "schedule.warmup_steps=0",
+           f"precision.compute={compute}", "checkpoint.every=null")  # fmt: skip
+    config = vertex.config_of(*settings, *own)
     prediction = estimate(config, kind.capability)
     assert prediction.job is not None
     step = job_time(config, prediction.job, kind).step.seconds
@@ -267,7 +269,8 @@ def page(found: Mapping[str, Json]) -> list[str]:
     lines = [f"# {TITLE}", "", ABOUT, "", *machine, ""]
     lines += ["## Over steps", "", OVER_STEPS, "", *table(STEP_COLUMNS, steps)]
     lines += ["", "## Batch against learning rate at equal pictures", "", AT_EQUAL, ""]
-    lines += table(BATCH_COLUMNS, {name: row for rule in BATCHES for name, row in batch_rows(found, rule).items()})
+    batches = {name: row for rule in BATCHES for name, row in batch_rows(found, rule).items()}
+    lines += table(BATCH_COLUMNS, {name: {**row, "rate": f"{row['rate']:g}"} for name, row in batches.items()})
     lines += ["", "## Cost", "", OF_COST, "", *table(COST_COLUMNS, costs(found))]
     return lines
 
