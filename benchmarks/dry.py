@@ -15,14 +15,13 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.dry_row import predict
 from benchmarks.dry_rows import Row, rows_of
 from benchmarks.table import Results
 from simpletune.cards import Card, card_of
 from simpletune.estimate.predict import CONTEXT, needed
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
 from simpletune.system.console import say
 from simpletune.system.devices import sm
 
@@ -96,13 +95,13 @@ def of_card(card: Card, folder: Path, minutes: float, only: str, again: bool) ->
     return results.write_table(f"Memory on a simulated {card.name}", about, machine(card, results.rows))
 
 
-def measured_part(row: dict[str, Any]) -> dict[str, Any]:
+def measured_part(row: Json) -> Json:
     """Return the figures of a row that do not depend on the prediction."""
     own = ("allocated_mib", "reserved_mib", "attention", "versions", "squeezed_mib")
     return {key: row[key] for key in own if key in row}
 
 
-def squeezed(name: str, row: Row, found: dict[str, Any], card: Card, minutes: float) -> dict[str, Any]:
+def squeezed(name: str, row: Row, found: Json, card: Card, minutes: float) -> Json:
     """Measure a row that reserved more than the tool says again, on a card that has no more than that.
 
     With memory to spare, torch keeps what an earlier phase freed; short of it, torch hands it back.
@@ -116,7 +115,7 @@ def squeezed(name: str, row: Row, found: dict[str, Any], card: Card, minutes: fl
     return found | {"squeezed_mib": again["reserved_mib"]}
 
 
-def compared(row: dict[str, Any]) -> dict[str, Any]:
+def compared(row: Json) -> Json:
     """Add the error of the prediction in percent, and what the tool tells users to have."""
     must_have = needed(round(row["predicted_mib"] * 2**20)) / 2**20
     return row | {
@@ -126,13 +125,13 @@ def compared(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def errors_of(rows: dict[str, dict[str, Any]]) -> tuple[float, float]:
+def errors_of(rows: dict[str, Json]) -> tuple[float, float]:
     """Return the median and the worst absolute error as shares."""
     errors = [abs(row["predicted_mib"] / row["allocated_mib"] - 1) for row in rows.values()]
     return statistics.median(errors), max(errors)
 
 
-def summary(rows: dict[str, dict[str, Any]]) -> str:
+def summary(rows: dict[str, Json]) -> str:
     """Say how good the predictions are."""
     if not rows:
         return "No row was measured yet."
@@ -142,7 +141,7 @@ def summary(rows: dict[str, dict[str, Any]]) -> str:
     return f"{middle}, worst {worst:.2%} (goal {WORST:.0%}; {name})."
 
 
-def measured(rows: dict[str, Row], card: Card, minutes: float) -> Iterator[tuple[str, dict[str, Any]]]:
+def measured(rows: dict[str, Row], card: Card, minutes: float) -> Iterator[tuple[str, Json]]:
     """Measure rows on the simulated card, several in a process as long as none leaves memory behind.
 
     Yields:
@@ -182,7 +181,7 @@ def lines_of(rows: list[Row], card: Card) -> Iterator[str]:
             process.terminate()
 
 
-def machine(card: Card, rows: dict[str, dict[str, Any]]) -> dict[str, str]:
+def machine(card: Card, rows: dict[str, Json]) -> dict[str, str]:
     """Describe the simulated card and the versions under it."""
     versions: dict[str, str] = next((row["versions"] for row in rows.values()), {})
     said = ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks import memory
 from benchmarks.dry_rows import Row
 from simpletune.config.schema import TrainConfig
+from simpletune.options import Json
 from simpletune.system.devices import prepare_environment
 from simpletune.system.environment import LIBRARIES
 
@@ -26,7 +27,7 @@ def config_of(row: Row) -> TrainConfig:
     return memory.config_of(row.overrides)
 
 
-def predict(row: Row, capability: tuple[int, int]) -> dict[str, Any]:
+def predict(row: Row, capability: tuple[int, int]) -> Json:
     """Predict a row on fake tensors."""
     from simpletune.simulation.simulate import simulate
     from simpletune.simulation.simulate_stages import predict_stage
@@ -43,7 +44,7 @@ def predict(row: Row, capability: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def measure(row: Row) -> dict[str, Any]:
+def measure(row: Row) -> Json:
     """Run a row's stage on CUDA.
 
     Returns:

@@ -487,7 +487,7 @@ def test_the_command_serves_until_it_is_told_to_stop(run: Path, tmp_path: Path) 
 # Set-up
 
 
-@pytest.mark.parametrize("package", ["starlette", "uvicorn", "prometheus_client"])
+@pytest.mark.parametrize("package", ["prometheus_client"])
 def test_without_the_extra_it_says_what_to_install(
     package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
