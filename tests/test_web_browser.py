@@ -187,7 +187,7 @@ def test_a_newcomers_path(tmp_path: Path) -> None:
         assert browser.violations() == []
         browser.fill("#draw-prompt", "a photo of glim")
         browser.click("#draw-now")
-        browser.until(lambda: "draw done" in browser.text("#run-requests"), "a picture between two steps", 120)
+        browser.until(lambda: browser.driver.find_elements("css selector", "#drawings img"), "a picture", 120)
         browser.click("#save-now")
         browser.until(lambda: "save done" in browser.text("#run-requests"), "a checkpoint", 120)
         browser.click("#stop-now")
