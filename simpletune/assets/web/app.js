@@ -1,4 +1,4 @@
-// Keeps pages up to date. Elements name what they show with data-topic; when the server says that a topic has changed,
+// Keeps pages up to date. Elements name what they show with data-topic, a topic a line; when the server says that a topic has changed,
 // they get the event "changed", on which htmx loads them anew (hx-trigger="changed").
 //
 // A browser opens at most six connections to a server, so its tabs share one event stream: the visible tab that holds a
@@ -18,7 +18,7 @@ function show(text) {
 
 function refresh(topics) { // null: everything
   for (const element of document.querySelectorAll("[data-topic]")) {
-    const own = element.dataset.topic.split(" ");
+    const own = element.dataset.topic.split("\n");
     if (topics === null || own.some((topic) => topics.includes(topic))) htmx.trigger(element, "changed");
   }
 }
