@@ -1,5 +1,5 @@
-// Keeps pages up to date. Elements name what they show with data-topic, a topic a line; when the server says that a topic has changed,
-// they get the event "changed", on which htmx loads them anew (hx-trigger="changed").
+// Keeps pages up to date. Elements name what they show with data-topic, a topic a line; when the server says that a topic
+// has changed, they get the event "changed", on which htmx loads them anew (hx-trigger="changed").
 //
 // A browser opens at most six connections to a server, so its tabs share one event stream: the visible tab that holds a
 // lock reads it and tells the others. A hidden tab gives the lock away. Where locks are missing (http from another
