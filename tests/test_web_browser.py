@@ -199,6 +199,7 @@ def test_a_newcomers_path(tmp_path: Path) -> None:
         browser.click("#continue")
         browser.until(lambda: "finished" in browser.text("#run-state"), "the continued run's end", 300)
         assert step_of(browser) == stopped + 5
+        browser.fill("#compare-prompt", "a photo of glim")
         browser.fill("#compare-strengths", "0, 1")
         browser.click("#compare")
         browser.until(lambda: browser.driver.find_elements("css selector", "#frames-1 img"), "the comparison", 300)
