@@ -18,9 +18,12 @@ from starlette.testclient import TestClient
 from web_pages import open_pages
 
 from simpletune.cards import card_of
+from simpletune.cli.main import main
 from simpletune.config.load import read_config, read_json, validate
 from simpletune.config.schema import TrainConfig
 from simpletune.config.shipped import shipped_names
+from simpletune.init.answers import Answers
+from simpletune.init.suggest import suggest
 from simpletune.options import ConfigError, option_classes
 from simpletune.web import live, processes, queue
 from simpletune.web.form import presets
@@ -184,50 +187,58 @@ def test_a_newcomer_fills_in_three_fields(tmp_path: Path, quiet: list[live.Wish]
     client = open_pages(tmp_path)
     values = Form(client.get("/start").text).values
     text, values = change(client, values, data__path="my cats <b>", trigger="sks cat")
-    assert values["name"] == "my_cats_b_" and values["data.prompt"] == "a photo of sks cat"
+    assert values["name"] == "my_cats_b" and values["data.prompt"] == "a photo of sks cat"
     assert "<b>&" not in text and "cats <b>" not in text
     started = client.post("/start/run", data=values)
     assert started.status_code == 303, started.text
     (entry,) = queue.read(make_roots(tmp_path / "runs", [tmp_path]))
-    assert (entry.name, entry.device) == ("my_cats_b_", "cpu")
+    assert (entry.name, entry.device) == ("my_cats_b", "cpu")
     config, _ = read_config(Path(entry.config))
     assert config.data.path == str(tmp_path / "my cats <b>") and config.output.runs == str(tmp_path / "runs")
     waits = client.get(started.headers["location"])
     assert waits.status_code == 200 and "Waiting for its turn" in waits.text
     text, _ = change(client, values, train__seed="1")
-    assert "my_cats_b_ is in the queue already" in text
+    assert "my_cats_b is in the queue already" in text
     second = client.post("/start/run", data=values)
     assert second.status_code == 303
     configs = [each.config for each in queue.read(make_roots(tmp_path / "runs", [tmp_path]))]
-    assert [Path(each).name for each in configs] == ["my_cats_b_.json", "my_cats_b_-2.json"]
+    assert [Path(each).name for each in configs] == ["my_cats_b.json", "my_cats_b-2.json"]
     downloaded = client.post("/start/config.json", data=values)
     assert downloaded.json() == read_json(Path(entry.config))
-    assert "my_cats_b_.json" in downloaded.headers["content-disposition"]
+    assert "my_cats_b.json" in downloaded.headers["content-disposition"]
 
 
-def test_the_command_does_the_same(tmp_path: Path, quiet: list[live.Wish]) -> None:
+def test_the_command_does_the_same(tmp_path: Path, quiet: list[live.Wish], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = pictures(tmp_path / "pics")
     client = open_pages(tmp_path)
     _, values = change(client, Form(client.get("/start").text).values, data__path="pics", adapter__rank="3")
     text, values = change(client, values, validation__prompts="a\nb")
-    found = re.search(r'id="command"[^>]*>simpletune train (\w+) (.*?)</pre>', text, re.S)
+    found = re.search(r'id="command"[^>]*>(.*?)</pre>', text, re.S)
     assert found
-    config, _ = read_config(Path(found[1]), shlex.split(html.unescape(found[2])))
+    init, _, rest = html.unescape(found[1]).partition(" &&\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(init)[1:]) == 0
+    program, verb, file, *words = shlex.split(rest)
+    assert (program, verb) == ("simpletune", "train")
+    config, _ = read_config(Path(file), words)
     saved = validate(client.post("/start/config.json", data=values).json(), "x")
     assert config.model_copy(update={"schema_": None}) == saved
     assert saved.adapter.rank == 3 and saved.data.path == str(folder)
 
 
-def test_captions_get_the_trigger_word_before_them(tmp_path: Path) -> None:
+def test_the_preset_is_what_init_suggests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = pictures(tmp_path / "pics")
-    (folder / "0.txt").write_text("a cat")
-    for made in (presets.preset(None, folder, "sks"), presets.shipped("sd15_lora", folder, "sks")):
-        assert made.data["data"]["caption_prefix"] == "sks," and "prompt" not in made.data["data"]
-    assert "caption_prefix" not in presets.preset(None, folder, "").data["data"]
-    assert [presets.profile_of(card_of(name)) for name in ("L4", "RTX3060-12GB", "5GB", "2GB", "H200")] == [
-        "24gb", "12gb", "4gb", "4gb", "24gb"
-    ]  # fmt: skip
-    assert presets.run_name("../…été 1") == "t_1"
+    card = card_of("RTX4070")
+    made, suggested = presets.preset(card, folder, "sks dog"), suggest(folder, Answers(trigger="sks dog"), card)
+    assert made.data == suggested.config and made.data["memory"]["profile"] == "12gb"
+    assert made.reasons["memory.profile"] == "for RTX4070" and made.notes == suggested.notes
+    for number in range(3):
+        (folder / f"{number}.txt").write_text("a cat")
+    assert presets.preset(card, folder, "sks").data["data"]["caption_prefix"] == "sks,"  # it is looked at again
+    shipped = presets.shipped("sd15_lora", folder, "sks").data["data"]
+    assert shipped["caption_prefix"] == "sks," and "prompt" not in shipped
+    monkeypatch.setattr(presets, "LOOKED_AT", 5)  # of more entries, the pictures are not decoded
+    assert presets.preset(card, folder, "sks").origin == presets.WITH_CARD
 
 
 def test_another_card_brings_its_profile(tmp_path: Path, quiet: list[live.Wish]) -> None:

@@ -3,5 +3,5 @@
 - fields.py: the fields that a configuration has, with the text and help of each; edit.py: a user's changes on top of a
   base; presets.py: bases by card; paths.py: which files a form may name.
 
-Knows nothing of HTTP and imports no torch. May import config and what is below it. Only ``web`` imports it.
+Knows nothing of HTTP and imports no torch. May import init, config and what is below them. Only ``web`` imports it.
 """

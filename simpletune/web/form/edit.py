@@ -32,6 +32,7 @@ class Base:
         origin: the shipped configuration or the file that it was made from, for the command line.
         reasons: why a field has its value, by path.
         notes: what the user should know.
+        made_by: the command that writes ``origin``, which ends where the file is named; empty: it is there.
     """
 
     data: Json
@@ -39,6 +40,7 @@ class Base:
     origin: str
     reasons: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    made_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

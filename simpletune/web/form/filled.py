@@ -122,10 +122,12 @@ class Filled:
     @property
     def command(self) -> str:
         """The command line that does the same."""
-        origin = {} if self.base.origin == "" else read_json(Path(self.base.origin))
+        made_by = self.base.made_by
+        origin = self.base.data if made_by else read_json(Path(self.base.origin))
         changed = overrides(origin, self.data)
         words = [f"{path}={_word(value)}" for path, value in changed.items() if path not in UNSAID]
-        return shlex.join(["simpletune", "train", self.base.origin, *words])
+        train = shlex.join(["simpletune", "train", self.base.origin, *words])
+        return f"{shlex.join(['simpletune', *made_by, self.base.origin])} &&\n{train}" if made_by else train
 
 
 def fill(places: Places, asked: Asked) -> Filled:

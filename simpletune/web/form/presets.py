@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import copy
-import re
-import shutil
-import subprocess
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
-from simpletune.cards import CARDS, Card, card_named_by_driver, card_of
+from simpletune.cards import CARDS, Card, card_of
 from simpletune.config.load import read_json
+from simpletune.config.run_name import run_name
 from simpletune.config.shipped import shipped_names
-from simpletune.memory.profiles import LORA
+from simpletune.init.answers import Answers
+from simpletune.init.defaults import TRIGGER, profile_of
+from simpletune.init.suggest import suggest
 from simpletune.options import Json, UserError
 from simpletune.web.form.edit import Base, set_at
 
 HERE = "here"  # the machine of the page
 WITHOUT_CARD, WITH_CARD = "demo", "sd3_medium_lora_8gb"
-TRIGGER = "sks"  # a word without a meaning to the text encoders, in common use for this
 CAPTIONS = (".txt", ".caption", ".jsonl")
-LOOKED_AT = 2000  # entries of a folder
-USABLE = 0.9  # share of a nominal size that a card of that size reports: 22.03 GiB of an L4's 24
-SECONDS = 10  # until a driver that does not answer counts as none
+LOOKED_AT = 1000  # entries of a folder; decoding more would keep the form waiting
 TRY_OUT = (
     "This machine has no graphics card: the tiny model that comes with simpletune, for trying out. It draws flat "
     "figures of 64 px, no photos"
@@ -31,17 +28,10 @@ TRY_OUT = (
 
 @cache
 def card_here() -> Card | None:
-    """Return the first graphics card of this machine as its driver describes it; None if there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
-        name, mib, capability = (part.strip() for part in answer.splitlines()[0].split(","))
-        major, minor = capability.split(".")
-        return card_named_by_driver(name, int(mib) * 2**20, (int(major), int(minor)))
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None
+    """Return the first graphics card of this machine that torch can use; None if there is none."""
+    from simpletune.init.machine import card_here
+
+    return card_here()[0]
 
 
 def cards() -> list[tuple[str, str]]:
@@ -68,6 +58,11 @@ def preset(card: Card | None, folder: Path | None, trigger: str) -> Base:
         folder: of pictures; None: not chosen yet.
         trigger: word that shall name what is learned; may be empty.
     """
+    if folder is not None and _entries(folder) <= LOOKED_AT:
+        try:
+            return _suggested(folder, folder.stat().st_mtime_ns, card, trigger)
+        except UserError:  # nothing can be used: said at the field
+            pass
     origin = WITHOUT_CARD if card is None else WITH_CARD
     data = copy.deepcopy(read_json(Path(origin)))
     for name in ("$schema", "about"):
@@ -76,11 +71,21 @@ def preset(card: Card | None, folder: Path | None, trigger: str) -> Base:
     data["data"]["path"] = ""
     reasons: dict[str, str] = {}
     if card is not None:
-        set_at(data, "memory.profile", profile_of(card))
-        reasons["memory.profile"] = f"{card.name} has {card.gib:.0f} GB"
-    data["name"] = (run_name(folder.name) if folder else "") or "my_run"
+        set_at(data, "memory.profile", profile_of(card)[0])
+        reasons["memory.profile"] = profile_of(card)[1]
+    data["name"] = run_name(folder.name if folder else "", "my_run")
     _use_folder(data, folder, trigger, reasons)
     return Base(data, "preset", origin, reasons, (TRY_OUT,) if card is None else ())
+
+
+@lru_cache(maxsize=64)
+def _suggested(folder: Path, changed: int, card: Card | None, trigger: str) -> Base:
+    """Return what ``simpletune init`` suggests for a folder; looked at again when it has changed."""
+    found = suggest(folder, Answers(trigger=trigger or None), card)
+    reasons = {each.path: each.why for each in found.reasons}
+    words = ["init", str(folder), *(["--trigger", trigger] if trigger else []), "--yes", "--out"]
+    notes = tuple(found.notes) if card is not None else (TRY_OUT, *found.notes)
+    return Base(found.config, "preset", f"{found.config['name']}.json", reasons, notes, tuple(words))
 
 
 def shipped(name: str, folder: Path | None, trigger: str) -> Base:
@@ -114,16 +119,12 @@ def _use_folder(data: Json, folder: Path | None, trigger: str, reasons: dict[str
         reasons["data.prompt"] = "the folder has no captions: all pictures get this one"
 
 
-def profile_of(card: Card) -> str:
-    """Return the largest memory profile whose card this one is."""
-    sizes = {int(name.removesuffix("gb")): name for name in LORA}
-    fitting = [name for size, name in sizes.items() if size * USABLE <= card.bytes / 2**30]
-    return fitting[-1] if fitting else next(iter(sizes.values()))
-
-
-def run_name(text: str) -> str:
-    """Return a run's name for a folder's."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", text).lstrip("._-")[:60]
+def _entries(folder: Path) -> int:
+    """Count the entries of a folder, up to one more than are looked at."""
+    try:
+        return sum(1 for _ in zip(range(LOOKED_AT + 1), folder.rglob("*"), strict=False))
+    except OSError:
+        return 0
 
 
 def has_captions(folder: Path) -> bool:
