@@ -50,7 +50,8 @@ def forbidden(tree: ast.AST) -> list[str]:
                 if (call.value.id, call.attr) in METHODS:
                     found.append(f"{call.value.id}.{call.attr}")
             for keyword in node.keywords:
-                if keyword.arg in ("trust_remote_code", "shell", "allow_pickle"):
+                refused = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                if keyword.arg in ("trust_remote_code", "shell", "allow_pickle") and not refused:
                     found.append(keyword.arg)
     return found
 

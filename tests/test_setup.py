@@ -425,7 +425,7 @@ def test_help_never_installs(machine: Machine) -> None:
     machine.python()
     status, output = machine.run("train.sh", "--help")
     assert status == 0
-    assert output.startswith("usage: ./train.sh [CONFIG] [key.path=value ...] [--flags]")
+    assert output.startswith("usage: ./train.sh [CONFIG | FOLDER] [key.path=value ...] [--flags]")
     assert machine.calls("pip") == [] and not (machine.root / ".venv").exists()
 
 

@@ -43,7 +43,8 @@ def find_encoder(name: str, option: str = "--encoders", kinds: Collection[str] =
     kind = KINDS[_model_type(place)][0]
     if kinds and kind not in kinds:
         raise UserError(f"{option}: {name} is a {kind} model. Use one of {', '.join(kinds)}")
-    return About(name, place.folder, kind, fingerprint(place.folder), _parameters(place), option)
+    parameters = _parameters(place)
+    return About(name, place.folder, kind, fingerprint(place.folder), parameters, option)
 
 
 def load_encoder(about: About, device: torch.device) -> Encoder:

@@ -220,6 +220,8 @@ def drawing_defaults(folder: Path) -> Json:
     prompt = prompts[0] if isinstance(prompts, list) and prompts else ""
     if not prompt and (rows := matrix_of(folder).rows):
         prompt = rows[0].prompt
+    if not prompt and isinstance(data, dict):  # before the first pictures
+        prompt = data.get("prompt") or "a picture"
     fallback = {"width": option.get("width") or side, "height": option.get("height") or side}
     own = {name: option.get(name, "") for name in ("negative_prompt", "seed", "steps", "guidance")}
     return {"prompt": prompt, **own, **fallback}

@@ -36,7 +36,7 @@ def plain_text(text: str, what: str) -> str:
 
 
 def strengths_of(text: str) -> list[float]:
-    """Read strengths from a text such as ``0.5 1``, in order, each once.
+    """Read strengths from a text such as ``0.5 1``, in order, each once; 0 is left out, because the base is always drawn.
 
     Raises:
         UserError: one is no number, or there are none or too many.
@@ -44,9 +44,9 @@ def strengths_of(text: str) -> list[float]:
     parts = re.split(r"[\s,;]+", text.strip())
     rule = f"Use 1 to {MOST_STRENGTHS} numbers above 0 and at most {STRONGEST:g}, such as {STRENGTHS}"
     try:
-        found = sorted({float(part) for part in parts})
+        found = sorted({float(part) for part in parts} - {0.0})
     except ValueError:
         raise UserError(f"strengths: {text[:60]!r} is not a list of numbers. {rule}") from None
-    if len(found) > MOST_STRENGTHS or not all(0 < value <= STRONGEST for value in found):
+    if not 1 <= len(found) <= MOST_STRENGTHS or not all(0 < value <= STRONGEST for value in found):
         raise UserError(f"strengths: {text[:60]!r} does not fit. {rule}")
     return found
