@@ -63,7 +63,7 @@ torture: setup  ## kill 50 runs at named and random moments (10 minutes on 2 idl
 web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; time not measured
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m "slow or not slow" --timeout 900 tests/test_web_browser.py
 
-screens: setup  ## draw the screenshots of docs/web.md: every page, desktop and phone, both themes; time not measured
+screens: setup  ## draw the screenshots of docs/web.md: every page, light on a desktop and dark on a phone; 1 min
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/web_screens.py
 
 mutants: setup  ## does a test fail for each fault of tests/mutants.toml? begins none after 30 minutes, and then goes on

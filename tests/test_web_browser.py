@@ -97,7 +97,9 @@ def test_hostile_names_stay_text(server: Server, light: Browser) -> None:
 def test_the_form_answers_within_a_second_and_keeps_focus_and_values(server: Server, light: Browser) -> None:
     light.open(server.url + "/start")
     light.fill('[name="data.path"]', "pics")
-    light.until(lambda: light.text("#to-mend") == "" and light.raw("#command").startswith("simpletune init"), "no problems")
+    light.until(
+        lambda: light.text("#to-mend") == "" and light.raw("#command").startswith("simpletune init"), "no problems"
+    )
     light.until(lambda: "GiB" in light.text("#live") and light.text("#live-state") == "", "prediction", 120)
     light.click("#everything > summary")
     light.click("#d-train > summary")
@@ -177,7 +179,9 @@ def test_a_newcomers_path(tmp_path: Path) -> None:
         browser.open(server.url + "/start")
         browser.fill('[name="data.path"]', "pics")
         browser.fill('[name="trigger"]', "glim")
-        browser.until(lambda: browser.text("#to-mend") == "" and "--trigger glim" in browser.raw("#command"), "the form")
+        browser.until(
+            lambda: browser.text("#to-mend") == "" and "--trigger glim" in browser.raw("#command"), "the form"
+        )
         shorten(browser, steps=4000, every=40)
         browser.click("#go")
         browser.until(lambda: "/run/pics" in browser.driver.current_url, "the run's page", 300)

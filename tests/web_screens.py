@@ -24,7 +24,7 @@ def train(url: str, browser: Browser) -> None:
     browser.fill('[name="data.path"]', "pictures")
     browser.fill('[name="trigger"]', "glim")
     browser.click("#everything > summary")
-    for section, name, value in (("train", "steps", STEPS), ("validation", "every", STEPS // 3)):
+    for section, name, value in (("train", "steps", STEPS), ("validation", "every", 10)):
         browser.click(f"#d-{section} > summary")
         browser.fill(f'[name="{section}.{name}"]', str(value))
         browser.until(lambda section=section: "yours" in browser.text(f"#c-{section}"), section)
@@ -52,7 +52,7 @@ def draw(url: str, browser: Browser, name: str, path: str, size: tuple[int, int]
 
 
 def main() -> int:
-    """Draw all pages in both sizes and themes."""
+    """Draw all pages, light on a desktop and dark on a phone."""
     if MISSING:
         print(f"no browser: {' and '.join(MISSING)} missing", file=sys.stderr)
         return 2
@@ -60,11 +60,10 @@ def main() -> int:
         shutil.copytree(resolve("demo:pictures", Path(folder) / "cache"), Path(folder) / "pictures")
         with serving(Path(folder)) as server, browsing() as browser:
             train(server.url, browser)
-            pages = {"start": "/start", "runs": "/", "run": "/run/pictures", "data": "/data?folder=pictures"}
+            pages = {"start": "/start", "runs": "/", "run": "/run/pictures", "data": "/data?place=pictures"}
             for name, path in pages.items():
-                for size in (DESKTOP, PHONE):
-                    for dark in (False, True):
-                        draw(server.url, browser, name, path, size, dark)
+                draw(server.url, browser, name, path, DESKTOP, dark=False)
+                draw(server.url, browser, name, path, PHONE, dark=True)
     return 0
 
 

@@ -26,6 +26,7 @@ from simpletune.init.defaults import (
     STEPS,
     TEMPLATES,
     TINY,
+    TINY_SIDE,
     Reason,
     default_trigger,
     guess_what,
@@ -141,7 +142,7 @@ class Choices:
 
     def _resolution(self) -> int:
         if self.tiny:
-            self.set("data.resolution", 64, "the tiny model's own size")
+            self.set("data.resolution", TINY_SIDE, "the tiny model's own size")
             return 64
         known = SIDES if self.family.resolution >= SIDES[0] else (self.family.resolution,)
         large = {side: sum(each >= NEAR * side for each in self.seen.sides) for side in known}

@@ -10,6 +10,7 @@ from simpletune.init.look import Look, read_captions
 from simpletune.options import Json, plural
 
 TINY = "demo:tiny-sd3"
+TINY_SIDE = 64  # pixels
 PROFILES = ("4gb", "6gb", "8gb", "12gb", "16gb", "24gb")
 USABLE = 0.9  # share of a size that a card of that size reports: 22.03 GiB of an L4's 24, 11.75 of 12
 DEFAULT_PROFILE = "8gb"  # for a card that is not known

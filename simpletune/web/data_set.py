@@ -22,8 +22,10 @@ from simpletune.data.walk import SUFFIXES, read_regular
 from simpletune.data_report.caption_edits import Entry, entries_of, pictures_of
 from simpletune.data_report.prompt_cuts import Cut, Cutter
 from simpletune.data_report.thumbnails import bucket_of_size
+from simpletune.init.defaults import TINY, TINY_SIDE
 from simpletune.models.buckets import Size, upscaling
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
+from simpletune.web.form.presets import card_here
 from simpletune.web.roots import Roots
 
 PAGE = 48  # pictures
@@ -132,9 +134,13 @@ def open_data_set(roots: Roots, place: str, index: str) -> DataSet:
 
 @lru_cache(maxsize=16)
 def _config_of(path: Path, version: tuple[int, int]) -> TrainConfig:
-    """The configuration of a file or of a folder alone; kept, because validation takes a twentieth of a second."""
+    """The configuration of a file, or of a folder as Start would train it; kept, because validation takes 50 ms."""
     if path.is_dir():
-        return validate({"name": "data", "data": {"path": str(path)}}, str(path), needs_data=False, needs_model=False)
+        data: Json = {"name": "data", "data": {"path": str(path)}}
+        if card_here() is None:  # the tiny model, at its size
+            data["data"]["resolution"] = TINY_SIDE
+            data["model"] = {"pretrained": TINY}
+        return validate(data, str(path), needs_data=False, needs_model=False)
     return resolve_data_folder(read_config(path, needs_data=False, needs_model=False)[0])
 
 

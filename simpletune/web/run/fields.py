@@ -36,7 +36,7 @@ def plain_text(text: str, what: str) -> str:
 
 
 def strengths_of(text: str) -> list[float]:
-    """Read strengths from a text such as ``0.5 1``, in order, each once; 0 is left out, because the base is always drawn.
+    """Read strengths from a text such as ``0.5 1``, in order, each once; without 0, because the base is always drawn.
 
     Raises:
         UserError: one is no number, or there are none or too many.
