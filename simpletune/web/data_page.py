@@ -59,7 +59,9 @@ def data(request: Request) -> Response:
     if not place:
         return render(request, "data_choose.html", suggested=suggestions(roots))
     found = open_data_set(roots, place, request.query_params.get("source", "0"))
-    return render(request, "data.html", data=found, query=found.query, **_gallery(request, found))
+    root = roots.named[0]
+    shown = found.folder.relative_to(root) if found.folder.is_relative_to(root) else found.folder
+    return render(request, "data.html", data=found, shown=shown, query=found.query, **_gallery(request, found))
 
 
 def gallery(request: Request) -> Response:
