@@ -18,7 +18,7 @@ from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.best_card import GOALS, in_words, plan_on, table
 from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
-from simpletune.estimate.levers import differing, what_may_cost
+from simpletune.estimate.levers import differing
 from simpletune.estimate.planning import PlanResult, Search, batch_table
 from simpletune.estimate.predict import MIB
 from simpletune.options import UserError
@@ -148,9 +148,6 @@ def _described(number: int, result: PlanResult, best: PlanResult, config: TrainC
     why = _why(result.step_time, best.step_time) if number > 1 else ""
     yield f"   expected: {result.step_time.seconds:.2f} s/step{why}"
     yield from (f"   {line}" for line in in_words(config, result))
-    costs = what_may_cost(config, choice.config)
-    if costs:
-        yield f"   may cost quality: {', '.join(costs)}"
     for text in differing(config, choice.config, choice.overrides):
         yield f"   {text}"
 
