@@ -20,7 +20,7 @@ from simpletune.config.load import validate
 from simpletune.lora.describe import describe
 from simpletune.lora.updates import Update
 from simpletune.lora.write import write_lora
-from simpletune.runs.sharing import MOST, PREFIX, data_uri, trigger_of
+from simpletune.runs.sharing import MOST, PREFIX, data_uri, trained_at, trigger_of
 from simpletune.system.safetensors_file import content_hash
 
 LAYER = "transformer_blocks.0.attn.to_q"
@@ -189,3 +189,8 @@ def test_fields_are_bounded(words: list[str], run: Path, tmp_path: Path, capsys:
 )
 def test_the_words_that_call_it(data: dict, trigger: str | None) -> None:
     assert trigger_of(validate({"name": "x", "data": data}, "x")) == trigger
+
+
+def test_a_damaged_record_of_attempts_leaves_the_date_out(tmp_path: Path) -> None:
+    (tmp_path / "attempts.json").write_text('[{"started": 1}')
+    assert trained_at(tmp_path) is None

@@ -110,7 +110,7 @@ class Captioner(ABC):
 
         Raises:
             ValueError: a picture's shape is outside of what the model takes.
-            UserError: the model has no room for so many tokens.
+            UserError: prompt and caption exceed the model's context.
         """
         device, dtype = self.model.device, self.dtype
         inputs = {

@@ -149,7 +149,7 @@ def job_time(config: TrainConfig, job: JobReport, card: Card, counts: DataCounts
 
 
 def times_due(every: int | None, steps: int) -> int:
-    """How often something that is due every so many steps, and after the last one, happens in a run."""
+    """Count how often something happens in a run that is due at an interval and after the last step."""
     return 1 + ((steps - 1) // every if every else 0)
 
 

@@ -150,7 +150,7 @@ def _translate_one(source: Translation, general: Translation) -> None:
     varied = [key for key in ("flip_aug", "random_crop", "shuffle_caption") if truth(source.settings.get(key, False))]
     if varied or source.get("tag_dropout"):
         key = (varied or ["caption_tag_dropout_rate"])[0]
-        source.change(key, "variants", VARIANTS, "drawn once for each of so many variants, and cached")
+        source.change(key, "variants", VARIANTS, "drawn once for each variant, and cached")
     source.leave_by_table(KOHYA_DATA)
     source.leave_rest()
 

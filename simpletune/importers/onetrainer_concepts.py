@@ -96,7 +96,7 @@ def _prompts(source: Translation) -> None:
     if own.get("shuffle_tags") or own.get("tag_dropout"):
         own.by_table([Row("tag_delimiter", "tag_separator", text), Row("keep_tags_count", "keep_tags", whole_number)])
         if (source.get("variants") or 1) == 1:
-            own.change("enable_tag_shuffling", "variants", VARIANTS, "drawn once for each of so many variants")
+            own.change("enable_tag_shuffling", "variants", VARIANTS, "drawn once for each variant")
     if truth(own.settings.get("caps_randomize_enable", False)):
         own.leave("caps_randomize_enable", "the case of letters stays")
     source.seen("text")
@@ -114,7 +114,7 @@ def _image(source: Translation, general: Translation) -> None:
             "enable_crop_jitter" if own.get("crop") else "enable_random_flip",
             "variants",
             VARIANTS,
-            "drawn once for each of so many variants",
+            "drawn once for each variant",
         )
     sizes = text(
         own.settings.get("resolution_override")

@@ -143,6 +143,6 @@ def _size(source: Translation, step: int) -> None:
     if crop and style in ("center", "centre", "random"):
         source.take("crop_style", "crop", "random" if style == "random" else "center")
         if style == "random":
-            source.change("crop_style", "variants", VARIANTS, "drawn once for each of so many variants, and cached")
+            source.change("crop_style", "variants", VARIANTS, "drawn once for each variant, and cached")
     elif crop and style is not None:
         source.leave("crop_style", f"{style}: simpletune crops at the center or at random")

@@ -51,7 +51,7 @@ class Answers:
 
 
 def ask(answers: Answers, guess: What, trigger: str | None, read: Callable[[str], str] = input) -> Answers:
-    """Ask for what is not said yet; Enter takes the default, and so does the end of the input.
+    """Ask for the missing answers; Enter and end of input take the default.
 
     Args:
         answers: from the command line.

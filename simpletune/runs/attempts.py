@@ -73,6 +73,14 @@ def read_attempts(folder: Path) -> list[Attempt]:
     return _ROWS.validate_json(file.read_bytes()) if file.exists() else []
 
 
+def attempts_of(folder: Path) -> list[Attempt]:
+    """Read the attempts of a run; none if the record is damaged."""
+    try:
+        return read_attempts(folder)
+    except (ValueError, OSError):
+        return []
+
+
 def known(attempts: Sequence[Attempt], metrics: Iterable[Json]) -> list[Attempt]:
     """Add the steps that the last process finished after its last record.
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from PIL import Image, ImageOps
 
 from simpletune.config.schema import TrainConfig
-from simpletune.options import UserError
-from simpletune.runs.attempts import read_attempts
+from simpletune.runs.attempts import attempts_of
 from simpletune.runs.folder import SAMPLES
 
 SIDE = 256  # pixels; the model spec recommends 256x256
@@ -28,10 +27,7 @@ def trained_at(run: Path) -> str | None:
 
     Exports of one run have the same date, and so the same bytes.
     """
-    try:
-        attempts = read_attempts(run)
-    except UserError:
-        return None
+    attempts = attempts_of(run)
     if not attempts:
         return None
     return (attempts[-1].started + timedelta(seconds=round(attempts[-1].seconds))).strftime(DATE)

@@ -16,12 +16,13 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from simpletune.options import Json, UserError
-from simpletune.runs.attempts import read_attempts, total_seconds
+from simpletune.runs.attempts import attempts_of, total_seconds
 from simpletune.runs.folder import SUMMARY, read_json_or_none
 from simpletune.system.atomic import atomic_file
+from simpletune.system.locks import is_held
 from simpletune.web import queue
 from simpletune.web.roots import Roots
-from simpletune.web.run_state import RunState, stamp, state_of
+from simpletune.web.run_state import Runs, RunState, stamp, state_of
 from simpletune.web.templates import read_form, render
 
 THUMBNAILS, SIDE = "thumbnails", 176  # pixels
@@ -64,9 +65,9 @@ def routes() -> list[Route]:
     ]
 
 
-def stamps(roots: Roots) -> dict[str, Hashable]:
+def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
     """Return the stamps of the topics ``run:NAME`` and ``runs``."""
-    found: dict[str, Hashable] = {f"run:{folder.name}": stamp(folder) for folder in roots.all_runs()}
+    found: dict[str, Hashable] = {f"run:{folder.name}": stamp(folder, held) for folder, held in runs}
     return {**found, "runs": tuple(found.items())}
 
 
@@ -139,7 +140,7 @@ def rows(roots: Roots) -> list[Row]:
     Args:
         roots: of the page.
     """
-    found = [(known(folder, stamp(folder)), _age(folder)) for folder in roots.all_runs()]
+    found = [(known(folder, stamp(folder, is_held(folder))), _age(folder)) for folder in roots.all_runs()]
     found.sort(key=lambda pair: (pair[0].state.word != "running", -pair[1]))
     differing = differences([each.settings for each, _ in found])
     return [
@@ -159,10 +160,7 @@ def known(folder: Path, stamp: Hashable) -> Known:
     """
     state = state_of(folder)
     summary = read_json_or_none(folder / SUMMARY) or {}
-    try:
-        seconds = total_seconds(read_attempts(folder))
-    except (ValueError, OSError):
-        seconds = 0.0
+    seconds = total_seconds(attempts_of(folder))
     picture = ""
     if state.picture is not None:
         picture = str((folder / state.picture).stat().st_mtime_ns)

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from simpletune.options import UserError
+from simpletune.system.locks import is_held
 from simpletune.web import all_runs, data_page, run_page, start
 from simpletune.web.events import Watch, changes, events
 from simpletune.web.guard import Access, Guard
@@ -22,7 +23,7 @@ from simpletune.web.roots import Roots
 from simpletune.web.templates import SHARED, TEMPLATES, render
 
 PAGES = (all_runs, start, data_page, run_page)
-"""Each has ``routes() -> list[Route]`` and ``stamps(roots) -> dict[str, Hashable]``."""
+"""Each has ``routes() -> list[Route]`` and ``stamps(roots, runs) -> dict[str, Hashable]``."""
 STATIC = {
     "base.css": SHARED, "app.css": TEMPLATES, "app.js": TEMPLATES, "htmx.min.js": TEMPLATES,
     "start.js": TEMPLATES, "run.js": TEMPLATES,
@@ -59,7 +60,8 @@ def make_app(roots: Roots, access: Access) -> Web:
     app.router.redirect_slashes = False
 
     def look() -> dict[str, Hashable]:
-        return {topic: stamp for page in PAGES for topic, stamp in page.stamps(roots).items()}
+        runs = [(folder, is_held(folder)) for folder in roots.all_runs()]
+        return {topic: stamp for page in PAGES for topic, stamp in page.stamps(roots, runs).items()}
 
     app.state.roots, app.state.watch = roots, Watch(look)
     return Web(Guard(app, access), app.state.watch)

@@ -20,7 +20,8 @@ from simpletune.system.atomic import write_json
 from simpletune.web import processes
 from simpletune.web.data_set import DataSet, open_data_set
 from simpletune.web.roots import Roots
-from simpletune.web.templates import read_form, render
+from simpletune.web.run_state import stamps_in
+from simpletune.web.templates import read_fields, render
 
 GROUPS, EACH = 24, 6  # groups of duplicates shown, and pictures in each
 LISTED = 200  # unusable entries
@@ -44,16 +45,12 @@ def routes() -> list[Route]:
 
 def stamps(roots: Roots) -> dict[str, Hashable]:
     """Return a stamp for each data set of which a check or captioning has run."""
-    found: dict[str, list[tuple[str, int, int]]] = {}
-    folder = roots.own / processes.LOGS
-    for file in folder.glob("data-*") if folder.is_dir() else ():
-        try:
-            status = file.stat()
-        except FileNotFoundError:  # another page replaced it at this moment
-            continue
-        kind, _, key = file.stem.rpartition("-")
-        found.setdefault(f"{kind}:{key}", []).append((file.name, status.st_mtime_ns, status.st_size))
-    return {topic: tuple(sorted(files)) for topic, files in found.items()}
+    found: dict[str, list[tuple[str, Hashable]]] = {}
+    for name, stamp in sorted(stamps_in(roots.own / processes.LOGS).items()):
+        if name.startswith("data-"):
+            kind, _, key = Path(name).stem.rpartition("-")
+            found.setdefault(f"{kind}:{key}", []).append((name, stamp))
+    return {topic: tuple(files) for topic, files in found.items()}
 
 
 def _asked(request: Request, given: Mapping[str, str]) -> DataSet:
@@ -67,7 +64,7 @@ def check(request: Request) -> Response:
 
 async def start_check(request: Request) -> Response:
     """POST /data/check: decode and compare all pictures in a process of its own (``simpletune data``)."""
-    form = {name: values[0] for name, values in (await read_form(request)).items()}
+    form = await read_fields(request)
     return await run_in_threadpool(_start_check, request, form)
 
 
@@ -110,7 +107,7 @@ def captioning(request: Request) -> Response:
 
 async def start_captioning(request: Request) -> Response:
     """POST /data/captioning: start ``simpletune caption`` on the folder."""
-    form = {name: values[0] for name, values in (await read_form(request)).items()}
+    form = await read_fields(request)
     return await run_in_threadpool(_start_captioning, request, form)
 
 
@@ -157,7 +154,7 @@ def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[s
 
 async def stop_captioning(request: Request) -> Response:
     """POST /data/captioning/stop: end captioning; captions so far stay, and the next start goes on."""
-    form = {name: values[0] for name, values in (await read_form(request)).items()}
+    form = await read_fields(request)
     return await run_in_threadpool(_stop_captioning, request, form)
 
 

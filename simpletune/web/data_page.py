@@ -19,6 +19,7 @@ from simpletune.options import Json, UserError
 from simpletune.web import data_jobs
 from simpletune.web.data_set import PAGE, SHOWN, DataSet, card_id, cards_of, chosen, open_data_set, suggestions
 from simpletune.web.roots import Roots
+from simpletune.web.run_state import Runs
 from simpletune.web.templates import read_form, render
 
 TAGS = 60  # shown
@@ -41,7 +42,7 @@ def routes() -> list[Route]:
     ]
 
 
-def stamps(roots: Roots) -> dict[str, Hashable]:
+def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
     """Return the stamps of the topics ``data-check:KEY`` and ``data-caption:KEY``: what the page started."""
     return data_jobs.stamps(roots)
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import threading
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -20,6 +21,7 @@ from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
 from simpletune.web import processes
 from simpletune.web.roots import Roots
+from simpletune.web.run_state import file_stamp
 
 FOLDER = "estimates"
 IRRELEVANT = {"name", "about", "output", "tracking", "profile", "schema_"}  # to what is shown
@@ -62,12 +64,9 @@ def kept(roots: Roots, key: str) -> Json | None:
     return read_json_or_none(_file(roots, key)) if key.isalnum() else None
 
 
-def stamp(roots: Roots) -> int | None:
+def stamp(roots: Roots) -> Hashable:
     """Return what changes with every new prediction."""
-    try:
-        return (roots.own / FOLDER).stat().st_mtime_ns
-    except OSError:
-        return None
+    return file_stamp(roots.own / FOLDER)
 
 
 class Estimator:

@@ -20,6 +20,7 @@ from simpletune.system.atomic import quarantine, write_json
 from simpletune.system.locks import wait_for_lock
 from simpletune.web import processes
 from simpletune.web.roots import Roots
+from simpletune.web.run_state import file_stamp
 
 FILE, LOCK, RUNNER = "queue.json", ".queue.lock", "queue"
 RUNNER_MODULE = "simpletune.web.queue_runner"
@@ -180,11 +181,7 @@ def is_open(roots: Roots) -> bool:
 
 def stamp(roots: Roots) -> Hashable:
     """Return what changes with the queue."""
-    try:
-        found = (roots.own / FILE).stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino
+    return file_stamp(roots.own / FILE)
 
 
 def device_of(settings: Json) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from simpletune.options import UserError
-from simpletune.runs.attempts import read_attempts
+from simpletune.runs.attempts import attempts_of
 from simpletune.system.console import say
 from simpletune.system.locks import is_held
 from simpletune.web import processes, queue
@@ -121,10 +121,7 @@ def _is_taken(roots: Roots, entry: Entry) -> bool:
 
 def _device_of_run(folder: Path) -> str:
     """Return the device of a running run: that of its last attempt, else that of its configuration."""
-    try:
-        attempts = read_attempts(folder)
-    except (ValueError, OSError):
-        attempts = []
+    attempts = attempts_of(folder)
     if attempts:
         return CPU if attempts[-1].device.startswith("cpu") else GPU
     return queue.device_of(state_of(folder).settings)

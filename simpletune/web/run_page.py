@@ -5,9 +5,7 @@ That is its report, comparisons, the step to use, files for other tools, and goi
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from starlette.concurrency import run_in_threadpool
@@ -21,7 +19,6 @@ from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoin
 from simpletune.runs.choice import Choice, choose
 from simpletune.runs.folder import ATTEMPTS, BEST, CHECKPOINTS, SUMMARY
 from simpletune.system.atomic import write_json
-from simpletune.system.locks import is_held
 from simpletune.web import queue, running
 from simpletune.web.processes import LOGS
 from simpletune.web.roots import Roots
@@ -29,7 +26,7 @@ from simpletune.web.run.comparisons import COMPARE, comparisons_of
 from simpletune.web.run.fields import STRENGTHS, plain_text, strengths_of, whole
 from simpletune.web.run.pictures import matrix_of
 from simpletune.web.run.progress import Progress
-from simpletune.web.run_state import file_stamp, json_object
+from simpletune.web.run_state import Runs, file_stamp, json_object, stamps_in
 from simpletune.web.running import (
     TRAIN,
     Job,
@@ -43,7 +40,7 @@ from simpletune.web.running import (
     requests_of,
     run_of,
 )
-from simpletune.web.templates import read_form, render
+from simpletune.web.templates import read_fields, render
 
 REPORT = "report.html"
 JOBS = (COMPARE, "choose", "export", "report", "finish")
@@ -67,24 +64,13 @@ def routes() -> list[Route]:
     ]
 
 
-def stamps(roots: Roots) -> dict[str, Hashable]:
+def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
     """Return the stamps of the topics of the parts, such as ``pictures:NAME``."""
     found: dict[str, Hashable] = {}
     logs = stamps_in(roots.own / LOGS)
-    for folder in roots.all_runs():
-        held = is_held(folder)
+    for folder, held in runs:
         parts = running.topics(folder, held, logs) | topics(roots, folder, held, logs)
         found |= {f"{topic}:{folder.name}": stamp for topic, stamp in parts.items()}
-    return found
-
-
-def stamps_in(folder: Path) -> dict[str, Hashable]:
-    """Return a stamp of each file in a folder, by name."""
-    found: dict[str, Hashable] = {}
-    with suppress(FileNotFoundError), os.scandir(folder) as entries:  # the folder, or a file that is being replaced
-        for entry in entries:
-            status = entry.stat()
-            found[entry.name] = status.st_mtime_ns, status.st_size
     return found
 
 
@@ -184,7 +170,7 @@ def more_steps(progress: Progress) -> int:
 
 async def compare(request: Request) -> Response:
     """POST /run/NAME/compare: draw the base and a checkpoint at several strengths."""
-    folder, form = run_of(request), await _form(request)
+    folder, form = run_of(request), await read_fields(request)
     prompt = plain_text(form.get("prompt", ""), "prompt")
     seed = whole(form.get("seed") or "0", "seed")
     source = named(folder, form.get("step", ""))
@@ -197,7 +183,7 @@ async def compare(request: Request) -> Response:
 
 async def choose_step(request: Request) -> Response:
     """POST /run/NAME/choose: take a step as the best, or let the figures choose."""
-    folder, form = run_of(request), await _form(request)
+    folder, form = run_of(request), await read_fields(request)
     step = form.get("step", "auto")
     chosen = "auto" if step == "auto" else str(whole(step, "step"))
     return await _begun(request, folder, "choose", ["evaluate", str(folder), "--choose", chosen])
@@ -205,7 +191,7 @@ async def choose_step(request: Request) -> Response:
 
 async def export(request: Request) -> Response:
     """POST /run/NAME/export: convert a checkpoint for other tools."""
-    folder, form = run_of(request), await _form(request)
+    folder, form = run_of(request), await read_fields(request)
     layout, step = form.get("format", ""), form.get("step", "")
     if layout not in FORMATS:
         raise UserError(f"{layout[:40]!r} is no format. Use {', '.join(FORMATS)}")
@@ -226,13 +212,13 @@ async def report(request: Request) -> Response:
 
 async def finish(request: Request) -> Response:
     """POST /run/NAME/finish: make a stopped run's checkpoint its result."""
-    folder, form = run_of(request), await _form(request)
+    folder, form = run_of(request), await read_fields(request)
     return await _begun(request, folder, "finish", ["finish", named(folder, form.get("step", ""))])
 
 
 async def go_on(request: Request) -> Response:
     """POST /run/NAME/continue: put the run into the queue, to train on to a number of steps."""
-    folder, form = run_of(request), await _form(request)
+    folder, form = run_of(request), await read_fields(request)
     steps = whole(form.get("steps", ""), "steps")
     progress = progress_of(folder)
     if progress.running:
@@ -262,10 +248,6 @@ def _queued(roots: Roots, name: str, settings: Json) -> None:
 def named(folder: Path, step: str) -> str:
     """Name a run's result, or one of its checkpoints, for a command."""
     return f"{folder}@{whole(step, 'step')}" if step else str(folder)
-
-
-async def _form(request: Request) -> Mapping[str, str]:
-    return {name: values[-1] for name, values in (await read_form(request)).items()}
 
 
 async def _begun(request: Request, folder: Path, kind: str, words: list[str]) -> Response:

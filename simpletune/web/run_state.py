@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.options import Json
-from simpletune.runs.attempts import read_attempts
+from simpletune.runs.attempts import attempts_of
 from simpletune.runs.folder import ATTEMPTS, CONFIG, EVALUATIONS, METRICS, SAMPLES, SUMMARY
 from simpletune.system.locks import is_held
 from simpletune.system.strict_json import parse
 
 STAMPED = (METRICS, SUMMARY, ATTEMPTS, EVALUATIONS, SAMPLES, CONFIG)
 TAIL = 4096  # bytes: more than the longest row of metrics
+Runs = Sequence[tuple[Path, bool]]
+"""Folders of all runs, and whether a process trains each: one list for all pages\' stamps."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,7 @@ def state_of(folder: Path) -> RunState:
 def _ending(folder: Path, summarised: bool) -> tuple[str, str]:
     if is_held(folder):
         return "running", ""
-    try:
-        attempts = read_attempts(folder)
-    except (ValueError, OSError):
-        attempts = []
+    attempts = attempts_of(folder)
     if not attempts:
         return ("finished" if summarised else "new"), ""
     last = attempts[-1]
@@ -94,9 +94,25 @@ def json_object(file: Path) -> Json:
     return found if isinstance(found, dict) else {}
 
 
-def stamp(folder: Path) -> Hashable:
-    """Return what changes whenever a page about the run would look different."""
-    return (*(file_stamp(folder / name) for name in STAMPED), is_held(folder))
+def stamp(folder: Path, held: bool) -> Hashable:
+    """Return what changes whenever a page about the run would look different.
+
+    Args:
+        folder: run folder.
+        held: whether a process trains it.
+    """
+    return (*(file_stamp(folder / name) for name in STAMPED), held)
+
+
+def stamps_in(folder: Path) -> dict[str, Hashable]:
+    """Return a stamp of each file in a folder, by name; empty if there is no folder."""
+    found: dict[str, Hashable] = {}
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # it is being replaced
+                status = entry.stat()
+                found[entry.name] = status.st_mtime_ns, status.st_size
+    return found
 
 
 def file_stamp(file: Path) -> tuple[int, int] | None:

@@ -40,7 +40,7 @@ from simpletune.web.run import progress
 from simpletune.web.run.pictures import matrix_of, small_copy
 from simpletune.web.run.progress import Progress, charts_of
 from simpletune.web.run_state import file_stamp, state_of
-from simpletune.web.templates import read_form, render
+from simpletune.web.templates import read_fields, render
 
 SHOWN = 12  # requests and pictures on request, newest first
 LINES = 40  # of the log
@@ -229,8 +229,8 @@ def drawing_defaults(folder: Path) -> Json:
 
 async def ask_run(request: Request) -> Response:
     """POST /run/NAME/ask: put a request into the control file."""
-    folder, fields = run_of(request), await read_form(request)
-    asked = request_from({name: values[-1] for name, values in fields.items()})
+    folder = run_of(request)
+    asked = request_from(await read_fields(request))
     await run_in_threadpool(ask, folder, asked)
     return render(request, "run_asked.html", asked=asked)
 

@@ -21,6 +21,7 @@ from simpletune.web.form.filled import Asked, Filled, fill
 from simpletune.web.form.presets import HERE, card_here, cards
 from simpletune.web.queue import Entry
 from simpletune.web.roots import Roots
+from simpletune.web.run_state import Runs
 from simpletune.web.templates import read_form, render
 
 CONFIGS = "configs"
@@ -42,7 +43,7 @@ def routes() -> list[Route]:
     ]
 
 
-def stamps(roots: Roots) -> dict[str, Hashable]:
+def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
     """Return the stamps of the topics ``estimates`` and ``queue``; see that the queue is worked off."""
     queue.ensure_runner(roots)
     return {"estimates": live.stamp(roots), "queue": queue.stamp(roots)}

@@ -68,3 +68,8 @@ async def read_form(request: Request) -> dict[str, list[str]]:
         return parse_qs(body.decode(), keep_blank_values=True, errors="strict", max_num_fields=5000)
     except ValueError:
         raise HTTPException(400, "The form is not UTF-8, or has more than 5,000 fields") from None
+
+
+async def read_fields(request: Request) -> dict[str, str]:
+    """Read a form, each field with its last value. Raises what ``read_form`` raises."""
+    return {name: values[-1] for name, values in (await read_form(request)).items()}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from simpletune.data.evaluation import standard_error
 from simpletune.options import Json
 from simpletune.report.recorded import read_object
-from simpletune.runs.attempts import Attempt, merged_stages, read_attempts
+from simpletune.runs.attempts import Attempt, attempts_of, merged_stages
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import CONFIG, EVALUATION, EVALUATIONS, METRICS, PLANNED, SAMPLES
 from simpletune.system.console import TrainingProgress, duration
@@ -88,14 +88,6 @@ def progress_of(folder: Path, state: RunState) -> Progress:
     predicted = planned.get("predicted")
     found = predicted if isinstance(predicted, dict) else {}
     return Progress(state, steps, pace, left, coming, stages, found, trouble, command)
-
-
-def attempts_of(folder: Path) -> list[Attempt]:
-    """Read the attempts of a run; none if the record is damaged."""
-    try:
-        return read_attempts(folder)
-    except (ValueError, OSError):
-        return []
 
 
 def pace_of(rows: Follower) -> float | None:
