@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from simpletune.config.schema import TrainConfig, profile_folder, run_folder
+from simpletune.config.schema import TrainConfig, profile_folder, run_folder, run_url
 from simpletune.data.evaluation import ON_TRAINING
 from simpletune.data.several import source_notes
 from simpletune.data.source import Source
@@ -54,6 +54,8 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if not isinstance(config.prior, NoPrior):
         yield "prior", describe(config.prior)
     yield "saves", f"{run_folder(config) / config.adapter.result(config.model.denoiser)}, {_checkpoints(config)}"
+    if (url := run_url(config)) is not None:
+        yield "uploads", f"every checkpoint and all other files to {url}"
     yield "evaluates", _evaluates(config)
     drawn = "no pictures (validation.prompts is empty)"
     drawn = drawn if config.validation.prompts == [] else str(run_folder(config) / "samples")

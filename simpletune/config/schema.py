@@ -14,6 +14,7 @@ from simpletune.config.adapter_rules import adapter_rules
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.config.family_rules import family_rules
 from simpletune.config.optimizer_rules import optimizer_rules
+from simpletune.config.output import Output
 from simpletune.config.validation import Validation
 from simpletune.data import Data
 from simpletune.ema import Ema
@@ -73,19 +74,6 @@ class Tracking(Option):
     or continue offline without an API key, which it never asks for."""
     wandb_project: Annotated[str, Field(pattern=r"^[^/\\#?%:]{1,128}$")] = "simpletune"
     """Project in wandb."""
-
-
-class Output(Option):
-    """Folders to write to, relative to the current folder."""
-
-    runs: str = "runs"
-    """Folder for runs: configuration, metrics, samples, checkpoints and result of each."""
-    profiles: str = "profiles"
-    """Folder for TensorBoard: scalars, pictures and traces."""
-    cache: str = ".cache"
-    """Folder for cached latents and prompt embeddings, shared by all runs."""
-    report: bool = True
-    """Write report.html and report.md into the run's folder at the end."""
 
 
 class TrainConfig(Option):
@@ -178,6 +166,7 @@ class TrainConfig(Option):
         yield from self.precision.rules()
         yield from self._in_backward_rules()
         yield from self.checkpoint.rules()
+        yield from self.output.rules()
         if self.train.steps is not None and self.train.epochs is not None:
             yield Problem("train.epochs", "steps and epochs are both set. Remove one of them")
         if self.train.steps is not None and self.schedule.warmup_steps >= self.train.steps:
@@ -273,7 +262,12 @@ class TrainConfig(Option):
 
 def run_folder(config: TrainConfig) -> Path:
     """Return the folder of a run's results."""
-    return Path(config.output.runs) / config.name
+    return Path(config.output.folder) / config.name
+
+
+def run_url(config: TrainConfig) -> str | None:
+    """Return the URL of a run in an object store; None if it is kept in its folder only."""
+    return None if config.output.store is None else f"{config.output.store}/{config.name}"
 
 
 def profile_folder(config: TrainConfig) -> Path:

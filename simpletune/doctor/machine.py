@@ -111,11 +111,11 @@ def written_folders() -> dict[str, Path]:
     """The folders of the default configuration, and the hub's cache."""
     from huggingface_hub import constants
 
-    from simpletune.config.schema import Output
+    from simpletune.config.output import Output
 
     output = Output()
     return {
-        "runs": Path(output.runs),
+        "runs": Path(output.folder),
         "profiles": Path(output.profiles),
         "cache": Path(output.cache),
         "hub cache": Path(constants.HF_HUB_CACHE),

@@ -24,10 +24,11 @@ CHOSEN, ATTEMPTS, OVERFLOWS = "chosen.json", "attempts.json", "overflows.jsonl"
 DRIFT, BEST, SCORES = "base_predictions.safetensors", "best.json", "evaluation.json"
 CONTROL, CONTROL_ANSWERS, DRAWN, PLANNED = "control.json", "control_answers.jsonl", "drawn", "planned.json"
 PREDICTED = "predicted.json"  # time and price, before the first step
+REMOTE = "remote.json"  # which stored run the folder belongs to
 # Files that a run writes before its first checkpoint; wandb keeps its own copy.
 WRITTEN_FIRST = {
     METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, CHOSEN, ATTEMPTS, OVERFLOWS, DRIFT,
-    CONTROL, CONTROL_ANSWERS, DRAWN, PLANNED, PREDICTED, "wandb",
+    CONTROL, CONTROL_ANSWERS, DRAWN, PLANNED, PREDICTED, REMOTE, "wandb",
 }  # fmt: skip
 # Files that a run overwrites; a folder in their place is set aside.
 WRITTEN_FILES = (

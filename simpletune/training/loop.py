@@ -17,6 +17,7 @@ from simpletune.optim.rounding import key_draws
 from simpletune.options import plural
 from simpletune.pipeline.encode import prepare
 from simpletune.profiling import EpochTraces, phase
+from simpletune.remote.keep import kept_in_store
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import EVALUATION, append_metrics, finished_steps, read_summary
@@ -72,11 +73,11 @@ def train(
     folder = run_folder(config)
     attempt = AttemptRecorder(folder, time.perf_counter() if started is None else started)
     lock = exclusive(folder) if is_first_process() else nullcontext()
-    with lock, attempt, room_for("writing the run's files", folder):
+    with lock, kept_in_store(config, resume) as store, attempt, room_for("writing the run's files", folder):
         if resume == "auto" and is_finished(config):
             return folder
         require_place(folder)
-        run = set_up(config, StartOptions(attempt, resume, force, estimate_first))
+        run = set_up(config, StartOptions(attempt, resume, force, estimate_first, store))
         with run.trackers, explained(run), run.control:
             validate_train_finish(run)
         leave(run.accelerator)

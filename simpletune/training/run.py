@@ -16,6 +16,7 @@ from simpletune.ema import Average, averaged
 from simpletune.options import Json, plural
 from simpletune.pipeline.encode import Prepared, free_memory
 from simpletune.printable import reason_of
+from simpletune.remote.keep import Saves
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import PLANNED, put_evaluation, was_evaluated
@@ -61,6 +62,7 @@ class Run:
         attention: attention kernel.
         attempt: record of this process.
         guard: check for NaN and infinity.
+        store: keeps the run's checkpoints, if an object store does.
         predicted: predicted memory, if any.
         to_first_step: seconds from the start to the end of this process's first step.
         early: why the run ended before its planned length, if it did.
@@ -85,6 +87,7 @@ class Run:
     attention: str
     attempt: AttemptRecorder
     guard: NonFiniteGuard
+    store: Saves
     predicted: Estimate | None = None
     to_first_step: float | None = None
     early: str | None = None
@@ -125,6 +128,7 @@ class Run:
             )
             checkpoint.save(self.folder, state)
         self.attempt.update()
+        self.store.saved(step)
 
     def optional(self, what: str, call: Callable[..., T], *arguments: object) -> T | None:
         """Run an optional task: on failure, warn once per kind of error, free its device memory and return None. The

@@ -23,6 +23,7 @@ from simpletune.pipeline.encode import Prepared, encode
 from simpletune.pipeline.load import load_base
 from simpletune.pipeline.plan_data import plan_data
 from simpletune.quant.int8_tuning import announce_tuning
+from simpletune.remote.keep import OnlyHere, Saves
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder, close_killed
 from simpletune.runs.choice import best_step
@@ -73,12 +74,14 @@ class StartOptions:
         resume: ``latest``, ``auto`` or a checkpoint's folder; None starts a new run.
         force: start even if the run is predicted not to fit on the device or the disk.
         estimate_first: predict the memory on the CPU too.
+        store: keeps the run's checkpoints, if an object store does.
     """
 
     attempt: AttemptRecorder
     resume: str | None = None
     force: bool = False
     estimate_first: bool = False
+    store: Saves = OnlyHere()
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         steps=steps,
         attention=attention,
         attempt=options.attempt,
+        store=options.store,
         guard=NonFiniteGuard(config, folder, model.core, batches, start, trackers.warn),
         predicted=predicted,
     )

@@ -1,0 +1,116 @@
+"""Fetch a run's folder from an object store, where this machine's own is missing or older."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simpletune.options import UserError
+from simpletune.remote.index import INDEX, Index, StoredCheckpoint
+from simpletune.remote.link import linked_run
+from simpletune.remote.store import Store, StoreError
+from simpletune.remote.upload import LEFT_OUT
+from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
+from simpletune.system.atomic import atomic_folder
+from simpletune.system.checksums import sha256_of
+from simpletune.system.console import progress, say
+from simpletune.system.disk import in_words
+from simpletune.system.failpoints import failpoint
+from simpletune.system.signals import poll
+
+ATTEMPTS = 3  # times that a file is fetched before it counts as damaged
+
+
+def fetch(store: Store, index: Index, folder: Path) -> None:
+    """Bring a run's folder to the state of the stored run, unless it has later checkpoints itself.
+
+    A checkpoint that is damaged in the store is said and left out; an older one is then the newest.
+
+    Args:
+        store: the run's folder there.
+        index: its index.
+        folder: the run's folder here.
+
+    Raises:
+        UserError: the folder here belongs to another run, or no stored checkpoint is intact.
+        StoreError: the store does not answer.
+    """
+    here = [step for step, _ in list_checkpoints(folder)]
+    if here and linked_run(folder) != index.run:
+        raise UserError(
+            f"--resume: {folder} is not the run that {store.url} holds. Move the folder away to continue the stored "
+            "one, or give this run another name: name=..."
+        )
+    missing = {step: each for step, each in index.checkpoints.items() if step not in here}
+    if not missing or (here and here[-1] >= max(index.checkpoints)):
+        return
+    _fetch_checkpoints(store, missing, folder)
+    if not list_checkpoints(folder):
+        raise UserError(
+            f"--resume: none of the checkpoints in {store.url} is intact. Restore them, or start a new run under "
+            "another name: name=..."
+        )
+    _fetch_files(store, folder)
+
+
+def _fetch_checkpoints(store: Store, missing: dict[int, StoredCheckpoint], folder: Path) -> None:
+    size = sum(file.size for each in missing.values() for file in each.files.values())
+    say(f"fetch   {store.url}: {in_words(size)}")
+    with progress("fetch", sum(len(each.files) for each in missing.values()), "files") as advance:
+        for step, stored in sorted(missing.items(), reverse=True):
+            target = checkpoint_folder(folder, step)
+            try:
+                with atomic_folder(target, "fetching a checkpoint") as part:
+                    for name in stored.files:
+                        _fetch_file(store, stored, name, part)
+                        advance()
+                        poll()
+                    failpoint("remote.fetched")
+            except Damaged as damage:
+                say(f"warning {damage}: the checkpoint of step {step} is left out")
+
+
+class Damaged(StoreError):
+    """Report that a stored file is missing or not the one that was uploaded."""
+
+
+def _fetch_file(store: Store, stored: StoredCheckpoint, name: str, folder: Path) -> None:
+    """Fetch a file of a checkpoint.
+
+    Raises:
+        Damaged: it is not the one that was uploaded, each time.
+        StoreError: the store does not answer.
+    """
+    known, key = stored.files[name], f"{stored.folder}/{name}"
+    failure: StoreError | None = None
+    for _ in range(ATTEMPTS):
+        try:
+            store.fetch(key, folder / name, known.size)
+        except StoreError as error:
+            failure = error
+            continue
+        if sha256_of(folder / name) == known.sha256:
+            return
+        failure = Damaged(f"{store.url}/{key} is damaged (its checksum does not match)")
+    there = store.keys(f"{stored.folder}/")  # raises if the store does not answer at all
+    if key not in there:
+        raise Damaged(f"{store.url}/{key} is missing")
+    if there[key] != known.size:
+        raise Damaged(f"{store.url}/{key} has {there[key]} bytes instead of {known.size}")
+    assert failure is not None
+    raise failure
+
+
+def _fetch_files(store: Store, folder: Path) -> None:
+    """Fetch the run's other files: metrics, samples, configuration."""
+    for key, size in store.keys().items():
+        parts = key.split("/")
+        if parts[0] in (*LEFT_OUT, INDEX) or any(part in ("", ".", "..") for part in parts):
+            continue
+        for attempt in range(ATTEMPTS):
+            try:
+                store.fetch(key, folder / key, size)
+                break
+            except StoreError:
+                if attempt == ATTEMPTS - 1:
+                    raise
+        poll()

@@ -1,0 +1,186 @@
+"""Read and write a folder of an object store (S3, Google Cloud Storage, Azure) by obstore.
+
+Credentials, region and endpoint come from the usual environment variables (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
+``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, ...) or from the machine itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletune.options import UserError
+from simpletune.printable import reason_of
+from simpletune.system.atomic import atomic_file
+from simpletune.system.redact import redact
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore, RetryConfig
+
+PACKAGES = "'simpletune[remote]'"
+PART = 16 * 2**20  # bytes of a part of a large file
+PARTS_AT_ONCE = 4
+RETRIES: RetryConfig = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}  # of one request
+ANSWER, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # limits of one request
+CHANGED = "the object has changed since it was read"
+
+
+class StoreError(OSError):
+    """Report that an object store could not do what was asked."""
+
+
+class Changed(StoreError):
+    """Report that an object is not the one that was to be replaced."""
+
+
+class Store:
+    """A folder of an object store.
+
+    Args:
+        url: of the folder, for example ``s3://bucket/runs/NAME``.
+
+    Raises:
+        UserError: obstore is not installed, or the URL or its settings are invalid.
+    """
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self._store = _open(self.url)
+
+    def keys(self, prefix: str = "") -> dict[str, int]:
+        """List the objects under a prefix, which ends in ``/``: their sizes in bytes by key."""
+        import obstore
+
+        with self._errors(f"listing {prefix or 'the folder'}"):
+            chunks = obstore.list(self._store, prefix or None)
+            return {meta["path"]: meta["size"] for chunk in chunks for meta in chunk}
+
+    def upload(self, file: Path, key: str) -> None:
+        """Store a file under a key. The object appears whole or not at all.
+
+        Raises:
+            StoreError: it could not be stored, or has another size there.
+        """
+        import obstore
+
+        with self._errors(f"uploading {key}"):
+            size = file.stat().st_size
+            obstore.put(self._store, key, file, chunk_size=PART, max_concurrency=PARTS_AT_ONCE)
+            stored = obstore.head(self._store, key)["size"]
+        if stored != size:
+            raise StoreError(f"{key} has {stored} bytes in {self.url} instead of {size}")
+
+    def fetch(self, key: str, file: Path, size: int) -> None:
+        """Write an object of a known size to a file, whole or not at all.
+
+        Raises:
+            StoreError: it could not be read, or has another size.
+        """
+        import obstore
+
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with self._errors(f"fetching {key}"), atomic_file(file) as part:
+            with open(part, "wb") as handle:
+                for chunk in obstore.get(self._store, key).stream(min_chunk_size=2**20):
+                    handle.write(chunk)
+                written = handle.tell()
+            if written != size:
+                raise StoreError(f"{key} gave {written} bytes instead of {size}")
+
+    def read(self, key: str) -> tuple[bytes, str | None] | None:
+        """Read a small object.
+
+        Returns:
+            Its content and its ETag; None if there is no such object.
+        """
+        import obstore
+
+        with self._errors(f"reading {key}"):
+            try:
+                answer = obstore.get(self._store, key)
+            except FileNotFoundError:
+                return None
+            return bytes(answer.bytes()), answer.meta["e_tag"]
+
+    def replace(self, key: str, content: bytes, known: str | None) -> str | None:
+        """Store a small object, only if the stored one is still the known one.
+
+        Args:
+            key: of the object.
+            content: its new content.
+            known: the ETag of the stored object; None: there is none yet.
+
+        Returns:
+            Its new ETag.
+
+        Raises:
+            Changed: the stored object is another one, or there is one already.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        with self._errors(f"writing {key}"):
+            try:
+                mode = "create" if known is None else {"e_tag": known}
+                return obstore.put(self._store, key, content, mode=mode)["e_tag"]  # type: ignore[arg-type]
+            except (AlreadyExistsError, PreconditionError):
+                raise Changed(CHANGED) from None
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Remove objects; those that do not exist are no error."""
+        import obstore
+
+        with self._errors("removing old files"):
+            for key in keys:
+                try:
+                    obstore.delete(self._store, key)
+                except FileNotFoundError:
+                    continue
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """Turn every failure of the store into a ``StoreError`` that says what was being done."""
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except StoreError:
+            raise
+        except (BaseError, OSError, ValueError, NotImplementedError) as error:
+            raise StoreError(redact(f"{what} in {self.url} failed ({first_sentence(error)})")) from None
+
+
+def first_sentence(error: Exception) -> str:
+    """Shorten an error of a store to what a person needs; obstore adds its own state over many lines."""
+    return reason_of(error).partition("Debug source")[0].strip()[:300]
+
+
+def _open(url: str) -> ObjectStore:
+    """Open a store.
+
+    Raises:
+        UserError: obstore is not installed, or the URL or its settings are invalid.
+    """
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError:
+        raise UserError(
+            f"output.runs: {url} needs the package obstore, which is not installed. Run: "
+            f".venv/bin/pip install {PACKAGES}",
+            code=3,
+        ) from None
+    plain = any(os.environ.get(name, "").startswith("http://") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
+    try:
+        return from_url(
+            url,
+            client_options={"timeout": ANSWER, "connect_timeout": CONNECT, "allow_http": plain},
+            retry_config=RETRIES,
+        )
+    except (BaseError, ValueError) as error:
+        reason = redact(first_sentence(error))
+        raise UserError(f"output.runs: {url} cannot be opened ({reason}). Check the URL and the credentials") from None

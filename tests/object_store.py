@@ -1,0 +1,128 @@
+"""An S3-compatible server for tests (moto's), and a proxy before it that injects faults."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Literal
+
+BUCKET = "bucket"
+Fault = Literal["error", "cut", "short", "slow"]
+SETTINGS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+class Faults:
+    """Says which fault a request gets; counts them.
+
+    Args:
+        choose: maps (number of the request, method, path) to a fault, or None.
+    """
+
+    def __init__(self, choose: Callable[[int, str, str], Fault | None] = lambda number, method, path: None):
+        self.choose, self.seen, self.injected = choose, 0, 0
+        self._lock = threading.Lock()
+
+    def next(self, method: str, path: str) -> Fault | None:
+        """The fault of a request."""
+        with self._lock:
+            self.seen += 1
+            fault = self.choose(self.seen, method, path)
+            self.injected += fault is not None
+            return fault
+
+
+class _Proxy(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    target: int
+    faults: Faults
+
+    def _forward(self) -> None:
+        size = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(size)
+        fault = self.faults.next(self.command, self.path)
+        if fault == "error":
+            self.send_response(500)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        if fault == "cut" and self.command != "GET":
+            self.close_connection = True
+            self.connection.close()
+            return
+        if fault == "slow":
+            time.sleep(0.5)
+        upstream = http.client.HTTPConnection("127.0.0.1", self.target, timeout=30)
+        upstream.request(self.command, self.path, body, dict(self.headers))
+        answer = upstream.getresponse()
+        content = answer.read()
+        upstream.close()
+        if fault == "short" and content and self.command == "GET":
+            content = content[: len(content) // 2]  # a whole answer of the wrong length
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("content-length", "connection", "transfer-encoding", "server", "date"):
+                self.send_header(name, value)
+        length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
+        self.send_header("Content-Length", length or "0")
+        self.end_headers()
+        if fault == "cut":
+            content = content[: len(content) // 2]
+            self.close_connection = True
+        if self.command != "HEAD":
+            self.wfile.write(content)
+        if fault == "cut":
+            self.connection.close()
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _forward
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep quiet."""
+
+
+@contextmanager
+def serving(faults: Faults | None = None) -> Iterator[str]:
+    """Run a server with one empty bucket, and yield its URL (``http://...``). With faults, that of the proxy."""
+    import logging
+
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    for path in ("/moto-api/reset", f"/{BUCKET}"):
+        method = "POST" if "reset" in path else "PUT"
+        urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)).close()
+    proxy = None
+    if faults is not None:
+        handler = type("Proxy", (_Proxy,), {"target": port, "faults": faults})
+        proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{proxy.server_port if proxy else port}"
+    finally:
+        if proxy is not None:
+            proxy.shutdown()
+        with suppress(Exception):  # its thread may hang on an open connection; it is a daemon
+            server.stop()
+
+
+def settings(url: str) -> dict[str, str]:
+    """The environment with which clients reach a server."""
+    return {**SETTINGS, "AWS_ENDPOINT_URL": url}
+
+
+def use(url: str) -> None:
+    """Let this process reach a server."""
+    os.environ.update(settings(url))
