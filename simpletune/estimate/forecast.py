@@ -170,10 +170,8 @@ def price_of(card: Card, configured: str | None = None) -> Price | None:
     Raises:
         UserError: the file cannot be used.
     """
-    prices, like = (
-        of_cards(configured=configured),
-        sorted(cards_like(card.name), key=lambda each: abs(each.gib - card.gib)),
-    )
+    prices = of_cards(configured=configured)
+    like = sorted(cards_like(card.name), key=lambda each: abs(each.gib - card.gib))
     return next((prices[each.name.lower()] for each in like if each.name.lower() in prices), None)
 
 
