@@ -43,13 +43,18 @@ Prices = dict[str, Price]
 SHIPPED = Path(__file__).parent / "assets" / "prices.json"
 
 
-def of_cards(file: Path | None = None) -> Prices:
+def of_cards(file: Path | None = None, configured: str | None = None) -> Prices:
     """Prices of cards by name in lower case: a user's file first, then those that ship with this package.
+
+    Args:
+        file: given on the command line.
+        configured: ``output.prices``, which serves where no file is given.
 
     Raises:
         UserError: the file cannot be used.
     """
-    both = [read(SHIPPED), *([read(file)] if file else [])]
+    given = read(file) if file else read(Path(configured), "output.prices") if configured else {}
+    both = [read(SHIPPED), given]
     return {name.lower(): price for prices in both for name, price in prices.items()}
 
 
@@ -59,8 +64,12 @@ def own(prices: Iterable[tuple[str, float]]) -> Prices:
     return {name: Price(per_hour=price, as_of=today, source="given with --price") for name, price in prices}
 
 
-def read(file: Path) -> Prices:
+def read(file: Path, option: str = "--prices") -> Prices:
     """Read a file of prices.
+
+    Args:
+        file: the file.
+        option: that names it, for messages.
 
     Raises:
         UserError: it cannot be read, or a price lacks its date or source.
@@ -68,11 +77,11 @@ def read(file: Path) -> Prices:
     try:
         return TypeAdapter(Prices).validate_python(parse(file.read_bytes()))
     except (OSError, JsonError) as error:
-        raise UserError(f"--prices: {file} cannot be read: {error}") from None
+        raise UserError(f"{option}: {file} cannot be read: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(
-            f"--prices: {file}: {'.'.join(map(str, first['loc']))}: {first['msg']}. A price has per_hour, as_of "
+            f"{option}: {file}: {'.'.join(map(str, first['loc']))}: {first['msg']}. A price has per_hour, as_of "
             "(YYYY-MM) and source"
         ) from None
 

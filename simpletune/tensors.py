@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ def all_tensors(model: nn.Module) -> list[Tensor]:
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@cache
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of a class consist of other tensors."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

@@ -17,10 +17,12 @@ from simpletune.config.resolve import checked_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate import forecast as forecasting
 from simpletune.estimate.disk_needs import DataCounts
+from simpletune.estimate.estimate_command import price_of as asked_price
 from simpletune.estimate.forecast import price_of
 from simpletune.estimate.job_time import WRITE_PNG, job_time, times_due
 from simpletune.estimate.predict import Estimate
 from simpletune.memory.snapshot import MemorySnapshot
+from simpletune.options import Json
 from simpletune.pipeline.plan_data import plan_data
 from simpletune.report import make_report
 from simpletune.report.markdown import markdown
@@ -136,6 +138,34 @@ def test_a_run_on_a_card_is_priced_before_it_starts(
     assert found["cost"] == pytest.approx(found["seconds"] * 0.7068 / 3600, abs=1e-4)
     out = capsys.readouterr().out
     assert "time    predicted 4 ms a step (3 ms to 8 ms, by its data sheet" in out and "0.7068 USD per hour" in out
+
+
+def test_the_users_prices_come_before_the_shipped_ones(
+    tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = card_named_by_driver("NVIDIA L4", L4.bytes, (8, 9))
+    monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (card, 0))
+    monkeypatch.setattr(forecasting.DataCounts, "to_prepare", lambda config, plan: COUNTS)
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"L4": {"per_hour": 0.25, "as_of": "2026-11", "source": "our cluster"}}')
+    output = {**tiny_config["output"], "prices": str(mine)}
+    config = validate(tiny_config | {"train": {"steps": 100}, "output": output}, "x")
+    prediction = Estimate({}, None, (32, 32), a_job("latents"))  # type: ignore[arg-type]
+
+    def found() -> Json:
+        time = forecasting.forecast_time(config, prediction, torch.device("cuda"), None)  # type: ignore[arg-type]
+        assert time is not None
+        return time
+
+    assert found()["price"]["per_hour"] == 0.25 and found()["price"]["source"] == "our cluster"
+    assert "0.25 per hour, as of 2026-11, our cluster" in capsys.readouterr().out
+    assert asked_price(L4, config, None).per_hour == 0.25  # type: ignore[union-attr]
+    given = tmp_path / "given.json"
+    given.write_text('{"L4": {"per_hour": 0.5, "as_of": "2026-11", "source": "given"}}')
+    assert asked_price(L4, config, given).per_hour == 0.5  # type: ignore[union-attr]
+    mine.write_text('{"L4": {"per_hour": 0.25}}')
+    assert "price" not in found()
+    assert f"warning the price is not predicted: output.prices: {mine}: L4.as_of" in capsys.readouterr().out
 
 
 def test_what_is_prepared_already_is_not_counted_again(tiny_config: dict, tmp_path: Path) -> None:

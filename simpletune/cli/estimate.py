@@ -12,7 +12,7 @@ from simpletune.system.startup import import_libraries
 
 ABOUT_DEVICE = "a card by name (L4, T4, RTX4090, ...) or by memory (12GiB)"
 
-ABOUT_PRICES = "JSON file of your prices: {CARD: {per_hour, as_of, source}}"
+ABOUT_PRICES = "JSON file of your prices: {CARD: {per_hour, as_of, source}} (default: output.prices)"
 
 
 def require_cards(names: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ _STORE = re.compile(r"^(s3|gs|az)://[^/]+")
 
 
 class Output(Option):
-    """Folders to write to, relative to the current folder."""
+    """Folders to write to, relative to the current folder, and what a run's price follows from."""
 
     runs: str = "runs"
     """Folder for runs: configuration, metrics, samples, checkpoints and result of each. Or a URL, for example
@@ -23,6 +23,9 @@ class Output(Option):
     """Folder for TensorBoard: scalars, pictures and traces."""
     cache: str = ".cache"
     """Folder for cached latents and prompt embeddings, shared by all runs."""
+    prices: str | None = None
+    """JSON file of your prices, {CARD: {per_hour, as_of, source}}, for predictions and the report; they come before
+    those that ship with this package. null: only the latter."""
     report: bool = True
     """Write report.html and report.md into the run's folder at the end."""
 

@@ -73,11 +73,11 @@ def estimate_config(
         config = choose(config, square(config), card, reserved)
     prediction = estimate(config, (card or card_of(REFERENCE)).capability)
     if as_json:
-        timed = time_of(config, prediction, card).as_json(price_of(card, prices)) if card else None
+        timed = time_of(config, prediction, card).as_json(price_of(card, config, prices)) if card else None
         return json.dumps({"name": config.name, **prediction.as_json(card, reserved), "time": timed}, indent=2)
     lines = [as_text(config.name, prediction, card, reserved), *unfit(config, card), *needed_build(card)]
     if card is not None:
-        lines += ["", *time_lines(time_of(config, prediction, card), price_of(card, prices))]
+        lines += ["", *time_lines(time_of(config, prediction, card), price_of(card, config, prices))]
     return "\n".join(lines)
 
 
@@ -86,9 +86,9 @@ def cards_of(device: str | None) -> list[Card]:
     return [card_of(name) for name in (device or "").split(",") if name.strip()]
 
 
-def price_of(card: Card, prices: Path | None) -> Price | None:
+def price_of(card: Card, config: TrainConfig, prices: Path | None) -> Price | None:
     """The price of a card, the user's first; None if no price is known."""
-    return of_cards(prices).get(card.name.lower())
+    return of_cards(prices, config.output.prices).get(card.name.lower())
 
 
 def time_of(config: TrainConfig, prediction: Estimate, card: Card) -> JobTime:
@@ -110,7 +110,8 @@ def compare_cards(
             prediction = estimate(config, card.capability)
             why = "" if prediction.fits(card, reserved) else "does not fit"
             why = "has no bf16" if unfit(config, card) else why
-            rows.append(CardRow(time_of(config, prediction, card), price_of(card, prices), prediction.needed(), why))
+            price = price_of(card, config, prices)
+            rows.append(CardRow(time_of(config, prediction, card), price, prediction.needed(), why))
     if as_json:
         return json.dumps({"name": read.name, "cards": [row.as_json() for row in rows]}, indent=2)
     return "\n".join(card_table(read.name, rows))

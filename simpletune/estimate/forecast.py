@@ -131,13 +131,12 @@ def forecast_time(config: TrainConfig, prediction: Estimate, device: torch.devic
     Returns:
         ``JobTime.as_json``; None on a CPU without a calibration, or if the calibration cannot be read, which it says.
     """
-    price = None
+    card = None
     try:
         if device.type == "cuda":
             assert prediction.job is not None, "estimate() gives one"
             card, _ = card_at_hand(device)
             time = job_time(config, prediction.job, card, DataCounts.to_prepare(config, plan))
-            price = price_of(card)
         else:
             found = steps_on_cpu(config, plan)
             if found is None:
@@ -146,6 +145,11 @@ def forecast_time(config: TrainConfig, prediction: Estimate, device: torch.devic
     except UserError as error:  # a run does not need its time
         say(f"warning the time is not predicted: {error}")
         return None
+    price = None
+    try:
+        price = None if card is None else price_of(card, config.output.prices)
+    except UserError as error:
+        say(f"warning the price is not predicted: {error}")
     low, high = time.interval
     cost = time.cost(price)
     money = "" if cost is None or price is None else f", {cost:.2f} at {price.words}"
@@ -156,9 +160,18 @@ def forecast_time(config: TrainConfig, prediction: Estimate, device: torch.devic
     return time.as_json(price)
 
 
-def price_of(card: Card) -> Price | None:
-    """The shipped price of a card that the driver names; None if none is known."""
-    prices, like = of_cards(), sorted(cards_like(card.name), key=lambda each: abs(each.gib - card.gib))
+def price_of(card: Card, configured: str | None = None) -> Price | None:
+    """The price of a card that the driver names; None if none is known.
+
+    Args:
+        card: as the driver names it.
+        configured: ``output.prices``, whose prices come before the shipped ones.
+
+    Raises:
+        UserError: the file cannot be used.
+    """
+    prices = of_cards(configured=configured)
+    like = sorted(cards_like(card.name), key=lambda each: abs(each.gib - card.gib))
     return next((prices[each.name.lower()] for each in like if each.name.lower() in prices), None)
 
 

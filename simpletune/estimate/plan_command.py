@@ -97,7 +97,7 @@ def _of_cards(asked: Asked, config: TrainConfig) -> str:
     """The card on which the job is cheapest or done first, each with the settings that are fastest there."""
     if asked.goal not in GOALS:
         raise UserError(f"--goal {asked.goal}: takes one card. Name one with --device, or use fastest or cheapest")
-    prices, plans = of_cards(asked.prices), []
+    prices, plans = of_cards(asked.prices, config.output.prices), []
     with counting("plan    search", "predictions") as count:
         for card in asked.cards:
             settled = settle_compute(config, card.capability)

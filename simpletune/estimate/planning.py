@@ -16,10 +16,14 @@ from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.job_time import speeds_of
 from simpletune.estimate.levers import with_changes
-from simpletune.estimate.predict import MIB, Estimate, estimate, kept_step, largest_peak, needed
+from simpletune.estimate.predict import MIB, Estimate, attention_of, estimate, kept_step, largest_peak, needed
 from simpletune.memory.device_terms import cublas_workspace
+from simpletune.memory.fake import fake_tensors
 from simpletune.options import UserError, plural
-from simpletune.simulation.simulate import StepReport, simulate
+from simpletune.simulation.simulate import L4, StepReport, simulate
+from simpletune.simulation.trained import Trained, train
+from simpletune.system.startup import without_collection
+from simpletune.timing.recorder import Recorder
 from simpletune.timing.timeline import StepSeconds, step_seconds
 
 WORTH = 1.05  # a setting that may cost quality must be faster by this factor
@@ -148,6 +152,7 @@ class Search:
         self.config, self.card, self.reserved, self.count = config, card, reserved, count
         self.speeds = speeds_of(card, Path(config.output.cache))[0]
         self._known: dict[str, StepReport] = {}
+        self._trained: dict[str, Trained] = {}  # simulated training stages that fit, for predictions of the whole job
 
     def fastest(self) -> list[PlanResult]:
         """Return the settings that fit and should be fastest, and the second best.
@@ -250,7 +255,8 @@ class Search:
             more = () if tile is None else (f"memory.vae_tile={tile}",)
             config = with_changes(choice.config, more)
             assert config is not None
-            whole = estimate(config, self.card.capability)
+            trained = self._trained.pop(config.model_dump_json(), None)
+            whole = estimate(config, self.card.capability, trained=trained)
             self.count(f"a whole job of {whole.peak.bytes / MIB:,.0f} MiB")
             if whole.fits(self.card, self.reserved):
                 words = choice.about + (f", tiles of {tile} px" if tile else "")
@@ -260,7 +266,10 @@ class Search:
 
     def fits(self, config: TrainConfig) -> bool:
         """Whether the training stage fits."""
-        peak = self.report(config).peak.bytes + cublas_workspace(self.card.capability)
+        return self._has_room(self.report(config))
+
+    def _has_room(self, report: StepReport) -> bool:
+        peak = report.peak.bytes + cublas_workspace(self.card.capability)
         return needed(peak) + self.reserved <= self.card.bytes
 
     def step_time(self, config: TrainConfig) -> StepSeconds:
@@ -271,9 +280,18 @@ class Search:
         """Predict the training stage, once per configuration."""
         key = config.model_dump_json()
         if key not in self._known:
-            self._known[key] = kept_step(config, simulate)
+            self._known[key] = kept_step(config, self._simulated)
             self.count(f"a step of {self._known[key].peak.bytes / MIB:,.0f} MiB")
         return self._known[key]
+
+    def _simulated(self, config: TrainConfig) -> StepReport:
+        """Simulate the training stage as on an L4, and keep it if a whole job on this card may go on from it."""
+        with fake_tensors(), without_collection():
+            trained = train(config, (config.data.resolution, config.data.resolution), recorder=Recorder(cuda=True))
+        alike = attention_of(config, self.card.capability) == attention_of(config, L4)
+        if alike and self._has_room(trained.report):
+            self._trained[config.model_dump_json()] = trained
+        return trained.report
 
 
 def batch_table(config: TrainConfig, cards: Sequence[Card], resolutions: Sequence[int]) -> dict[str, list[int]]:

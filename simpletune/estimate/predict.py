@@ -24,6 +24,7 @@ from simpletune.options import Json
 from simpletune.runs.folder import read_json_or_none
 from simpletune.simulation.simulate import L4, StepReport
 from simpletune.simulation.simulate_stages import JobReport, simulate_parts, with_workspaces
+from simpletune.simulation.trained import Trained
 from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
 from simpletune.timing.recorder import Section
@@ -152,13 +153,16 @@ def gib(size: int) -> float:
     return round(size / 2**30, 2)
 
 
-def estimate(config: TrainConfig, capability: tuple[int, int], size: Size | None = None) -> Estimate:
+def estimate(
+    config: TrainConfig, capability: tuple[int, int], size: Size | None = None, trained: Trained | None = None
+) -> Estimate:
     """Predict the whole job without weights, data or a GPU; use the cached prediction if there is one.
 
     Args:
         config: of the run, demo names and ``checkpointing: auto`` resolved.
         capability: of the CUDA device, for its libraries' workspaces.
         size: width and height in pixels of the largest bucket; None: the square of ``data.resolution``.
+        trained: the run's simulated training stage, counted as on this device, if it is at hand.
 
     Raises:
         UserError: a part's configuration cannot be read.
@@ -167,7 +171,7 @@ def estimate(config: TrainConfig, capability: tuple[int, int], size: Size | None
     file = Path(config.output.cache) / "estimates" / f"{key_of_prediction(config, capability, size)}.json"
     cached = read_json_or_none(file)
     if cached is None:
-        job = simulate_parts(config, size, capability)
+        job = simulate_parts(config, size, capability, trained)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, _stored(job), shared=True)
     else:
@@ -224,10 +228,15 @@ def _restored_step(train: Json) -> StepReport:
     )
 
 
+def attention_of(config: TrainConfig, capability: tuple[int, int]) -> str:
+    """The attention kernel of a device, the only thing of it that a prediction without workspaces depends on."""
+    return attention_kernel(capability, config.precision.product_dtype(), config.speed.attention)
+
+
 def key_of_prediction(config: TrainConfig, capability: tuple[int, int], size: Size) -> str:
     """Hash everything that a prediction depends on."""
     options = config.model_dump(mode="json", by_alias=True, exclude=set(IRRELEVANT))
     versions = [VERSION, __version__, *map(version, LIBRARIES)]
-    attention = attention_kernel(capability, config.precision.product_dtype(), config.speed.attention)
+    attention = attention_of(config, capability)
     about = json.dumps([options, attention, size, versions], sort_keys=True)
     return hashlib.sha256(about.encode()).hexdigest()[:24]

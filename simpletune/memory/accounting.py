@@ -29,7 +29,7 @@ from simpletune.memory.repeating import Repeating
 from simpletune.memory.snapshot import HOST, MemorySnapshot, require_known, rounded
 from simpletune.memory.watching import Watching
 from simpletune.system.phases import phase_name
-from simpletune.tensors import plain_tensors
+from simpletune.tensors import is_wrapper, plain_tensors
 
 ACTIVATION_PHASES = ("noise", "forward", "loss", "backward")
 
@@ -78,6 +78,8 @@ class Accounting(TorchDispatchMode, Repeating, Watching):
         """The largest snapshot of each phase."""
         self.snapshots: list[MemorySnapshot] | None = [] if keep else None
         """All snapshots since the last ``forget_snapshots``, in order."""
+        self.last_key: object = None
+        """Of the last operation everything that its result and work depend on; None: it may be more."""
         self.observer: Observer | None = None
         """Called with every operation, its arguments and its output."""
 
@@ -103,13 +105,14 @@ class Accounting(TorchDispatchMode, Repeating, Watching):
         """Run one operation and count the storages of its outputs."""
         if op is torch.ops.prim.device.default:
             return args[0]._fake_device  # type: ignore[attr-defined]  # a shortcut: autograd asks for it constantly
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if any(map(is_wrapper, types)):
             return NotImplemented  # a wrapper, such as quanto's weight, unwraps itself; its parts are dispatched again
         name = op.name() if op.namespace == "profiler" else ""
         if name == "profiler::_record_function_exit._RecordFunction":
             self._leave_phase()
         mode = fake.active()
         output = op(*args, **(kwargs or {})) if mode is None else mode.run(op, args, kwargs or {})
+        self.last_key = None if mode is None else fake.RESULTS.last
         if self._layouts is not None:
             output = self._layouts(op, args, output)
         if self.observer is not None:
@@ -152,6 +155,10 @@ class Accounting(TorchDispatchMode, Repeating, Watching):
         """Whether a tensor is registered as host memory."""
         known = self._storages.get(tensor.untyped_storage()._cdata)
         return known is not None and known.kind == HOST
+
+    def storages(self) -> dict[int, object]:
+        """What is known of each live storage, by its address; another object if another storage takes its place."""
+        return dict(self._storages)
 
     @property
     def host_bytes(self) -> int:

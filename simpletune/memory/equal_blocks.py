@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from simpletune.memory import accounting
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.fake_results import PLAIN, Key, Remembered, key_of, made_again, several_of
+from simpletune.memory.repeating import Watched
 from simpletune.memory.snapshot import rounded
 from simpletune.tensors import own_tensors, plain_tensors
 
@@ -66,20 +67,37 @@ def _counted(block: nn.Module) -> Callable[..., object]:
             return plain(*args, **kwargs)
         known = counting.passes.get(key)
         if isinstance(known, Pass):
-            return _again(counting, known, tensors)
+            return again(counting, known, tensors)
         with counting.watching() as watched:
             output = plain(*args, **kwargs)
-        outputs = several_of(output, tensors)
-        complete = watched.work is not None or counting.repeats is None
-        if outputs is not None and complete and watched.left == _new_bytes(output, tensors):
-            counting.passes[key] = Pass(outputs, watched.allocated, watched.work)
+        remember(counting, key, watched, output, tensors)
         return output
 
     return forward
 
 
-def _again(counting: Accounting, known: Pass, tensors: Sequence[FakeTensor]) -> object:
-    """Count a pass as an earlier one of an equal block, and make its outputs."""
+def remember(
+    counting: Accounting, key: Key, watched: Watched, output: object, tensors: Sequence[FakeTensor]
+) -> Pass | None:
+    """Keep what a pass did under its key, and return it; None if it has left more behind than its outputs.
+
+    Args:
+        counting: that watched the pass.
+        key: everything that it depends on.
+        watched: what it did.
+        output: a tensor, None, or a list or tuple of them.
+        tensors: that it was given.
+    """
+    outputs = several_of(output, tensors)
+    complete = watched.work is not None or counting.repeats is None
+    if outputs is None or not complete or watched.left != _new_bytes(output, tensors):
+        return None
+    known = counting.passes[key] = Pass(outputs, watched.allocated, watched.work)
+    return known
+
+
+def again(counting: Accounting, known: Pass, tensors: Sequence[FakeTensor]) -> object:
+    """Count a pass as an earlier one of an equal block, and make its outputs from the tensors that it is given."""
     counting.repeat(known.allocated, known.work)
     made = [made_again(tensors[0].fake_mode, result, tensors) for result in known.outputs.results]
     counting.see(each for each in made if isinstance(each, Tensor))
@@ -109,16 +127,14 @@ def _key(
     given = None if mode is None else key_of(mode, None, args, kwargs, tensors)
     if given is None:
         return None
-    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-    shared = tuple(map(storages.index, storages))
-    hosts = tuple(map(counting.is_on_host, tensors))
-    parts: list[object] = [given, shared, hosts, autocast, counting.kind_and_phase]
+    parts: list[object] = [given, *surroundings(counting, tensors)]
     for name, module in block.named_modules():
         parts += (name, type(module))
         parts += (each for each in vars(module).items() if type(each[1]) in PLAIN and each[0] not in POSITIONS)
         parts += (
-            (key, _plain(value)) for key, value in vars(module).items() if type(value) in CONTAINERS and key not in OWN
+            (key, plain_value(value))
+            for key, value in vars(module).items()
+            if type(value) in CONTAINERS and key not in OWN
         )
         for own, tensor in own_tensors(module):
             parts += (own, tensor.requires_grad)
@@ -127,10 +143,18 @@ def _key(
     return tuple(parts)
 
 
-def _plain(value: object) -> object:
+def surroundings(counting: Accounting, tensors: Sequence[FakeTensor]) -> Key:
+    """What a pass depends on beside its arguments' layouts: which share storages or are in host memory, and so on."""
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    shared, hosts = tuple(map(storages.index, storages)), tuple(map(counting.is_on_host, tensors))
+    return shared, hosts, autocast, counting.kind_and_phase, counting.repeats is None
+
+
+def plain_value(value: object) -> object:
     """Options in lists and dictionaries as something that has a hash; of anything else only the type."""
     if isinstance(value, dict):
-        return tuple((key, _plain(each)) for key, each in value.items() if isinstance(key, (str, int)))
+        return tuple((key, plain_value(each)) for key, each in value.items() if isinstance(key, (str, int)))
     if isinstance(value, (list, tuple, set, frozenset)):
-        return tuple(map(_plain, value))
+        return tuple(map(plain_value, value))
     return value if type(value) in PLAIN else type(value)

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from simpletune.memory.fake_results import FakeResults
 
 RESULTS = FakeResults()
-_active: _Fake | None = None
+_active: Fake | None = None
 
 
-class _Fake(FakeTensorMode):
+class Fake(FakeTensorMode):
     """Fake tensors that the host may read as numbers: each is 1.
 
     The step core reads nothing from the device. Optimizers read only their own step counters, which torch keeps in host
@@ -54,17 +54,21 @@ class _Fake(FakeTensorMode):
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Make every tensor created in this context fake. Do not use real tensors in it."""
+def fake_tensors(again: Fake | None = None) -> Iterator[None]:
+    """Make every tensor created in this context fake. Do not use real tensors in it.
+
+    Args:
+        again: the mode of an earlier context, to go on with its tensors; None: a new one.
+    """
     with (
         replaced(nn.Module, "_apply", _apply),
-        _Fake() as mode,
+        again or Fake() as mode,
         replaced(sys.modules[__name__], "_active", mode),
     ):
         yield
 
 
-def active() -> _Fake | None:
+def active() -> Fake | None:
     """The mode that makes tensors fake now, if there is one."""
     return _active
 

@@ -70,6 +70,8 @@ class FakeResults:
     def __init__(self) -> None:
         self._known: dict[Key, Remembered | None] = {}
         self._ops: dict[int, OpOverload] = {}  # so that a number stays that of its operation
+        self.last: Key | None = None
+        """Of the last call everything that its result depends on; None if that may be more."""
 
     def call(
         self,
@@ -89,17 +91,16 @@ class FakeResults:
         """
         tensors: list[FakeTensor] = []
         key = key_of(mode, op, args, kwargs, tensors)
-        if key is None:
-            return otherwise()
-        if key not in self._known:
-            self._ops[id(op)] = op
-            output = otherwise()
-            unchanged = key_of(mode, op, args, kwargs, []) == key
-            self._known[key] = remembered(op, output, tensors) if unchanged else None
-            return output
-        known = self._known[key]
+        known = None if key is None else self._known.get(key)
         if known is None:
-            return otherwise()
+            output = otherwise()
+            self.last = None  # of this call, after those within it
+            if key is not None and key not in self._known:
+                self._ops[id(op)] = op
+                unchanged = key_of(mode, op, args, kwargs, []) == key
+                self._known[key] = remembered(op, output, tensors) if unchanged else None
+            return output
+        self.last = key
         made = [made_again(mode, result, tensors) for result in known.results]
         return made[0] if known.wrap is None else known.wrap(made)
 

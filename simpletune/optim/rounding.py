@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from simpletune.optim.optimizer import begin_step
+from simpletune.optim.optimizer import BeginsSteps, begin_step
 from simpletune.system.rng import key_of
 
 GROUP = 1 << 22
@@ -126,6 +126,16 @@ class RoundedOptimizer(torch.optim.Optimizer):
         super().__init__(parameters, dict(self._inner[0].defaults) | {"draws": None})
         for parameter, shell, inner in zip(parameters, self._shells, self._inner, strict=True):
             self.state[parameter] = inner.state[shell]  # shared dictionary: state saves and loads in place
+
+    @property
+    def independent(self) -> bool:
+        """Whether an update depends on nothing but its own parameter, gradient and state."""
+        return not any(isinstance(inner, BeginsSteps) for inner in self._inner)
+
+    def kind_of(self, parameter: nn.Parameter) -> tuple[object, ...]:
+        """Equal for parameters that ``update`` treats alike, if their layouts and states are equal as well."""
+        number = self._numbers[parameter]
+        return id(self._inner[number]), self._wide[number], self._shells[number].device
 
     def begin_step(self) -> None:
         """Let the wrapped optimizers prepare for the updates of the next step."""

@@ -11,7 +11,7 @@ from simpletune.report.recorded import Json, RunRecord
 from simpletune.report.settings import plain_settings, settings_of
 from simpletune.system.console import duration
 
-NAMES = ("name", "about", "output.runs", "output.profiles", "output.cache", "output.report")
+NAMES = ("name", "about", "output.runs", "output.profiles", "output.cache", "output.prices", "output.report")
 WEIGHTY = (
     "model.pretrained", "data.path", "data.resolution", "train.batch_size", "train.gradient_accumulation",
 )  # fmt: skip

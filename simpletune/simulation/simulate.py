@@ -26,6 +26,7 @@ from simpletune.models.buckets import Size
 from simpletune.models.model_config import Shape
 from simpletune.models.transformer import Transformer, units_of
 from simpletune.pipeline.load import empty_base
+from simpletune.simulation.equal_updates import count_equal_updates
 from simpletune.speed import Kernel
 from simpletune.step.core import StepCore, assemble, average_of
 from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
@@ -177,6 +178,7 @@ def take_steps(
         core = assemble(config, transformer, SingleProcess(CPU))
     if recorder is None or recorder.cuda:
         take_cuda_paths(core.optimizer)
+    count_equal_updates(core.optimizer)
     register_trained(accounting, transformer, base)
     updates_stream = config.memory.resident_blocks is not None and config.adapter.trains_base
     steps = 2 if updates_stream else 1

@@ -37,7 +37,6 @@ from simpletune.simulation.simulate import (
     StepReport,
     accounting_like_cuda,
     simulated_attention,
-    take_steps,
     with_workspace,
 )
 from simpletune.simulation.simulate_text import (
@@ -48,6 +47,7 @@ from simpletune.simulation.simulate_text import (
     text_snapshots,
     texts_of,
 )
+from simpletune.simulation.trained import Trained, train
 from simpletune.simulation.without_values import ShapesOnlyModel, WholeWindowModulation
 from simpletune.step.attention import attention_by
 from simpletune.step.synthetic import CPU
@@ -100,24 +100,35 @@ def simulate_stages(
 
 
 def simulate_parts(
-    config: TrainConfig, size: Size | None = None, capability: tuple[int, int] | None = None
+    config: TrainConfig,
+    size: Size | None = None,
+    capability: tuple[int, int] | None = None,
+    trained: Trained | None = None,
 ) -> JobReport:
-    """Like ``simulate_stages``, without the libraries' workspaces: the same for all cards with the same attention."""
+    """Like ``simulate_stages``, without the libraries' workspaces: the same for all cards with the same attention.
+
+    Args:
+        config: as for ``simulate_stages``, as the next two.
+        size: of the training pictures.
+        capability: of the CUDA device.
+        trained: the training stage of the same run, if it was simulated before. It serves once.
+    """
     size = size or (config.data.resolution, config.data.resolution)
     recorders = Recorders()
-    with fake_tensors(), without_collection(), silent():
+    with fake_tensors(trained.mode if trained else None), without_collection(), silent():
         vae = empty_autoencoder(config)
         texts, work = texts_of(config)
         parts = {name: size for name, size, _ in texts} | {"vae": bytes_in_16_bit(vae)}
-        train, validate = train_and_validate(config, size, capability, recorders)
+        trained = trained or train(config, size, capability, Recorder(cuda=True))
+        validate = validation(config, trained, recorders)
         snapshots = {
             "text": largest(texts),
             **({"class": of_class(config, capability, recorders)} if isinstance(config.prior, ClassPictures) else {}),
             "latents": of_encoding(config.model, vae, size, recorders),
-            "train": train.peak,
+            "train": trained.report.peak,
             **({} if validate is None else {"validate": validate}),
         }
-    return JobReport(snapshots, train, parts, work | {name: each.sections for name, each in recorders.items()})
+    return JobReport(snapshots, trained.report, parts, work | {name: each.sections for name, each in recorders.items()})
 
 
 def with_workspaces(job: JobReport, capability: tuple[int, int] | None) -> JobReport:
@@ -148,7 +159,7 @@ def predict_stage(
         elif stage == "latents":
             snapshot = of_encoding(config.model, empty_autoencoder(config), size)
         else:
-            found = train_and_validate(config, size, capability)[1]
+            found = validation(config, train(config, size, capability))
             assert found is not None, "the run draws nothing"
             snapshot = found
     return with_workspace(snapshot, cublas_workspace(capability, STAGE_THREADS[stage]))
@@ -177,29 +188,24 @@ def of_encoding(model: Model, vae: nn.Module, size: Size, recorders: Recorders |
     return accounting.peak
 
 
-def train_and_validate(
-    config: TrainConfig, size: Size, capability: tuple[int, int] | None = None, recorders: Recorders | None = None
-) -> tuple[StepReport, MemorySnapshot | None]:
-    """Simulate the training stage, then sampling and evaluation with the training state still allocated."""
-    transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
-    vae = empty_autoencoder(config)
-    with accounting_like_cuda(config, capability) as accounting:
-        report, run = take_steps(accounting, config, transformer, size, None if recorders is None else Recorder(True))
-        with accounting.allocating(HOST), averaged(run.average):
-            transformer.eval()
-            snapshots = []
-            if config.validation.eval_samples:
-                with recording(accounting, recorders, "evaluate"):
-                    snapshots.append(of_evaluating(accounting, run, transformer))
-            if config.validation.prompts != []:
-                option, (width, height) = config.validation, config.picture_size()
-                request = Request("", 0, "", width, height, option.steps, option.guidance)
-                batch = run.batches.batch(1)
-                models = DrawingModels(transformer, vae, run.core.modulation)
-                text = batch.prompt_embeds[0], batch.pooled[0]
-                with recording(accounting, recorders, "draw"):
-                    snapshots.append(of_drawing(accounting, config, request, models, text))
-    return report, max(snapshots, key=lambda snapshot: snapshot.bytes, default=None)
+def validation(config: TrainConfig, trained: Trained, recorders: Recorders | None = None) -> MemorySnapshot | None:
+    """Simulate sampling and evaluation with the training state still allocated; None if the run does neither."""
+    vae, run, transformer = empty_autoencoder(config), trained.run, trained.transformer
+    with trained.counting(config) as accounting, accounting.allocating(HOST), averaged(run.average):
+        transformer.eval()
+        snapshots = []
+        if config.validation.eval_samples:
+            with recording(accounting, recorders, "evaluate"):
+                snapshots.append(of_evaluating(accounting, run, transformer))
+        if config.validation.prompts != []:
+            option, (width, height) = config.validation, config.picture_size()
+            request = Request("", 0, "", width, height, option.steps, option.guidance)
+            batch = run.batches.batch(1)
+            models = DrawingModels(transformer, vae, run.core.modulation)
+            text = batch.prompt_embeds[0], batch.pooled[0]
+            with recording(accounting, recorders, "draw"):
+                snapshots.append(of_drawing(accounting, config, request, models, text))
+    return max(snapshots, key=lambda snapshot: snapshot.bytes, default=None)
 
 
 def recording(accounting: Accounting, recorders: Recorders | None, name: str) -> AbstractContextManager[None]:

@@ -75,6 +75,7 @@ class Recorder:
         self.cuda = cuda
         self.sections: list[Section] = []
         self._accounting: Accounting | None = None
+        self._known: dict[object, list[Work]] = {}
         self._events = self._queues = 0
         self._share = 1.0
         self._stream = COMPUTE
@@ -149,7 +150,7 @@ class Recorder:
     def see(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> None:
         """Record one operation."""
         assert self._accounting is not None
-        found = list(works_of(op, args, kwargs, output))
+        found = self._works(op, args, kwargs, output)
         section, tensors = self._section(), tensors_in((args, kwargs))
         self._count_host(section, op, found, tensors)
         if self.cuda and (moved := self._over_the_link(op, tensors, output)):
@@ -158,6 +159,16 @@ class Recorder:
                 return
             section.work[Work("to_device", "bytes", moved.extents)] += section.work.pop(moved)
         section.work.update(found)
+
+    def _works(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> list[Work]:
+        """The work of an operation; of a fake one that ran before with the same layouts what it was then."""
+        assert self._accounting is not None
+        key = self._accounting.last_key
+        if key is None:
+            return list(works_of(op, args, kwargs, output))
+        if key not in self._known:
+            self._known[key] = list(works_of(op, args, kwargs, output))
+        return self._known[key]
 
     def _over_the_link(self, op: OpOverload, tensors: Sequence[Tensor], output: object) -> Work | None:
         """The copy that an operation with tensors in host memory is, or needs first (``brought``), on a card."""

@@ -17,7 +17,7 @@ Raises:
     UserError: it lies outside.
 """
 MODEL_PARTS = ("pretrained", "transformer", "unet", "vae", "text_encoders")
-WRITTEN = ("profiles", "cache")
+OUTPUT = ("profiles", "cache", "prices")
 
 
 def inside(data: Json, resolve: Resolve, runs: Path) -> tuple[Json, list[Problem]]:
@@ -55,7 +55,7 @@ def _places(data: Json) -> Iterator[tuple[Json, str, str]]:
     found: list[tuple[object, str, tuple[str, ...]]] = [
         (data.get("data"), "data", ("path", "mask_path")),
         (data.get("model"), "model", MODEL_PARTS),
-        (data.get("output"), "output", WRITTEN),
+        (data.get("output"), "output", OUTPUT),
     ]
     own = data.get("data")
     sources = own.get("sources") if isinstance(own, dict) else None

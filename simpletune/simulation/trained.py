@@ -1,0 +1,70 @@
+"""A simulated training stage, and how a simulation goes on from it.
+
+Drawing and evaluating run with the training state still allocated. ``plan`` predicts the training stage of many
+settings and the whole job of few, so it keeps the stages that it may go on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+from simpletune.config.schema import TrainConfig
+from simpletune.memory import fake
+from simpletune.memory.accounting import Accounting
+from simpletune.memory.cuda_autocast import autocast_like_cuda
+from simpletune.memory.fake import Fake
+from simpletune.models.buckets import Size
+from simpletune.models.transformer import Transformer
+from simpletune.pipeline.load import empty_base
+from simpletune.simulation.simulate import SimulatedRun, StepReport, accounting_like_cuda, take_steps
+from simpletune.step.synthetic import CPU
+from simpletune.timing.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run after its simulated steps. Going on changes it, so it serves once.
+
+    Args:
+        report: of its training stage, without the libraries' workspaces.
+        run: the run.
+        transformer: its model.
+        accounting: that has counted it.
+        mode: that makes its tensors fake.
+    """
+
+    report: StepReport
+    run: SimulatedRun
+    transformer: Transformer
+    accounting: Accounting
+    mode: Fake
+
+    @contextmanager
+    def counting(self, config: TrainConfig) -> Iterator[Accounting]:
+        """Go on counting, within ``fake_tensors(mode)``."""
+        with autocast_like_cuda() if config.precision.autocast else nullcontext(), self.accounting as accounting:
+            yield accounting
+
+
+def train(
+    config: TrainConfig, size: Size, capability: tuple[int, int] | None = None, recorder: Recorder | None = None
+) -> Trained:
+    """Simulate the training stage, within ``fake_tensors``.
+
+    Args:
+        config: of the run, demo names resolved.
+        size: width and height of the training pictures in pixels.
+        capability: as for ``simulate``.
+        recorder: as for ``take_steps``.
+
+    Raises:
+        UserError: the model's configuration cannot be read.
+    """
+    mode = fake.active()
+    assert mode is not None, "train runs within fake_tensors"
+    transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
+    with accounting_like_cuda(config, capability) as accounting:
+        report, run = take_steps(accounting, config, transformer, size, recorder)
+    return Trained(report, run, transformer, accounting, mode)

@@ -1,0 +1,97 @@
+"""Updates of equal parameters are simulated once, and ``plan`` goes on from the steps that it has simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from simpletune.cards import card_of
+from simpletune.estimate import planning
+from simpletune.estimate.estimate_command import read_for_estimate
+from simpletune.estimate.planning import Search
+from simpletune.estimate.predict import _stored, estimate
+from simpletune.memory.accounting import Accounting
+from simpletune.memory.fake import fake_tensors
+from simpletune.optim import Optimizer
+from simpletune.optim.rounding import RoundedOptimizer
+from simpletune.options import Json
+from simpletune.simulation import trained
+from simpletune.simulation.equal_updates import count_equal_updates
+from simpletune.timing.recorder import Recorder
+
+SHAPES = [(96, 64), (96, 64), (70,), (96, 64), (70,), (64, 96)]
+
+
+def layouts(state: dict[str, object]) -> dict[str, object]:
+    """What a parameter's state consists of."""
+    return {
+        name: (value.shape, value.dtype, value.stride()) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
+
+
+def updated(option: Json, composed: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Json, int]:
+    """Take two steps with fake parameters; return everything that was counted, and how many updates ran."""
+    from pydantic import TypeAdapter
+
+    runs: list[int] = []
+    with fake_tensors(), Accounting() as accounting:
+        parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+        built = TypeAdapter(Optimizer).validate_python(option).build(parameters, in_backward=True)
+        assert isinstance(built, RoundedOptimizer)
+        plain = built.update
+        built.update = lambda parameter: (runs.append(1), plain(parameter))[1]  # type: ignore[method-assign]
+        if composed:
+            count_equal_updates(built)
+        recorder, live = Recorder(cuda=True), []
+        with recorder.watching(accounting):
+            for _ in range(2):
+                built.begin_step()
+                for parameter in parameters:
+                    parameter.grad = torch.zeros_like(parameter)
+                    built.update(parameter)
+                    parameter.grad = None
+                    live.append(accounting.current)
+        states = [layouts(built.state[parameter]) for parameter in parameters]
+        sections = [section.as_json() for section in recorder.sections]
+    return {"peaks": accounting.peaks, "live": live, "states": states, "sections": sections}, len(runs)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adamw_bf16", "adafactor", "lion8bit"])
+def test_updates_of_equal_parameters_run_once_and_count_every_time(name: str) -> None:
+    (composed, ran), (whole, all_ran) = (updated({"name": name}, composed) for composed in (True, False))
+    assert composed == whole and all_ran == 2 * len(SHAPES)
+    assert 6 <= ran <= 9  # of 12: three layouts, without and with state; Adafactor replaces a part of its state
+
+
+def test_updates_that_share_an_estimate_all_run() -> None:
+    (composed, ran), (whole, _) = (updated({"name": "prodigy"}, composed) for composed in (True, False))
+    assert composed == whole and ran == 2 * len(SHAPES)
+
+
+def test_a_whole_job_goes_on_from_the_steps_that_were_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = read_for_estimate(
+        Path("configs/demo.json"),
+        [f"output.cache={tmp_path / 'search'}", "precision.weights=bf16", "precision.compute=bf16", "device=cpu"],
+    )
+    steps, take = [], trained.take_steps
+    monkeypatch.setattr(trained, "take_steps", lambda *args: (steps.append(1), take(*args))[1])
+    card = replace(card_of("L4"), name="Test", found=1.0)
+    result, *_ = Search(config, card).fastest()
+    predicted = sum(1 for _ in (tmp_path / "search" / "estimates").glob("*-step.json"))
+    assert len(steps) == predicted
+    monkeypatch.setattr(planning, "train", None)
+    chosen = result.choice.config
+    apart = chosen.model_copy(update={"output": chosen.output.model_copy(update={"cache": tmp_path / "apart"})})
+    alone = estimate(apart, card.capability)
+    assert len(steps) == predicted + 1
+    assert alone.job is not None and result.estimate.job is not None
+    found, wanted = _stored(result.estimate.job), _stored(alone.job)
+    found["train"]["seconds"] = wanted["train"]["seconds"]
+    assert found == wanted
