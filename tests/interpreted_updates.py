@@ -81,19 +81,18 @@ def test_the_kernel_steps_as_float64_and_as_the_cpu(
     factors = Factors(
         1 - beta, 0.999, (1 - 0.999**step) ** 0.5, eps, 1 - lr * decay, lr / (1 - beta**step) if beta else lr
     )
-    given = [parameter, gradient, mean, square, error, *noise]
-    ours = [None if tensor is None else tensor.clone() for tensor in given]
-    theirs = [None if tensor is None else tensor.clone() for tensor in given]
-    bf16_kernels.adamw(ours, factors)
-    bf16_updates._adamw_by_torch(*theirs, list(factors))
+    changed = [parameter, mean, square, *([] if error is None else [error])]
+    ours, theirs = ([tensor.clone() for tensor in changed] for _ in range(2))
+    bf16_kernels.adamw(ours, [gradient, *noise], factors)
+    bf16_updates._adamw_by_torch(theirs, [gradient, *noise], list(factors))
 
     before = parameter.double() + (0 if error is None else error.double())
     exact = adamw_step(before, gradient.double(), (mean.double(), square.double()), step, lr, betas, eps, decay)
     for found in (ours, theirs):
-        weight = found[0].double() + (0 if found[4] is None else found[4].double())
+        weight = found[0].double() + (0 if error is None else found[3].double())
         precision = 2.0**-15 if dtype == torch.bfloat16 else 2.0**-22
         torch.testing.assert_close(weight, exact[0], rtol=precision, atol=1e-7)
-        for place, value, bits in ((2, exact[1], noise[0]), (3, exact[2], noise[1])):
+        for place, value, bits in ((1, exact[1], noise[0]), (2, exact[2], noise[1])):
             torch.testing.assert_close(found[place].double(), value, rtol=2.0**-7, atol=1e-9)  # to a neighbour
             up = (bits.int() + HALF).double() / 65536  # rounds away from zero where it and the fraction reach 1
             cut = (value.float().view(torch.int32) & -65536).view(torch.float32).double()

@@ -63,17 +63,12 @@ def test_the_kernels_compile_for_cards_that_are_not_here(card: int, kind: str) -
     assert wide, "loads are not vectors"
 
 
-def tensors_of(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+def tensors_of(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """What a step changes, and what it only reads."""
     parameter, gradient = (torch.randn(shape).to(dtype) for _ in range(2))
     means = torch.zeros(2, *shape, dtype=torch.bfloat16)
-    return [
-        parameter,
-        gradient,
-        *means,
-        torch.zeros(shape, dtype=torch.bfloat16),
-        draw(parameter, None),
-        draw(parameter, None),
-    ]
+    error = torch.zeros(shape, dtype=torch.bfloat16)
+    return [parameter, *means, error], [gradient, draw(parameter, None), draw(parameter, None)]
 
 
 def test_the_operations_are_what_fake_tensors_take_them_for() -> None:
@@ -189,5 +184,5 @@ def test_the_prediction_counts_what_the_kernels_move() -> None:
     step = torch.ops.simpletune.adamw_bf16.default
     assert list(works_of(step, (*given, [0.1] * 6), {}, None)) == [Work("add", "bf16", (2 * n * (5 + 4 + 2),))]
     x = torch.randn(64, 64)
-    found = list(works_of(torch.ops.simpletune.round_into.default, (given[0], x, given[5]), {}, None))
+    found = list(works_of(torch.ops.simpletune.round_into.default, (given[0][0], x, given[1][1]), {}, None))
     assert sum(work.extents[0] for work in found) == n * (4 + 2 + 2)

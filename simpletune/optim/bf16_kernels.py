@@ -67,21 +67,23 @@ def round_into(out: Tensor, x: Tensor, noise: Tensor) -> None:
         _round[_grid(n)](out, x, noise, n, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False)
 
 
-def adamw(tensors: Sequence[Tensor | None], factors: Sequence[float]) -> None:
+def adamw(changed: Sequence[Tensor], read: Sequence[Tensor], factors: Sequence[float]) -> None:
     """Take a step of AdamW in place.
 
     Args:
-        tensors: parameter, gradient, running means, compensation or None, random bits of both means.
+        changed: parameter, running means, compensation of a bf16 parameter.
+        read: gradient, random bits of both means.
         factors: ``bf16_updates.Factors``.
     """
-    parameter = tensors[0]
-    assert parameter is not None
+    parameter, mean, square, *compensation = changed
+    gradient, *noise = read
     lerp, beta_2, *others = factors
     n = parameter.numel()
     with torch.cuda.device_of(parameter):
         _adamw[_grid(n)](
-            *tensors, n, lerp, beta_2, 1 - beta_2, *others, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
-        )
+            parameter, gradient, mean, square, compensation[0] if compensation else None, *noise, n,
+            lerp, beta_2, 1 - beta_2, *others, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def _grid(n: int) -> tuple[int]:

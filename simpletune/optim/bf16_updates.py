@@ -25,10 +25,7 @@ HALF = 1 << 15
 
 _LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
 _LIBRARY.define("round_into(Tensor(a!) out, Tensor x, Tensor noise) -> ()")
-_LIBRARY.define(
-    "adamw_bf16(Tensor(a!) parameter, Tensor gradient, Tensor(b!) mean, Tensor(c!) square, Tensor(d!)? compensation, "
-    "Tensor mean_noise, Tensor square_noise, float[] factors) -> ()"
-)
+_LIBRARY.define("adamw_bf16(Tensor(a!)[] changed, Tensor[] read, float[] factors) -> ()")
 for _name in ("round_into", "adamw_bf16"):
     _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # nothing here has a gradient
 
@@ -98,11 +95,10 @@ def adamw_bf16(
         generator: of the random bits, those of the mean first; None uses the global one.
         factors: of this step.
     """
-    noise = draw(parameter, generator), draw(parameter, generator)
-    torch.ops.simpletune.adamw_bf16(parameter, gradient, *state, *noise, list(factors))
-    for changed in (parameter, *state):
-        if changed is not None:
-            torch.autograd.graph.increment_version(changed)
+    read = [gradient, draw(parameter, generator), draw(parameter, generator)]
+    changed = [tensor for tensor in (parameter, *state) if tensor is not None]
+    torch.ops.simpletune.adamw_bf16(changed, read, list(factors))
+    torch.autograd.graph.increment_version(changed)
 
 
 @torch.library.register_fake("simpletune::round_into", lib=_LIBRARY)
@@ -111,10 +107,7 @@ def _(out: Tensor, x: Tensor, noise: Tensor) -> None:
 
 
 @torch.library.register_fake("simpletune::adamw_bf16", lib=_LIBRARY)
-def _(
-    parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, compensation: Tensor | None,
-    mean_noise: Tensor, square_noise: Tensor, factors: list[float],
-) -> None:  # fmt: skip
+def _(changed: list[Tensor], read: list[Tensor], factors: list[float]) -> None:
     return None
 
 
@@ -143,17 +136,13 @@ def _round_by_torch(out: Tensor, x: Tensor, noise: Tensor) -> None:
 
 
 @torch.library.impl(_LIBRARY, "adamw_bf16", "CPU")
-def _adamw_by_torch(
-    parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, compensation: Tensor | None,
-    mean_noise: Tensor, square_noise: Tensor, factors: list[float],
-) -> None:  # fmt: skip
-    tensors = [parameter, gradient, mean, square, mean_noise, square_noise]
-    for piece in _pieces(tensors if compensation is None else [*tensors, compensation]):
+def _adamw_by_torch(changed: list[Tensor], read: list[Tensor], factors: list[float]) -> None:
+    for piece in _pieces([*read, *changed]):
         _adamw_piece(piece, Factors(*factors))
 
 
 def _adamw_piece(tensors: Sequence[Tensor], factors: Factors) -> None:
-    parameter, gradient, kept_mean, kept_square, mean_noise, square_noise, *compensation = tensors
+    gradient, mean_noise, square_noise, parameter, kept_mean, kept_square, *compensation = tensors
     gradient = gradient.float()
     mean = kept_mean.float().lerp_(gradient, factors.lerp)
     square = kept_square.float().mul_(factors.beta_2).addcmul_(gradient, gradient, value=1 - factors.beta_2)
@@ -208,16 +197,13 @@ def _round_on_cuda(out: Tensor, x: Tensor, noise: Tensor) -> None:
 
 
 @torch.library.impl(_LIBRARY, "adamw_bf16", "CUDA")
-def _adamw_on_cuda(
-    parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, compensation: Tensor | None,
-    mean_noise: Tensor, square_noise: Tensor, factors: list[float],
-) -> None:  # fmt: skip
-    given = (parameter, gradient, mean, square, compensation, mean_noise, square_noise)
-    if parameter.device not in _given_up and in_order([tensor for tensor in given if tensor is not None]):
+def _adamw_on_cuda(changed: list[Tensor], read: list[Tensor], factors: list[float]) -> None:
+    device = changed[0].device
+    if device not in _given_up and in_order([*changed, *read]):
         try:
             from simpletune.optim import bf16_kernels
 
-            return bf16_kernels.adamw(given, factors)
+            return bf16_kernels.adamw(changed, read, factors)
         except Exception as error:
-            _give_up(parameter.device, error)
-    _adamw_by_torch(*given, factors)
+            _give_up(device, error)
+    _adamw_by_torch(changed, read, factors)
