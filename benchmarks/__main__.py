@@ -144,6 +144,13 @@ def hours(args: argparse.Namespace) -> object:
     return hours.run(args.out, args.minutes, args.rows)
 
 
+def traffic(args: argparse.Namespace) -> object:
+    """bytes, launches and products of a training step, counted without a GPU"""
+    from benchmarks import traffic
+
+    return traffic.run(args.out, args.minutes, args.rows)
+
+
 def kernels(args: argparse.Namespace) -> object:
     """machine code of the int8 kernels for cards that are not here; needs Triton, but no GPU"""
     from benchmarks import kernels
@@ -178,6 +185,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     speed: ("rows", "model", "device"),
     times: ("rows", "calibration"),
     hours: ("rows",),
+    traffic: ("rows",),
     kernels: ("rows",),
     pair: ("steps", "rounds", "overrides"),
 }

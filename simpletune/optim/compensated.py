@@ -8,12 +8,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from simpletune.optim.bf16_updates import Factors, adamw_bf16
 from simpletune.optim.optimizer import State
-from simpletune.optim.rounding import stochastic_round
 
 
 class CompensatedAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv:1711.05101) with bf16 state; converts one parameter at a time to fp32 for its step.
+    """AdamW (arXiv:1711.05101) with bf16 state; one kernel steps a parameter on CUDA.
 
     State of each parameter: ``exp_avg``, ``exp_avg_sq``, and for bf16 weights ``compensation``, all bf16; ``step``.
 
@@ -52,22 +52,18 @@ class CompensatedAdamW(torch.optim.Optimizer):
             state["step"] = 0
         state["step"] += 1
         beta_1, beta_2 = group["betas"]
-        assert parameter.grad is not None
-        gradient = parameter.grad.float()
-        mean = state["exp_avg"].float().lerp_(gradient, 1 - beta_1)
-        square = state["exp_avg_sq"].float().mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
-        state["exp_avg"].copy_(stochastic_round(mean, group["generator"]))
-        state["exp_avg_sq"].copy_(stochastic_round(square, group["generator"]))
         correction_1, correction_2 = 1 - beta_1 ** state["step"], 1 - beta_2 ** state["step"]
-        denominator = square.sqrt_().div_(math.sqrt(correction_2)).add_(group["eps"])
-        weight = parameter.float()
-        if "compensation" in state:
-            weight += state["compensation"].float()
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.addcdiv_(mean, denominator, value=-group["lr"] / correction_1)
-        parameter.copy_(weight)
-        if "compensation" in state:
-            state["compensation"].copy_(weight.sub_(parameter.float()))
+        factors = Factors(
+            1 - beta_1,
+            beta_2,
+            math.sqrt(correction_2),
+            group["eps"],
+            1 - group["lr"] * group["weight_decay"],
+            group["lr"] / correction_1,
+        )
+        buffers = state["exp_avg"], state["exp_avg_sq"], state.get("compensation")
+        assert parameter.grad is not None
+        adamw_bf16(parameter, parameter.grad, buffers, group["generator"], factors)
 
     @staticmethod
     def _buffers(parameter: Tensor) -> list[str]:

@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from simpletune.optim.bf16_updates import cut, round_into
 from simpletune.optim.optimizer import BeginsSteps, begin_step
 from simpletune.system.rng import key_of
 
@@ -32,34 +33,6 @@ def key_draws(optimizer: torch.optim.Optimizer, seed: int, step: int) -> None:
     """Set the key of an optimizer's random draws in the next step; without a key it uses the global generators."""
     for group in optimizer.param_groups:
         group["draws"] = (seed, step)
-
-
-def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Round fp32 to bf16, up or down at random so that the expected value is x.
-
-    Adds a random number below 2^16 to the bits that bf16 truncates. Preserves infinities and NaN; CUDA's NaN,
-    0x7fffffff, would otherwise carry into the sign and become -0.0.
-
-    Args:
-        x: a tensor of any shape.
-        generator: a generator on x's device; None uses the global one.
-    """
-    bits = x.contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=x.device, generator=generator)
-    return _cut(noise.add_(bits), x.isnan()).to(torch.bfloat16)
-
-
-def _cut(bits: Tensor, nan: Tensor) -> Tensor:
-    """Clear the bits that bf16 truncates, in place, and restore NaN.
-
-    Args:
-        bits: fp32 numbers as int32, with noise added.
-        nan: mask of the numbers that were NaN before adding noise.
-
-    Returns:
-        The same memory as fp32.
-    """
-    return bits.bitwise_and_(-(1 << 16)).view(torch.float32).masked_fill_(nan, torch.nan)
 
 
 def padded(tensor: Tensor) -> int:
@@ -90,9 +63,8 @@ class RoundedOptimizer(torch.optim.Optimizer):
     numbers themselves (adamw_bf16) step one parameter at a time; those that loop over parameters (Adafactor, the 8-bit
     ones) are faster only outside their update.
 
-    A copy exists only while its parameter steps: besides the optimizer's state, the extra memory is at most 3.5 times
-    the largest parameter in fp32 (weight, gradient, noise, result), or twice a group. State is that of an fp32
-    parameter.
+    A copy exists only while its parameter steps: besides the optimizer's state, the extra memory is at most twice the
+    largest parameter in fp32 (weight and gradient), or twice a group. State is that of an fp32 parameter.
 
     Args:
         parameters: the parameters to train.
@@ -161,10 +133,12 @@ class RoundedOptimizer(torch.optim.Optimizer):
         shell.data, shell.grad = parameter.detach().to(wide), parameter.grad.to(wide)
         generator = self._generator(number, parameter.device)
         self._step_inner([number], generator)
-        if wide != parameter.dtype:
-            bf16 = parameter.dtype == torch.bfloat16
-            parameter.copy_(stochastic_round(shell.data, generator) if bf16 else shell.data)
-        shell.data, shell.grad = shell.data.new_empty(0), None
+        shell.grad = None  # its memory serves the random bits
+        if wide == torch.float32 and parameter.dtype == torch.bfloat16:
+            round_into(parameter, shell.data, generator)
+        elif wide != parameter.dtype:
+            parameter.copy_(shell.data)
+        shell.data = shell.data.new_empty(0)
 
     def _groups(self) -> Iterator[list[nn.Parameter]]:
         """Group the parameters that have a gradient: those that need no copy, and small ones, step together; others
@@ -236,7 +210,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
             noise = gradient.view(torch.int32)
             noise.random_(0, 1 << 16, generator=self._generator(number, flat.device))
         nan = flat.isnan()
-        _cut(flat.view(torch.int32).add_(rest.view(torch.int32)), nan)  # as in stochastic_round
+        cut(flat.view(torch.int32).add_(rest.view(torch.int32)), nan)  # as round_into does
         torch._foreach_copy_(own, weights)
 
     def _step_inner(self, numbers: list[int], generator: torch.Generator | None) -> None:

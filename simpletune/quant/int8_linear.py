@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from simpletune.quant import int8_products
 
@@ -33,16 +34,17 @@ def quantise_rows(
 
 
 class _FrozenInt8Product(torch.autograd.Function):
-    """y = (x q^T) * scale + bias; saves only references to q and scale for the backward pass."""
+    """y = x W^T + bias, W = q * scale; saves only references to q and scale for the backward pass.
+
+    Scaling the weight instead of the output, and adding the bias in the product itself, spares a pass each over the
+    activations; W is rounded to the input's type.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(q, scale)
-        if x.dtype == torch.float16:
-            y = x @ int8_products.dequantised(q, scale, x.dtype).t()
-        else:
-            y = (x @ q.to(x.dtype).t()).mul_(scale.to(x.dtype))
-        return y if bias is None else y.add_(bias)
+        weight = int8_products.dequantised(q, scale, x.dtype)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None]:  # [..., o]

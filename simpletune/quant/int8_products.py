@@ -219,7 +219,7 @@ class _Int8Product(torch.autograd.Function):
 
 
 def dequantised(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # [o, ...], [o] -> [o, ...]
-    """Unpack a weight, rounding once. In fp16, a product with q itself exceeds 65504, and the scale is subnormal."""
+    """Unpack a weight in one pass, rounding once. In fp16 the scale itself would be subnormal."""
     scale = scale.view(-1, *[1] * (q.dim() - 1))
     if dtype == torch.float16:
         return torch.mul(q, scale, out=torch.empty_like(q, dtype=dtype))
@@ -228,9 +228,7 @@ def dequantised(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # [o, 
 
 def input_gradient(grad_y: Tensor, q: Tensor, scale: Tensor) -> Tensor:  # [..., o], [o, i], [o] -> [..., i]
     """Compute the gradient of x with the dequantised weight, in the gradient's type."""
-    if grad_y.dtype == torch.float16:
-        return grad_y @ dequantised(q, scale, grad_y.dtype)
-    return (grad_y * scale.to(grad_y.dtype)) @ q.to(grad_y.dtype)
+    return grad_y @ dequantised(q, scale, grad_y.dtype)
 
 
 def int8_input_gradient(grad_y: Tensor, q: Tensor, scale: Tensor) -> Tensor:  # [..., o], [o, i], [o] -> [..., i]

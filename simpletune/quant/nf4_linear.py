@@ -15,6 +15,7 @@ from typing import Any
 import bitsandbytes  # noqa: F401 registers the kernels
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 BLOCK, GROUP = 64, 256
 
@@ -75,8 +76,8 @@ class _FrozenNf4Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(packed, absmax, *([] if steps is None else [steps]))
         ctx.shape = shape
-        y = x @ _dequantise(packed, absmax, steps, shape, x.dtype).t()
-        return y if bias is None else y.add_(bias)
+        weight = _dequantise(packed, absmax, steps, shape, x.dtype)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))  # adds the bias in the product itself
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None, None]:

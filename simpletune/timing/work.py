@@ -73,10 +73,21 @@ def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], 
     if name.startswith(("_foreach", "_fused_adam")):
         yield _of_lists(args, kwargs, output)
         return
-    inputs, outputs = tensors_in((args, kwargs)), tensors_in(output)
+    inputs, outputs = tensors_in((args, kwargs)), tensors_in(output) or _written(op, args)
     moved = sum(map(bytes_of, outputs)) + (0 if name in WRITES else sum(map(bytes_of, inputs)))
     if moved:
         yield Work(kind_of(name, inputs, outputs), _dtype(outputs, inputs), (moved,))
+
+
+def _written(op: OpOverload, args: Sequence[object]) -> list[Tensor]:
+    """The arguments that an operation of ours which returns nothing writes to, as its schema says.
+
+    Others, such as bitsandbytes' updates, count what they read, as their probes do (probes.py).
+    """
+    if op.namespace != "simpletune":
+        return []
+    declared = zip(op._schema.arguments, args, strict=False)
+    return tensors_in([value for argument, value in declared if argument.alias_info and argument.alias_info.is_write])
 
 
 def kind_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
@@ -213,10 +224,15 @@ def _convolved(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> Iterator[Work
     yield Work(kind, _dtype([x]), (pixels, max(1, round(inputs * area / 9)), outputs))
 
 
+def _rounding(args: Sequence[object], output: object) -> Iterator[Work]:
+    """The result, the first argument, is only written."""
+    yield Work("add", "bf16", (sum(map(bytes_of, tensors_in(args))),))
+
+
 PRODUCTS = {
     "mm": _mm, "addmm": _mm, "addmm_": _mm, "bmm": _mm, "baddbmm": _mm, "_int_mm": _int_mm,
     "int8_product": _int8_product, "qbytes_mm": _quanto,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "convolution": _convolution, "convolution_backward": _convolution_backward,
+    "convolution": _convolution, "convolution_backward": _convolution_backward, "round_into": _rounding,
 }  # fmt: skip
