@@ -29,8 +29,8 @@ class Nf4(QuantisedPrecision):
     quarter less error in every block of SD3; nf4: 0.3 GiB less for SD3 Medium."""
     rotation: Literal["none", "hadamard"] = "none"
     """Rotate the linear layers' weights, and their inputs in every pass, by a block Hadamard matrix of 256, 64 or 16
-    columns (arXiv:2512.03673), so that outliers lose their weight: a sixth less error where weights have heavy tails.
-    Costs a few percent of a step. Convolutions are not rotated."""
+    columns (arXiv:2512.03673), so that outliers do not decide the scales: a sixth less error where weights have heavy
+    tails. Costs time. Convolutions are not rotated."""
 
     bytes_per_weight: ClassVar[float] = 0.5
 
