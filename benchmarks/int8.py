@@ -7,14 +7,16 @@ error of one product at the sizes of SD3 Medium's layers.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from benchmarks import int8_rotation
+from benchmarks.int8_rotation import relative
 from benchmarks.table import Results, describe_machine
 from simpletune.config.load import read_config
 from simpletune.quant import int8_products
@@ -25,12 +27,21 @@ from simpletune.training.loop import train
 
 CONFIG, STEPS, ENDS, SMOOTH = Path("configs/demo.json"), 100, 10, 9
 INT8 = ["precision.weights=int8", "precision.compute=bf16"]
+NF4, ROTATED = ["precision.weights=nf4", "precision.compute=bf16"], "precision.rotation=hadamard"
 RUNS = {
     "bf16": ["precision.weights=bf16", "precision.compute=bf16"],
     "int8, dequantised": INT8,
     "int8 products": [*INT8, "precision.products=int8"],
     "int8 products and gradients": [*INT8, "precision.products=int8", "precision.input_gradient=int8"],
-}
+    "int8, dequantised, rotated": [*INT8, ROTATED],
+    "int8 products, rotated": [*INT8, "precision.products=int8", ROTATED],
+    "int8 products and gradients, rotated": [
+        *INT8, "precision.products=int8", "precision.input_gradient=int8", ROTATED
+    ],
+    "nf4": NF4,
+    "nf4, rotated": [*NF4, ROTATED],
+}  # fmt: skip
+COLOURS = ["#222222", "#2a78c8", "#e0823d", "#2e9e6b", "#8fc1ee", "#f2bf94", "#93d6b5", "#8a4fb0", "#ccaee0"]
 LAYERS = {"q, k, v, out": (1536, 1536), "up": (6144, 1536), "down": (1536, 6144)}  # [o, i]
 ROWS, OUTLIERS = 333, 8
 COLUMNS = {
@@ -49,7 +60,9 @@ identical in every step. On a CPU, `torch._int_mm` computes the products with th
 
 *{ONE}*: relative errors in percent (norm of the difference over norm of the exact product, in float64) at the sizes of
 SD3 Medium's layers, {ROWS} rows, normally distributed weights; *outliers*: {OUTLIERS} columns of the activations are 30
-times as large; *channels*: {OUTLIERS} rows of the weight are, too."""
+times as large; *channels*: {OUTLIERS} rows of the weight are, too.
+
+{int8_rotation.ABOUT}"""
 
 
 def loss_row(options: list[str], overrides: list[str]) -> dict[str, Any]:
@@ -64,11 +77,6 @@ def loss_row(options: list[str], overrides: list[str]) -> dict[str, Any]:
     figures = {"first": sum(losses[:ENDS]) / ENDS, "last": sum(losses[-ENDS:]) / ENDS}
     figures |= {key: summary[key] for key in ("eval_loss_before", "eval_loss_after")}
     return {**{key: f"{value:.5f}" for key, value in figures.items()}, "losses": losses}
-
-
-def relative(ours: Tensor, exact: Tensor) -> float:
-    """Compute |ours - exact| / |exact|, in percent."""
-    return 100 * float((ours.double() - exact).norm() / exact.norm())
 
 
 @torch.no_grad()
@@ -107,7 +115,18 @@ def grid(overrides: list[str]) -> dict[str, Callable[[], dict[str, Any]]]:
     for kind in ("normal", "outliers", "channels"):
         for name, shape in LAYERS.items():
             rows[f"{name} {list(shape)}, {kind}"] = partial(error_row, shape, kind)
+    for kind in ("normal", "outliers", "heavy tails"):
+        for name, shape in LAYERS.items():
+            drawn = partial(int8_rotation.drawn_row, shape, kind, ROWS, OUTLIERS)
+            rows[f"rotation: {name} {list(shape)}, {kind}"] = partial(in_table, drawn)
+    for group in int8_rotation.GROUPS:
+        rows[f"rotation: {group}, embedded"] = partial(in_table, partial(int8_rotation.embedded_row, group))
     return rows
+
+
+def in_table(measure: Callable[[], Mapping[str, float | str]]) -> dict[str, Any]:
+    """Measure a row of the table of rotations."""
+    return {"table": int8_rotation.TABLE, **measure()}
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -130,7 +149,7 @@ def draw(rows: dict[str, dict[str, Any]], file: Path) -> None:
         for step in range(len(losses))
     ]
     colour = {"field": "run", "type": "nominal", "title": None, "sort": None,
-              "scale": {"domain": list(runs), "range": ["#222222", "#2a78c8", "#e0823d", "#2e9e6b"]}}  # fmt: skip
+              "scale": {"domain": list(runs), "range": COLOURS}}  # fmt: skip
     x = {"field": "step", "type": "quantitative", "title": "step", "scale": {"domain": [1, len(base)], "nice": False}}
     panels = [
         {"title": title, "width": 720, "height": height, "mark": {"type": "line", "strokeWidth": 1.6},
@@ -170,4 +189,9 @@ def run(folder: Path, minutes: float, only: str, overrides: list[str]) -> Path:
         results.add(name, {**results.rows[name], "apart": f"{apart:.5f}"})
     if base:
         draw(results.rows, results.stem.with_suffix(".png"))
-    return results.write_table("int8 products: losses and errors", ABOUT, describe_machine(), {ONE: ERRORS})
+    return results.write_table(
+        "int8 products: losses and errors",
+        ABOUT,
+        describe_machine(),
+        {ONE: ERRORS, int8_rotation.TABLE: int8_rotation.COLUMNS},
+    )

@@ -23,16 +23,13 @@ from benchmarks.table import Results, describe_machine
 from simpletune.options import UserError
 from simpletune.system.console import say
 
-SOURCE = Path(__file__).resolve().parent.parent / "simpletune" / "quant" / "int8_kernel.py"
+QUANT = Path(__file__).resolve().parent.parent / "simpletune" / "quant"
+SOURCE, ROTATION = QUANT / "int8_kernel.py", QUANT / "rotation_kernel.py"
 COMMITTED = Path(__file__).resolve().parent / "results" / "kernels" / "kernels.json"
-DECIDES = (
-    "_rows",
-    "_product",
-    "_blocks",
-    "TILES",
-    "SAFE_TILE",
-    "LONGEST_BLOCK",
-)  # the compiled code follows from these
+DECIDES = {
+    SOURCE: ("_rows", "_product", "_blocks", "TILES", "SAFE_TILE", "LONGEST_BLOCK"),
+    ROTATION: ("_turned", "_rotated_rows", "LONGEST_BLOCK", "WARPS"),
+}  # the compiled code follows from these
 TOO_OLD = 75
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 """Bytes of shared memory that a block may use, by architecture (CUDA C++ Programming Guide, compute capabilities)."""
@@ -53,12 +50,14 @@ class Row:
 
     Args:
         card: the architecture: 89 for sm_89.
-        kernel: ``product`` or ``rows``.
+        kernel: ``product``, ``rows`` or ``rotated`` rows.
         kind: of a product, ``forward`` or ``gradient``, which reads the weight transposed; of rows, their type.
-        tile: of a product, as in ``TILES``; of rows, (elements that a program loads at once, warps).
+        tile: of a product, as in ``TILES``; of rows, (elements that a program loads at once, warps), and of rotated
+            rows the size of the rotation's blocks.
         sizes: of a product, ``even``: k is a multiple of the tile's, and n and k of 16, as in SD3; ``rows``: m of 16
             too; ``ragged``: k is no multiple of the tile's; ``odd``: nothing is a multiple. Of rows, ``columns`` if
-            they are multiplied with a scale for each column, else ``plain``.
+            they are multiplied with a scale for each column, else ``plain``; of rotated rows, ``whole``, or ``long``
+            if they take several loads.
     """
 
     card: int
@@ -83,8 +82,19 @@ def rows_of_table() -> Iterator[Row]:
     for card in SHARED:
         for block, warps in ((2048, 4), (LONGEST_BLOCK, 8)):
             yield from (Row(card, "rows", kind, (block, warps), what) for kind in ("bf16", "fp32") for what in KINDS)
+        yield from (Row(card, "rotated", kind, tile, what) for kind, tile, what in rotated_rows())
     for card in (89, 90):  # mma and wgmma
         yield from (Row(card, "product", way, t, s) for s in ("rows", "ragged", "odd") for t in tiles for way in ways)
+
+
+def rotated_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yield kind, tile and sizes of the rotated rows: SD3 Medium and Large, SD 1.5 and 2, and small models."""
+    from simpletune.quant.rotation_kernel import LONGEST_BLOCK, warps_of
+
+    for length, block in ((2048, 256), (4096, 256), (LONGEST_BLOCK, 256), (2048, 64), (512, 64), (1024, 16)):
+        yield "bf16", (length, warps_of(length), block), "whole"
+    yield "bf16", (LONGEST_BLOCK, warps_of(LONGEST_BLOCK), 256), "long"
+    yield "fp32", (2048, warps_of(2048), 256), "whole"
 
 
 KINDS = ("plain", "columns")
@@ -99,7 +109,7 @@ def compile_row(row: Row) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from simpletune.quant import int8_kernel, int8_products
+    from simpletune.quant import int8_kernel, int8_products, rotation_kernel
 
     constants: dict[str, Any]
     if row.kernel == "product":
@@ -111,12 +121,15 @@ def compile_row(row: Row) -> Any:
         constants |= {"weight_k": 1} if row.kind == "forward" else {"weight_n": 1, "scale": None, "bias": None}
         warps, stages, divisible = row.tile[3], row.tile[4], DIVISIBLE[row.sizes]
     else:
-        function = int8_kernel._rows
-        types = dict.fromkeys(function.arg_names, "i32") | {
-            "x": f"*{row.kind}", "columns": "*fp32", "q": "*i8", "scale": "*fp32"
-        }  # fmt: skip
+        rotated = row.kernel == "rotated"
+        function = rotation_kernel._rotated_rows if rotated else int8_kernel._rows
+        types = dict.fromkeys(function.arg_names, "i32") | {"x": f"*{row.kind}", "q": "*i8", "scale": "*fp32"}
         constants = {"LEAST": int8_products.LEAST, "BLOCK": row.tile[0]}
-        constants |= {} if row.sizes == "columns" else {"columns": None}
+        if rotated:
+            constants |= {"ROTATION": row.tile[2], "WHOLE": row.sizes == "whole"}
+        else:
+            types["columns"] = "*fp32"
+            constants |= {} if row.sizes == "columns" else {"columns": None}
         warps, stages, divisible = row.tile[1], 3, ("k", "x_outer", "x_row", "inner")
     place = {name: (number,) for number, name in enumerate(function.arg_names)}
     given = [name for name, kind in types.items() if name not in constants and (kind[0] == "*" or name in divisible)]
@@ -208,10 +221,15 @@ def problems(row: Row, found: Mapping[str, Any], version: str) -> list[str]:
     return broken
 
 
-def source_hash(text: str | None = None) -> str:
+def source_of(name: str) -> str:
+    """The hash of the source of a row, given its name with Triton's version."""
+    return source_hash(ROTATION if " rotated " in name else SOURCE)
+
+
+def source_hash(source: Path = SOURCE, text: str | None = None) -> str:
     """Hash what the compiled code follows from, without comments, docstrings and layout; needs no Triton."""
     parts = []
-    for node in ast.parse(SOURCE.read_text(encoding="utf-8") if text is None else text).body:
+    for node in ast.parse(source.read_text(encoding="utf-8") if text is None else text).body:
         names: list[str] = []
         if isinstance(node, ast.Assign):
             names = [target.id for target in node.targets if isinstance(target, ast.Name)]
@@ -219,7 +237,7 @@ def source_hash(text: str | None = None) -> str:
             names = [node.name]
             if ast.get_docstring(node) is not None:
                 node.body = node.body[1:]
-        if set(names) & set(DECIDES):
+        if set(names) & set(DECIDES[source]):
             parts.append(ast.unparse(node))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -242,13 +260,13 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
         import triton
     except ImportError:
         raise UserError("kernels: Triton is not installed. Use: pip install triton") from None
-    results, now = Results(folder / "kernels", COLUMNS), source_hash()
-    results.rows = {name: row for name, row in results.rows.items() if row["source"] == now}
+    results = Results(folder / "kernels", COLUMNS)
+    results.rows = {name: row for name, row in results.rows.items() if row["source"] == source_of(name)}
     rows = {f"Triton {triton.__version__}: {row.name}": row for row in rows_of_table()}
     broken = []
     for name, row in results.missing(rows, minutes, only):
         found = measure(row)
-        results.add(name, found | {"source": now})
+        results.add(name, found | {"source": source_of(name)})
         say(f"kernel  {name}: {found.get('fails') or _cell(found)}")
     for name, row in rows.items():
         if name in results.rows:
@@ -293,7 +311,8 @@ Each cell: registers of a thread, shared memory of a block, the tensor-core inst
 operands, s32 sums), and bytes of the stack where registers were spilled. Nothing ran: these are figures of the machine
 code. Lines: kernel, kind, tile (rows, columns, length of the sum, warps, stages), sizes: *even*, as in SD3: n and k are
 multiples of 16, and k of the tile's; *rows*: m too; *ragged*: k is no multiple of the tile's; *odd*: nothing is a
-multiple. `rows` quantises rows: the tile is elements and warps.
+multiple. `rows` quantises rows: the tile is elements and warps; `rotated` rotates them first: and the size of the
+rotation's blocks; *long*: a row takes several loads.
 
 `make kernels` fails if one of these breaks a rule: an int8 tensor-core instruction in every product; shared memory
 within the card's {", ".join(f"{size // 1024} KiB (sm_{card})" for card, size in SHARED.items())};

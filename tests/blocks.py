@@ -40,6 +40,8 @@ PRECISIONS = {
     "fp32": FP32(), "fp32-autocast": FP32(compute="bf16"), "bf16": BF16(), "int8": Int8(compute="fp32"),
     "int8-bf16": Int8(), "int8-products": Int8(compute="fp32", products="int8", input_gradient="int8"),
     "int8-quanto": Int8Quanto(compute="fp32"), "int8-quanto-bf16": Int8Quanto(), "nf4": Nf4(compute="fp32"),
+    "int8-rotated": Int8(compute="fp32", products="int8", input_gradient="int8", rotation="hadamard"),
+    "nf4-rotated": Nf4(compute="fp32", rotation="hadamard"),
 }  # fmt: skip
 UNET = {
     "_class_name": "UNet2DConditionModel", "sample_size": 8, "block_out_channels": [16, 32], "layers_per_block": 1,

@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.rotation import block_rotation
 from torch import Tensor
 
-from simpletune.quant import int8_kernel, int8_products
+from simpletune.quant import int8_kernel, int8_products, int8_rotated, rotation_kernel
 
 TILES = [(16, 16, 32, 4, 2), (32, 64, 32, 4, 2), (64, 32, 64, 4, 2)]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -58,6 +59,37 @@ def test_rows_are_read_as_they_lie(strided: str) -> None:
     x = {"sliced": x[:, 2:7, :13], "transposed": x.transpose(1, 2), "expanded": x[:1].expand(4, 9, 20)}[strided]
     q, scale = int8_kernel.rows(x, None, int8_products.LEAST)
     torch.testing.assert_close((q, scale), int8_products.int8_rows(x.contiguous()), **EXACT)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(1, 8), block=st.sampled_from([16, 64, 256]), count=st.sampled_from([1, 2, 3, 5]),
+    dtype=st.sampled_from(TYPES), odd=st.sampled_from(ODD), longest=st.sampled_from([256, 8192]),
+    seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_rotated_rows_are_a_float64_references_and_the_cpus(
+    rows: int, block: int, count: int, dtype: torch.dtype, odd: str, longest: int, seed: int
+) -> None:
+    x = activations(rows, block * count, dtype, odd, seed)
+    q, scale = rotation_kernel.rotated_rows(x, block, int8_products.LEAST, longest)
+    torch.testing.assert_close((q, scale), int8_rotated.int8_rotated_rows(x, block), **EXACT)
+    h = torch.block_diag(*[torch.from_numpy(block_rotation(block))] * count)
+    exact, size = x.double() @ h, x.double().abs() @ h.abs()
+    sound = exact.isfinite().all(dim=1)
+    assert torch.equal(scale.isfinite(), sound)
+    error = (q.double() * scale.double()[:, None] - exact).abs()
+    assert (error <= 0.50001 * scale[:, None] + 1e-6 * size)[sound].all()
+    assert ((scale.double() - exact.abs().amax(dim=1) / 127).abs() <= 1e-6 * size.amax(dim=1))[
+        sound & (exact.abs().amax(dim=1) > int8_products.LEAST)
+    ].all()
+
+
+@pytest.mark.parametrize("strided", ["sliced", "transposed", "expanded"])
+def test_rotated_rows_are_read_as_they_lie(strided: str) -> None:
+    x = torch.randn(3, 48, 48)
+    x = {"sliced": x[:, 2:7, :16], "transposed": x.transpose(1, 2), "expanded": x[:1].expand(2, 48, 48)}[strided]
+    q, scale = rotation_kernel.rotated_rows(x, 16, int8_products.LEAST)
+    torch.testing.assert_close((q, scale), int8_rotated.int8_rotated_rows(x.contiguous(), 16), **EXACT)
 
 
 @settings(max_examples=25, deadline=None)

@@ -92,6 +92,14 @@ def test_many_shapes_few_graphs_and_an_exact_resume(
         pytest.param({"precision": {"weights": "int8-quanto"}}, id="quanto", marks=pytest.mark.slow),
         pytest.param({"precision": {"weights": "int8", "products": "int8"}}, id="products", marks=pytest.mark.slow),
         pytest.param(
+            {"precision": {"weights": "int8", "products": "int8", "rotation": "hadamard"}, "data": {"resolution": 64}},
+            id="rotated products",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"precision": {"weights": "nf4", "rotation": "hadamard"}}, id="rotated nf4", marks=pytest.mark.slow
+        ),
+        pytest.param(
             {"memory": {"checkpointing": "all", "resident_blocks": 2, "offload_checkpoint_inputs": True}}, id="streamed"
         ),
         pytest.param(

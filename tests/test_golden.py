@@ -22,13 +22,15 @@ CASES = [
     for adapter, precisions in {
         "lora": [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("int8", "fp32"), ("int8", "bf16"),
                  ("int8-quanto", "fp32"), ("int8-quanto", "bf16"), ("nf4", "fp32"), ("nf4", "bf16"),
-                 ("fp32", "fp16"), ("bf16", "fp16"), ("int8", "fp16"), ("int8-quanto", "fp16"), ("nf4", "fp16")],
+                 ("fp32", "fp16"), ("bf16", "fp16"), ("int8", "fp16"), ("int8-quanto", "fp16"), ("nf4", "fp16"),
+                 ("int8+hadamard", "fp32"), ("int8+hadamard", "bf16"), ("nf4+hadamard", "fp32"),
+                 ("nf4+hadamard", "fp16")],
         "full": [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "fp16")],
         "partial": [("fp32", "fp32"), ("bf16", "bf16")],
         "lokr": [("fp32", "fp32"), ("int8", "bf16")],
         "loha": [("fp32", "fp32")],
-        "dora": [("fp32", "fp32"), ("int8", "bf16")],
-        "oft": [("fp32", "fp32"), ("int8", "bf16")],
+        "dora": [("fp32", "fp32"), ("int8", "bf16"), ("int8+hadamard", "fp32")],
+        "oft": [("fp32", "fp32"), ("int8", "bf16"), ("int8+hadamard", "fp32")],
     }.items()
     for weights, compute in precisions
 ]  # fmt: skip
@@ -37,7 +39,8 @@ CASES = [
 def losses_of(tiny_config: dict, adapter: str, weights: str, compute: str) -> list[float]:
     data = copy.deepcopy(tiny_config)
     data["adapter"] = {"method": adapter} | ({"rank": 2} if adapter in ("lora", "loha", "dora") else {})
-    data["precision"] = {"weights": weights, "compute": compute}
+    weights, _, rotation = weights.partition("+")
+    data["precision"] = {"weights": weights, "compute": compute} | ({"rotation": rotation} if rotation else {})
     data["train"]["batch_size"] = 2
     return [row["loss"] for row in read_metrics(train(validate(data, "golden")))]
 

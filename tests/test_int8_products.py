@@ -30,7 +30,7 @@ from simpletune.memory.accounting import Accounting
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import rounded
 from simpletune.options import ConfigError
-from simpletune.quant import int8_products, int8_tuning
+from simpletune.quant import int8_multiply, int8_products, int8_tuning
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.int8_tuning import tunings
@@ -148,18 +148,18 @@ def test_keeps_no_activation_and_no_copy_of_the_weight() -> None:
 def test_rows_are_shared_by_identity_and_freed_with_their_tensor() -> None:
     x = torch.randn(40, 16)
     with Counted() as counted:
-        first = int8_products.shared_rows(x)
-        assert int8_products.shared_rows(x) is first and counted.quantised == 1
-        assert int8_products.shared_rows(x.clone()) is not first and counted.quantised == 2
-        int8_products.shared_rows(x)
+        first = int8_multiply.shared_rows(x)
+        assert int8_multiply.shared_rows(x) is first and counted.quantised == 1
+        assert int8_multiply.shared_rows(x.clone()) is not first and counted.quantised == 2
+        int8_multiply.shared_rows(x)
         x[0, 0] = 100.0
-        assert int8_products.shared_rows(x)[1][0] == pytest.approx(100 / 127) and counted.quantised == 4
+        assert int8_multiply.shared_rows(x)[1][0] == pytest.approx(100 / 127) and counted.quantised == 4
     del x, first
     gc.collect()
-    assert int8_products._Last.entry is None
+    assert int8_multiply._Last.entry is None
     with torch.inference_mode():
         x = torch.randn(40, 16)
-        assert int8_products.shared_rows(x) is not int8_products.shared_rows(x)
+        assert int8_multiply.shared_rows(x) is not int8_multiply.shared_rows(x)
 
 
 def test_query_key_and_value_share_their_rows() -> None:

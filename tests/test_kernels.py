@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kernels
-from benchmarks.kernels import Row, problems, source_hash
+from benchmarks.kernels import Row, problems, source_hash, source_of
 from simpletune.options import UserError
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 TABLE = json.loads(kernels.COMMITTED.read_text())["rows"]
-STALE = {found["source"] for found in TABLE.values()} != {source_hash()}
+STALE = any(found["source"] != source_of(name) for name, found in TABLE.items())
 
 
 def installed() -> str:
@@ -30,6 +30,7 @@ FEW = [
     Row(89, "product", "forward", LARGE, "even"),
     Row(90, "product", "gradient", SAFE, "even"),
     Row(89, "rows", "bf16", (2048, 4), "columns"),
+    Row(89, "rotated", "bf16", (2048, 4, 256), "whole"),
 ]
 GOOD = {
     "registers": 128, "stack": 8, "shared": 49152, "tensor_cores": ["mma m16n8k32"], "fused": 0, "fusible": 0,
@@ -49,7 +50,7 @@ def test_the_kernels_compile_for_cards_that_are_not_here(row: Row) -> None:
 
 
 def test_the_committed_table_is_that_of_the_kernel() -> None:
-    assert not STALE, "simpletune/quant/int8_kernel.py has changed: run make kernels"
+    assert not STALE, "simpletune/quant/int8_kernel.py or rotation_kernel.py has changed: run make kernels"
     versions = {name.partition(":")[0] for name in TABLE}
     assert {version.rpartition(".")[0] for version in versions} == {"Triton 3.6", "Triton 3.7"}  # pyproject.toml's
     for version in versions:
@@ -107,7 +108,7 @@ def test_a_tile_that_does_not_fit_a_card_is_noticed(row: Row, message: str) -> N
 
 
 @needs_triton
-@pytest.mark.parametrize("row", FEW[1:], ids=lambda row: row.kernel)
+@pytest.mark.parametrize("row", FEW[1:3], ids=lambda row: row.kernel)
 def test_multiply_adds_that_may_fuse_are_noticed(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     row = replace(row, kind="forward") if row.kernel == "product" else row  # a gradient has no bias to add
     monkeypatch.setattr(kernels, "OPTIONS", {"enable_fp_fusion": True})
@@ -116,10 +117,15 @@ def test_multiply_adds_that_may_fuse_are_noticed(row: Row, monkeypatch: pytest.M
 
 def test_comments_do_not_make_the_table_stale_but_tiles_do() -> None:
     text = kernels.SOURCE.read_text()
-    assert source_hash(text.replace('"""Quantise one row', '"""Round one row') + "# more\n") == source_hash()
+    assert source_hash(text=text.replace('"""Quantise one row', '"""Round one row') + "# more\n") == source_hash()
     changes = {"(64, 64, 64, 4, 2)": "(64, 64, 64, 4, 3)", "12582912.0) -": "12582912.0) +", '"GROUP": 8': '"GROUP": 4'}
     for old, new in changes.items():
-        assert old in text and source_hash(text.replace(old, new)) != source_hash()
+        assert old in text and source_hash(text=text.replace(old, new)) != source_hash()
+    turned = kernels.ROTATION.read_text()
+    assert source_hash(kernels.ROTATION) == source_hash(kernels.ROTATION, turned + "# more\n")
+    now = source_hash(kernels.ROTATION)
+    for old, new in {"half - d, half - b": "half - d, half + b", "(2048, 4)": "(2048, 8)"}.items():
+        assert old in turned and source_hash(kernels.ROTATION, turned.replace(old, new)) != now
 
 
 @needs_triton
@@ -131,11 +137,11 @@ def test_the_grid_compiles_what_is_missing_and_fails_for_a_broken_rule(
     monkeypatch.setattr(kernels, "rows_of_table", lambda: iter(FEW))
     monkeypatch.setattr(kernels, "measure", lambda row: compiled.append(row.name) or dict(found))
     page = kernels.run(tmp_path, 60).read_text()
-    assert "sm_89" in page and "128, 48 KiB, mma, 8 B spilled" in page and len(compiled) == 3
+    assert "sm_89" in page and "128, 48 KiB, mma, 8 B spilled" in page and len(compiled) == 4
     kernels.run(tmp_path, 60)
-    assert len(compiled) == 3
-    monkeypatch.setattr(kernels, "source_hash", lambda: "another")
+    assert len(compiled) == 4
+    monkeypatch.setattr(kernels, "source_hash", lambda source: "another")
     found["flushed"] = 1
     with pytest.raises(UserError, match="sm_90 product gradient 64x64x64x4x2 even: .ftz"):
         kernels.run(tmp_path, 60)
-    assert len(compiled) == 6
+    assert len(compiled) == 8

@@ -27,6 +27,10 @@ BASES: dict[str, dict] = {
         "adapter": {"method": "full"}, "precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit", "lr": 1e-3},
         "train": {"steps": STEPS, "batch_size": 2, **PER_PARAMETER},
     },
+    "rotated": {
+        "adapter": {"method": "lora", "rank": 4}, "data": {"resolution": 64},  # more rows than are dequantised
+        "precision": {"weights": "int8", "compute": "bf16", "products": "int8", "rotation": "hadamard"},
+    },
     "fp16": {"adapter": {"method": "lora", "rank": 4}, "precision": {"weights": "int8", "compute": "fp16"}},
     "full-fp16": {
         "adapter": {"method": "full"}, "precision": {"weights": "fp32", "compute": "fp16"},
@@ -42,6 +46,9 @@ EXACT: dict[str, tuple[str, dict]] = {
     "lora-streamed": ("lora", {"resident_blocks": 0}),
     "lora-one-resident-host": ("lora", {"resident_blocks": 1, "offload_checkpoint_inputs": True}),
     "lora-no-cache": ("lora", {"cache_quantised": False}),
+    "rotated-no-checkpointing": ("rotated", {"checkpointing": "none"}),
+    "rotated-streamed-no-cache": ("rotated", {"resident_blocks": 0, "cache_quantised": False}),
+    "rotated-one-resident-host": ("rotated", {"resident_blocks": 1, "offload_checkpoint_inputs": True}),
     "full-host-boundaries": ("full", {"offload_checkpoint_inputs": True}),
     "full-in-backward": ("full", {"optimizer_in_backward": True}),
     "full-in-backward-streamed": ("full", {"optimizer_in_backward": True, "resident_blocks": 0}),
@@ -76,7 +83,9 @@ def run_with(tiny_config: dict, three_blocks: Path, train_once: TrainOnce):
     """
 
     def run(base: str, memory: dict, precision: dict | None = None) -> Result:
-        data = copy.deepcopy(tiny_config) | {"train": {"steps": STEPS, "batch_size": 2}} | copy.deepcopy(BASES[base])
+        chosen = copy.deepcopy(BASES[base])
+        data = copy.deepcopy(tiny_config) | {"train": {"steps": STEPS, "batch_size": 2}}
+        data |= chosen | {"data": data["data"] | chosen.get("data", {})}
         data["model"]["pretrained"] = str(three_blocks)
         data |= {"memory": memory, "precision": precision or data["precision"]}
         folder = train(validate(data, "lever")) if memory else train_once(data)

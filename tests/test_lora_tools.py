@@ -213,7 +213,14 @@ def test_a_merge_in_bf16_says_what_rounding_costs(pipeline, files, tmp_path, cap
 
 
 @pytest.mark.parametrize(
-    "precision", [Int8(compute="fp32"), Nf4(compute="fp32"), Nf4(compute="fp32", modulation="nf4")]
+    "precision",
+    [
+        Int8(compute="fp32"),
+        Nf4(compute="fp32"),
+        Nf4(compute="fp32", modulation="nf4"),
+        Int8(compute="fp32", rotation="hadamard"),
+        Nf4(compute="fp32", rotation="hadamard"),
+    ],
 )
 def test_a_kept_quantised_base_is_dequantised(precision, pipeline, files, tmp_path) -> None:
     model = SD3().model_copy(update={"pretrained": str(pipeline)})

@@ -45,7 +45,8 @@ from simpletune.training.setup import StartOptions, set_up
 CPU = torch.device("cpu")
 PRECISIONS = {
     "fp32": FP32(), "fp32-bf16": FP32(compute="bf16"), "bf16": BF16(), "int8-fp32": Int8(compute="fp32"),
-    "int8-bf16": Int8(), "quanto-fp32": Int8Quanto(compute="fp32"), "quanto-bf16": Int8Quanto(),
+    "int8-bf16": Int8(), "int8-rotated": Int8(compute="fp32", rotation="hadamard"),
+    "quanto-fp32": Int8Quanto(compute="fp32"), "quanto-bf16": Int8Quanto(),
 }  # fmt: skip
 
 

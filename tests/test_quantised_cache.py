@@ -35,7 +35,7 @@ from simpletune.training.loop import train
 CPU = torch.device("cpu")
 QUANTISED = [
     Int8(), Int8(compute="fp32"), Int8Quanto(), Int8Quanto(compute="fp32"), Nf4(), Nf4(compute="fp32"),
-    Nf4(double_quantisation=False, modulation="nf4"),
+    Nf4(double_quantisation=False, modulation="nf4"), Int8(rotation="hadamard"), Nf4(rotation="hadamard"),
 ]  # fmt: skip
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -129,7 +129,15 @@ def noise_predicted(model: nn.Module, dtype: torch.dtype = torch.float32) -> Ten
 
 
 @pytest.mark.parametrize(
-    ("precision", "most"), [(Int8(compute="fp32"), 0.015), (Int8(), 0.03), (Nf4(compute="fp32"), 0.1)], ids=str
+    ("precision", "most"),
+    [
+        (Int8(compute="fp32"), 0.015),
+        (Int8(), 0.03),
+        (Nf4(compute="fp32"), 0.1),
+        (Int8(compute="fp32", rotation="hadamard"), 0.015),
+        (Nf4(compute="fp32", rotation="hadamard"), 0.1),
+    ],
+    ids=str,
 )
 def test_predictions_come_near(precision: WeightPrecision, most: float, folder: Path) -> None:
     exact = noise_predicted(loaded(folder, FP32()))
@@ -137,7 +145,7 @@ def test_predictions_come_near(precision: WeightPrecision, most: float, folder: 
     assert 0 < (ours - exact).norm() / exact.norm() < most
 
 
-@pytest.mark.parametrize("precision", [Int8(), Nf4(), Int8Quanto()], ids=lambda option: option.weights)
+@pytest.mark.parametrize("precision", [Int8(), Nf4(), Int8Quanto(), Int8(rotation="hadamard")], ids=str)
 def test_a_cached_base_is_the_quantised_one_bit_for_bit(
     precision: WeightPrecision, folder: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from simpletune.quant import int8_products
+from simpletune.quant import int8_multiply, int8_products, int8_rotated
+from simpletune.quant.rotation import Rotation, block_of, folded, rotate, rotated, turns_weight
 
 
 def quantise_rows(
@@ -38,19 +39,22 @@ class _FrozenInt8Product(torch.autograd.Function):
 
     Scaling the weight instead of the output, and adding the bias in the product itself, spares a pass each over the
     activations; W is rounded to the input's type.
+
+    ``block``: of the rotation to undo in the dequantised weight; 0: there is none, or x and its gradient are rotated.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None, block: int) -> Tensor:
         ctx.save_for_backward(q, scale)
-        weight = int8_products.dequantised(q, scale, x.dtype)
+        ctx.block = block
+        weight = rotated(int8_products.dequantised(q, scale, x.dtype), block)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None]:  # [..., o]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # [..., o]
         q, scale = ctx.saved_tensors
-        grad_x = int8_products.input_gradient(grad_y, q, scale) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None
+        grad_x = int8_products.input_gradient(grad_y, q, scale, ctx.block) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None, None
 
 
 class Int8Linear(nn.Linear):
@@ -64,17 +68,23 @@ class Int8Linear(nn.Linear):
     """Whether to multiply in int8, if there are enough rows and the device supports it."""
     int8_gradient = False
     """Whether to compute the input gradient in int8 as well."""
+    block = 0
+    """Size of the blocks of the rotation that the weight is stored in (rotation.py); 0: none."""
+    turns_weight = True
+    """Whether many rows may be multiplied by the weight rotated back, in place of rotating them."""
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, dtype: torch.dtype) -> Int8Linear:
+    def from_linear(cls, linear: nn.Linear, dtype: torch.dtype, rotation: Rotation = "none") -> Int8Linear:
         """Quantise a linear layer on its device.
 
         Args:
             linear: the layer, with weights in any floating type.
             dtype: the type of the bias.
+            rotation: of its inputs.
         """
         twin = cls(linear.in_features, linear.out_features, bias=False, device="meta")
-        q, scale = quantise_rows(linear.weight.detach())
+        twin.block = block_of(rotation, linear)
+        q, scale = quantise_rows(folded(linear.weight.detach(), twin.block))
         twin.weight = nn.Parameter(q, requires_grad=False)
         twin.register_buffer("scale", scale)
         if linear.bias is not None:
@@ -83,14 +93,16 @@ class Int8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
         """Compute the product in the input's type."""
-        if self.int8_products and int8_products.serves(x):
-            return int8_products.multiply(x, self.weight, self.scale, self.bias, self.int8_gradient)
-        return _FrozenInt8Product.apply(x, self.weight, self.scale, self.bias)
+        if self.int8_products and int8_products.serves(x) and (not self.block or not int8_rotated.why_not(x.device)):
+            return int8_multiply.multiply(x, self.weight, self.scale, self.bias, self.int8_gradient, self.block)
+        if self.block and not (self.turns_weight and turns_weight(x, self.out_features)):
+            return _FrozenInt8Product.apply(rotate(x, self.block), self.weight, self.scale, self.bias, 0)
+        return _FrozenInt8Product.apply(x, self.weight, self.scale, self.bias, self.block)
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
-        """The dequantised weight."""
+        """The dequantised weight, without its rotation."""
         return self.row_block(0, self.out_features)
 
     def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i]
-        """Some rows of the dequantised weight."""
-        return self.weight[first:last].float() * self.scale[first:last, None]
+        """Some rows of the dequantised weight, without its rotation."""
+        return folded(self.weight[first:last].float() * self.scale[first:last, None], self.block)

@@ -11,9 +11,8 @@ Shapes: m rows (samples x tokens), i input and o output features.
 from __future__ import annotations
 
 import subprocess
-import weakref
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from simpletune.printable import reason_of
+from simpletune.quant.rotation import rotated, turns_weight
 from simpletune.system.console import say
 from simpletune.system.devices import sm
 
@@ -37,7 +37,7 @@ _LIBRARY.define(
     "int8_product(Tensor x, Tensor x_scale, Tensor weight, Tensor? scale, Tensor? bias, ScalarType dtype) -> Tensor"
 )
 for _name in ("int8_rows", "int8_product"):
-    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # _Int8Product defines the gradients
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # int8_multiply.py defines the gradients
 
 
 def int8_rows(x: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -89,8 +89,11 @@ def _(
 @torch.library.impl(_LIBRARY, "int8_rows", "CPU")
 def _rows_on_cpu(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     values = x.reshape(-1, x.shape[-1]).float()
-    if columns is not None:
-        values = values * columns
+    return rounded_rows(values if columns is None else values * columns)
+
+
+def rounded_rows(values: Tensor) -> tuple[Tensor, Tensor]:  # fp32 [m, k] -> int8 [m, k], fp32 [m]
+    """``int8_rows`` by torch's operators, with the kernel's arithmetic."""
     largest = values.abs().amax(dim=1)
     finite = largest < torch.inf  # also false for NaN
     counts = finite & (largest >= LEAST)
@@ -119,7 +122,12 @@ _given_up: dict[torch.device, str] = {}
 """Devices whose kernels failed in the middle of a run, and why."""
 
 
-def _give_up(device: torch.device, error: Exception) -> None:
+def has_given_up(device: torch.device) -> bool:
+    """Whether a device's kernels failed in the middle of this run."""
+    return device in _given_up
+
+
+def give_up(device: torch.device, error: Exception) -> None:
     """Log once that a device's kernels failed; from now on ``why_not`` knows."""
     from simpletune.quant import int8_kernel
 
@@ -138,7 +146,7 @@ def _rows_on_cuda(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
         try:
             return int8_kernel.rows(x, columns, LEAST)
         except Exception as error:
-            _give_up(x.device, error)
+            give_up(x.device, error)
     return _rows_on_cpu(x, columns)  # torch's operators, with the same results anywhere
 
 
@@ -152,70 +160,12 @@ def _product_on_cuda(
         try:
             return int8_kernel.product((x, x_scale), weight, scale, bias, dtype)
         except Exception as error:
-            _give_up(x.device, error)
+            give_up(x.device, error)
     if scale is not None and dtype == torch.float16:  # x @ q would overflow
         weight, scale = dequantised(weight, scale, dtype), None
     y = (x.to(dtype) * x_scale[:, None].to(dtype)) @ weight.to(dtype).t()
     y = y if scale is None else y.mul_(scale)
     return y if bias is None else y.add_(bias)
-
-
-class _Quantised(NamedTuple):
-    """The quantised rows of a tensor, with a weak reference to the tensor."""
-
-    of: weakref.ref[Tensor]
-    version: int
-    rows: tuple[Tensor, Tensor]
-
-
-class _Last:
-    """The last quantised tensor: q, k and v project the same tensor in succession."""
-
-    entry: _Quantised | None = None
-
-
-def shared_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``int8_rows`` of a tensor, computed once for consecutive layers that receive this very tensor.
-
-    Caches only the last result, no longer than its tensor exists, and quantises again if the tensor has been modified.
-    Recomputed activations are different tensors. A compiled block caches nothing: the compiler merges equal calls when
-    it partitions a graph for gradients.
-    """
-    if torch.compiler.is_compiling() or x.is_inference():  # inference tensors do not track modifications
-        return int8_rows(x)
-    entry = _Last.entry
-    if entry is not None and entry.of() is x and entry.version == x._version:
-        return entry.rows
-    _Last.entry = None  # free it before allocating the next
-    with torch.no_grad():
-        rows = int8_rows(x)
-    _Last.entry = _Quantised(weakref.ref(x, _forget), x._version, rows)
-    return rows
-
-
-def _forget(dead: weakref.ref[Tensor]) -> None:
-    if _Last.entry is not None and _Last.entry.of is dead:
-        _Last.entry = None
-
-
-class _Int8Product(torch.autograd.Function):
-    """A product with quantised rows; saves only references to q and scale for the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, x_q: Tensor, x_scale: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None, int8: bool
-    ) -> Tensor:
-        ctx.save_for_backward(q, scale)
-        ctx.int8 = int8
-        return int8_product(x_q, x_scale, q, scale, bias, x.dtype).view(*x.shape[:-1], len(q))
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None]:  # [..., o]
-        q, scale = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = int8_input_gradient(grad_y, q, scale) if ctx.int8 else input_gradient(grad_y, q, scale)
-        return grad_x, None, None, None, None, None, None
 
 
 def dequantised(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # [o, ...], [o] -> [o, ...]
@@ -226,30 +176,27 @@ def dequantised(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # [o, 
     return q * scale.to(dtype)  # exact factors: scales are bf16 numbers
 
 
-def input_gradient(grad_y: Tensor, q: Tensor, scale: Tensor) -> Tensor:  # [..., o], [o, i], [o] -> [..., i]
-    """Compute the gradient of x with the dequantised weight, in the gradient's type."""
-    return grad_y @ dequantised(q, scale, grad_y.dtype)
+def input_gradient(
+    grad_y: Tensor,  # [..., o]
+    q: Tensor,  # int8 [o, i]
+    scale: Tensor,  # fp32 [o]
+    block: int = 0,
+) -> Tensor:  # [..., i]
+    """Compute the gradient of x with the dequantised weight, in the gradient's type.
+
+    Args:
+        block: of the rotation that the weight is stored in, and the gradient is not.
+    """
+    weight = dequantised(q, scale, grad_y.dtype)
+    if block and turns_weight(grad_y, grad_y.shape[-1]):
+        return grad_y @ rotated(weight, block)
+    return rotated(grad_y @ weight, block)
 
 
 def int8_input_gradient(grad_y: Tensor, q: Tensor, scale: Tensor) -> Tensor:  # [..., o], [o, i], [o] -> [..., i]
     """Compute the gradient of x in int8. The weight's scales lie along the sum, so they are folded into the rows."""
     rows, row_scale = int8_rows(grad_y, scale)
     return int8_product(rows, row_scale, q.t(), None, None, grad_y.dtype).view(*grad_y.shape[:-1], q.shape[1])
-
-
-def multiply(
-    x: Tensor,  # [..., i]
-    q: Tensor,  # int8 [o, i]
-    scale: Tensor,  # fp32 [o]
-    bias: Tensor | None,  # [o]
-    int8_gradient: bool,
-) -> Tensor:  # [..., o]
-    """Multiply activations with a frozen weight in int8; returns their type and supports their gradient.
-
-    Args:
-        int8_gradient: whether to compute that gradient in int8 as well.
-    """
-    return _Int8Product.apply(x, *shared_rows(x), q, scale, bias, int8_gradient)
 
 
 def serves(x: Tensor) -> bool:
@@ -281,8 +228,13 @@ def _why_not(device: torch.device) -> str | None:
             return f"it is {sm(capability)}, and int8 products need {sm(OLDEST)} or newer"
     elif device.type != "cpu":
         return f"there is no kernel for {device.type}"
+    return outcome(_tried, device)
+
+
+def outcome(tried: Callable[[torch.device], str | None], device: torch.device) -> str | None:
+    """What a trial of a kernel finds, or why it fails; None: nothing is wrong."""
     try:
-        return _tried(device)
+        return tried(device)
     except ImportError as error:
         return f"{error}. Triton comes with torch's CUDA builds for Linux (pip install triton)"
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # no compiler, no headers, or a failing kernel

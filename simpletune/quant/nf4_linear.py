@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from simpletune.quant.rotation import Rotation, block_of, folded, rotate, rotated, turns_weight
+
 BLOCK, GROUP = 64, 256
 
 
@@ -62,7 +64,10 @@ def _scales(absmax: Tensor, steps: Tensor, shape: tuple[int, int]) -> Tensor:  #
 
 
 class _FrozenNf4Product(torch.autograd.Function):
-    """y = x W^T + bias; saves only references to the quantised tensors for the backward pass."""
+    """y = x W^T + bias; saves only references to the quantised tensors for the backward pass.
+
+    ``block``: of the rotation to undo in the dequantised weight; 0: there is none, or x and its gradient are rotated.
+    """
 
     @staticmethod
     def forward(
@@ -73,21 +78,22 @@ class _FrozenNf4Product(torch.autograd.Function):
         absmax: Tensor,
         steps: Tensor | None,
         shape: tuple[int, int],
+        block: int,
     ) -> Tensor:
         ctx.save_for_backward(packed, absmax, *([] if steps is None else [steps]))
-        ctx.shape = shape
-        weight = _dequantise(packed, absmax, steps, shape, x.dtype)
+        ctx.shape, ctx.block = shape, block
+        weight = rotated(_dequantise(packed, absmax, steps, shape, x.dtype), block)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))  # adds the bias in the product itself
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None, None, None]:
         (grad_y,) = grads  # [..., o]
         packed, absmax, *steps = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
             weight = _dequantise(packed, absmax, steps[0] if steps else None, ctx.shape, grad_y.dtype)
-            grad_x = grad_y @ weight
-        return grad_x, None, None, None, None, None
+            grad_x = grad_y @ rotated(weight, ctx.block)
+        return grad_x, None, None, None, None, None, None
 
 
 class Nf4Linear(nn.Linear):
@@ -99,18 +105,24 @@ class Nf4Linear(nn.Linear):
 
     absmax: Tensor
     steps: Tensor | None
+    block = 0
+    """Size of the blocks of the rotation that the weight is stored in (rotation.py); 0: none."""
+    turns_weight = True
+    """Whether many rows may be multiplied by the weight rotated back, in place of rotating them."""
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, dtype: torch.dtype, double: bool) -> Nf4Linear:
+    def from_linear(cls, linear: nn.Linear, dtype: torch.dtype, double: bool, rotation: Rotation = "none") -> Nf4Linear:
         """Quantise a linear layer on its device.
 
         Args:
             linear: the layer, with weights in any floating type.
             dtype: the type of the bias.
             double: whether to quantise the scales too.
+            rotation: of its inputs.
         """
         twin = cls(linear.in_features, linear.out_features, bias=False, device="meta")
-        packed, absmax = quantise_blocks(linear.weight.detach())
+        twin.block = block_of(rotation, linear)
+        packed, absmax = quantise_blocks(folded(linear.weight.detach(), twin.block))
         steps = None
         if double:
             absmax, steps = quantise_scales(absmax)
@@ -123,21 +135,26 @@ class Nf4Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
         """Multiply with the dequantised weight in the input's type."""
-        return _FrozenNf4Product.apply(x, self.bias, self.weight, self.absmax, self.steps, self._shape)
+        block, own = self.block, (self.bias, self.weight, self.absmax, self.steps, self._shape)
+        if block and not (self.turns_weight and turns_weight(x, self.out_features)):
+            return _FrozenNf4Product.apply(rotate(x, block), *own, 0)
+        return _FrozenNf4Product.apply(x, *own, block)
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
-        """The dequantised weight."""
-        return _dequantise(self.weight, self.absmax, self.steps, self._shape, torch.float32)
+        """The dequantised weight, without its rotation."""
+        weight = _dequantise(self.weight, self.absmax, self.steps, self._shape, torch.float32)
+        return folded(weight, self.block)
 
     def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i]
-        """Some rows of the dequantised weight; dequantises all of them if they share a scale with their neighbours."""
+        """Some rows of ``dequantise``; dequantises all of them if they share a scale with their neighbours."""
         width = self.in_features
         if width % BLOCK:
             return self.dequantise()[first:last]
         absmax = self.absmax if self.steps is None else _scales(self.absmax, self.steps, self._shape)
         packed, absmax = self.weight[first * width // 2 : last * width // 2], absmax[first * width // BLOCK :]
         shape = last - first, width
-        return _dequantise(packed, absmax[: shape[0] * width // BLOCK], None, shape, torch.float32)
+        weight = _dequantise(packed, absmax[: shape[0] * width // BLOCK], None, shape, torch.float32)
+        return folded(weight, self.block)
 
     @property
     def _shape(self) -> tuple[int, int]:

@@ -105,8 +105,10 @@ class WeightPrecision(Option):
         return f"products in {self.in_words}"
 
     def cache_key(self) -> dict[str, object]:
-        """The options that determine the bytes of the weights, as JSON."""
-        return self.model_dump(mode="json", exclude=set(self.arithmetic)) | {"compute": self.settled}
+        """The options that determine the bytes of the weights, as JSON; without a rotation if there is none, so that
+        bases cached before rotations existed keep their key."""
+        options = self.model_dump(mode="json", exclude=set(self.arithmetic)) | {"compute": self.settled}
+        return {name: value for name, value in options.items() if (name, value) != ("rotation", "none")}
 
     def quantises(self, layer: nn.Module) -> bool:
         """Whether to quantise layers of this kind inside the model's units."""
@@ -145,6 +147,11 @@ class QuantisedPrecision(WeightPrecision):
         from torch import nn
 
         return isinstance(layer, nn.Linear | nn.Conv2d)
+
+
+def in_words(rotation: str) -> str:
+    """The rotation of linear layers for messages; empty if there is none."""
+    return "" if rotation == "none" else f"; linear layers' weights and inputs rotated ({rotation})"
 
 
 def is_block_modulation(name: str) -> bool:

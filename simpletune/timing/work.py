@@ -47,6 +47,7 @@ KINDS = {
     "var": "sum", "max": "sum", "embedding": "gather", "index": "gather", "index_select": "gather", "gather": "gather",
     "normal_": "normal", "uniform_": "normal", "bernoulli_": "normal", "random_": "normal", "native_dropout": "normal",
     "rand": "normal", "randn": "normal", "randint": "normal", "dequantize_4bit": "unpack_nf4", "int8_rows": "int8_rows",
+    "int8_rotated_rows": "int8_rows",
     "optimizer_update_8bit_blockwise": "adam8bit",
 }  # fmt: skip
 WRITES = {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_full",
@@ -183,6 +184,12 @@ def _int8_product(args: Sequence[object], output: object) -> Iterator[Work]:
     yield Work(kind, "bf16", (x.shape[0], weight.shape[0], x.shape[1]))
 
 
+def _rotated(args: Sequence[object], output: object) -> Iterator[Work]:
+    x, block = args
+    assert isinstance(x, Tensor) and isinstance(block, int)
+    yield Work("product_nn", _dtype([x]), (x.numel() // block, block, block))
+
+
 def _quanto(args: Sequence[object], output: object) -> Iterator[Work]:
     x, weight, scales = tensors_in(args)[:3]
     dtype = _dtype([x])
@@ -231,7 +238,7 @@ def _rounding(args: Sequence[object], output: object) -> Iterator[Work]:
 
 PRODUCTS = {
     "mm": _mm, "addmm": _mm, "addmm_": _mm, "bmm": _mm, "baddbmm": _mm, "_int_mm": _int_mm,
-    "int8_product": _int8_product, "qbytes_mm": _quanto,
+    "int8_product": _int8_product, "rotated": _rotated, "qbytes_mm": _quanto,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "convolution": _convolution, "convolution_backward": _convolution_backward, "round_into": _rounding,

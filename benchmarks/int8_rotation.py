@@ -1,0 +1,117 @@
+"""Errors of int8 and nf4 layers with and without rotated inputs, for the grid ``int8``."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from simpletune.config.load import read_config
+from simpletune.quant.int8_linear import Int8Linear
+from simpletune.quant.int8_multiply import multiply
+from simpletune.quant.nf4_linear import Nf4Linear
+from simpletune.quant.rotation import Rotation
+from simpletune.runs.attempts import AttemptRecorder
+from simpletune.runs.folder import run_folder
+from simpletune.training.setup import StartOptions, set_up
+
+TABLE = "Rotation"
+TURNS: dict[Rotation, str] = {"none": "", "hadamard": "_rotated"}
+COLUMNS = {
+    "what": "[o, i], values", "weights": "weights int8", "weights_rotated": "rotated", "both": "weights and rows int8",
+    "both_rotated": "rotated", "nf4": "weights nf4", "nf4_rotated": "rotated", "nf4_both": "product nf4",
+    "nf4_both_rotated": "rotated",
+}  # fmt: skip
+ABOUT = """\
+*Rotation*: the same errors with `precision.rotation` none and hadamard; of the weight itself (*weights*) and of the
+product. *normal* and *outliers* as above; *heavy tails*: weights and activations follow Student's t with 4 degrees of
+freedom. *embedded*: the tiny SD3's own weights and its activations in one micro-batch of the demo's run (8 pictures),
+the mean over its layers of a kind, and in brackets the worst layer."""
+GROUPS = {
+    "q, k, v": r"attn2?\.(to_[qkv]|add_[qkv]_proj)$", "out": r"attn2?\.(to_out\.0|to_add_out)$",
+    "up": r"ff(_context)?\.net\.0\.proj$", "down": r"ff(_context)?\.net\.2$",
+    "modulation": r"norm1(_context)?\.linear$",
+}  # fmt: skip
+Errors = dict[str, float]
+
+
+def relative(ours: Tensor, exact: Tensor) -> float:
+    """Compute |ours - exact| / |exact|, in percent."""
+    return 100 * float((ours.double() - exact).norm() / exact.norm())
+
+
+def heavy_tailed(generator: torch.Generator, *shape: int) -> Tensor:
+    """Draw from Student's t with 4 degrees of freedom."""
+    squares = torch.randn(4, *shape, generator=generator).square().mean(0)
+    return torch.randn(shape, generator=generator) / squares.sqrt()
+
+
+@torch.no_grad()
+def errors(x: Tensor, weight: Tensor) -> Errors:  # [n, i], [o, i]
+    """Measure the errors of one layer with each rotation against float64."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight.copy_(weight)
+    exact = x.double() @ weight.double().t()
+    found: Errors = {}
+    for turn, suffix in TURNS.items():
+        int8 = Int8Linear.from_linear(linear, torch.float32, turn)
+        nf4 = Nf4Linear.from_linear(linear, torch.float32, True, turn)
+        product = multiply(x, int8.weight, int8.scale, None, False, int8.block)
+        found |= {
+            f"weights{suffix}": relative(int8.dequantise(), weight.double()),
+            f"both{suffix}": relative(product, exact),
+            f"nf4{suffix}": relative(nf4.dequantise(), weight.double()),
+            f"nf4_both{suffix}": relative(nf4(x), exact),
+        }
+    return found
+
+
+def drawn_row(shape: tuple[int, int], kind: str, rows: int, outliers: int) -> Errors:
+    """Measure a layer of drawn numbers: normal, outliers or heavy tails."""
+    outputs, inputs = shape
+    generator = torch.Generator().manual_seed(0)
+    if kind == "heavy tails":
+        return errors(heavy_tailed(generator, rows, inputs), heavy_tailed(generator, outputs, inputs))
+    x, weight = (torch.randn(count, inputs, generator=generator) for count in (rows, outputs))
+    if kind == "outliers":
+        x[:, torch.randperm(inputs, generator=generator)[:outliers]] *= 30
+    return errors(x, weight)
+
+
+def embedded_row(group: str) -> dict[str, str]:
+    """Mean and worst errors of the tiny SD3's layers of a kind."""
+    found = [errors(x, weight) for name, x, weight in _embedded() if re.search(GROUPS[group], name)]
+    columns = {key: [each[key] for each in found] for key in found[0]}
+    return {key: f"{sum(each) / len(each):.2f} ({max(each):.2f})" for key, each in columns.items()}
+
+
+@lru_cache(maxsize=1)
+def _embedded() -> tuple[tuple[str, Tensor, Tensor], ...]:
+    """Name, input [n, i] and weight [o, i] of each linear layer in the tiny SD3's blocks, in fp32."""
+    with tempfile.TemporaryDirectory(prefix="simpletune-int8-") as scratch:
+        places = [f"output.runs={scratch}/runs", f"output.profiles={scratch}/profiles", "output.report=false"]
+        quiet = ["validation.prompts=[]", "tracking.tensorboard=false", "precision.weights=fp32", "name=activations"]
+        config = read_config(Path("configs/demo.json"), [*places, *quiet])[0]
+        run = set_up(config, StartOptions(AttemptRecorder(run_folder(config), 0.0)))
+        found: list[tuple[str, Tensor, Tensor]] = []
+
+        def keep(name: str, layer: nn.Linear, given: tuple[Tensor, ...]) -> None:
+            found.append((name, given[0].detach().flatten(0, -2), layer.weight.detach()))
+
+        for name, layer in _linears(run.transformer):
+            layer.register_forward_pre_hook(lambda layer, given, name=name: keep(name, layer, given))
+        with torch.no_grad():
+            run.core.predict(run.transformer, run.batches.step(0)[0])
+    return tuple(found)
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The frozen linear layers of the blocks, without LoRA's factors."""
+    for name, layer in model.named_modules():
+        if name.startswith("transformer_blocks.") and isinstance(layer, nn.Linear) and ".lora_" not in name:
+            yield name.removesuffix(".base_layer"), layer

@@ -1,0 +1,83 @@
+"""Quantise rotated rows to int8 (``simpletune::int8_rotated_rows``), with the same bits on the CPU and on CUDA.
+
+Shapes: m rows (samples x tokens), k the length of a row.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from simpletune.quant import int8_products
+from simpletune.quant.rotation import SIZES, hadamard
+from simpletune.system.console import say
+
+_LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
+_LIBRARY.define("int8_rotated_rows(Tensor x, int block) -> (Tensor, Tensor)")
+_LIBRARY.impl("int8_rotated_rows", torch.library.fallthrough_kernel, "Autograd")
+
+
+def int8_rotated_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Quantise x H like ``int8_rows``, without rounding x H to x's type in between.
+
+    Args:
+        x: [..., k].
+        block: size of H's blocks (rotation.py), which divides k; 0: do not rotate.
+
+    Returns:
+        int8 [m, k] and fp32 [m].
+    """
+    return torch.ops.simpletune.int8_rotated_rows(x, block) if block else int8_products.int8_rows(x)
+
+
+@torch.library.register_fake("simpletune::int8_rotated_rows", lib=_LIBRARY)
+def _(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    rows = x.numel() // x.shape[-1]
+    return x.new_empty((rows, x.shape[-1]), dtype=torch.int8), x.new_empty((rows,), dtype=torch.float32)
+
+
+@torch.library.impl(_LIBRARY, "int8_rotated_rows", "CPU")
+def _by_torch(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    return int8_products.rounded_rows(hadamard(x.reshape(-1, x.shape[-1]).float(), block))
+
+
+@torch.library.impl(_LIBRARY, "int8_rotated_rows", "CUDA")
+def _on_cuda(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    from simpletune.quant import rotation_kernel
+
+    if not int8_products.has_given_up(x.device):
+        try:
+            return rotation_kernel.rotated_rows(x, block, int8_products.LEAST)
+        except Exception as error:
+            int8_products.give_up(x.device, error)
+    return _by_torch(x, block)
+
+
+@lru_cache(maxsize=8)
+def why_not(device: torch.device) -> str | None:
+    """Why a device that multiplies in int8 cannot rotate rows first, by trying and logged once; None if it can."""
+    with _disable_current_modes(), torch.no_grad():  # use real tensors, and hide them from the accounting
+        reason = int8_products.outcome(_tried, device)
+    if reason is not None:
+        say(f"products NOT in int8 on {device} where inputs are rotated, but with dequantised weights: {reason}")
+    return reason
+
+
+why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as int8_products.why_not
+
+
+def _tried(device: torch.device) -> str | None:
+    """Compare rotated rows with the CPU's."""
+    if device.type != "cuda":
+        return None
+    from simpletune.quant import rotation_kernel  # not the operator, which would hide a failure
+
+    numbers = torch.arange(5 * 768).remainder(255).sub(127).float().view(5, 768)
+    for block in SIZES:
+        rows = rotation_kernel.rotated_rows(numbers.to(device), block, int8_products.LEAST)
+        if not all(torch.equal(a.cpu(), b) for a, b in zip(rows, _by_torch(numbers, block), strict=True)):
+            return "the kernel's rotated rows are not those of the CPU"
+    return None

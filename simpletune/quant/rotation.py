@@ -1,0 +1,112 @@
+"""Rotate the inputs of frozen layers by a block Hadamard matrix, so that no weight or activation stands out.
+
+x W^T = (x H)(W H)^T for an orthogonal H. Rounding W H and x H errs less than rounding W and x where a few columns are
+large: H spreads each over its whole block. H is block diagonal with the Kronecker powers of the regular matrix
+R4 = [[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]] / 2 (ConvRot, arXiv:2512.03673). All rows of a regular
+matrix have the same sum, so it does not gather a constant row in one column, as Sylvester's would. H is symmetric and
+its own inverse, and its entries are powers of two, exact in every type.
+
+Shapes: n rows (samples x tokens), i input and o output features, B the size of a block.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Rotation = Literal["none", "hadamard"]
+SIZES = (256, 64, 16)
+"""Sizes of blocks, powers of 4; the largest that divides a layer's inputs is used."""
+ROWS = 1024  # of a weight that are rotated at once
+
+_LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
+_LIBRARY.define("rotated(Tensor x, int block) -> Tensor")
+_LIBRARY.impl("rotated", torch.library.fallthrough_kernel, "Autograd")  # _Rotation defines the gradient
+
+
+def block_of(rotation: Rotation, layer: nn.Linear) -> int:
+    """The size of the blocks in which a layer's inputs are rotated; 0: they are not.
+
+    They are not if ``rotation`` is none, or no size divides the layer's inputs.
+    """
+    return next((size for size in SIZES if rotation != "none" and layer.in_features % size == 0), 0)
+
+
+def hadamard(x: Tensor, block: int) -> Tensor:  # fp32 [..., i] -> [..., i]
+    """Multiply x by H in fp32 with the kernel's order of additions (rotation_kernel.py), on any device.
+
+    Each pass multiplies one base-4 digit of the index by R4 (half the sum of four, minus the opposite one) and moves it
+    to the front; after all digits have passed, they stand in order.
+
+    Args:
+        x: whose last dimension is a multiple of the block.
+        block: a power of 4.
+    """
+    values, count = x.reshape(-1, block), 1
+    while count < block:
+        a, b, c, d = values.view(-1, block // 4, 4).unbind(-1)
+        half = ((a + b) + (c + d)) * 0.5
+        values = torch.stack((half - d, half - c, half - b, half - a), dim=1)
+        count *= 4
+    return values.view(x.shape)
+
+
+def folded(weight: Tensor, block: int) -> Tensor:  # [o, i] -> fp32 [o, i], or itself if the block is 0
+    """Rotate a weight, or rotate it back, in fp32, some rows at a time: the temporaries stay small."""
+    if not block:
+        return weight
+    return torch.cat([hadamard(rows.float(), block) for rows in weight.split(ROWS)])
+
+
+@lru_cache(maxsize=16)
+def _matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:  # [B, B]
+    """One block of H, built on the device."""
+    return hadamard(torch.eye(block, device=device), block).to(dtype)
+
+
+@torch.library.register_fake("simpletune::rotated", lib=_LIBRARY)
+def _(x: Tensor, block: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.impl(_LIBRARY, "rotated", "CompositeExplicitAutograd")
+def _rotated(x: Tensor, block: int) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():  # an inference tensor in the cache could not be used in training
+        matrix = _matrix(block, x.dtype, x.device)
+    return (x.view(-1, block) @ matrix).view(x.shape)
+
+
+def rotated(x: Tensor, block: int) -> Tensor:  # [..., i] -> [..., i]
+    """x H in x's type, rounded once: an exact product summed in fp32. A block of 0 returns x itself; no gradient."""
+    return torch.ops.simpletune.rotated(x.contiguous(), block) if block else x
+
+
+class _Rotation(torch.autograd.Function):
+    """x H, whose gradient is that of the product times H^T = H; saves no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: int) -> Tensor:
+        ctx.block = block
+        return rotated(x, block)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return rotated(grads[0], ctx.block), None
+
+
+def rotate(x: Tensor, block: int) -> Tensor:  # [..., i] -> [..., i]
+    """``rotated`` with a gradient."""
+    return _Rotation.apply(x, block) if block else x
+
+
+def turns_weight(x: Tensor, outputs: int) -> bool:
+    """Whether it costs less to rotate a dequantised weight back than to rotate x: whichever has fewer rows is rotated.
+
+    Args:
+        x: [..., i].
+        outputs: rows of the weight.
+    """
+    return x.numel() > outputs * x.shape[-1]
