@@ -1,4 +1,4 @@
-"""Several processes that fill one cache: each encodes its share, nothing is encoded twice, and what was killed is made up."""
+"""Several processes that fill one cache: each encodes its share, nothing twice, and what was killed is made up."""
 
 from __future__ import annotations
 

@@ -1,0 +1,290 @@
+"""Watch the other processes of a run: when one ends, is lost or hangs, this one ends too, so that all start again.
+
+A thread in each process writes a sign of life into the store through which the processes have met, and reads those of
+the others. It needs no collective, so it works while one hangs. A single process is not watched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed
+from accelerate import Accelerator
+from torch.distributed.distributed_c10d import _get_default_store
+
+from simpletune.options import UserError
+from simpletune.printable import reason_of
+from simpletune.system.processes import process_number, processes, progressed
+from simpletune.system.signals import Stopped
+
+LOST = 7  # exit code: another process of the run has ended, is lost or hangs; starting all again is enough
+CONNECTION = re.compile(r"gloo|nccl|connection|socket|broken pipe", re.IGNORECASE)
+RUNNING, LEFT, STOPPED, FAILED = "running", "left", "stopped", "failed"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a process waits for the others, in seconds.
+
+    Args:
+        beat: between two signs of life.
+        silent: without a sign of life, until a process counts as lost.
+        failed: for this process to end by itself after another has failed.
+        stopped: for this process to end by itself after another was stopped.
+        stuck: without progress in any process once training has begun; longer than any save or export takes.
+        closing: for libraries to close their connections to processes that are gone.
+    """
+
+    beat: float = 2.0
+    silent: float = 24.0
+    failed: float = 10.0
+    stopped: float = 60.0
+    stuck: float = 1800.0
+    closing: int = 15
+
+
+PATIENCE = Patience()
+
+
+class Sign(NamedTuple):
+    """What a process says about itself.
+
+    Args:
+        beat: number of this sign.
+        progress: how much it has done (``processes.progressed``).
+        trains: whether it has finished a step.
+        state: ``RUNNING``, ``LEFT``, ``STOPPED`` or ``FAILED``.
+        host: name of its machine.
+        reason: why it was stopped or failed.
+    """
+
+    beat: int
+    progress: int
+    trains: bool
+    state: str = RUNNING
+    host: str = ""
+    reason: str = ""
+
+    def packed(self) -> str:
+        """In one line of the store."""
+        return "\t".join((str(self.beat), str(self.progress), str(int(self.trains)), *self[3:]))
+
+    @classmethod
+    def unpacked(cls, line: bytes) -> Sign:
+        """Read what ``packed`` wrote."""
+        beat, progress, trains, state, host, reason = line.decode().split("\t", 5)
+        return cls(int(beat), int(progress), trains == "1", state, host, reason)
+
+
+@dataclass
+class Seen:
+    """The last sign of another process, and when this process first saw it by ``time.monotonic``."""
+
+    sign: Sign | None
+    at: float
+
+
+@dataclass
+class Verdict:
+    """What the signs of the others mean: why to end, and how many seconds this process has to end by itself."""
+
+    why: str
+    grace: float = 0.0
+
+
+@dataclass
+class Judge:
+    """Decide from the signs of the others whether this process has to end. Knows no store and no clock.
+
+    Args:
+        patience: how long to wait.
+        began: when watching began.
+        others: what was seen of each.
+        moved: the progress of all, and when it changed last.
+    """
+
+    patience: Patience
+    began: float
+    others: dict[int, Seen] = field(default_factory=dict)
+    moved: tuple[int, float] = (-1, 0.0)
+
+    def see(self, number: int, sign: Sign | None, now: float) -> None:
+        """Take note of a process's sign; None: it has given none yet."""
+        known = self.others.setdefault(number, Seen(None, self.began))
+        if sign is not None and (known.sign is None or known.sign.beat != sign.beat):
+            self.others[number] = Seen(sign, now)
+
+    def verdict(self, own: Sign, now: float) -> Verdict | None:
+        """Whether this process has to end, and why."""
+        for number, seen in sorted(self.others.items()):
+            who = f"process {number}" + (f" on {seen.sign.host}" if seen.sign else "")
+            state = seen.sign.state if seen.sign else RUNNING
+            if seen.sign is not None and state in (FAILED, STOPPED):
+                grace = self.patience.failed if state == FAILED else self.patience.stopped
+                return Verdict(f"{who} has {'failed' if state == FAILED else 'stopped'}: {seen.sign.reason}", grace)
+            if state == RUNNING and now - seen.at > self.patience.silent:
+                return Verdict(f"{who} has given no sign of life for {now - seen.at:.0f} s")
+        signs = [own, *(seen.sign for seen in self.others.values() if seen.sign is not None)]
+        total = sum(sign.progress for sign in signs)
+        if total != self.moved[0]:
+            self.moved = total, now
+        if all(sign.trains for sign in signs) and now - self.moved[1] > self.patience.stuck:
+            return Verdict(f"no process has done anything for {now - self.moved[1]:.0f} s, so an exchange hangs")
+        return None
+
+
+class Watch(threading.Thread):
+    """Give signs of life and watch those of the others, until ``close`` or until this process has to end."""
+
+    def __init__(self) -> None:
+        super().__init__(name="watch", daemon=True)
+        self.number, self.of, self.patience = process_number(), processes(), PATIENCE
+        self.closed = threading.Event()
+        self.store: torch.distributed.Store | None = None
+        self.beats, self.host = 0, socket.gethostname()
+        self.lock = threading.Lock()  # of the store, which is used by one thread at a time
+
+    def run(self) -> None:
+        """Wait for the group of processes, then watch it."""
+        while not torch.distributed.is_initialized():
+            if self.closed.wait(0.2):
+                return
+        with suppress(ValueError):  # the group was closed meanwhile
+            self.store = _get_default_store().clone()
+            self.store.set_timeout(timedelta(seconds=self.patience.silent))
+            judge, ends = Judge(self.patience, time.monotonic()), None
+            while not self.closed.wait(self.patience.beat if ends is None else 0.2):
+                now = time.monotonic()
+                found = self.look(judge, now)
+                if found is None:
+                    ends = None
+                elif ends is None:
+                    ends = now + found.grace
+                if found is not None and ends is not None and now >= ends:
+                    self.end(found.why)
+
+    def look(self, judge: Judge, now: float) -> Verdict | None:
+        """Give a sign of life and judge those of the others."""
+        own = self.say(RUNNING)
+        try:
+            for other in range(self.of):
+                if other != self.number:
+                    judge.see(other, self.read(other), now)
+        except RuntimeError as error:  # DistStoreError, DistNetworkError
+            return Verdict(f"process 0 or its launcher is gone ({reason_of(error)})", self.patience.failed)
+        return judge.verdict(own, now)
+
+    def say(self, state: str, reason: str = "") -> Sign:
+        """Give a sign of life; without a store, do nothing."""
+        self.beats += 1
+        sign = Sign(self.beats, progressed.count, progressed.trains, state, self.host, " ".join(reason.split())[:300])
+        with self.lock, suppress(RuntimeError):  # a store that is gone is found when reading
+            if self.store is not None:
+                self.store.set(f"simpletune/{self.number}", sign.packed())
+        return sign
+
+    def read(self, other: int) -> Sign | None:
+        """The last sign of another process, if it has given one.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        assert self.store is not None
+        key = f"simpletune/{other}"
+        with self.lock:
+            return Sign.unpacked(self.store.get(key)) if self.store.check([key]) else None
+
+    def end(self, why: str) -> None:
+        """End this process at once. Files are whole: all are written under temporary names and renamed."""
+        with suppress(OSError):
+            os.write(2, f"\nerror: process {self.number} of {self.of}: {message_of(why)}\n".encode())
+        os._exit(LOST)
+
+    def close(self, state: str, reason: str = "") -> None:
+        """Give a last sign and stop watching."""
+        self.closed.set()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(self.patience.beat)
+        self.say(state, reason)
+
+    def why_connection_failed(self) -> str:
+        """What the others have said of the end of one of them, if anything."""
+        late = time.monotonic() + self.patience.beat
+        while time.monotonic() < late:
+            with suppress(RuntimeError):
+                signs = {other: self.read(other) for other in range(self.of) if other != self.number and self.store}
+                for other, sign in signs.items():
+                    if sign is not None and sign.state in (FAILED, STOPPED):
+                        return f"process {other} on {sign.host} has {sign.state}: {sign.reason}"
+            time.sleep(0.2)
+        return "another process has ended"
+
+
+_watching: list[Watch] = []
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Watch the other processes of the run within this context.
+
+    Raises:
+        UserError: with code ``LOST``, instead of the error of a broken connection.
+    """
+    if processes() == 1:
+        yield
+        return
+    watch = Watch()
+    _watching.append(watch)
+    watch.start()
+    try:
+        yield
+    except Stopped as stopped:
+        watch.close(STOPPED, str(stopped))
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, torch.distributed.DistError) and not CONNECTION.search(str(error)):
+            watch.close(FAILED, reason_of(error))
+            raise
+        why = watch.why_connection_failed()
+        watch.close(FAILED, why)
+        end_at_the_latest(watch.patience.closing)
+        raise UserError(message_of(f"{why} ({reason_of(error)})"), code=LOST) from error
+    except BaseException as error:
+        watch.close(FAILED, reason_of(error))
+        raise
+    finally:
+        _watching.remove(watch)
+        watch.close(LEFT) if not watch.closed.is_set() else None
+
+
+def message_of(why: str) -> str:
+    """The error message of a process that ends because of another one."""
+    return (
+        f"{why}. This process ends too; what is saved is whole. Start all processes again with --resume auto, as "
+        "torchrun does with --max-restarts"
+    )
+
+
+def end_at_the_latest(seconds: int) -> None:
+    """Let the system end this process if closing its connections takes longer, as it may when their ends are gone."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(seconds)
+
+
+def part_company(accelerator: Accelerator) -> None:
+    """Wait for all processes at the end of a run, and stop watching them before the first one is gone."""
+    accelerator.wait_for_everyone()
+    for watch in _watching:
+        watch.close(LEFT)
+        accelerator.wait_for_everyone()
