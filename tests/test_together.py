@@ -1,5 +1,7 @@
 """Processes that watch each other: what a lost, frozen or failed one means for the rest."""
 
+# ruff: noqa: F811
+
 from __future__ import annotations
 
 import json
@@ -69,7 +71,7 @@ def test_a_hang_of_all_is_found_once_training_has_begun() -> None:
 def test_the_other_ends_by_itself_when_one_is_killed(
     launcher: Launcher,
     whole: tuple[Path, list[str]],
-    ground: dict[str, Any],  # noqa: F811
+    ground: dict[str, Any],
 ) -> None:
     """No launcher ends it: the survivor says why and ends with the code that means: start again."""
     data = changed(ground, "one-killed")
@@ -112,7 +114,7 @@ def test_the_other_ends_by_itself_when_one_is_frozen_fails_or_hangs(
     launcher: Launcher,
     ground: dict[str, Any],
     tmp_path: Path,
-    what: str,  # noqa: F811
+    what: str,
 ) -> None:
     data = changed(ground, f"one-{what}")
     (tmp_path / "config.json").write_text(json.dumps(data))
@@ -136,7 +138,7 @@ def test_the_other_ends_by_itself_when_one_is_frozen_fails_or_hangs(
 def test_torchrun_starts_all_again_when_one_is_killed(
     whole: tuple[Path, list[str]],
     ground: dict[str, Any],
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     data = changed(ground, "torchrun")
     (tmp_path / "config.json").write_text(json.dumps(data))
