@@ -143,6 +143,7 @@ class Cache:
                 lacking = sorted((key for key in group if key not in self), key=order.__getitem__)
                 if lacking:
                     yield lacking
+            self._remove_unfinished(ranges)  # of processes that were killed meanwhile
 
     def _claim_each(self, tried: list[list[str]], ranges: Ranges) -> Iterator[list[str]]:
         """Yield each group, the last one first, while its range is locked; those that others hold, split and last."""

@@ -1,7 +1,8 @@
 """Watch the other processes of a run: when one ends, is lost or hangs, this one ends too, so that all start again.
 
-A thread in each process writes a sign of life into the store through which the processes have met, and reads those of
-the others. It needs no collective, so it works while one hangs. A single process is not watched.
+A thread in each process writes a sign of life into the store through which the processes meet, and reads those of the
+others. It needs no collective, so it works while one hangs, and before the processes have met. A single process is not
+watched.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import NamedTuple
 
 import torch.distributed
 from accelerate import Accelerator
-from torch.distributed.distributed_c10d import _get_default_store
 
 from simpletune.options import UserError
 from simpletune.printable import reason_of
@@ -39,6 +39,8 @@ class Patience:
     Args:
         beat: between two signs of life.
         silent: without a sign of life, until a process counts as lost.
+        absent: for the first signs of a process, which may run on a machine that starts later.
+        meeting: for the processes to form their group once all give signs; gloo was seen to hang there.
         failed: for this process to end by itself after another has failed.
         stopped: for this process to end by itself after another was stopped.
         stuck: without progress in any process once training has begun; longer than any save or export takes.
@@ -47,6 +49,8 @@ class Patience:
 
     beat: float = 2.0
     silent: float = 24.0
+    absent: float = 900.0
+    meeting: float = 60.0
     failed: float = 10.0
     stopped: float = 60.0
     stuck: float = 1800.0
@@ -54,6 +58,7 @@ class Patience:
 
 
 PATIENCE = Patience()
+APART, MET, TRAINS = range(3)  # stages: before the group of processes is formed, after it, after the first step
 
 
 class Sign(NamedTuple):
@@ -62,7 +67,7 @@ class Sign(NamedTuple):
     Args:
         beat: number of this sign.
         progress: how much it has done (``processes.progressed``).
-        trains: whether it has finished a step.
+        stage: ``APART``, ``MET`` or ``TRAINS``.
         state: ``RUNNING``, ``LEFT``, ``STOPPED`` or ``FAILED``.
         host: name of its machine.
         reason: why it was stopped or failed.
@@ -70,28 +75,35 @@ class Sign(NamedTuple):
 
     beat: int
     progress: int
-    trains: bool
+    stage: int
     state: str = RUNNING
     host: str = ""
     reason: str = ""
 
     def packed(self) -> str:
         """In one line of the store."""
-        return "\t".join((str(self.beat), str(self.progress), str(int(self.trains)), *self[3:]))
+        return "\t".join((*map(str, self[:3]), *self[3:]))
 
     @classmethod
     def unpacked(cls, line: bytes) -> Sign:
         """Read what ``packed`` wrote."""
-        beat, progress, trains, state, host, reason = line.decode().split("\t", 5)
-        return cls(int(beat), int(progress), trains == "1", state, host, reason)
+        *numbers, state, host, reason = line.decode().split("\t", 5)
+        return cls(*map(int, numbers), state, host, reason)
 
 
 @dataclass
 class Seen:
-    """The last sign of another process, and when this process first saw it by ``time.monotonic``."""
+    """The last sign of another process.
+
+    Args:
+        sign: what it said; None: nothing yet.
+        at: when this process first saw the sign, by ``time.monotonic``.
+        lives: the sign has changed since it was first seen, so it is not that of an earlier start.
+    """
 
     sign: Sign | None
     at: float
+    lives: bool = False
 
 
 @dataclass
@@ -111,34 +123,52 @@ class Judge:
         began: when watching began.
         others: what was seen of each.
         moved: the progress of all, and when it changed last.
+        apart: since when all give signs and have not met; None: some give none, or all have met.
     """
 
     patience: Patience
     began: float
     others: dict[int, Seen] = field(default_factory=dict)
     moved: tuple[int, float] = (-1, 0.0)
+    apart: float | None = None
 
     def see(self, number: int, sign: Sign | None, now: float) -> None:
         """Take note of a process's sign; None: it has given none yet."""
         known = self.others.setdefault(number, Seen(None, self.began))
-        if sign is not None and (known.sign is None or known.sign.beat != sign.beat):
-            self.others[number] = Seen(sign, now)
+        if sign is not None and known.sign != sign:
+            self.others[number] = Seen(sign, now, lives=known.sign is not None)
 
     def verdict(self, own: Sign, now: float) -> Verdict | None:
         """Whether this process has to end, and why."""
-        for number, seen in sorted(self.others.items()):
-            who = f"process {number}" + (f" on {seen.sign.host}" if seen.sign else "")
-            state = seen.sign.state if seen.sign else RUNNING
-            if seen.sign is not None and state in (FAILED, STOPPED):
-                grace = self.patience.failed if state == FAILED else self.patience.stopped
-                return Verdict(f"{who} has {'failed' if state == FAILED else 'stopped'}: {seen.sign.reason}", grace)
-            if state == RUNNING and now - seen.at > self.patience.silent:
-                return Verdict(f"{who} has given no sign of life for {now - seen.at:.0f} s")
-        signs = [own, *(seen.sign for seen in self.others.values() if seen.sign is not None)]
+        found = next((each for each in (self._of_one(n, now) for n in sorted(self.others)) if each is not None), None)
+        return found or self._of_all(own, now)
+
+    def _of_one(self, number: int, now: float) -> Verdict | None:
+        """Whether a process is absent or lost, has failed or was stopped."""
+        seen, patience = self.others[number], self.patience
+        since = now - seen.at
+        if seen.sign is None or not seen.lives:
+            late = f"process {number} has not come for {now - self.began:.0f} s"
+            return Verdict(late) if now - self.began > patience.absent else None
+        who, state = f"process {number} on {seen.sign.host}", seen.sign.state
+        if state == FAILED:
+            return Verdict(f"{who} has failed: {seen.sign.reason}", patience.failed)
+        if state == STOPPED:
+            return Verdict(f"{who} has stopped: {seen.sign.reason}", patience.stopped)
+        lost = state == RUNNING and since > patience.silent
+        return Verdict(f"{who} has given no sign of life for {since:.0f} s") if lost else None
+
+    def _of_all(self, own: Sign, now: float) -> Verdict | None:
+        """Whether the processes do not meet, or none of them does anything."""
+        signs = [own, *(seen.sign for seen in self.others.values() if seen.sign is not None and seen.lives)]
+        together = len(signs) == len(self.others) + 1
+        self.apart = (self.apart or now) if together and any(sign.stage == APART for sign in signs) else None
+        if self.apart is not None and now - self.apart > self.patience.meeting:
+            return Verdict(f"the processes have not met for {now - self.apart:.0f} s")
         total = sum(sign.progress for sign in signs)
         if total != self.moved[0]:
             self.moved = total, now
-        if all(sign.trains for sign in signs) and now - self.moved[1] > self.patience.stuck:
+        if all(sign.stage == TRAINS for sign in signs) and now - self.moved[1] > self.patience.stuck:
             return Verdict(f"no process has done anything for {now - self.moved[1]:.0f} s, so an exchange hangs")
         return None
 
@@ -155,23 +185,28 @@ class Watch(threading.Thread):
         self.lock = threading.Lock()  # of the store, which is used by one thread at a time
 
     def run(self) -> None:
-        """Wait for the group of processes, then watch it."""
-        while not torch.distributed.is_initialized():
-            if self.closed.wait(0.2):
-                return
-        with suppress(ValueError):  # the group was closed meanwhile
-            self.store = _get_default_store().clone()
-            self.store.set_timeout(timedelta(seconds=self.patience.silent))
-            judge, ends = Judge(self.patience, time.monotonic()), None
-            while not self.closed.wait(self.patience.beat if ends is None else 0.2):
-                now = time.monotonic()
-                found = self.look(judge, now)
-                if found is None:
-                    ends = None
-                elif ends is None:
-                    ends = now + found.grace
-                if found is not None and ends is not None and now >= ends:
-                    self.end(found.why)
+        """Watch the others."""
+        judge, ends = Judge(self.patience, time.monotonic()), None
+        while not self.closed.wait(self.patience.beat if ends is None else 0.2):
+            if self.store is None and not self.connect():
+                continue
+            now = time.monotonic()
+            found = self.look(judge, now)
+            ends = None if found is None else ends or now + found.grace
+            if found is not None and ends is not None and now >= ends:
+                self.end(found.why)
+
+    def connect(self) -> bool:
+        """Connect to the store, which process 0 or its launcher serves; whether it was there."""
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+        patience = timedelta(seconds=self.patience.silent)
+        try:
+            store = torch.distributed.TCPStore(address, port, None, False, patience, wait_for_workers=False)
+        except RuntimeError:  # not served yet; if it never is, the launcher's own limit holds
+            return False
+        self.store = torch.distributed.PrefixStore(f"simpletune/{attempt}", store)
+        return True
 
     def look(self, judge: Judge, now: float) -> Verdict | None:
         """Give a sign of life and judge those of the others."""
@@ -187,10 +222,11 @@ class Watch(threading.Thread):
     def say(self, state: str, reason: str = "") -> Sign:
         """Give a sign of life; without a store, do nothing."""
         self.beats += 1
-        sign = Sign(self.beats, progressed.count, progressed.trains, state, self.host, " ".join(reason.split())[:300])
+        stage = TRAINS if progressed.trains else MET if torch.distributed.is_initialized() else APART
+        sign = Sign(self.beats, progressed.count, stage, state, self.host, " ".join(reason.split())[:300])
         with self.lock, suppress(RuntimeError):  # a store that is gone is found when reading
             if self.store is not None:
-                self.store.set(f"simpletune/{self.number}", sign.packed())
+                self.store.set(str(self.number), sign.packed())
         return sign
 
     def read(self, other: int) -> Sign | None:
@@ -200,7 +236,7 @@ class Watch(threading.Thread):
             RuntimeError: the store is gone.
         """
         assert self.store is not None
-        key = f"simpletune/{other}"
+        key = str(other)
         with self.lock:
             return Sign.unpacked(self.store.get(key)) if self.store.check([key]) else None
 
