@@ -29,7 +29,8 @@ def unet_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stage(name: str, part: str, data: dict[str, Any], place: Path, overrides: list[str]) -> Path:
     """Run a shipped stage at toy size, from the folder that it names its first stage relative to."""
     common = [
-        "device=cpu", f"data.path={data['data']['path']}", "train.steps=4", "train.batch_size=2", "precision.compute=fp32",
+        "device=cpu", f"data.path={data['data']['path']}", "train.steps=4", "train.batch_size=2",
+        "precision.compute=fp32",
         "train.gradient_accumulation=1", "schedule.warmup_steps=1", "checkpoint.every=2", "validation.every=null",
         "validation.prompts=[]", "validation.eval_samples=2", "profile.max_traces=0", "output.report=false",
         f"output.runs={place}/runs", f"output.profiles={place}/profiles", f"output.cache={place}/cache",

@@ -95,8 +95,9 @@ class Torture:
         """One run from an empty cache, killed so many times, and then left in peace."""
         shutil.rmtree(self.data["output"]["cache"])
         data = changed(self.data, f"case-{number}")
-        for turn in range(kills):
-            self.kill(data, preparing=turn < 2)
+        turn = 0
+        while turn < kills and self.kill(data, preparing=turn < 2):
+            turn += 1
         outcome = self.launcher.train(data, data, resume="auto")
         assert outcome.codes == [0, 0], outcome.said
         require_same(run_of(data), run_of(self.reference))
@@ -104,8 +105,8 @@ class Torture:
         assert not left, left
         self.tally.runs += 1
 
-    def kill(self, data: dict[str, Any], preparing: bool) -> None:
-        """Start the run, kill one process or both, and look at what is left."""
+    def kill(self, data: dict[str, Any], preparing: bool) -> bool:
+        """Start the run, kill one process or both, and look at what is left; false if it was done before."""
         who = self.random.choice(list(WHO))
         if self.random.random() < 0.4:
             outcome, moment = self.at_random(data, WHO[who]), "a random second"
@@ -115,7 +116,7 @@ class Torture:
             armed = dict.fromkeys(WHO[who], f"{moment}:{self.random.randint(1, 2)}=kill")
             outcome = self.launcher.train(data, data, resume="auto", moments=armed, alone=True)
         if set(outcome.codes) == {0}:
-            return  # it was done before
+            return False
         assert all(code in (0, LOST, -9) for code in outcome.codes), (moment, who, outcome.codes, outcome.said)
         assert max(outcome.after) < MOST, (moment, who, outcome.after, outcome.said)
         self.tally.kills[who] += 1
@@ -123,6 +124,7 @@ class Torture:
         self.tally.codes.update(code for code in outcome.codes if code != -9)
         self.tally.slowest = max(self.tally.slowest, *outcome.after)
         self.look(run_of(data))
+        return True
 
     def at_random(self, data: dict[str, Any], who: tuple[int, ...]) -> Any:
         """Kill at a random second, as a launcher sees it: it ends the others, which may not have met yet."""
