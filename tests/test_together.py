@@ -9,17 +9,19 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from launching import ROOT, Launcher
 from safetensors.torch import load_file
 from test_processes import changed, ground, require_same, run_of, together, whole  # noqa: F401
 
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.training.together import APART, FAILED, LEFT, LOST, MET, STOPPED, TRAINS, Judge, Patience, Sign
+from simpletune.training.together import APART, FAILED, LEFT, LOST, MEETING, MET, STOPPED, TRAINS, Judge, Patience, Sign
 
 PATIENCE = Patience(beat=2, silent=24, absent=900, meeting=60, failed=10, stopped=60, stuck=1800)
 
@@ -87,6 +89,22 @@ def test_a_hang_of_all_is_found_once_training_has_begun() -> None:
     assert not any(judged(*rounds(TRAINS, 1), own=TRAINS))
     hang = judged(*rounds(TRAINS, 0), own=TRAINS)
     assert 90 < hang.index(next(filter(None, hang))) < 94 and "an exchange hangs" in str(hang[94])
+
+
+def test_a_second_start_reads_nothing_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun serves one store for all starts; a stale address in it made processes hang."""
+    server = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    words = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**words, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+        monkeypatch.setenv(name, str(value))
+    stores = []
+    for start in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        store, number, of = next(iter(torch.distributed.rendezvous(MEETING, timeout=timedelta(seconds=10))))
+        assert (number, of) == (1, 2)
+        stores.append(store)
+    stores[0].set("address", "of the killed process")
+    assert stores[0].check(["address"]) and not stores[1].check(["address"])
 
 
 def test_the_other_ends_by_itself_when_one_is_killed(

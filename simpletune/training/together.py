@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch.distributed
 from accelerate import Accelerator
+from torch.distributed import Store
 
 from simpletune.options import UserError
 from simpletune.printable import reason_of
@@ -58,6 +59,11 @@ class Patience:
 
 
 PATIENCE = Patience()
+SCHEME = "simpletune"
+MEETING = f"{SCHEME}://"
+"""How the processes meet: as by torch's ``env://``, with keys of this start alone. torchrun serves one store for all
+starts, and a process that reads another's address before it is written anew gets that of the killed one, and hangs (torch
+2.13.0, ``torch/distributed/rendezvous.py``, which expects a new store for every retry)."""
 APART, MET, TRAINS = range(3)  # stages: before the group of processes is formed, after it, after the first step
 
 
@@ -173,6 +179,20 @@ class Judge:
         return None
 
 
+def start_number() -> str:
+    """Which start by torchrun this is, from 0."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **words: object) -> Iterator[tuple[Store, int, int]]:
+    """Handle ``MEETING``: (store, process number, processes)."""
+    for store, number, of in torch.distributed.rendezvous("env://", timeout=timeout):
+        yield torch.distributed.PrefixStore(f"start-{start_number()}", store), number, of
+
+
+torch.distributed.register_rendezvous_handler(SCHEME, _meet)
+
+
 class Watch(threading.Thread):
     """Give signs of life and watch those of the others, until ``close`` or until this process has to end."""
 
@@ -180,7 +200,7 @@ class Watch(threading.Thread):
         super().__init__(name="watch", daemon=True)
         self.number, self.of, self.patience = process_number(), processes(), PATIENCE
         self.closed = threading.Event()
-        self.store: torch.distributed.Store | None = None
+        self.store: Store | None = None
         self.beats, self.host = 0, socket.gethostname()
         self.lock = threading.Lock()  # of the store, which is used by one thread at a time
 
@@ -198,14 +218,13 @@ class Watch(threading.Thread):
 
     def connect(self) -> bool:
         """Connect to the store, which process 0 or its launcher serves; whether it was there."""
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
         patience = timedelta(seconds=self.patience.silent)
         try:
             store = torch.distributed.TCPStore(address, port, None, False, patience, wait_for_workers=False)
         except RuntimeError:  # not served yet; if it never is, the launcher's own limit holds
             return False
-        self.store = torch.distributed.PrefixStore(f"simpletune/{attempt}", store)
+        self.store = torch.distributed.PrefixStore(f"watch-{start_number()}", store)
         return True
 
     def look(self, judge: Judge, now: float) -> Verdict | None:
