@@ -62,8 +62,8 @@ PATIENCE = Patience()
 SCHEME = "simpletune"
 MEETING = f"{SCHEME}://"
 """How the processes meet: as by torch's ``env://``, with keys of this start alone. torchrun serves one store for all
-starts, and a process that reads another's address before it is written anew gets that of the killed one, and hangs (torch
-2.13.0, ``torch/distributed/rendezvous.py``, which expects a new store for every retry)."""
+starts, and a process that reads another's address before it is written anew gets that of the killed one, and hangs
+(torch 2.13.0, ``torch/distributed/rendezvous.py``, which expects a new store for every retry)."""
 APART, MET, TRAINS = range(3)  # stages: before the group of processes is formed, after it, after the first step
 
 
