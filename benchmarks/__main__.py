@@ -151,6 +151,13 @@ def traffic(args: argparse.Namespace) -> object:
     return traffic.run(args.out, args.minutes, args.rows)
 
 
+def scaling(args: argparse.Namespace) -> object:
+    """pictures a second on 1, 2 and more processes: measured here, predicted for up to 256 cards, beside published"""
+    from benchmarks import scaling
+
+    return scaling.run(args.out, args.minutes, args.rows)
+
+
 def kernels(args: argparse.Namespace) -> object:
     """machine code of the int8 kernels for cards that are not here; needs Triton, but no GPU"""
     from benchmarks import kernels
@@ -186,6 +193,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     times: ("rows", "calibration"),
     hours: ("rows",),
     traffic: ("rows",),
+    scaling: ("rows",),
     kernels: ("rows",),
     pair: ("steps", "rounds", "overrides"),
 }

@@ -28,10 +28,12 @@ class Outcome:
     Args:
         codes: of the processes, by rank; negative: the signal that ended one.
         said: what each wrote.
+        after: seconds from the first end to that of each.
     """
 
     codes: list[int]
     said: list[str]
+    after: list[float]
 
 
 class Launcher:
@@ -58,7 +60,12 @@ class Launcher:
         self.program.stdout.close()  # type: ignore[union-attr]
 
     def train(
-        self, *configs: dict[str, Any], resume: str | None = None, moments: dict[int, str] | None = None
+        self,
+        *configs: dict[str, Any],
+        resume: str | None = None,
+        moments: dict[int, str] | None = None,
+        kills: dict[int, float] | None = None,
+        alone: bool = False,
     ) -> Outcome:
         """``simpletune train``, in as many processes as there are configurations.
 
@@ -66,24 +73,30 @@ class Launcher:
             configs: one for each process, of which the first is rank 0; they differ only in tests of what differs.
             resume: ``latest`` or ``auto``.
             moments: by rank, what failpoints do.
+            kills: by rank, after how many seconds to kill it.
+            alone: leave the others to themselves when one has failed, unlike a launcher, for ``PATIENCE`` seconds.
         """
         place = self._place()
         for rank, config in enumerate(configs):
             (place / f"{rank}.json").write_text(json.dumps(config))
         job = {"place": str(place), "processes": len(configs), "moments": moments or {},
-               "arguments": ["--resume", resume] if resume else []}  # fmt: skip
+               "kills": kills or {}, "alone": alone, "arguments": ["--resume", resume] if resume else []}  # fmt: skip
         return self._outcome(place, job)
 
-    def programs(self, code: str, *words: list[str], environment: dict[str, str] | None = None) -> Outcome:
+    def programs(
+        self, code: str, *words: list[str], environment: dict[str, str] | None = None, limit: float = PATIENCE
+    ) -> Outcome:
         """``python -c``, with the heavy libraries imported, at once in as many processes as there are lists of words.
 
         Args:
             code: of all of them.
             words: the arguments of each.
             environment: beside the launcher's own.
+            limit: seconds that the others may go on after one has ended badly.
         """
         place = self._place()
-        job = {"place": str(place), "processes": len(words), "code": code, "words": words}
+        job = {"place": str(place), "processes": len(words), "code": code, "words": words,
+               "alone": limit < PATIENCE, "limit": limit}  # fmt: skip
         return self._outcome(place, job | {"environment": environment or {}})
 
     def _place(self) -> Path:
@@ -96,8 +109,8 @@ class Launcher:
     def _outcome(self, place: Path, job: dict[str, Any]) -> Outcome:
         assert self.program.stdin is not None and self.program.stdout is not None
         print(json.dumps(job), file=self.program.stdin, flush=True)
-        codes = json.loads(self.program.stdout.readline())
-        return Outcome(codes, [(place / f"{rank}.log").read_text() for rank in range(len(codes))])
+        codes, after = json.loads(self.program.stdout.readline())
+        return Outcome(codes, [(place / f"{rank}.log").read_text() for rank in range(len(codes))], after)
 
 
 def serve() -> None:
@@ -114,22 +127,31 @@ def serve() -> None:
         print(json.dumps(launch(json.loads(line))), flush=True)
 
 
-def launch(job: dict[str, Any]) -> list[int]:
-    """Start a job's processes and wait; when one fails the others are ended, as a launcher does."""
+def launch(job: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Start a job's processes and wait; when one fails the others are ended, as a launcher does.
+
+    Returns:
+        The exit code of each, and how many seconds after the first one it ended.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = {start(job, rank, port): rank for rank in range(job["processes"])}
-    codes, late = [0] * len(ranks), time.monotonic() + PATIENCE
+    began = time.monotonic()
+    codes, ends, late = [0] * len(ranks), [0.0] * len(ranks), began + PATIENCE
+    kills = {int(rank): began + seconds for rank, seconds in job.get("kills", {}).items()}
     while ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
-            codes[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() > late or any(code < 0 for code in codes):
-            for other in ranks:
+            ends[ranks[pid]], codes[ranks.pop(pid)] = time.monotonic(), os.waitstatus_to_exitcode(status)
+        failed = any(code < 0 for code in codes) and not job.get("alone")
+        ended = [end for end, code in zip(ends, codes, strict=True) if code]
+        failed |= bool(ended) and time.monotonic() > min(ended) + job.get("limit", PATIENCE)
+        for other, rank in ranks.items():
+            if failed or time.monotonic() > min(late, kills.get(rank, late)):
                 os.kill(other, signal.SIGKILL)
         time.sleep(0.01)
-    return codes
+    return codes, [end - min(ends) for end in ends]
 
 
 def start(job: dict[str, Any], rank: int, port: int) -> int:

@@ -40,10 +40,13 @@ def tiny_unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tiny_model(file: Path, tiny_config: dict, tiny_unet: Path) -> list[str]:
-    """Overrides that take a tiny model of the file's family, and its smallest pictures."""
-    if json.loads(file.read_text()).get("model", {}).get("family") == "sd15":
-        return [f"model.pretrained={tiny_unet}", "data.resolution=64"]
-    return [f"model.pretrained={tiny_config['model']['pretrained']}", "model.t5_length=8", "data.resolution=32"]
+    """Overrides that take a tiny model of the file's family, its smallest pictures, and few of them a step."""
+    data = json.loads(file.read_text())
+    few = ["train.batch_size=2", "train.gradient_accumulation=1"] if data["train"].get("batch_size", 1) >= 16 else []
+    few += [f"model.{part}=null" for part in ("unet", "transformer") if data.get("model", {}).get(part)]
+    if data.get("model", {}).get("family") == "sd15":
+        return [f"model.pretrained={tiny_unet}", "data.resolution=64", *few]
+    return [*few, f"model.pretrained={tiny_config['model']['pretrained']}", "model.t5_length=8", "data.resolution=32"]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

@@ -122,7 +122,7 @@ def test_the_first_process_writes_and_speaks(whole: tuple[Path, list[str]], grou
     assert sorted(entry.name for entry in run.parent.glob("*whole.*")) == [".whole.lock"]  # nothing was moved aside
     profiles = Path(ground["output"]["profiles"])
     assert len(list((profiles / "whole").rglob("*tfevents*"))) == 1
-    for words in ("latents: 6 pictures", "text  clip_l", "done in"):
+    for words in ("latents: ", "text  clip_l", "done in"):
         assert words in said[0] and words not in said[1]
     assert "Traceback" not in said[1]
     cache = Path(ground["output"]["cache"])

@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0 on success, 1 for problems that doctor found, 2 for configuration and input, 4 for a non-finite loss or
-        gradient, 6 for a full disk, 130 after Ctrl-C or a request to stop, 143 after SIGTERM.
+        gradient, 6 for a full disk, 7 if another process of the run is gone, 130 after Ctrl-C or a request to stop, 143
+        after SIGTERM.
     """
     args = parse(argv)
     prepare_environment()

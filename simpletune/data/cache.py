@@ -2,25 +2,29 @@
 
 A file's name is a hash of everything that its content depends on, so a changed caption or picture gets a new file, and
 a picture is never paired with another picture's caption. Files are written atomically: a killed run leaves no partial
-file. Each stores the CRC-32 of its content to detect later damage; a damaged file is renamed and encoded again. When
-several runs share a folder, one fills it while the others wait and then reuse its files.
+file. Each stores the CRC-32 of its content to detect later damage; a damaged file is renamed and encoded again.
+
+Processes that share a folder, of one run or of several, on one machine or on several, divide the work: whoever locks a
+range of keys encodes them, and the lock ends with its process.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.data.samples import View
-from simpletune.options import UserError
-from simpletune.system.atomic import quarantine
+from simpletune.options import UserError, plural
+from simpletune.system.atomic import quarantine, remove
 from simpletune.system.console import say
-from simpletune.system.locks import lock_of, wait_for_lock
+from simpletune.system.locks import Ranges, lock_of
 from simpletune.system.safetensors_file import read_header, write_safetensors
 
 if TYPE_CHECKING:
@@ -28,7 +32,32 @@ if TYPE_CHECKING:
 
 LATENTS_VERSION = 2  # increment when the crop of a picture or its encoding changes
 READ_WHOLE = 4 * 2**30  # bytes; if a run's files exceed this, only their headers are checked when it starts
+PLACES = 2**60  # of keys: the first 15 digits of the hash that names a key's file
 _DAMAGE = (ValueError, KeyError, UserError)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of the keys that a process encodes first: those whose hash lies in its part of all hashes.
+
+    Args:
+        number: of the process, from 0.
+        of: number of processes.
+    """
+
+    number: int = 0
+    of: int = 1
+
+    def owner(self, key: str) -> int:
+        """The process in whose share a key is."""
+        return place_of(key) * self.of // PLACES
+
+    def count(self, keys: int) -> int:
+        """About how many of so many keys each process encodes; at least 1."""
+        return -(-keys // self.of) or 1
+
+
+ALONE = Share()
 
 
 class Cache:
@@ -50,31 +79,102 @@ class Cache:
     def __contains__(self, key: str) -> bool:
         return self.file(key).exists()
 
-    def lacking(self, keys: Iterable[str]) -> list[str]:
+    def lacking(self, keys: Iterable[str], share: Share = ALONE) -> list[str]:
         """The keys that still have to be encoded. Renames and reports damaged files.
 
         Verifies the checksums if the files take at most ``READ_WHOLE`` bytes in total. Otherwise checks only headers
         and lengths; the content is then verified at first use.
+
+        Args:
+            keys: the keys.
+            share: verify the files of this share only; other processes verify theirs.
         """
         wanted = list(dict.fromkeys(keys))
-        there = [key for key in wanted if key in self and key not in self._sound]
+        there = [key for key in wanted if share.owner(key) == share.number and key in self and key not in self._sound]
         whole = sum(self.file(key).stat().st_size for key in there) <= READ_WHOLE
         for key in there:
-            try:
-                self._read(key) if whole else read_header(self.file(key))
-            except _DAMAGE as error:
-                reason = str(error).partition(". ")[0]
-                say(f"cache   {reason}: renamed to {self.quarantine(key).name}; encoding it again")
+            if self._damage(key, whole):
+                self._set_aside(key, whole)
         return [key for key in wanted if key not in self]
 
-    @contextmanager
-    def filling(self) -> Iterator[None]:
-        """Hold the folder's lock, waiting for any other process that fills it, and delete the partial files of killed
-        processes."""
-        with wait_for_lock(lock_of(self.folder), f"cache   waiting for another run to fill {self.folder}"):
-            for part in self.folder.glob(".*.part"):
-                part.unlink(missing_ok=True)
-            yield
+    def _damage(self, key: str, whole: bool) -> str:
+        """What is wrong with a key's file; empty if nothing, or if there is none."""
+        try:
+            self._read(key) if whole else read_header(self.file(key))
+        except FileNotFoundError:  # another process has set it aside
+            return ""
+        except _DAMAGE as error:
+            return str(error).partition(". ")[0]
+        return ""
+
+    def _set_aside(self, key: str, whole: bool) -> None:
+        """Rename a damaged file unless another process has replaced it meanwhile."""
+        place = place_of(key)
+        with self._ranges() as ranges, ranges.held(place, place, wait=True):
+            if reason := self._damage(key, whole):
+                say(f"cache   {reason}: renamed to {self.quarantine(key).name}; encoding it again")
+
+    def claimed(self, keys: Iterable[str], share: Share = ALONE, together: int = 1) -> Iterator[list[str]]:
+        """Claim keys to encode, in groups; no other process that asks this way encodes a group before the next one.
+
+        First come the keys of the share, then those that the other processes have not begun, from the end of their
+        shares, and last, after waiting, those that others were encoding but have not written. Deletes the partial files
+        of killed processes.
+
+        Args:
+            keys: the keys to encode.
+            share: the share of this process.
+            together: largest number of keys in a group.
+
+        Yields:
+            Groups of keys that are not in the cache. Each key is yielded at most once.
+        """
+        keys = list(dict.fromkeys(keys))
+        by_owner: dict[int, list[str]] = {}
+        for key in sorted(keys, key=place_of):
+            by_owner.setdefault(share.owner(key), []).append(key)
+        tried = _split(by_owner.get(share.number, []), together)
+        for later in range(1, share.of):
+            tried += _split(by_owner.get((share.number + later) % share.of, []), together)[::-1]
+        order = {key: number for number, key in enumerate(keys)}
+        with self._ranges() as ranges:
+            self._remove_unfinished(ranges)
+            for group in self._claim_each(tried[::-1], ranges):
+                lacking = sorted((key for key in group if key not in self), key=order.__getitem__)
+                if lacking:
+                    yield lacking
+            self._remove_unfinished(ranges)  # of processes that were killed meanwhile
+
+    def _claim_each(self, tried: list[list[str]], ranges: Ranges) -> Iterator[list[str]]:
+        """Yield each group, the last one first, while its range is locked; those that others hold, split and last."""
+        held: list[list[str]] = []
+        while tried:
+            group = [key for key in tried.pop() if key not in self]
+            with ranges.held(*_range(group)) if group else nullcontext(False) as claimed:
+                if claimed:
+                    yield group
+                elif len(group) > 1:  # another process holds a part of it
+                    tried += _split(group, len(group) // 2)[::-1]
+                else:
+                    held.append(group)
+        waiting = [group for group in held if group and group[0] not in self]
+        if waiting:
+            say(f"cache   waiting for {plural(len(waiting), 'file')} of {self.folder} that other processes encode")
+        for group in waiting:
+            with ranges.held(*_range(group), wait=True):
+                yield group
+
+    def _remove_unfinished(self, ranges: Ranges) -> None:
+        """Delete the partial files that no process is writing."""
+        for part in self.folder.glob(".*.part"):
+            digits = re.match("[0-9a-f]{0,15}", part.name[1:])  # of the key's hash
+            place = int((digits and digits[0]) or "0", 16)
+            with ranges.held(place, place) as claimed:
+                if claimed and ranges.sure:  # otherwise its writer may be running
+                    remove(part)
+
+    def _ranges(self) -> Ranges:
+        return Ranges(lock_of(self.folder))
 
     def save(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Store tensors under a key. The file's header records the key.
@@ -146,6 +246,19 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
         value = zlib.crc32(f"{name}:{tensor.dtype}:{list(tensor.shape)}".encode(), value)
         value = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, value)
     return f"{value:08x}"
+
+
+def place_of(key: str) -> int:
+    """Where a key lies among all, from 0 to ``PLACES``, evenly spread."""
+    return int(hashlib.sha256(key.encode()).hexdigest()[:15], 16)
+
+
+def _split(keys: list[str], together: int) -> list[list[str]]:
+    return [keys[start : start + together] for start in range(0, len(keys), together)]
+
+
+def _range(group: list[str]) -> tuple[int, int]:
+    return place_of(group[0]), place_of(group[-1])
 
 
 def view_key(view: View) -> str:

@@ -1,19 +1,24 @@
-"""The prepare stages: encode each prompt and picture once with the frozen encoders, into the cache."""
+"""The prepare stages: encode each prompt and picture once with the frozen encoders, into the cache.
+
+Several processes divide prompts and pictures by the hash of what their files depend on, so that each knows its share
+without asking; ``Cache.claimed`` keeps two from encoding the same.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.cache import Cache, view_key
+from simpletune.data.cache import ALONE, Cache, Share, view_key
 from simpletune.data.evaluation import drift_prompts
 from simpletune.data.pictures import cut, decode
 from simpletune.data.plan import Plan, make_plan
@@ -27,11 +32,13 @@ from simpletune.options import UserError
 from simpletune.pipeline.masks import MaskCache
 from simpletune.pipeline.plan_data import PlannedData, plan_data, report_rejected
 from simpletune.pipeline.sample import Request
-from simpletune.system.atomic import remove_stale
 from simpletune.system.console import progress
 from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import poll
 from simpletune.system.stage_timer import StageTimer
+
+PROMPTS = 512  # claimed together, for each of which the layers of T5 are loaded once
+PICTURES = 16  # claimed together
 
 
 class TextCache:
@@ -47,24 +54,24 @@ class TextCache:
         self.prompts = model.prompts(dtype)
         self.caches = {e.name: Cache(cache / "text" / self.prompts.fingerprint(e)) for e in self.prompts.encoders}
 
-    def fill(self, prompts: Iterable[str], device: torch.device) -> int:
+    def fill(self, prompts: Iterable[str], device: torch.device, share: Share = ALONE) -> int:
         """Encode the prompts that are not cached yet, one encoder at a time.
 
+        Args:
+            prompts: the prompts.
+            device: where the encoders run.
+            share: what this process encodes first, if others fill the cache too; all prompts are there afterwards.
+
         Returns:
-            How many prompts at least one encoder has encoded.
+            How many prompts at least one encoder has encoded in this process.
         """
         encoded: set[str] = set()
         wanted = list(dict.fromkeys(prompts))
         for encoder in self.prompts.encoders:
-            cache = self.caches[encoder.name]
-            if not cache.lacking(wanted):
-                continue
-            with cache.filling():
-                missing = [prompt for prompt in wanted if prompt not in cache]
-                if missing:
-                    self._encode(encoder, missing, device)
-            encoded |= set(missing)
-            free_memory(device)
+            missing = self.caches[encoder.name].lacking(wanted, share)
+            if missing:
+                encoded |= self._encode(encoder, missing, device, share)
+                free_memory(device)
         return len(encoded)
 
     def lacking(self, prompts: Iterable[str]) -> set[str]:
@@ -72,25 +79,29 @@ class TextCache:
         wanted = list(prompts)
         return {prompt for cache in self.caches.values() for prompt in cache.lacking(wanted)}
 
-    def _encode(self, encoder: Encoder, missing: list[str], device: torch.device) -> None:
-        """Encode prompts with one encoder.
+    def _encode(self, encoder: Encoder, missing: list[str], device: torch.device, share: Share) -> set[str]:
+        """Encode prompts with one encoder, and return those that no other process has encoded.
 
         Raises:
             UserError: an embedding is not finite.
         """
-        remove_stale(self.caches[encoder.name].folder)
-        with progress(f"text  {encoder.name}", len(missing), "prompts") as advance:
-            for prompt, parts in zip(missing, self.prompts.encode(encoder, missing, device), strict=True):
-                if not _all_finite(parts.values()):
-                    raise UserError(
-                        f"{encoder.name} encodes the caption {prompt[:80]!r} to NaN or infinity. Its weights may be "
-                        "damaged, or overflow in this precision. Download it again, or use precision.compute=fp32",
-                        code=4,
-                    )
-                self.caches[encoder.name].save(prompt, parts)
-                advance()
-                failpoint("text.encoded")
-                poll()
+        encoded, cache = set[str](), self.caches[encoder.name]
+        with progress(f"text  {encoder.name}", share.count(len(missing)), "prompts") as advance:
+            for prompts in cache.claimed(missing, share, PROMPTS):
+                for prompt, parts in zip(prompts, self.prompts.encode(encoder, prompts, device), strict=True):
+                    if not _all_finite(parts.values()):
+                        raise UserError(
+                            f"{encoder.name} encodes the caption {prompt[:80]!r} to NaN or infinity. Its weights may "
+                            "be damaged, or overflow in this precision. Download it again, or use "
+                            "precision.compute=fp32",
+                            code=4,
+                        )
+                    cache.save(prompt, parts)
+                    encoded.add(prompt)
+                    advance()
+                    failpoint("text.encoded")
+                    poll()
+        return encoded
 
     def load(self, prompt: str) -> tuple[Tensor, Tensor]:
         """Load (prompt_embeds [t, e], pooled [p]) of one prompt."""
@@ -121,36 +132,44 @@ class LatentCache:
         name = f"{model.vae_fingerprint()}-{str(dtype).removeprefix('torch.')}"
         self.cache = Cache(cache / "latents" / (name if tile is None else f"{name}-tile{tile}"))
 
-    def fill(self, views: Sequence[View], device: torch.device) -> tuple[int, list[Rejected]]:
+    def fill(self, views: Sequence[View], device: torch.device, share: Share = ALONE) -> tuple[int, list[Rejected]]:
         """Encode the crops that are not cached yet.
 
-        Returns:
-            How many were encoded, and the pictures that could not be decoded.
-        """
-        if not self.cache.lacking(view_key(view) for view in views):
-            return 0, []
-        with self.cache.filling():
-            missing = [view for view in views if view_key(view) not in self.cache]
-            return self._encode(missing, device) if missing else (0, [])
+        Args:
+            views: the crops.
+            device: where the autoencoder runs.
+            share: what this process encodes first, if others fill the cache too; all crops but the rejected ones are
+                there afterwards.
 
-    def _encode(self, missing: Sequence[View], device: torch.device) -> tuple[int, list[Rejected]]:
-        """Encode crops. Rejects pictures that cannot be decoded or whose latents are not finite."""
-        remove_stale(self.cache.folder)
-        encoded, rejected = 0, dict[tuple[int, str], Rejected]()
-        vae = self.model.load_vae(device, self.dtype, self.tile)
-        with progress("latents", len(missing), "pictures") as advance, torch.no_grad():
-            for view in missing:
-                try:
-                    encoded += self._encode_one(view, vae, device)
-                except UnusablePicture as reason:
-                    place = view.picture.source, view.picture.name
-                    rejected[place] = Rejected(view.picture.name, str(reason), source=view.picture.source)
-                advance()
-                failpoint("latents.encoded")
-                poll()
+        Returns:
+            How many this process has encoded, and the pictures that could not be decoded.
+        """
+        by_key: dict[str, list[View]] = {}
+        for view in views:
+            by_key.setdefault(view_key(view), []).append(view)
+        missing = self.cache.lacking(by_key, share)
+        return self._encode({key: by_key[key] for key in missing}, device, share) if missing else (0, [])
+
+    def _encode(
+        self, missing: Mapping[str, list[View]], device: torch.device, share: Share
+    ) -> tuple[int, list[Rejected]]:
+        """Encode crops by key. Rejects pictures that cannot be decoded or whose latents are not finite."""
+        encoded, rejected = 0, list[Rejected]()
+        vae: nn.Module | None = None  # loaded by a process that has something to encode
+        with progress("latents", share.count(len(missing)), "pictures") as advance, torch.no_grad():
+            for keys in self.cache.claimed(missing, share, PICTURES):
+                vae = self.model.load_vae(device, self.dtype, self.tile) if vae is None else vae
+                for view in (view for key in keys for view in missing[key]):
+                    try:
+                        encoded += self._encode_one(view, vae, device)
+                    except UnusablePicture as reason:
+                        rejected.append(Rejected(view.picture.name, str(reason), source=view.picture.source))
+                    advance()
+                    failpoint("latents.encoded")
+                    poll()
         del vae
         free_memory(device)
-        return encoded, list(rejected.values())
+        return encoded, rejected
 
     def _encode_one(self, view: View, vae: nn.Module, device: torch.device) -> int:
         """Encode a crop unless it is cached, and return the number of new files.
@@ -159,7 +178,7 @@ class LatentCache:
             UnusablePicture: it cannot be decoded, or its latents are not finite.
         """
         pixels = _pixels(view)
-        if view_key(view) in self.cache:  # an identical file under another name may have been encoded
+        if view_key(view) in self.cache:  # an identical file under another name has been encoded
             return 0
         z_0 = self.model.encode_pictures(vae, pixels[None].to(device))[0]
         if not _all_finite([z_0]):
@@ -241,7 +260,7 @@ class Prepared:
 
 
 def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, stages: StageTimer) -> Prepared:
-    """Fill the caches. The main process goes first; the others reuse its files.
+    """Fill the caches. Each process encodes its share, and waits at the end until all is there.
 
     Args:
         config: the configuration, with folders resolved.
@@ -255,17 +274,28 @@ def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, sta
     cache, dtype, plan = Path(config.output.cache), config.precision.encoder_dtype(), data.plan
     text = TextCache(config.model, dtype, cache)
     latents, masks = LatentCache(config.model, dtype, cache, config.memory.vae_tile), MaskCache(cache)
-    with accelerator.main_process_first():
-        requests = validation_requests(config, plan)
-        with stages.stage("text"):
-            text.fill(prompts_of(config, plan, requests), accelerator.device)
-        with stages.stage("latents"):
-            _, rejected = latents.fill(plan.views(), accelerator.device)
-            rejected += masks.fill(plan.views())
+    share, device = Share(accelerator.process_index, accelerator.num_processes), accelerator.device
+    requests = validation_requests(config, plan)
+    with stages.stage("text"):
+        text.fill(prompts_of(config, plan, requests), device, share)
+    with stages.stage("latents"):
+        _, found = latents.fill(plan.views(), device, share)
+        rejected = agreed([*found, *masks.fill(plan.views(), share)], plan.views(), accelerator)
     report_rejected(rejected, config.data)
     if rejected:
         plan = make_plan(config, without(data.usable, rejected), accelerator.num_processes)
     return Prepared(plan, text, latents, masks, requests, data.captions, [*data.left_out, *rejected])
+
+
+def agreed(found: Sequence[Rejected], views: Sequence[View], accelerator: Accelerator) -> list[Rejected]:
+    """What any process has rejected, one entry a picture in the order of the views, equal in all processes.
+
+    Waits for all processes; afterwards the caches are full.
+    """
+    everyone: list[Rejected] = gather_object(list(found)) if accelerator.num_processes > 1 else list(found)
+    first = {(each.source, each.name): each for each in sorted(everyone, key=lambda each: each.reason, reverse=True)}
+    places = dict.fromkeys((view.picture.source, view.picture.name) for view in views)
+    return [first[place] for place in places if place in first]
 
 
 def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> Prepared:

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.data.cache import Cache
+from simpletune.data.cache import ALONE, Cache, Share
 from simpletune.data.masks import latent_mask, mask_key, masked
 from simpletune.data.samples import View
 from simpletune.data.source import Rejected, UnusablePicture
-from simpletune.system.atomic import remove_stale
 from simpletune.system.signals import poll
+
+MASKS = 64  # claimed together
 
 
 class MaskCache:
@@ -26,27 +27,27 @@ class MaskCache:
     def __init__(self, cache: Path):
         self.cache = Cache(cache / "masks")
 
-    def fill(self, views: Sequence[View]) -> list[Rejected]:
+    def fill(self, views: Sequence[View], share: Share = ALONE) -> list[Rejected]:
         """Crop the masks that are not cached yet.
+
+        Args:
+            views: the crops.
+            share: what this process crops first, if others fill the cache too.
 
         Returns:
             The pictures whose masks cannot be used.
         """
         wanted = {mask_key(view): view for view in masked(views)}
-        if not self.cache.lacking(wanted):
-            return []
+        missing = self.cache.lacking(wanted, share)
         rejected: dict[tuple[int, str], Rejected] = {}
-        with self.cache.filling():
-            remove_stale(self.cache.folder)
-            for key, view in wanted.items():
-                if key in self.cache:
-                    continue
-                picture = view.picture
-                try:
-                    self.cache.save(key, {"mask": torch.from_numpy(latent_mask(view))})
-                except UnusablePicture as reason:
-                    rejected[picture.source, picture.name] = Rejected(picture.name, str(reason), source=picture.source)
-                poll()
+        for key in (key for keys in self.cache.claimed(missing, share, MASKS) for key in keys):
+            view = wanted[key]
+            picture = view.picture
+            try:
+                self.cache.save(key, {"mask": torch.from_numpy(latent_mask(view))})
+            except UnusablePicture as reason:
+                rejected[picture.source, picture.name] = Rejected(picture.name, str(reason), source=picture.source)
+            poll()
         return list(rejected.values())
 
     def load(self, view: View) -> Tensor:

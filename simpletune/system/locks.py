@@ -1,10 +1,12 @@
-"""Lock between processes with ``flock``; the system releases a lock whenever its process ends."""
+"""Lock between processes with ``flock``, and ranges of keys with ``fcntl``; the system releases a lock whenever its
+process ends."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -83,6 +85,71 @@ def wait_for_lock(file: Path, waiting: str) -> Iterator[None]:
 def lock_of(folder: Path) -> Path:
     """Return the lock file of a cache folder ``CACHE/KIND/KEY``."""
     return folder.parent.parent / ".locks" / f"{folder.parent.name}-{folder.name}.lock"
+
+
+class Ranges:
+    """Lock ranges of keys, so that several processes divide the work on a folder: a range is one of a file's bytes.
+
+    The locks belong to the open file (``F_OFD_SETLK``), so they exclude threads and forked processes too, work over
+    NFS, and end with the process. Where the file system supports none, every lock succeeds and a warning is printed.
+
+    Args:
+        file: lock file; created if missing, and left behind.
+    """
+
+    def __init__(self, file: Path):
+        self.file, self.sure = file, True
+        """``sure``: false once a lock has succeeded without excluding anyone."""
+        self._handle: int | None = None
+
+    def __enter__(self) -> Ranges:
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:  # read-only or full: later writes report the cause
+            self.sure = False
+            _warn_unlocked(self.file.parent, f"cannot be locked ({error.strerror})")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+
+    @contextmanager
+    def held(self, first: int, last: int, wait: bool = False) -> Iterator[bool]:
+        """Lock the keys from ``first`` to ``last``, both included, within this context.
+
+        Args:
+            first: at least 0.
+            last: below 2 ** 62.
+            wait: wait for processes that hold a part of the range.
+
+        Yields:
+            Whether they are locked; always, if waiting.
+        """
+        if self._handle is None:
+            yield True
+            return
+        try:
+            self._lock(fcntl.F_WRLCK, first, last, wait)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED and error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise UserError(f"{self.file} cannot be locked ({error.strerror}). Remove it") from None
+            if error.errno in UNSUPPORTED:
+                self.sure = False
+                _warn_unlocked(self.file.parent, "is on a file system without locks")
+            yield error.errno in UNSUPPORTED
+            return
+        try:
+            yield True
+        finally:
+            self._lock(fcntl.F_UNLCK, first, last)
+
+    def _lock(self, kind: int, first: int, last: int, wait: bool = False) -> None:
+        """Change the lock of a range; ``struct flock`` of 64-bit Linux."""
+        assert self._handle is not None
+        asked = struct.pack("hhqqi4x", kind, os.SEEK_SET, first, last - first + 1, 0)
+        fcntl.fcntl(self._handle, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, asked)
 
 
 def _acquire(file: Path, waiting: str | None = None) -> FileLock:

@@ -1,4 +1,4 @@
-"""Identify this process among those that train together."""
+"""Identify this process among those that train together, and count what it does."""
 
 from __future__ import annotations
 
@@ -10,4 +10,38 @@ def is_first_process() -> bool:
 
     For code without an ``Accelerator``; agrees with its ``is_main_process``, because launchers set ``RANK``.
     """
-    return os.environ.get("RANK", "0") == "0"
+    return process_number() == 0
+
+
+def process_number() -> int:
+    """Return the number of this process among those that train together, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def processes() -> int:
+    """Return how many processes train together, as the launcher says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Progressed:
+    """Count what this process has done, so that others can tell a long task from a hang.
+
+    Attributes:
+        count: pieces of work: pictures, prompts, denoising steps, training steps.
+        trains: a training step was finished.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.trains = 0, False
+
+    def __call__(self, trains: bool = False) -> None:
+        """Count one piece of work.
+
+        Args:
+            trains: it was a training step.
+        """
+        self.count += 1
+        self.trains |= trains
+
+
+progressed = Progressed()

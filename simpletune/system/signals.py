@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from simpletune.system.processes import progressed
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -85,10 +87,12 @@ def poll() -> None:
     """Stop if a signal was received, during work that can be interrupted anywhere.
 
     Before training, the handler raises by itself, but Python loses an exception raised while it finalises an object.
+    A call counts as progress.
 
     Raises:
         Stopped: a signal was received.
     """
+    progressed()
     if _Signals.received is not None and (_Signals.may_stop_in_poll or not _Signals.deferred):
         raise Stopped(_Signals.received)
 

@@ -44,6 +44,7 @@ from simpletune.training.pending_steps import Asked, DeviceEvent, MetricsQueue, 
 from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import traces_of
 from simpletune.training.setup import StartOptions, make_accelerator, set_up
+from simpletune.training.together import part_company, watched
 
 
 def train(
@@ -73,7 +74,8 @@ def train(
     folder = run_folder(config)
     attempt = AttemptRecorder(folder, time.perf_counter() if started is None else started)
     lock = exclusive(folder) if is_first_process() else nullcontext()
-    with lock, kept_in_store(config, resume) as store, attempt, room_for("writing the run's files", folder):
+    writing = room_for("writing the run's files", folder)
+    with lock, kept_in_store(config, resume) as store, attempt, watched(), writing:
         if resume == "auto" and is_finished(config):
             return folder
         require_place(folder)
@@ -151,7 +153,7 @@ def leave(accelerator: Accelerator) -> None:
     in a thread that holds the GIL and joins gloo's thread; that thread may need the GIL to free the barrier's tensors,
     which is a deadlock (seen with torch 2.13.0 on the CPU).
     """
-    accelerator.wait_for_everyone()
+    part_company(accelerator)
     if accelerator.num_processes > 1:
         _closed_groups.append(torch.distributed.group.WORLD)
     accelerator.end_training()
@@ -268,12 +270,17 @@ def stop_signal(run: Run, asked: bool) -> int | None:
 
 
 def prepare_only(config: TrainConfig) -> None:
-    """Fill the cache and stop, so that a later run, perhaps on a smaller machine, can start training at once."""
-    accelerator, reason = make_accelerator(config)
-    config = settle_compute(config, capability_of(accelerator.device))
-    say(f"simpletune {config.name}: prepare on {reason}")
-    stages = StageTimer(cuda=accelerator.device.type == "cuda")
-    prepared = prepare(with_class_pictures(resolve_folders(config), accelerator, stages), accelerator, stages)
-    print_data(prepared)
-    for name, figures in stages.as_json().items():
-        say(f"{name:<8}{figures['seconds']:.1f} s")
+    """Fill the cache and stop, so that a later run, perhaps on a smaller machine, can start training at once.
+
+    Several processes, of one launcher or of several on machines that share the cache's folder, divide the work.
+    """
+    with watched():
+        accelerator, reason = make_accelerator(config)
+        config = settle_compute(config, capability_of(accelerator.device))
+        say(f"simpletune {config.name}: prepare on {reason}")
+        stages = StageTimer(cuda=accelerator.device.type == "cuda")
+        prepared = prepare(with_class_pictures(resolve_folders(config), accelerator, stages), accelerator, stages)
+        print_data(prepared)
+        for name, figures in stages.as_json().items():
+            say(f"{name:<8}{figures['seconds']:.1f} s")
+        leave(accelerator)

@@ -16,6 +16,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from simpletune.system.processes import progressed
+
 if TYPE_CHECKING:
     from simpletune.step.core import StepCore
 
@@ -135,6 +137,7 @@ class PendingStep:
     def read(self) -> tuple[float, float, Asked]:
         """Wait for the step; return its mean loss, gradient norm and what several processes are asked."""
         self.ended.wait()
+        progressed(trains=True)
         loss, norm, stop, answer = self.figures[:4].tolist()
         return loss, norm, Asked(stop > 0, answer > 0)
 

@@ -55,6 +55,7 @@ from simpletune.system.threads import choose_threads, use_threads
 from simpletune.training.class_pictures import with_class_pictures
 from simpletune.training.nonfinite import NonFiniteGuard
 from simpletune.training.run import Run
+from simpletune.training.together import MEETING
 from simpletune.training.trackers import open_trackers
 from simpletune.training.validation import Previews
 
@@ -296,7 +297,7 @@ def _accelerator_on(device: torch.device) -> Accelerator:
     if known and known["device"].type != device.type and known["num_processes"] == 1:
         AcceleratorState._reset_state(reset_partial_state=True)
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # the last block's add_q_proj gets no gradient
-    patient = InitProcessGroupKwargs(timeout=PATIENCE)
+    patient = InitProcessGroupKwargs(init_method=MEETING, timeout=PATIENCE)
     accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[unused, patient])
     if accelerator.device.type != device.type:
         raise UserError(

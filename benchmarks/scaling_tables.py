@@ -1,0 +1,145 @@
+"""The page of ``scaling``: what was measured on processes of this machine, and what is predicted for many cards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from benchmarks.cluster import DATA, FABRICS, MACHINE
+from simpletune.options import Json
+from simpletune.report.content import Chart, Fact, Report, Section, Table
+
+if TYPE_CHECKING:
+    from benchmarks.scaling import Plan
+
+TITLE = "Training on several cards: measured here, predicted, published"
+LEAD = (
+    "Measured: processes of this machine's CPU, one thread each. Predicted: from the operations of our own step, each "
+    "card's stated figures and stated bandwidths; on no card. Published: by others. Nothing was fitted to a published "
+    "figure."
+)
+HEAD = ("cards", "global batch", "micro-batch x passes", "pictures/s", "a card", "efficiency", "exchange exposed",
+        "bound by", "days", "card-hours", "cost", "published pictures/s", "its efficiency",
+        "predicted / published")  # fmt: skip
+MEASURED = ("processes", "global batch", "micro-batch x passes", "s a step", "pictures/s", "efficiency",
+            "predicted s a step", "predicted / measured")  # fmt: skip
+BASE = 8  # cards whose rate per card counts as an efficiency of 100%, as in the published tables
+
+
+def page(found: Mapping[str, Json], plans: Mapping[str, Plan]) -> Report:
+    """Lay out the page from the rows that are there."""
+    sections = [section for section in (measured_section(found), *predicted_sections(found, plans)) if section.tables]
+    return Report(TITLE, LEAD, "", [], list(facts(found, plans)), sections, data={"losses": []})
+
+
+def facts(found: Mapping[str, Json], plans: Mapping[str, Plan]) -> Iterable[Fact]:
+    """How near predicted efficiencies are to published ones."""
+    pairs = [pair for name, plan in plans.items() for pair in efficiencies(name, plan, found) if pair[0] > BASE]
+    if pairs:
+        furthest = max(pairs, key=lambda pair: abs(pair[1] - pair[2]))
+        near = sum(abs(ours - theirs) <= 0.05 for _, ours, theirs in pairs)
+        yield Fact("efficiency within 5 points", f"{near} of {len(pairs)}", "rows with a published figure")
+        words = f"{furthest[1]:.0%} predicted, {furthest[2]:.0%} published, {furthest[0]} cards"
+        yield Fact("furthest", f"{100 * (furthest[1] - furthest[2]):+.0f} points", words)
+
+
+def efficiencies(name: str, plan: Plan, found: Mapping[str, Json]) -> Iterable[tuple[int, float, float]]:
+    """Cards, predicted and published efficiency against 8 cards."""
+    base = found.get(key(name, plan, BASE))
+    for cards, rate in plan.published.items():
+        row = found.get(key(name, plan, cards))
+        if row and base:
+            theirs = rate / cards / (plan.published[BASE] / BASE)
+            yield cards, row["rate"] / cards / (base["rate"] / BASE), theirs
+
+
+def key(name: str, plan: Plan, cards: int) -> str:
+    """The row of a plan on so many cards."""
+    return f"{name}, {cards} {plan.card}"
+
+
+def measured_section(found: Mapping[str, Json]) -> Section:
+    """Processes of this machine, with a prediction from the run of one process and the measured exchange."""
+    tables = []
+    for method in ("LoRA", "full"):
+        rows = [row for name, row in found.items() if name.startswith(f"measured: {method}") and "rate" in row]
+        exchange = found.get(f"measured: {method}, exchange of 2 on the CPU")
+        if rows:
+            body = [measured_cells(row, rows[0], exchange) for row in rows]
+            tables.append(Table(f"The tiny SD3, {'LoRA r16' if method == 'LoRA' else 'all weights'}, fp32, 64 px",
+                                MEASURED, body))  # fmt: skip
+    notes = [
+        "Predicted: the seconds of one process times its share of the micro-batches, and the measured all-reduce of "
+        "the gradients, none of it hidden. Processes of one machine also share its memory and caches."
+    ]
+    return Section("measured", "Measured on this machine", notes, tables=tables)
+
+
+def measured_cells(row: Json, one: Json, exchange: Json | None) -> tuple[str, ...]:
+    """One measured row."""
+    efficiency = row["rate"] / (row["processes"] * one["rate"])
+    cells = (str(row["processes"]), f"{row['batch']:.0f}", f"{row['micro']} x {row['passes']}",
+             f"{row['seconds']:.3f}", f"{row['rate']:.1f}", f"{efficiency:.0%}")  # fmt: skip
+    if row["processes"] == 1 or exchange is None or row["processes"] != exchange["processes"]:
+        return (*cells, "", "")
+    predicted = one["seconds"] * row["passes"] / one["passes"] + exchange["seconds"]
+    return (*cells, f"{predicted:.3f}", f"{predicted / row['seconds']:.2f}")
+
+
+def predicted_sections(found: Mapping[str, Json], plans: Mapping[str, Plan]) -> Iterable[Section]:
+    """A section for each training."""
+    for number, (name, plan) in enumerate(plans.items()):
+        rows = {cards: found[key(name, plan, cards)] for cards in all_cards(found, name, plan)}
+        base = rows.get(BASE)
+        if not rows or base is None:
+            continue
+        body = [predicted_cells(cards, row, base, plan) for cards, row in rows.items()]
+        section = Section(f"plan-{number}", name, [about(plan)], tables=[Table(f"On {plan.card}", HEAD, body)])
+        section.charts.append(Chart(f"plan-{number}", "Efficiency by cards", name, chart(name, plan, found, rows)))
+        yield section
+
+
+def all_cards(found: Mapping[str, Json], name: str, plan: Plan) -> list[int]:
+    """The numbers of cards whose rows are there."""
+    start, end = f"{name}, ", f" {plan.card}"
+    named = [row.removeprefix(start).removesuffix(end) for row in found if row.startswith(start) and row.endswith(end)]
+    return sorted(int(cards) for cards in named if cards.isdigit())
+
+
+def about(plan: Plan) -> str:
+    """What the rows of a plan stand on."""
+    pictures = f"Days, card-hours and cost are of {plan.pictures / 1e6:,.1f} million pictures"
+    price = f"at ${plan.price:g} a card and hour" + (", the source's price" if plan.source else "")
+    source = f" Published by {plan.source}." if plan.source else " No published figure."
+    return (
+        f"{pictures}, {price}. Efficiency is that of a card, against {MACHINE} cards.{source} "
+        f"Gradients: {FABRICS[plan.card].source}. Samples are read at {DATA / 1e9:g} GB/s a machine (assumed)."
+    )
+
+
+def predicted_cells(cards: int, row: Json, base: Json, plan: Plan) -> tuple[str, ...]:
+    """One predicted row."""
+    days = plan.pictures / row["rate"] / 86400
+    efficiency = row["rate"] / cards / (base["rate"] / BASE)
+    cells = (str(cards), f"{row['batch']:,}", f"{row['micro']} x {row['passes']}", f"{row['rate']:,.0f}"
+             if row["rate"] >= 10 else f"{row['rate']:.2f}", f"{row['rate'] / cards:.3g}", f"{efficiency:.0%}",
+             f"{row['exposed']:.2g} of {row['seconds']:.3g} s", row["bound"], f"{days:,.1f}",
+             f"{24 * days * cards:,.0f}", f"${24 * days * cards * plan.price:,.0f}")  # fmt: skip
+    published = plan.published.get(cards)
+    if published is None:
+        return (*cells, "", "", "")
+    theirs = published / cards / (plan.published[BASE] / BASE)
+    return (*cells, f"{published:,g}", f"{theirs:.0%}", f"{row['rate'] / published:.2f}")
+
+
+def chart(name: str, plan: Plan, found: Mapping[str, Json], rows: Mapping[int, Json]) -> Json:
+    """Efficiency over cards, predicted and published."""
+    base = rows[BASE]
+    values = [{"cards": cards, "efficiency": round(row["rate"] / cards / (base["rate"] / BASE), 4), "of": "predicted"}
+              for cards, row in rows.items() if cards >= BASE]  # fmt: skip
+    values += [{"cards": cards, "efficiency": round(theirs, 4), "of": "published"}
+               for cards, _, theirs in efficiencies(name, plan, found)]  # fmt: skip
+    return {"data": {"values": values}, "mark": {"type": "line", "point": True}, "width": "container", "height": 180,
+            "encoding": {"x": {"field": "cards", "type": "quantitative", "scale": {"type": "log", "base": 2}},
+                         "y": {"field": "efficiency", "type": "quantitative", "axis": {"format": "%"}},
+                         "color": {"field": "of", "type": "nominal", "title": None}}}  # fmt: skip

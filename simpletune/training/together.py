@@ -1,0 +1,345 @@
+"""Watch the other processes of a run: when one ends, is lost or hangs, this one ends too, so that all start again.
+
+A thread in each process writes a sign of life into the store through which the processes meet, and reads those of the
+others. It needs no collective, so it works while one hangs, and before the processes have met. A single process is not
+watched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed
+from accelerate import Accelerator
+from torch.distributed import Store
+
+from simpletune.options import UserError
+from simpletune.printable import reason_of
+from simpletune.system.processes import process_number, processes, progressed
+from simpletune.system.signals import Stopped
+
+LOST = 7  # exit code: another process of the run has ended, is lost or hangs; starting all again is enough
+CONNECTION = re.compile(r"gloo|nccl|connection|socket|broken pipe", re.IGNORECASE)
+RUNNING, LEFT, STOPPED, FAILED = "running", "left", "stopped", "failed"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a process waits for the others, in seconds.
+
+    Args:
+        beat: between two signs of life.
+        silent: without a sign of life, until a process counts as lost.
+        absent: for the first signs of a process, which may run on a machine that starts later.
+        meeting: for the processes to form their group once all give signs; gloo was seen to hang there.
+        failed: for this process to end by itself after another has failed.
+        stopped: for this process to end by itself after another was stopped.
+        stuck: without progress in any process once training has begun; longer than any save or export takes.
+        closing: for libraries to close their connections to processes that are gone.
+    """
+
+    beat: float = 2.0
+    silent: float = 24.0
+    absent: float = 900.0
+    meeting: float = 60.0
+    failed: float = 10.0
+    stopped: float = 60.0
+    stuck: float = 1800.0
+    closing: int = 15
+
+
+PATIENCE = Patience()
+SCHEME = "simpletune"
+MEETING = f"{SCHEME}://"
+"""How the processes meet: as by torch's ``env://``, with keys of this start alone. torchrun serves one store for all
+starts, and a process that reads another's address before it is written anew gets that of the killed one, and hangs
+(torch 2.13.0, ``torch/distributed/rendezvous.py``, which expects a new store for every retry)."""
+APART, MET, TRAINS = range(3)  # stages: before the group of processes is formed, after it, after the first step
+
+
+class Sign(NamedTuple):
+    """What a process says about itself.
+
+    Args:
+        beat: number of this sign.
+        progress: how much it has done (``processes.progressed``).
+        stage: ``APART``, ``MET`` or ``TRAINS``.
+        state: ``RUNNING``, ``LEFT``, ``STOPPED`` or ``FAILED``.
+        host: name of its machine.
+        reason: why it was stopped or failed.
+    """
+
+    beat: int
+    progress: int
+    stage: int
+    state: str = RUNNING
+    host: str = ""
+    reason: str = ""
+
+    def packed(self) -> str:
+        """In one line of the store."""
+        return "\t".join((*map(str, self[:3]), *self[3:]))
+
+    @classmethod
+    def unpacked(cls, line: bytes) -> Sign:
+        """Read what ``packed`` wrote."""
+        *numbers, state, host, reason = line.decode().split("\t", 5)
+        return cls(*map(int, numbers), state, host, reason)
+
+
+@dataclass
+class Seen:
+    """The last sign of another process.
+
+    Args:
+        sign: what it said; None: nothing yet.
+        at: when this process first saw the sign, by ``time.monotonic``.
+        lives: the sign has changed since it was first seen, so it is not that of an earlier start.
+    """
+
+    sign: Sign | None
+    at: float
+    lives: bool = False
+
+
+@dataclass
+class Verdict:
+    """What the signs of the others mean: why to end, and how many seconds this process has to end by itself."""
+
+    why: str
+    grace: float = 0.0
+
+
+@dataclass
+class Judge:
+    """Decide from the signs of the others whether this process has to end. Knows no store and no clock.
+
+    Args:
+        patience: how long to wait.
+        began: when watching began.
+        others: what was seen of each.
+        moved: the progress of all, and when it changed last.
+        apart: since when all give signs and have not met; None: some give none, or all have met.
+    """
+
+    patience: Patience
+    began: float
+    others: dict[int, Seen] = field(default_factory=dict)
+    moved: tuple[int, float] = (-1, 0.0)
+    apart: float | None = None
+
+    def see(self, number: int, sign: Sign | None, now: float) -> None:
+        """Take note of a process's sign; None: it has given none yet."""
+        known = self.others.setdefault(number, Seen(None, self.began))
+        if sign is not None and known.sign != sign:
+            self.others[number] = Seen(sign, now, lives=known.sign is not None)
+
+    def verdict(self, own: Sign, now: float) -> Verdict | None:
+        """Whether this process has to end, and why."""
+        found = next((each for each in (self._of_one(n, now) for n in sorted(self.others)) if each is not None), None)
+        return found or self._of_all(own, now)
+
+    def _of_one(self, number: int, now: float) -> Verdict | None:
+        """Whether a process is absent or lost, has failed or was stopped."""
+        seen, patience = self.others[number], self.patience
+        since = now - seen.at
+        if seen.sign is None or not seen.lives:
+            late = f"process {number} has not come for {now - self.began:.0f} s"
+            return Verdict(late) if now - self.began > patience.absent else None
+        who, state = f"process {number} on {seen.sign.host}", seen.sign.state
+        if state == FAILED:
+            return Verdict(f"{who} has failed: {seen.sign.reason}", patience.failed)
+        if state == STOPPED:
+            return Verdict(f"{who} has stopped: {seen.sign.reason}", patience.stopped)
+        lost = state == RUNNING and since > patience.silent
+        return Verdict(f"{who} has given no sign of life for {since:.0f} s") if lost else None
+
+    def _of_all(self, own: Sign, now: float) -> Verdict | None:
+        """Whether the processes do not meet, or none of them does anything."""
+        signs = [own, *(seen.sign for seen in self.others.values() if seen.sign is not None and seen.lives)]
+        together = len(signs) == len(self.others) + 1
+        self.apart = (self.apart or now) if together and any(sign.stage == APART for sign in signs) else None
+        if self.apart is not None and now - self.apart > self.patience.meeting:
+            return Verdict(f"the processes have not met for {now - self.apart:.0f} s")
+        total = sum(sign.progress for sign in signs)
+        if total != self.moved[0]:
+            self.moved = total, now
+        if all(sign.stage == TRAINS for sign in signs) and now - self.moved[1] > self.patience.stuck:
+            return Verdict(f"no process has done anything for {now - self.moved[1]:.0f} s, so an exchange hangs")
+        return None
+
+
+def start_number() -> str:
+    """Which start by torchrun this is, from 0."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **words: object) -> Iterator[tuple[Store, int, int]]:
+    """Handle ``MEETING``: (store, process number, processes)."""
+    for store, number, of in torch.distributed.rendezvous("env://", timeout=timeout):
+        yield torch.distributed.PrefixStore(f"start-{start_number()}", store), number, of
+
+
+torch.distributed.register_rendezvous_handler(SCHEME, _meet)
+
+
+class Watch(threading.Thread):
+    """Give signs of life and watch those of the others, until ``close`` or until this process has to end."""
+
+    def __init__(self) -> None:
+        super().__init__(name="watch", daemon=True)
+        self.number, self.of, self.patience = process_number(), processes(), PATIENCE
+        self.closed = threading.Event()
+        self.store: Store | None = None
+        self.beats, self.host = 0, socket.gethostname()
+        self.lock = threading.Lock()  # of the store, which is used by one thread at a time
+
+    def run(self) -> None:
+        """Watch the others."""
+        judge, ends = Judge(self.patience, time.monotonic()), None
+        while not self.closed.wait(self.patience.beat if ends is None else 0.2):
+            if self.store is None and not self.connect():
+                continue
+            now = time.monotonic()
+            found = self.look(judge, now)
+            ends = None if found is None else ends or now + found.grace
+            if found is not None and ends is not None and now >= ends:
+                self.end(found.why)
+
+    def connect(self) -> bool:
+        """Connect to the store, which process 0 or its launcher serves; whether it was there."""
+        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+        patience = timedelta(seconds=self.patience.silent)
+        try:
+            store = torch.distributed.TCPStore(address, port, None, False, patience, wait_for_workers=False)
+        except RuntimeError:  # not served yet; if it never is, the launcher's own limit holds
+            return False
+        self.store = torch.distributed.PrefixStore(f"watch-{start_number()}", store)
+        return True
+
+    def look(self, judge: Judge, now: float) -> Verdict | None:
+        """Give a sign of life and judge those of the others."""
+        own = self.say(RUNNING)
+        try:
+            for other in range(self.of):
+                if other != self.number:
+                    judge.see(other, self.read(other), now)
+        except RuntimeError as error:  # DistStoreError, DistNetworkError
+            return Verdict(f"process 0 or its launcher is gone ({reason_of(error)})", self.patience.failed)
+        return judge.verdict(own, now)
+
+    def say(self, state: str, reason: str = "") -> Sign:
+        """Give a sign of life; without a store, do nothing."""
+        self.beats += 1
+        stage = TRAINS if progressed.trains else MET if torch.distributed.is_initialized() else APART
+        sign = Sign(self.beats, progressed.count, stage, state, self.host, " ".join(reason.split())[:300])
+        with self.lock, suppress(RuntimeError):  # a store that is gone is found when reading
+            if self.store is not None:
+                self.store.set(str(self.number), sign.packed())
+        return sign
+
+    def read(self, other: int) -> Sign | None:
+        """The last sign of another process, if it has given one.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        assert self.store is not None
+        key = str(other)
+        with self.lock:
+            return Sign.unpacked(self.store.get(key)) if self.store.check([key]) else None
+
+    def end(self, why: str) -> None:
+        """End this process at once. Files are whole: all are written under temporary names and renamed."""
+        with suppress(OSError):
+            os.write(2, f"\nerror: process {self.number} of {self.of}: {message_of(why)}\n".encode())
+        os._exit(LOST)
+
+    def close(self, state: str, reason: str = "") -> None:
+        """Give a last sign and stop watching."""
+        self.closed.set()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(self.patience.beat)
+        self.say(state, reason)
+
+    def why_connection_failed(self) -> str:
+        """What the others have said of the end of one of them, if anything."""
+        late = time.monotonic() + self.patience.beat
+        while time.monotonic() < late:
+            with suppress(RuntimeError):
+                signs = {other: self.read(other) for other in range(self.of) if other != self.number and self.store}
+                for other, sign in signs.items():
+                    if sign is not None and sign.state in (FAILED, STOPPED):
+                        return f"process {other} on {sign.host} has {sign.state}: {sign.reason}"
+            time.sleep(0.2)
+        return "another process has ended"
+
+
+_watching: list[Watch] = []
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Watch the other processes of the run within this context.
+
+    Raises:
+        UserError: with code ``LOST``, instead of the error of a broken connection.
+    """
+    if processes() == 1:
+        yield
+        return
+    watch = Watch()
+    _watching.append(watch)
+    watch.start()
+    try:
+        yield
+    except Stopped as stopped:
+        watch.close(STOPPED, str(stopped))
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, torch.distributed.DistError) and not CONNECTION.search(str(error)):
+            watch.close(FAILED, reason_of(error))
+            raise
+        why = watch.why_connection_failed()
+        watch.close(FAILED, why)
+        end_at_the_latest(watch.patience.closing)
+        raise UserError(message_of(f"{why} ({reason_of(error)})"), code=LOST) from error
+    except BaseException as error:
+        watch.close(FAILED, reason_of(error))
+        raise
+    finally:
+        _watching.remove(watch)
+        watch.close(LEFT) if not watch.closed.is_set() else None
+
+
+def message_of(why: str) -> str:
+    """The error message of a process that ends because of another one."""
+    return (
+        f"{why}. This process ends too; what is saved is whole. Start all processes again with --resume auto, as "
+        "torchrun does with --max-restarts"
+    )
+
+
+def end_at_the_latest(seconds: int) -> None:
+    """Let the system end this process if closing its connections takes longer, as it may when their ends are gone."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(seconds)
+
+
+def part_company(accelerator: Accelerator) -> None:
+    """Wait for all processes at the end of a run, and stop watching them before the first one is gone."""
+    accelerator.wait_for_everyone()
+    for watch in _watching:
+        watch.close(LEFT)
+        accelerator.wait_for_everyone()

@@ -1,0 +1,187 @@
+"""Several processes that fill one cache: each encodes its share, nothing twice, and what was killed is made up."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import Launcher
+
+from simpletune.data.cache import PLACES, Cache, Share, place_of
+from simpletune.system import locks
+
+KEYS = [f"prompt {number}" for number in range(60)]
+
+
+def reference_owner(key: str, of: int) -> int:
+    """The share of a key by its definition: the part of all hashes, cut into equal parts, that its hash lies in."""
+    digest = int.from_bytes(hashlib.sha256(key.encode()).digest(), "big")
+    return digest * of >> 256
+
+
+def fill(cache: Cache, share: Share, together: int, pause: float = 0.0) -> list[str]:
+    """Encode what is lacking as the prepare stages do; the keys in the order of their files."""
+    made = []
+    for group in cache.claimed(cache.lacking(KEYS, share), share, together):
+        for key in group:
+            time.sleep(pause)
+            cache.save(key, {"x": torch.tensor([place_of(key)])})
+            made.append(key)
+    return made
+
+
+class Child:
+    """A forked process that fills a cache and writes down what it made."""
+
+    def __init__(self, folder: Path, share: Share, together: int = 4, pause: float = 0.002):
+        self.file = folder.parent / f"made-{share.number}-{os.urandom(4).hex()}"
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                made = fill(Cache(folder), share, together, pause)
+                self.file.write_text(json.dumps([made, sorted(k for k in KEYS if k not in Cache(folder))]))
+                code = 0
+            finally:
+                os._exit(code)
+
+    def end(self) -> tuple[list[str], list[str]]:
+        """Wait; what it made, and what it still lacked when it was done."""
+        assert os.waitpid(self.pid, 0)[1] == 0
+        made, lacked = json.loads(self.file.read_text())
+        return made, lacked
+
+
+@pytest.mark.parametrize("of", [1, 2, 3, 8])
+def test_the_share_of_a_key_is_its_part_of_all_hashes(of: int) -> None:
+    owners = {key: Share(0, of).owner(key) for key in KEYS}
+    assert owners == {key: reference_owner(key, of) for key in KEYS}
+    assert set(owners.values()) == set(range(of)) and max(map(place_of, KEYS)) < PLACES
+
+
+def test_alone_keys_keep_their_order_within_a_group(tmp_path: Path) -> None:
+    assert fill(Cache(tmp_path / "text" / "a"), Share(), 512) == KEYS
+
+
+@pytest.mark.parametrize("locked", [True, False], ids=["locks", "no locks"])
+def test_processes_divide_the_keys_and_all_see_them_at_the_end(
+    locked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not locked:
+        monkeypatch.setattr(locks.Ranges, "_lock", refuse_to_lock)
+    folder = tmp_path / "text" / "a"
+    children = [Child(folder, Share(number, 3)) for number in range(3)]
+    made, lacked = zip(*(child.end() for child in children), strict=True)
+    assert lacked == ([], [], [])
+    every = [key for each in made for key in each]
+    assert set(every) == set(KEYS) and (len(every) == len(KEYS) or not locked)
+    for number, own in enumerate(made):  # each began with its own share
+        mine = [key for key in KEYS if reference_owner(key, 3) == number]
+        assert set(own[:4]) <= set(mine), (number, own)
+    assert all(int(Cache(folder).load(key)["x"]) == place_of(key) for key in KEYS)
+
+
+def refuse_to_lock(*_: object) -> None:
+    """What a file system without locks answers."""
+    raise OSError(37, "No locks available")
+
+
+def test_processes_of_different_runs_divide_the_keys_too(tmp_path: Path) -> None:
+    children = [Child(tmp_path / "text" / "a", Share()) for _ in range(2)]
+    made = [child.end()[0] for child in children]
+    assert sorted(made[0] + made[1]) == sorted(KEYS) and all(made)
+
+
+def test_a_process_alone_on_its_machine_encodes_the_shares_of_the_others(tmp_path: Path) -> None:
+    """Machines that share no folder: each makes a whole cache."""
+    made = fill(Cache(tmp_path / "text" / "a"), Share(1, 4), 4)
+    assert sorted(made) == sorted(KEYS)
+
+
+def test_what_a_killed_process_had_claimed_is_encoded_by_the_one_that_waits(tmp_path: Path) -> None:
+    folder = tmp_path / "text" / "a"
+    slow = Child(folder, Share(0, 2), together=30, pause=60)  # claims its share and writes nothing
+    while not list(folder.parent.parent.glob(".locks/*")):
+        time.sleep(0.01)
+    other = Child(folder, Share(1, 2))
+    own = [key for key in KEYS if reference_owner(key, 2) == 1]
+    late = time.monotonic() + 20
+    while sum(key in Cache(folder) for key in own) < len(own):
+        assert time.monotonic() < late, "it waited although it had a share of its own to do"
+        time.sleep(0.02)
+    (folder / f".{Cache(folder).file(KEYS[0]).name}.000000-1.part").write_bytes(b"what a killed process was writing")
+    os.kill(slow.pid, signal.SIGKILL)
+    os.waitpid(slow.pid, 0)
+    made, lacked = other.end()
+    assert lacked == [] and sorted(made) == sorted(KEYS)
+    assert fill(Cache(folder), Share(), 4) == []
+    cache = Cache(folder)
+    cache.file(KEYS[3]).write_bytes(b"damaged")
+    assert fill(Cache(folder), Share(), 4) == [KEYS[3]]
+    assert not list(folder.glob(".*.part")), "left by the killed process"
+
+
+def test_a_damaged_file_is_set_aside_by_one_process_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "text" / "a"
+    fill(Cache(folder), Share(), 8)
+    Cache(folder).file(KEYS[5]).write_bytes(b"damaged")
+    owner = reference_owner(KEYS[5], 2)
+    assert Cache(folder).lacking(KEYS, Share(1 - owner, 2)) == [] and capsys.readouterr().out == ""
+    assert Cache(folder).lacking(KEYS, Share(owner, 2)) == [KEYS[5]]
+    assert "encoding it again" in capsys.readouterr().out
+
+
+# A run of two processes; in the second, one picture cannot be read.
+RANK = """
+import os, sys
+config, rank, port, bad = sys.argv[1:]
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+from pathlib import Path
+from simpletune.config.load import read_config
+from simpletune.data.source import UnusablePicture
+from simpletune.pipeline.encode import LatentCache
+from simpletune.training.loop import train
+whole, made = LatentCache._encode_one, []
+def encode_one(self, view, vae, device):
+    if rank == "1" and view.picture.name == bad:
+        raise UnusablePicture("cannot be read (only here)")
+    made.append(view.picture.name)
+    return whole(self, view, vae, device)
+LatentCache._encode_one = encode_one
+train(read_config(Path(config))[0])
+print("made", *sorted(made))
+"""
+
+
+def test_all_leave_out_what_one_process_rejects(
+    launcher: Launcher, tmp_path: Path, tiny_config: dict[str, Any]
+) -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    config = tiny_config | {
+        "name": "left-out", "train": {"steps": 2}, "validation": {"prompts": [], "eval_samples": 0},
+        "data": tiny_config["data"] | {"on_error": "skip"}, "profile": {"max_traces": 0},
+        "output": {name: str(tmp_path / name) for name in ("runs", "profiles", "cache")} | {"report": False},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = sorted(file.name for file in Path(config["data"]["path"]).iterdir() if file.suffix == ".png")
+    words = [[str(tmp_path / "config.json"), str(rank), port, names[0]] for rank in (0, 1)]
+    outcome = launcher.programs(RANK, *words)
+    assert outcome.codes == [0, 0], outcome.said
+    left = json.loads((tmp_path / "runs" / "left-out" / "data.json").read_text())
+    assert [each["reason"] for each in left["left_out"]] == ["cannot be read (only here)"]
+    assert names[0] not in json.dumps(left["samples"]) and names[1] in json.dumps(left["samples"])
+    made = [set(re.search(r"^made ?(.*)$", said, re.MULTILINE)[1].split()) for said in outcome.said]  # type: ignore[index]
+    assert not made[0] & made[1] and made[0] | made[1] >= set(names[1:])

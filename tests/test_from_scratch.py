@@ -1,0 +1,82 @@
+"""Training from scratch in two stages: random weights at a small size, then their average at a larger one."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_sd15
+import torch
+from safetensors.torch import load_file
+
+from simpletune.config.load import read_config, validate
+from simpletune.runs import checkpoint
+from simpletune.training.loop import train
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def unet_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny pipeline of Stable Diffusion 1.5."""
+    return tiny_sd15.build(tmp_path_factory.mktemp("unet") / "sd15")
+
+
+def stage(name: str, part: str, data: dict[str, Any], place: Path, overrides: list[str]) -> Path:
+    """Run a shipped stage at toy size, from the folder that it names its first stage relative to."""
+    common = [
+        "device=cpu", f"data.path={data['data']['path']}", "train.steps=4", "train.batch_size=2",
+        "precision.compute=fp32",
+        "train.gradient_accumulation=1", "schedule.warmup_steps=1", "checkpoint.every=2", "validation.every=null",
+        "validation.prompts=[]", "validation.eval_samples=2", "profile.max_traces=0", "output.report=false",
+        f"output.runs={place}/runs", f"output.profiles={place}/profiles", f"output.cache={place}/cache",
+    ]  # fmt: skip
+    return train(read_config(CONFIGS / f"{name}.json", [*common, *overrides])[0]) / part
+
+
+@pytest.mark.parametrize("family, part", [("sd3", "transformer"), pytest.param("sd2", "unet", marks=pytest.mark.slow)])
+def test_the_second_stage_begins_with_the_average_of_the_first(
+    family: str, part: str, tiny_config: dict[str, Any], unet_pipeline: Path, tmp_path: Path
+) -> None:
+    """The second stage learns at next to no rate, so that its weights are those that it began with."""
+    sd3 = family == "sd3"
+    pipeline = tiny_config["model"]["pretrained"] if sd3 else str(unet_pipeline)
+    given = [f"model.pretrained={pipeline}", *(["model.t5_length=8"] if sd3 else [])]
+    sides = (32, 64) if sd3 else (64, 96)
+    first = stage(f"{family}_from_scratch_256", part, tiny_config, tmp_path,
+                  [*given, f"data.resolution={sides[0]}", "ema.decay=0.5"])  # fmt: skip
+    named = json.loads((CONFIGS / f"{family}_from_scratch_512.json").read_text())["model"][part]
+    assert first == tmp_path / named, "the second stage names the folder that the first one writes"
+    result = load_file(first / WEIGHTS)
+    saved = checkpoint.checkpoint_folder(first.parent, 4)
+    average, last = (load_file(saved / file) for file in (checkpoint.AVERAGE, checkpoint.TRAINABLE))
+    names = [name for name in average if not torch.equal(average[name].float(), last[name].float())]
+    assert names and all(name in result for name in names)
+    for name in names:
+        torch.testing.assert_close(result[name].float(), average[name].float(), rtol=1e-6, atol=0)
+
+    base = load_file(Path(pipeline) / part / WEIGHTS)
+    assert any(not torch.equal(result[name].float(), base[name].float()) for name in names), "random, not pretrained"
+    cached = set((tmp_path / "cache" / "text").rglob("*.safetensors"))
+    second = stage(f"{family}_from_scratch_512", part, tiny_config, tmp_path,
+                   [*given, f"data.resolution={sides[1]}", f"model.{part}={first}", "optimizer.lr=1e-30",
+                    "optimizer.weight_decay=0"])  # fmt: skip
+    for name, tensor in load_file(second / WEIGHTS).items():
+        torch.testing.assert_close(tensor, result[name], rtol=1e-6, atol=0)
+    assert set((tmp_path / "cache" / "text").rglob("*.safetensors")) == cached, "prompts are encoded once for both"
+    latents = [load_file(file)["z_0"].shape[-1] for file in (tmp_path / "cache" / "latents").rglob("*.safetensors")]
+    assert set(latents) == {side // 8 for side in sides}
+
+
+def test_both_stages_take_the_same_batch_and_average(tiny_config: dict[str, Any]) -> None:
+    for family in ("sd2", "sd3"):
+        both = [json.loads((CONFIGS / f"{family}_from_scratch_{side}.json").read_text()) for side in (256, 512)]
+        for key in ("adapter", "precision", "optimizer", "schedule", "ema"):
+            assert both[0][key] == both[1][key], key
+        assert both[0]["train"]["batch_size"] == both[1]["train"]["batch_size"]
+        assert [each["data"]["resolution"] for each in both] == [256, 512] and "init" not in both[1]["model"]
+        assert validate(copy.deepcopy(both[0]), "first").adapter.method == "full"
