@@ -229,9 +229,9 @@ def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict
         def __init__(self) -> None:
             self.__dict__ |= planned.modulation.__dict__
 
-        def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:
+        def __call__(self, sigma: Tensor, pooled: Tensor, portions: int = 1) -> Tensor:
             asked.append(len(sigma))
-            return super().__call__(sigma, pooled)
+            return super().__call__(sigma, pooled, portions)
 
     def rows_of(*steps: int) -> list[Tensor]:
         counting = ModulationPlan(Counting(), run.prepared.plan, run.prepared.text.pooled)

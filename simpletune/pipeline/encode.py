@@ -264,13 +264,13 @@ def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, sta
             rejected += masks.fill(plan.views())
     report_rejected(rejected, config.data)
     if rejected:
-        plan = make_plan(config, without(data.usable, rejected), accelerator.num_processes)
+        plan = make_plan(config, without(data.usable, rejected))
     return Prepared(plan, text, latents, masks, requests, data.captions, [*data.left_out, *rejected])
 
 
 def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> Prepared:
     """Run ``plan_data``, then ``encode``."""
-    return encode(config, plan_data(config, accelerator.num_processes), accelerator, stages)
+    return encode(config, plan_data(config), accelerator, stages)
 
 
 def prompts_of(config: TrainConfig, plan: Plan, requests: Sequence[Request]) -> list[str]:
