@@ -33,8 +33,10 @@ ALIKE = 2  # micro-batches of a step whose gradients add up in place: more of th
 def peak_of(config: TrainConfig, size: Size) -> int:
     """Predict the peak of the training step in bytes, without the libraries' workspaces, with all blocks checkpointed
     if the number of these is to be chosen."""
-    if config.memory.checkpointing == "auto":
-        config = with_checkpointed(config, config.model.blocks())
+    memory = config.memory.model_copy(update={"budget_gib": None})
+    if memory.checkpointing == "auto":
+        memory = with_checkpointed(config, config.model.blocks()).memory
+    config = config.model_copy(update={"memory": memory})
     if config.train.reduce == "fast":
         own = {"gradient_accumulation": min(config.train.accumulation, ALIKE), "global_batch": None}
         config = config.model_copy(update={"train": config.train.model_copy(update=own)})
