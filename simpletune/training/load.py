@@ -24,6 +24,7 @@ from simpletune.step.core import StepCore, assemble, average_of
 from simpletune.step.dealing import Share
 from simpletune.system.console import say
 from simpletune.system.failpoints import failpoint
+from simpletune.system.signals import stop_if_asked
 
 if TYPE_CHECKING:
     from simpletune.models.transformer import Transformer
@@ -47,7 +48,7 @@ class LoadedModel:
 
 
 @dataclass(frozen=True)
-class Trial:
+class Ready:
     """What is ready for the first step, with the micro-batch that fits.
 
     Args:
@@ -64,8 +65,12 @@ class Trial:
 
 
 def load(
-    config: TrainConfig, prepared: Prepared, accelerator: Accelerator, saved: checkpoint.SavedState | None
-) -> Trial:
+    config: TrainConfig,
+    prepared: Prepared,
+    accelerator: Accelerator,
+    saved: checkpoint.SavedState | None,
+    state_bytes: int | None,
+) -> Ready:
     """Load the model and the micro-batches of this process.
 
     Args:
@@ -73,31 +78,37 @@ def load(
         prepared: plan and caches.
         accelerator: accelerate's view of processes and device.
         saved: checkpoint to continue from, if any.
-    """
-    model = load_model(config, prepared, accelerator, saved)
-    share = Share(accelerator.process_index, accelerator.num_processes, config.train.reduce == "exact")
-    modulation = model.core.modulation
-    batches = Batches(prepared, config.train.seed, accelerator.device, modulation, config.prior, share)
-    return Trial(config, prepared, model, batches)
-
-
-def load_guarded(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, state_bytes: int) -> Trial:
-    """Load the model of a new run whose micro-batch was chosen by prediction, and make a pass of each bucket's size.
-
-    If memory runs out in any process, the micro-batch is halved in all, and the model is loaded anew: no step is done
-    yet, and what was drawn does not matter, since random numbers follow from the step.
-
-    Args:
-        config: as for ``load``.
-        prepared: plan and caches.
-        accelerator: accelerate's view of processes and device.
-        state_bytes: that the optimizer's state will take on the device.
+        state_bytes: that the optimizer's state will take on the device, if this start chose the micro-batch by
+            prediction and is to try it out.
 
     Raises:
         UserError: the smallest micro-batch is too large.
     """
+    stop_if_asked()
+    if state_bytes is None:
+        return _loaded(config, prepared, accelerator, saved)
+    return _load_guarded(config, prepared, accelerator, state_bytes)
+
+
+def _loaded(
+    config: TrainConfig, prepared: Prepared, accelerator: Accelerator, saved: checkpoint.SavedState | None
+) -> Ready:
+    """Load without a trial."""
+    model = load_model(config, prepared, accelerator, saved)
+    share = Share(accelerator.process_index, accelerator.num_processes, config.train.reduce == "exact")
+    modulation = model.core.modulation
+    batches = Batches(prepared, config.train.seed, accelerator.device, modulation, config.prior, share)
+    return Ready(config, prepared, model, batches)
+
+
+def _load_guarded(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, state_bytes: int) -> Ready:
+    """Load the model of a new run, and make a pass of each bucket's size.
+
+    If memory runs out in any process, the micro-batch is halved in all, and the model is loaded anew: no step is done
+    yet, and what was drawn does not matter, since random numbers follow from the step.
+    """
     while True:
-        trial = load(config, prepared, accelerator, None)
+        trial = _loaded(config, prepared, accelerator, None)
         size = too_large(trial, accelerator, state_bytes)
         if size is None:
             return trial
@@ -120,7 +131,7 @@ def load_guarded(config: TrainConfig, prepared: Prepared, accelerator: Accelerat
         free_memory(accelerator.device)
 
 
-def too_large(trial: Trial, accelerator: Accelerator, state_bytes: int) -> Size | None:
+def too_large(trial: Ready, accelerator: Accelerator, state_bytes: int) -> Size | None:
     """Return the size of the first bucket whose micro-batch takes more memory than some process has."""
     for draws in trial.prepared.plan.of_each_size():
         failed = torch.tensor(float(runs_out(trial, draws, state_bytes)), device=accelerator.device)
@@ -129,7 +140,7 @@ def too_large(trial: Trial, accelerator: Accelerator, state_bytes: int) -> Size 
     return None
 
 
-def runs_out(trial: Trial, draws: list[Draw], state_bytes: int) -> bool:
+def runs_out(trial: Ready, draws: list[Draw], state_bytes: int) -> bool:
     """Tell whether memory runs out in the passes of a micro-batch, beside what the step's later part will take."""
     core, tree = trial.model.core, trial.model.core.tree
     own = -(-trial.config.train.accumulation // core.accelerator.num_processes)

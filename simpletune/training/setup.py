@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.estimate.disk_needs import require_room
 from simpletune.options import Json, UserError, plural
 from simpletune.pipeline.encode import Prepared, encode
-from simpletune.pipeline.plan_data import plan_data
+from simpletune.pipeline.plan_data import PlannedData, plan_data
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder, close_killed
 from simpletune.runs.choice import best_step
@@ -41,12 +42,11 @@ from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.devices import capability_of
 from simpletune.system.environment import describe_machine
-from simpletune.system.signals import stop_if_asked
 from simpletune.system.stage_timer import StageTimer
 from simpletune.system.threads import choose_threads, use_threads
 from simpletune.training.accelerator import make_accelerator, require_processes
 from simpletune.training.class_pictures import with_class_pictures
-from simpletune.training.load import load, load_guarded
+from simpletune.training.load import load
 from simpletune.training.nonfinite import NonFiniteGuard
 from simpletune.training.run import Run
 from simpletune.training.trackers import open_trackers
@@ -86,45 +86,34 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     accelerator, reason = make_accelerator(config)
     device, main, processes = accelerator.device, accelerator.is_main_process, accelerator.num_processes
     stages = StageTimer(cuda=device.type == "cuda")
-    with accelerator.main_process_first():  # the first process sets damaged checkpoints aside
-        saved = checkpoint.find(options.resume, run_folder(config)) if options.resume else None
-    start = saved.step if saved else 0
-    config = kept_batch(config, saved.config if saved else None)
-    config = settle_compute(config, capability_of(device), compute_of(saved.config) if saved else None)
+    saved = find_saved(options.resume, run_folder(config), accelerator)
+    start, before = (saved.step, saved.config) if saved else (0, None)
+    config = settle_compute(kept_batch(config, before), capability_of(device), compute_of(before))
     announce(config, reason)
     resolved = checked_folders(config)
     threads = settle_threads(resolved, device, resumed=saved is not None)
     resolved = with_class_pictures(resolved, accelerator, stages)
     data = plan_data(resolved)
-    fitted = fit_memory(resolved, accelerator, data.plan, saved)
-    guarded = config.train.batch_size == "auto"
-    config, resolved = with_train_of(fitted, config), with_train_of(fitted, resolved)
-    data = replace(data, plan=data.plan.divided(GlobalBatch(config.train.micro_batch, config.train.accumulation)))
+    fitted, guarded = fit_memory(resolved, accelerator, data.plan, saved), config.train.batch_size == "auto"
+    config, resolved, data = with_train_of(fitted, config), with_train_of(fitted, resolved), divided(data, fitted)
     if main:
         require_room(resolved, data.plan, start, options.force)
     predicted, timed = predict(of_process(fitted, processes), device, data.plan, options) if main else (None, None)
     attention = settle_attention(resolved, data.plan.sizes(), device)
     prepared = encode(resolved, data, accelerator, stages)
     print_data(prepared)
-    steps = config.steps(prepared.plan.steps_per_epoch)
-    if saved:
-        announce_resume(saved, config, prepared, steps, processes)
-    folder = run_folder(config)
+    announce_resume(saved, config, prepared, processes)
     if main:
         open_folder(config, prepared, saved, timed, anew=options.resume == "auto")
         options.attempt.begin(reason, start, stages)
         put_chosen(resolved, fitted, threads)
-    stop_if_asked()
     with stages.stage("load"):
-        if guarded:
-            loaded = load_guarded(fitted, prepared, accelerator, state_bytes_of(predicted, accelerator))
-            config, prepared = with_train_of(loaded.config, config), loaded.prepared
-            steps = config.steps(prepared.plan.steps_per_epoch)
-            if main:
-                write_config(config)
-        else:
-            loaded = load(fitted, prepared, accelerator, saved)
-    model, batches = loaded.model, loaded.batches
+        state_bytes = state_bytes_of(predicted, accelerator) if guarded else None
+        ready = load(fitted, prepared, accelerator, saved, state_bytes)
+    config, model, prepared = with_train_of(ready.config, config), ready.model, ready.prepared
+    folder = run_folder(config)
+    if main and guarded:
+        write_config(config)
     trackers = open_trackers(config, folder, start, main)
     return Run(
         config=config,
@@ -134,16 +123,22 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         stages=stages,
         prepared=prepared,
         **vars(model),
-        batches=batches,
+        batches=ready.batches,
         previews=Previews(resolved, prepared.requests, prepared.text, folder / "samples", model.core.modulation),
         trackers=trackers,
         start=start,
-        steps=steps,
+        steps=config.steps(prepared.plan.steps_per_epoch),
         attention=attention,
         attempt=options.attempt,
-        guard=NonFiniteGuard(config, folder, model.core, batches, start, trackers.warn),
+        guard=NonFiniteGuard(config, folder, model.core, ready.batches, start, trackers.warn),
         predicted=predicted,
     )
+
+
+def find_saved(resume: str | None, folder: Path, accelerator: Accelerator) -> checkpoint.SavedState | None:
+    """Find the checkpoint to continue from; the first process goes first, because it sets damaged ones aside."""
+    with accelerator.main_process_first():
+        return checkpoint.find(resume, folder) if resume else None
 
 
 def announce(config: TrainConfig, device: str) -> None:
@@ -187,6 +182,11 @@ def fit_memory(
 
     chosen = choose_on(of_process(config, processes), device, plan.largest(), before.get("checkpointed"))
     return with_train_of(config, chosen)
+
+
+def divided(data: PlannedData, config: TrainConfig) -> PlannedData:
+    """Return the data with the plan of the configuration's batch sizes."""
+    return replace(data, plan=data.plan.divided(GlobalBatch(config.train.micro_batch, config.train.accumulation)))
 
 
 def with_train_of(settled: TrainConfig, config: TrainConfig) -> TrainConfig:
@@ -246,13 +246,16 @@ def write_config(config: TrainConfig) -> None:
 
 
 def announce_resume(
-    saved: checkpoint.SavedState, config: TrainConfig, prepared: Prepared, steps: int, processes: int
+    saved: checkpoint.SavedState | None, config: TrainConfig, prepared: Prepared, processes: int
 ) -> None:
-    """Print the checkpoint that a run continues from, and the changed settings.
+    """Print the checkpoint that a run continues from, if any, and the changed settings.
 
     Raises:
         UserError: the run cannot continue from this checkpoint.
     """
+    if saved is None:
+        return
+    steps = config.steps(prepared.plan.steps_per_epoch)
     for change in check_resumable(saved, config, prepared.plan.manifest(), processes):
         say(f"resume  changed {change}")
     if saved.step > steps or saved.step == steps == finished_steps(run_folder(config)):
