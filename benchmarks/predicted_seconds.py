@@ -63,7 +63,7 @@ def predicted(row: Row) -> Json:
     if row.unit == PICTURES:
         return pictures(config, speeds, row.stores_scores)
     step, seconds = of_step(config, speeds)
-    samples = config.train.batch_size * config.train.gradient_accumulation
+    samples = config.train.micro_batch * config.train.accumulation
     inside = samples * encoding(config, speeds) if row.inside else 0.0
     whole = seconds + inside
     found: Json = {"step": seconds, "inside": inside, "bound": step.bound}
@@ -72,7 +72,7 @@ def predicted(row: Row) -> Json:
 
 def of_step(config: TrainConfig, speeds: StatedSpeeds) -> tuple[StepSeconds, float]:
     """Predict a step of at most two micro-batches, and the seconds of one of all: each further one takes as long."""
-    several = config.train.gradient_accumulation
+    several = config.train.accumulation
     found = []
     for count in range(1, min(several, 2) + 1):
         train = config.train.model_copy(update={"gradient_accumulation": count})

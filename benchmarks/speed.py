@@ -155,7 +155,7 @@ def figures(
     config: TrainConfig, steps: Steps, seconds: float, rates: dict[str, Any], device: torch.device
 ) -> dict[str, Any]:
     """Derive figures from the median seconds per step."""
-    flops, accumulated = flops_of(config, steps.model), config.train.gradient_accumulation
+    flops, accumulated = flops_of(config, steps.model), config.train.accumulation
     model, executed = flops.model * accumulated, (flops.model + flops.recomputed) * accumulated
     int8 = getattr(config.precision, "products", None) == "int8"
     floor = least_seconds(rates, executed, traffic(steps, flops), (flops.forward + flops.recomputed) * int8)
@@ -163,7 +163,7 @@ def figures(
     achieved = model / seconds / 1e12
     return {
         "seconds_per_step": seconds,
-        "samples_per_second": config.train.batch_size * accumulated / seconds,
+        "samples_per_second": config.train.micro_batch * accumulated / seconds,
         "flops_per_step": model,
         "flops_executed": executed,
         "tflops": achieved,
@@ -179,7 +179,7 @@ def flops_of(config: TrainConfig, model: nn.Module) -> Flops:
     # accelerate and PEFT keep the transformer's parameter names and add the adapter's name to those of LoRA.
     trained = {name: tuple(value.shape) for name, value in trained_parameters(model).items()}
     side, blocks = config.data.resolution, config.memory.checkpointed(config.model.blocks())
-    return config.model.flops(trained_of(trained), (side, side), config.train.batch_size, blocks)
+    return config.model.flops(trained_of(trained), (side, side), config.train.micro_batch, blocks)
 
 
 def traffic(steps: Steps, flops: Flops) -> float:
@@ -257,7 +257,7 @@ def theirs(config: TrainConfig, device: torch.device) -> Any:
 
     from benchmarks.diffusers_training import DreamBooth, Flags
 
-    shapes, batch, side = config.model.known_config(), config.train.batch_size, config.data.resolution
+    shapes, batch, side = config.model.known_config(), config.train.micro_batch, config.data.resolution
     rank = getattr(config.adapter, "rank", None)
     dtype = torch.float32 if rank is None else torch.bfloat16
     model, tensors = (

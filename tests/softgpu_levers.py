@@ -28,7 +28,6 @@ from simpletune.optim.rounding import key_draws
 from simpletune.step.batches import Batches, Prefetcher
 from simpletune.step.core import StepCore, assemble
 from simpletune.step.synthetic import SingleProcess
-from simpletune.system.rng import reseed_global
 from simpletune.tensors import trained_parameters
 from simpletune.training.pending_steps import DeviceEvent, MetricsQueue, PendingStep, global_figures
 
@@ -104,7 +103,7 @@ TOGETHER = {
 class _Plan:
     """The plan's part that batches use: draws that follow from step, micro-batch and row."""
 
-    batch_size, processes, objective = BATCH, 1, Flow()
+    batch_size, objective = BATCH, Flow()
 
     def __init__(self, accumulation: int):
         self.accumulation = accumulation
@@ -115,7 +114,7 @@ class _Plan:
     def samples_in(self, step: int) -> int:
         return self.accumulation * BATCH
 
-    def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
+    def micro_batch(self, step: int, micro: int) -> list[Draw]:
         first = (step * self.accumulation + micro) * BATCH
         picture: Any = SimpleNamespace(name="p", mask=None)
         view = View(picture, (64, 64), (0.5, 0.5), False)
@@ -189,10 +188,9 @@ def run(levers: Levers, device: str = "cuda") -> Result:
         for step in range(STEPS):
             began = DeviceEvent(where)
             given = prefetcher.step(step)
-            reseed_global(0, "step", step, 0)
             key_draws(core.optimizer, 0, step)
             loss, norm = core.step(given)
-            now = global_figures(loss, norm, core.accelerator)
+            now = global_figures(loss, norm, core)
             pending.push(PendingStep.launched(step, 0.01, began, core, now))
             if step + 1 == STEPS and device == "cuda":
                 early = [tensor.clone() for tensor in _left(core) if tensor.device.type == "cpu"]

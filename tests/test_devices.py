@@ -13,8 +13,8 @@ from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.options import UserError
 from simpletune.system.devices import choose_device
-from simpletune.training import setup
-from simpletune.training.setup import make_accelerator
+from simpletune.training import accelerator
+from simpletune.training.accelerator import make_accelerator
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120", "compute_120"]
 CUDA_12 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
@@ -108,14 +108,14 @@ def test_a_later_run_of_a_process_uses_its_own_device(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     earlier = "cuda" if later == "cpu" else "cpu"
     for device in (earlier, later, later):
-        accelerator, _ = make_accelerator(validate(tiny_config | {"device": device}, device))
-        assert accelerator.device.type == device
+        made, _ = make_accelerator(validate(tiny_config | {"device": device}, device))
+        assert made.device.type == device
 
 
 @pytest.mark.usefixtures("fresh_state")
 def test_accelerate_may_not_choose_another_device(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     config = validate(tiny_config, "gpu")
-    monkeypatch.setattr(setup, "choose_device", lambda *_: (torch.device("cuda", 0), "a card"))
+    monkeypatch.setattr(accelerator, "choose_device", lambda *_: (torch.device("cuda", 0), "a card"))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with pytest.raises(UserError, match="device: .*cuda.* cpu.*ACCELERATE_USE_CPU"):
         make_accelerator(config)
@@ -126,6 +126,6 @@ def test_one_of_several_processes_keeps_its_group(tiny_config: dict, monkeypatch
     """A reset would leave the group of processes, so another device is refused there."""
     Accelerator(cpu=True)
     monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
-    monkeypatch.setattr(setup, "choose_device", lambda *_: (torch.device("cuda", 0), "a card"))
+    monkeypatch.setattr(accelerator, "choose_device", lambda *_: (torch.device("cuda", 0), "a card"))
     with pytest.raises(UserError, match="device: .*cuda.* cpu"):
         make_accelerator(validate(tiny_config, "gpu"))

@@ -38,13 +38,13 @@ def plans(draw: st.DrawFn) -> dict:
     return {
         "pictures": some_pictures([size for size, count in zip(BUCKETS, counts, strict=True) for _ in range(count)]),
         "repeats": draw(st.integers(1, 3)), "batch_size": draw(small), "accumulation": draw(small),
-        "processes": draw(small), "seed": draw(st.integers(0, 2**63 - 1)), "caption_dropout": 0.5,
+        "seed": draw(st.integers(0, 2**63 - 1)), "caption_dropout": 0.5,
     }  # fmt: skip
 
 
 def rows_of(plan: Plan, step: int) -> list[list]:
-    """The draws of each micro-batch of a step, in all processes."""
-    return [plan.micro_batch(step, m, p) for m in range(plan.accumulation) for p in range(plan.processes)]
+    """The draws of each micro-batch of a step, and of those that an epoch's last step lacks."""
+    return [plan.micro_batch(step, micro) for micro in range(plan.accumulation)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -64,7 +64,7 @@ def test_each_sample_counts_once_an_epoch(options: dict, epoch: int) -> None:
             assert len({draw.view.bucket for draw in micro}) == 1
             assert sorted(micro, key=lambda draw: -draw.weight) == micro, "fillers stand last"
         counting = [any(draw.weight for draw in micro) for micro in micros]
-        assert plan.micros(step) == math.ceil(sum(counting) / plan.processes)
+        assert plan.micros(step) == sum(counting)
         assert counting == sorted(counting, reverse=True)
         counted.update(draw.view.picture.name for draw in real)
     assert counted == {picture.name: options["repeats"] for picture in options["pictures"]}
@@ -83,14 +83,14 @@ def test_a_plan_taken_up_at_any_step_goes_on_as_if_it_had_begun_at_the_first(opt
 def test_an_epoch_has_as_many_steps_as_its_micro_batches_need(options: dict) -> None:
     plan = make_plan(**options)
     micros = sum(math.ceil(len(members) / plan.batch_size) for members in plan.buckets.values())
-    assert plan.steps_per_epoch == math.ceil(micros / (plan.accumulation * plan.processes))
+    assert plan.steps_per_epoch == math.ceil(micros / plan.accumulation)
     samples = sum(plan.samples_in(step) for step in range(plan.steps_per_epoch))
     assert samples == len(plan.samples) == pytest.approx(plan.samples_per_step * plan.steps_per_epoch)
 
 
 def test_a_filler_repeats_a_row_of_its_own_micro_batch() -> None:
     """So it needs no other file, and a picture that is not finite spoils no step that it is not part of."""
-    plan = make_plan(some_pictures([(64, 64)] * 3), batch_size=2, processes=3)
+    plan = make_plan(some_pictures([(64, 64)] * 3), batch_size=2, accumulation=3)
     for step in range(4):
         first, second, third = rows_of(plan, step)
         assert [draw.weight for micro in (first, second, third) for draw in micro].count(1) == 3

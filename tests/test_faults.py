@@ -21,6 +21,7 @@ from shared_runs import TrainOnce
 from simpletune.config.load import validate
 from simpletune.data.cache import Cache, checksum
 from simpletune.estimate import disk_needs as space
+from simpletune.optim.rounding import key_draws
 from simpletune.options import ConfigError, UserError
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
@@ -281,11 +282,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str]]:
     """Fill it with {step: what becomes NaN or infinite}; steps are counted as the loop counts them."""
     wanted: dict[int, str] = {}
     now: list[int] = []
-    honest, seed = StepCore.step, "simpletune.training.loop.reseed_global"
-    import simpletune.training.loop as module
-
-    real = module.reseed_global
-    monkeypatch.setattr(seed, lambda *key: (now.append(key[2]), real(*key)))
+    honest, keyed = StepCore.step, "simpletune.training.loop.key_draws"
+    monkeypatch.setattr(keyed, lambda optimizer, seed, step: (now.append(step), key_draws(optimizer, seed, step)))
 
     fetched = Batches.fetch
 

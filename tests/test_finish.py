@@ -216,7 +216,7 @@ def test_the_disk_that_is_asked_for_holds_what_stays(keep: dict, count: int, tin
 
 
 def plan_of(config: TrainConfig) -> Plan:
-    return plan_data(resolve_folders(config), 1).plan
+    return plan_data(resolve_folders(config)).plan
 
 
 def test_the_report_says_which_steps_can_be_used(tiny_config: dict) -> None:

@@ -27,8 +27,8 @@ from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.state_file import CHECKSUM, with_checksum
 from simpletune.step.core import attach
+from simpletune.training.accelerator import make_accelerator
 from simpletune.training.loop import train
-from simpletune.training.setup import make_accelerator
 
 MEMBERS = union_of(TrainConfig.model_fields["optimizer"]).members
 OPTIMIZERS = [name for name, option in MEMBERS.items() if option.steps_in_backward]

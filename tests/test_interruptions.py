@@ -259,6 +259,7 @@ def test_several_processes_stop_at_the_same_step(
 
     monkeypatch.setattr(loop, "log_steps", log_steps)
     monkeypatch.setattr(Accelerator, "num_processes", 2)
+    tiny_config["train"]["gradient_accumulation"] = 2
     monkeypatch.setattr(Accelerator, "reduce", reduce)
     with nullcontext() if expected[-1] is None else pytest.raises(signals.Stopped):
         run_with(tiny_config)

@@ -31,6 +31,7 @@ from simpletune.families.sd3.shapes import is_adaln, is_conditioning, parameter_
 from simpletune.options import ConfigError
 from simpletune.pipeline.modulation_plan import Modulation, ModulationPlan, detach_modulation
 from simpletune.pipeline.sample import Request, Sampler, autocast_of
+from simpletune.prior import NoPrior
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_quanto import Int8Quanto
 from simpletune.quant.plain import BF16, FP32
@@ -38,6 +39,8 @@ from simpletune.quant.precision import WeightPrecision
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
+from simpletune.step.dealing import Share
+from simpletune.step.passes import Passes
 from simpletune.training import setup
 from simpletune.training.loop import train
 from simpletune.training.setup import StartOptions, set_up
@@ -230,9 +233,9 @@ def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict
         def __init__(self) -> None:
             self.__dict__ |= planned.modulation.__dict__
 
-        def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:
+        def __call__(self, sigma: Tensor, pooled: Tensor, portions: int = 1) -> Tensor:
             asked.append(len(sigma))
-            return super().__call__(sigma, pooled)
+            return super().__call__(sigma, pooled, portions)
 
     def rows_of(*steps: int) -> list[Tensor]:
         counting = ModulationPlan(Counting(), run.prepared.plan, run.prepared.text.pooled)
@@ -250,6 +253,27 @@ def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict
                 for d in run.prepared.plan.micro_batch(step, micro)]  # fmt: skip
     assert "" in captions, "caption dropout is part of what is compared"
     assert len({batch.z_0.shape for step in range(6) for batch in run.batches.step(step)}) > 1, "and so are buckets"
+
+
+def test_apart_every_pass_of_a_step_has_a_product_of_its_own(config_json: dict, tmp_path: Path) -> None:
+    """So that its number of rows, and with it the last bits, do not depend on how many processes share a step."""
+    run = set_up(validate(config_json, "test"), StartOptions(AttemptRecorder(tmp_path, 0.0)))
+    run.trackers.__exit__(None, None, None)
+    planned, plan, seen = run.batches.modulations, run.prepared.plan, set()
+    assert planned is not None
+    planned.modulation.layers[0].register_forward_hook(lambda _, given, out: seen.add(len(given[0])))
+    found: dict[tuple[int, int], Tensor] = {}
+    for share in (Share(0, 1, exact=True), Share(0, 2, exact=True), Share(1, 2, exact=True)):
+        passes = Passes(plan, NoPrior(), share)
+        apart = ModulationPlan(planned.modulation, passes, run.prepared.text.pooled, apart=True)
+        for step in range(6):
+            rows = apart.of_step(step)
+            for place, own in zip(passes.places(step), rows, strict=False):
+                assert torch.equal(found.setdefault((step, place), own), own)
+                if place < plan.micros(step):
+                    single = planned.of_draws(plan.micro_batch(step, place))
+                    torch.testing.assert_close(own, single, rtol=1e-5, atol=1e-6)
+    assert seen - {plan.batch_size} == {planned.modulation.window * plan.batch_size}
 
 
 def held_bytes(model: nn.Module) -> int:

@@ -35,7 +35,6 @@ def make_plan(
     seed: int = 7,
     batch_size: int = 2,
     accumulation: int = 1,
-    processes: int = 1,
     objective: Flow | None = None,
     **source: object,
 ) -> Plan:
@@ -46,7 +45,7 @@ def make_plan(
         folder,
         objective or Flow(),
         seed,
-        GlobalBatch(batch_size, accumulation, processes),
+        GlobalBatch(batch_size, accumulation),
     )
 
 
@@ -118,39 +117,46 @@ def test_each_pass_pairs_a_bucket_anew_and_orders_the_buckets_anew() -> None:
     assert buckets[:7] != buckets[7:14] != buckets[14:]
 
 
-def test_accumulation_and_processes_share_out_the_same_order() -> None:
-    """Micro-batch n of an epoch: step by step, within it micro by micro, within it process by process."""
+def test_accumulation_shares_out_the_same_order() -> None:
+    """Micro-batch n of an epoch: step by step, within it micro by micro."""
     plain = [names(samples(make_plan().micro_batch(number, 0))) for number in range(24)]
-    split = make_plan(accumulation=2, processes=2)
-    union = [names(samples(split.micro_batch(s, m, p))) for s in range(8) for m in range(2) for p in range(2)]
+    split = make_plan(accumulation=4)
+    union = [names(samples(split.micro_batch(s, m))) for s in range(8) for m in range(4)]
     assert [found for found in union if found] == plain
     assert [n for n, found in enumerate(union) if not found] == [6, 7, 14, 15, 22, 23, 30, 31]
 
 
-def test_the_union_of_two_processes_has_the_numbering_of_one() -> None:
-    two, one = make_plan(processes=2), make_plan()
+def test_the_keys_name_step_micro_batch_and_sample() -> None:
+    plan = make_plan(accumulation=2)
     for step in range(6):
-        both = [*two.micro_batch(step, 0, 0), *two.micro_batch(step, 0, 1)]
-        keys = [("noise", step, 0, 4 * step + row) for row in range(4)]
+        both = [*plan.micro_batch(step, 0), *plan.micro_batch(step, 1)]
+        keys = [("noise", step, row // 2, 4 * step + row) for row in range(4)]
         assert all(key == draw.noise_key for key, draw in zip(keys, both, strict=True) if draw.weight)
-        assert names(both) == names([*one.micro_batch(2 * step, 0), *one.micro_batch(2 * step + 1, 0)])
+
+
+def test_areas_are_those_of_the_micro_batches_in_their_order() -> None:
+    plan = make_plan(accumulation=4)
+    for step in range(4):
+        buckets = [plan.micro_batch(step, micro)[0].view.bucket for micro in range(plan.micros(step))]
+        assert plan.areas(step) == [width * height for width, height in buckets]
+    assert plan.micros(1) == 2 and len({area for step in range(2) for area in plan.areas(step)}) > 1
 
 
 def test_no_two_draws_share_their_noise() -> None:
-    plan = make_plan(accumulation=3, processes=2, batch_size=2)
-    micros = [plan.micro_batch(s, m, p) for s in range(5) for m in range(3) for p in range(2)]
+    plan = make_plan(accumulation=6, batch_size=2)
+    micros = [plan.micro_batch(s, m) for s in range(5) for m in range(6)]
     keys = [draw.noise_key for micro in micros for draw in samples(micro)]
     assert len(set(keys)) == len(keys) == 5 * len(SIZES)
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "accumulation", "processes", "repeats", "steps"),
-    [(1, 1, 1, 1, 9), (2, 1, 1, 1, 6), (2, 2, 1, 1, 3), (1, 3, 3, 1, 1), (4, 1, 1, 3, 8), (50, 1, 1, 1, 3)],
+    ("batch_size", "accumulation", "repeats", "steps"),
+    [(1, 1, 1, 9), (2, 1, 1, 6), (2, 2, 1, 3), (1, 9, 1, 1), (4, 1, 3, 8), (50, 1, 1, 3)],
 )
 def test_an_epoch_has_the_steps_that_its_micro_batches_need_rounded_up(
-    batch_size: int, accumulation: int, processes: int, repeats: int, steps: int
+    batch_size: int, accumulation: int, repeats: int, steps: int
 ) -> None:
-    plan = make_plan(batch_size=batch_size, accumulation=accumulation, processes=processes, repeats=repeats)
+    plan = make_plan(batch_size=batch_size, accumulation=accumulation, repeats=repeats)
     assert plan.steps_per_epoch == steps
 
 
@@ -262,7 +268,7 @@ def test_the_cache_holds_every_view_and_caption_that_the_run_asks_for() -> None:
 
 def test_evaluation_draws_are_fixed_whatever_the_batches_are() -> None:
     one = make_plan(caption_dropout=1.0, batch_size=1).evaluation(16)
-    assert one == make_plan(batch_size=4, accumulation=2, processes=2).evaluation(16)
+    assert one == make_plan(batch_size=4, accumulation=2).evaluation(16)
     assert all(draw.caption == draw.view.picture.caption for draw in one)
     assert [draw.noise_key for draw in one] == [("evaluation-noise", index) for index in range(16)]
 

@@ -171,7 +171,7 @@ def test_the_users_prices_come_before_the_shipped_ones(
 def test_what_is_prepared_already_is_not_counted_again(tiny_config: dict, tmp_path: Path) -> None:
     tiny_config["output"]["cache"] = str(tmp_path)
     config = checked_folders(validate(tiny_config, "x"))
-    plan = plan_data(config, 1).plan
+    plan = plan_data(config).plan
     before = DataCounts.to_prepare(config, plan)
     assert before.pixels == DataCounts.of(plan).pixels > 0 and before.prompts >= DataCounts.of(plan).prompts > 0
     prepare_only(config)

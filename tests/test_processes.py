@@ -1,4 +1,6 @@
-"""Several processes that train together: the weights of one, written by the first, stopped and resumed together."""
+"""Several processes that train together: the weights of one, written by the first, stopped and resumed together.
+
+``test_elastic.py`` changes their number."""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from safetensors.torch import load_file
 
 from simpletune.config.load import validate
 from simpletune.data.cache import Cache, view_key
-from simpletune.data.plan import GlobalBatch, Plan, make_plan
-from simpletune.data.samples import Draw
+from simpletune.data.plan import make_plan
 from simpletune.demo import pictures, tiny_sd3
 from simpletune.runs import checkpoint
 from simpletune.runs.control import read_answers
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
 from simpletune.step.core import ignore_frozen_in_ddp
+from simpletune.step.dealing import Share
 from simpletune.training.loop import train
 
 LEVERS = {"resident_blocks": 1, "offload_checkpoint_inputs": True}
@@ -45,7 +47,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "adapter": {"rank": 2},
         "precision": {"weights": "fp32"},
         "optimizer": {"lr": 0.01},
-        "train": {"steps": 4},
+        "train": {"steps": 4, "gradient_accumulation": 2},
         "ema": {"decay": 0.9},
         "checkpoint": {"every": 2},
         "validation": {"prompts": ["a red disc"], "steps": 1, "eval_samples": 2},
@@ -92,24 +94,14 @@ def require_same(run: Path, other: Path) -> None:
     assert mine == others
 
 
-def alone(data: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One process that takes what two would, one after the other, as the micro-batches of a step."""
-    honest = Plan.micro_batch
-
-    def micro_batch(self: Plan, step: int, micro: int, process: int = 0) -> list[Draw]:
-        two = Plan(self.samples, self.data, self.objective, self.seed, GlobalBatch(self.batch_size, processes=2))
-        return honest(two, step, 0, micro)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Plan, "micro_batch", micro_batch)
-        return train(validate(changed(data, f"{data['name']}-alone", train={"gradient_accumulation": 2}), "test"))
+def alone(data: dict[str, Any]) -> Path:
+    """One process that takes what two would, one after the other."""
+    return train(validate(changed(data, f"{data['name']}-alone"), "test"))
 
 
-def test_two_processes_train_what_one_would(
-    whole: tuple[Path, list[str]], ground: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_train_what_one_would(whole: tuple[Path, list[str]], ground: dict[str, Any]) -> None:
     run = whole[0]
-    one = alone(ground, monkeypatch)
+    one = alone(ground)
     torch.testing.assert_close(tensors(run), tensors(one), rtol=1e-4, atol=1e-6)
     losses = [[row[key] for row in read_metrics(each) for key in ("loss", "grad_norm")] for each in (run, one)]
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-5, atol=1e-6)
@@ -152,7 +144,7 @@ def test_killed_and_resumed_together_they_end_as_if_never_killed(
         pytest.param({1: 4}, 4, id="the second, in the last step", marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_stops_both_after_the_same_step_and_only_as_many_continue(
+def test_a_signal_stops_both_after_the_same_step(
     launcher: Launcher, whole: tuple[Path, list[str]], ground: dict[str, Any], asked: dict[int, int], last: int
 ) -> None:
     """One step later than asked: the others learn it with the figures of that step."""
@@ -163,8 +155,6 @@ def test_a_signal_stops_both_after_the_same_step_and_only_as_many_continue(
     assert [step for step, _ in checkpoint.list_checkpoints(run_of(data))] == [last]
     assert f"step {last} of 4 is saved" in stopped.said[0] and "finishes at most two steps and saves" in stopped.said[0]
     assert "is saved" not in stopped.said[1]
-    one = launcher.train(data, resume="auto")
-    assert one.codes == [2] and "was made by 2 processes, but now there are 1" in one.said[0]
     together(launcher, data, resume="auto")
     require_same(run_of(data), whole[0])
 
@@ -204,25 +194,23 @@ def test_streamed_blocks_and_boundaries_on_the_host_change_nothing(
 
 
 @pytest.mark.parametrize("weights", ["int8", pytest.param("nf4", marks=pytest.mark.slow)])
-def test_quantised_bases_and_the_modulation_plan(
-    launcher: Launcher, ground: dict[str, Any], weights: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantised_bases_and_the_modulation_plan(launcher: Launcher, ground: dict[str, Any], weights: str) -> None:
     precision, memory = {"weights": weights, "compute": "fp32"}, {"modulation": "plan", "modulation_window": 3}
     data = changed(ground, weights, precision=precision, memory=memory | LEVERS)
     said = together(launcher, data)
     assert f"base    {weights} weights cached" in said[0] and "base " not in said[1]
-    resident = alone(changed(ground, weights, precision=precision), monkeypatch)
+    resident = alone(changed(ground, weights, precision=precision))
     torch.testing.assert_close(tensors(run_of(data)), tensors(resident), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["base_prediction", "class_pictures"])
-def test_priors(launcher: Launcher, ground: dict[str, Any], method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_priors(launcher: Launcher, ground: dict[str, Any], method: str) -> None:
     """The base's predictions, in the second pass of each process; class pictures, which one process draws."""
     more = {"count": 3, "steps": 1} if method == "class_pictures" else {}
     data = changed(ground, method, prior={"method": method, "prompt": "a picture", **more})
     said = together(launcher, data)
     assert ("class   3 class pictures" in said[0]) == bool(more) and "class   " not in said[1]
-    torch.testing.assert_close(tensors(run_of(data)), tensors(alone(data, monkeypatch)), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(tensors(run_of(data)), tensors(alone(data)), rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_not_finite_in_the_second_process_is_named_by_the_first(
@@ -231,8 +219,8 @@ def test_what_is_not_finite_in_the_second_process_is_named_by_the_first(
     shutil.copytree(ground["output"]["cache"], tmp_path / "cache")
     data = changed(ground, "odd", train={"on_nonfinite": "skip"}, output={"cache": str(tmp_path / "cache")})
     config = validate(data, "test")
-    plan = make_plan(config, config.data.scan(Path(config.data.path)).pictures, 2)
-    views = [plan.micro_batch(0, 0, process)[0].view for process in (0, 1)]
+    plan = make_plan(config, config.data.scan(Path(config.data.path)).pictures)
+    views = [plan.micro_batch(0, Share(process, 2).of(plan.areas(0))[0])[0].view for process in (0, 1)]
     for file in (tmp_path / "cache" / "latents").rglob("*.safetensors"):
         with safe_open(file, "pt") as handle:
             key, z_0 = handle.metadata()["key"], handle.get_tensor("z_0")

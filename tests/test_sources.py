@@ -111,15 +111,13 @@ def test_regularization_is_trained_but_never_held_out_evaluated_or_the_example(
 ) -> None:
     validation = {"prompts": [], "eval_samples": 4, "split": 2}
     config = validate(regularized(tiny_config, tiny_pictures, validation=validation), "test")
-    plan = make_plan(config, scan_sources(config.data).pictures, 1)
+    plan = make_plan(config, scan_sources(config.data).pictures)
     assert {sample.picture.source for sample in plan.samples} == {0, 1}
     assert len([s for s in plan.samples if s.picture.source == 0]) == 6
     assert [sample.picture.source for sample in plan.held_out] == [1, 1]
     assert all(draw.view.picture.source == 1 and draw.loss_weight == 1 for draw in plan.evaluation(4))
     assert plan.example() == example_prompt(config.data, 0) != "a figure"
-    no_split = make_plan(
-        validate(regularized(tiny_config, tiny_pictures), "test"), scan_sources(config.data).pictures, 1
-    )
+    no_split = make_plan(validate(regularized(tiny_config, tiny_pictures), "test"), scan_sources(config.data).pictures)
     assert {draw.view.picture.source for draw in no_split.evaluation(12)} == {1}
 
 
@@ -128,7 +126,7 @@ def test_copies_of_a_held_out_picture_are_held_out_of_every_source_and_evaluated
     tiny_config["data"] = {"sources": [one, {**one, "aspect": "square"}]}
     tiny_config["validation"] = {"prompts": [], "eval_samples": 2, "split": 2}
     config = validate(tiny_config, "test")
-    plan = make_plan(config, scan_sources(config.data).pictures, 1)
+    plan = make_plan(config, scan_sources(config.data).pictures)
     held = {sample.picture.digest for sample in plan.held_out}
     assert len(plan.held_out) == len(held) == 2 and len(plan.samples) == 8
     assert not held & {sample.picture.digest for sample in plan.samples}
@@ -328,7 +326,7 @@ def test_check_and_estimate_know_every_source(tiny_config: dict, capsys: pytest.
     assert main(["estimate", str(file), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     config = validate(several_config(tiny_config), "test")
-    plan = make_plan(config, scan_sources(config.data).pictures, 1)
+    plan = make_plan(config, scan_sources(config.data).pictures)
     assert told["pictures"] == 12 and told["prompts"] == len(plan.captions()) > 12
 
 

@@ -44,7 +44,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     ahead = "prefetches batches on a GPU" if config.speed.prefetch else "does not prefetch batches"
     yield "speed", f"attention {config.speed.attention}, {ahead}{', compiles blocks' * config.speed.compile}"
     steps = plural(train.epochs, "epoch") if train.epochs else plural(config.steps(1), "step")
-    batch = train.batch_size * train.gradient_accumulation
+    batch = train.micro_batch * train.accumulation
     portion = f"up to {plural(batch, 'picture')}" if batch > 1 else "1 picture"
     yield "runs", f"{steps} of {portion}, seed {train.seed}, device {config.device}"
     optimizer, schedule = config.optimizer, config.schedule

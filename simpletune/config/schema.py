@@ -11,6 +11,7 @@ from pydantic import Field
 from simpletune.adapters import Adapter
 from simpletune.adapters.lora import Lora
 from simpletune.config.adapter_rules import adapter_rules
+from simpletune.config.batches import batch_rules
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.config.family_rules import family_rules
 from simpletune.config.optimizer_rules import optimizer_rules
@@ -45,11 +46,20 @@ class Train(Option):
     """Number of optimizer steps. Set this or epochs."""
     epochs: Annotated[int, Field(ge=1)] | None = None
     """Number of epochs. Each epoch uses every sample once: each picture ``data.repeats`` times. Set this or steps."""
-    batch_size: Annotated[int, Field(ge=1)] = 1
-    """Number of pictures per forward pass, all of the same shape."""
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """Number of pictures per forward pass, all of the same shape: a micro-batch. auto: the largest that divides
+    global_batch and is predicted to fit; the run keeps the number."""
     gradient_accumulation: Annotated[int, Field(ge=1)] = 1
-    """Forward passes per step; the effective batch size is batch_size times this. The last step of an epoch may have
-    fewer."""
+    """Micro-batches per step, over all processes; the effective batch size is batch_size times this. The last step of
+    an epoch may have fewer."""
+    global_batch: Annotated[int, Field(ge=1)] | None = None
+    """Number of pictures per step, over all processes: a step has global_batch / batch_size micro-batches. Set this
+    or gradient_accumulation."""
+    reduce: Literal["fast", "exact"] = "fast"
+    """Sum of the gradients of a step's micro-batches. fast: each process adds up its own, and all exchange the sums;
+    the last bits depend on the number of processes. exact: by a fixed tree in fp32, so that 1, 2, 4 and 8 processes
+    give the same bits, and a run goes on with another number of them as if it had had it always; takes memory for one
+    more sum of gradients for each doubling of a process's micro-batches."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of all random numbers, which depend only on it and the step."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
@@ -62,6 +72,16 @@ class Train(Option):
     """Action when the loss or a gradient is NaN or infinite. stop: end the run and name the samples and parameters;
     skip: leave the weights unchanged, and end the run after five skipped steps in a row. skip waits for the loss before
     each update."""
+
+    @property
+    def micro_batch(self) -> int:
+        """Pictures per forward pass; 1 while batch_size is auto."""
+        return 1 if self.batch_size == "auto" else self.batch_size
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per step, over all processes."""
+        return self.gradient_accumulation if self.global_batch is None else self.global_batch // self.micro_batch
 
 
 class Tracking(Option):
@@ -165,6 +185,7 @@ class TrainConfig(Option):
         yield from self.memory.rules()
         yield from self.precision.rules()
         yield from self._in_backward_rules()
+        yield from batch_rules(self)
         yield from self.checkpoint.rules()
         yield from self.output.rules()
         if self.train.steps is not None and self.train.epochs is not None:
@@ -224,10 +245,11 @@ class TrainConfig(Option):
                 "global clipping needs all gradients at once, but memory.optimizer_in_backward frees each after its "
                 "update. Use train.clip per_parameter, or train.clip_norm null",
             )
-        if self.train.gradient_accumulation > 1:
+        if self.train.accumulation > 1:
+            field = "gradient_accumulation" if self.train.global_batch is None else "global_batch"
             yield Problem(
-                "train.gradient_accumulation",
-                f"{self.train.gradient_accumulation} passes accumulate gradients, but memory.optimizer_in_backward "
+                f"train.{field}",
+                f"{self.train.accumulation} passes accumulate gradients, but memory.optimizer_in_backward "
                 "keeps none. Use gradient_accumulation 1 with a larger batch_size, or optimizer_in_backward false",
             )
         if self.train.on_nonfinite == "skip":

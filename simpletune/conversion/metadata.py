@@ -137,8 +137,8 @@ def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]
     yield "ss_optimizer", config.optimizer.name
     yield "ss_lr_scheduler", config.schedule.name
     yield "ss_lr_warmup_steps", str(config.schedule.warmup_steps)
-    yield "ss_batch_size_per_device", str(train.batch_size)
-    yield "ss_gradient_accumulation_steps", str(train.gradient_accumulation)
+    yield "ss_batch_size_per_device", str(train.micro_batch)
+    yield "ss_gradient_accumulation_steps", str(train.accumulation)
     yield "ss_seed", str(train.seed)
     yield "ss_resolution", f"({width}, {height})"
     yield "ss_mixed_precision", {"fp32": "no"}.get(config.precision.settled, config.precision.settled)

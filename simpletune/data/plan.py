@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig
 
 
-def make_plan(config: TrainConfig, pictures: Sequence[Picture], processes: int) -> Plan:
-    """Plan a run over the usable pictures, without those that ``validation.split`` holds out.
+def make_plan(config: TrainConfig, pictures: Sequence[Picture]) -> Plan:
+    """Plan a run over the usable pictures, without those that ``validation.split`` holds out. It does not depend on how
+    many processes there will be.
 
     Raises:
         UserError: a source has no pictures, or none are on one side of the split.
@@ -45,7 +46,7 @@ def make_plan(config: TrainConfig, pictures: Sequence[Picture], processes: int) 
         data,
         config.objective,
         config.train.seed,
-        GlobalBatch(config.train.batch_size, config.train.gradient_accumulation, processes),
+        GlobalBatch(config.train.micro_batch, config.train.accumulation),
         make_samples([p for p in held_out if firsts[p.digest] == p.source], data, 1, config.model.multiple),
     )
 
@@ -56,13 +57,11 @@ class GlobalBatch:
 
     Args:
         batch_size: samples in a micro-batch.
-        accumulation: micro-batches in a step, on each process.
-        processes: number of processes.
+        accumulation: micro-batches in a step, over all processes.
     """
 
     batch_size: int
     accumulation: int = 1
-    processes: int = 1
 
 
 def steps_in_epoch(buckets: Iterable[int], batch: GlobalBatch) -> int:
@@ -73,7 +72,7 @@ def steps_in_epoch(buckets: Iterable[int], batch: GlobalBatch) -> int:
         batch: the batch sizes of a step.
     """
     micros = sum(math.ceil(members / batch.batch_size) for members in buckets)
-    return math.ceil(micros / (batch.accumulation * batch.processes))
+    return math.ceil(micros / batch.accumulation)
 
 
 class Plan:
@@ -101,7 +100,7 @@ class Plan:
             raise ValueError("a plan needs at least one sample")
         self.samples, self.data, self.objective = list(samples), data, objective
         self.held_out, self.seed = list(held_out), seed
-        self.batch_size, self.accumulation, self.processes = batch.batch_size, batch.accumulation, batch.processes
+        self.batch_size, self.accumulation = batch.batch_size, batch.accumulation
         self.sources = data.members
         self.shifts = [objective.shift_at(source.resolution) for source in self.sources]
         self.buckets: dict[Size, list[int]] = defaultdict(list)
@@ -122,9 +121,17 @@ class Plan:
         """Padding rows in an epoch's micro-batches."""
         return self._micros * self.batch_size - len(self.samples)
 
-    @property
-    def _micros_per_step(self) -> int:
-        return self.accumulation * self.processes
+    def divided(self, batch: GlobalBatch) -> Plan:
+        """The plan of the same samples in steps of another size."""
+        return Plan(self.samples, self.data, self.objective, self.seed, batch, self.held_out)
+
+    def of_each_size(self) -> list[list[Draw]]:
+        """A micro-batch of each bucket with samples, those with the most pixels first, to try out their memory."""
+        found = []
+        for _, members in sorted(self.buckets.items(), key=lambda item: -math.prod(item[0])):
+            rows = [members[row % len(members)] for row in range(self.batch_size)]
+            found.append([self._draw(self.samples[index], 0, 0, 0, row) for row, index in enumerate(rows)])
+        return found
 
     def sizes(self) -> list[Size]:
         """The size of every bucket, including those of held-out pictures."""
@@ -146,37 +153,41 @@ class Plan:
     def _places(self, step: int) -> tuple[int, range]:
         """The epoch of a step, and the range of the epoch's micro-batches that the step trains on; never empty."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        first = within * self._micros_per_step
-        return epoch, range(first, min(first + self._micros_per_step, self._micros))
+        first = within * self.accumulation
+        return epoch, range(first, min(first + self.accumulation, self._micros))
 
     def micros(self, step: int) -> int:
-        """How many micro-batches of a step contain samples in at least one process; the rest are skipped."""
-        return math.ceil(len(self._places(step)[1]) / self.processes)
+        """How many micro-batches a step has: ``accumulation``, or what is left at the end of an epoch."""
+        return len(self._places(step)[1])
+
+    def areas(self, step: int) -> list[int]:
+        """The pixels of a picture of each micro-batch of a step, which its cost follows."""
+        epoch, places = self._places(step)
+        order = self._epoch(epoch)
+        return [math.prod(self.samples[order[place][0]].bucket) for place in places]
 
     def samples_in(self, step: int) -> int:
-        """How many samples a step contains over all its micro-batches and processes."""
+        """How many samples a step contains over all its micro-batches."""
         epoch, places = self._places(step)
         return sum(len(self._epoch(epoch)[place]) for place in places)
 
-    def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
+    def micro_batch(self, step: int, micro: int) -> list[Draw]:
         """The ``batch_size`` draws of one micro-batch, all from one bucket, with fillers last.
 
-        Fillers repeat the micro-batch's own samples; a micro-batch made of fillers alone repeats the step's last one.
+        Fillers repeat the micro-batch's own samples. Beyond a step's last micro-batch, fillers alone repeat that one.
 
         Args:
             step: the optimizer step, counted from 0.
-            micro: index of the micro-batch within the step's accumulation.
-            process: index of the process.
+            micro: index of the micro-batch within the step.
         """
         epoch, places = self._places(step)
-        asked = micro * self.processes + process
-        place = min(asked, len(places) - 1)
-        number = step * self._micros_per_step + place
+        place = min(micro, len(places) - 1)
+        number = step * self.accumulation + place
         draws = [
-            self._draw(self.samples[index], epoch, step, place // self.processes, number * self.batch_size + row)
+            self._draw(self.samples[index], epoch, step, place, number * self.batch_size + row)
             for row, index in enumerate(self._epoch(epoch)[places[place]])
         ]
-        real = len(draws) if place == asked else 0
+        real = len(draws) if place == micro else 0
         rows = [draws[row % len(draws)] for row in range(self.batch_size)]
         return rows[:real] + [replace(draw, weight=0) for draw in rows[real:]]
 

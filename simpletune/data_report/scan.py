@@ -161,7 +161,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     found.notes = (*scan.notes, *source_notes(config.data, scan.pictures))
     if not pictures:
         return found
-    plan = make_plan(config, pictures, 1)
+    plan = make_plan(config, pictures)
     samples = sorted([*plan.samples, *plan.held_out], key=lambda sample: sample.picture.name)
     firsts = {_place(sample.picture): plan.view(sample, 0) for sample in samples if sample.repeat == 0}
     trained = [firsts[_place(sample.picture)] for sample in plan.samples if sample.repeat == 0]
@@ -173,7 +173,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     if found.usable:
         _compare(found)
         _read_captions(found, config)
-        plan = make_plan(config, [seen.picture for seen in found.usable], 1)
+        plan = make_plan(config, [seen.picture for seen in found.usable])
         _count(found, plan)
         found.sources = shares(plan, names)
     return found

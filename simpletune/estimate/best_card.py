@@ -91,7 +91,7 @@ def plan_on(
 
 def samples_of_step(config: TrainConfig) -> int:
     """Samples of an optimizer step."""
-    return config.train.batch_size * config.train.gradient_accumulation
+    return config.train.micro_batch * config.train.accumulation
 
 
 def cheapest(plans: Sequence[CardPlan]) -> CardPlan:

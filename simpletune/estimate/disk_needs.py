@@ -139,7 +139,7 @@ def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, sample
     if plan is None and config.train.epochs is not None and option.keep_last != "all":
         if option.keep_every is None:
             return option.keep_last + 1 + best  # the number of steps per epoch is unknown
-    batch = config.train.batch_size * config.train.gradient_accumulation
+    batch = config.train.micro_batch * config.train.accumulation
     counted = math.ceil(samples / batch)
     steps = config.steps(max(1, counted) if plan is None else plan.steps_per_epoch)
     there = [step for step, _ in list_checkpoints(run_folder(config)) if step <= start] if start else []

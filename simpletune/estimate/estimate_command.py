@@ -13,6 +13,7 @@ from simpletune.config.load import read_config
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_model_folder
 from simpletune.config.schema import TrainConfig
+from simpletune.estimate.auto_batch import choose_batch
 from simpletune.estimate.auto_checkpointing import choose
 from simpletune.estimate.chart import write_picture
 from simpletune.estimate.job_time import JobTime, job_time
@@ -70,7 +71,7 @@ def estimate_config(
     reserved = int(reserve * GIB)
     with silent() if as_json else nullcontext():
         config = settle_compute(read_for_estimate(file, overrides), card.capability if card else None)
-        config = choose(config, square(config), card, reserved)
+        config = chosen(config, card, reserved)
     prediction = estimate(config, (card or card_of(REFERENCE)).capability)
     if as_json:
         timed = time_of(config, prediction, card).as_json(price_of(card, config, prices)) if card else None
@@ -79,6 +80,12 @@ def estimate_config(
     if card is not None:
         lines += ["", *time_lines(time_of(config, prediction, card), price_of(card, config, prices))]
     return "\n".join(lines)
+
+
+def chosen(config: TrainConfig, card: Card | None, reserved: int) -> TrainConfig:
+    """Resolve ``batch_size: auto`` and ``checkpointing: auto`` for one process on a card."""
+    size = square(config)
+    return choose(choose_batch(config, size, card=card, reserved=reserved), size, card, reserved)
 
 
 def cards_of(device: str | None) -> list[Card]:
@@ -106,7 +113,7 @@ def compare_cards(
         read = read_for_estimate(file, overrides)
         for card in cards:
             say(f"predict {read.name} on {card.name}")
-            config = choose(settle_compute(read, card.capability), square(read), card, reserved)
+            config = chosen(settle_compute(read, card.capability), card, reserved)
             prediction = estimate(config, card.capability)
             why = "" if prediction.fits(card, reserved) else "does not fit"
             why = "has no bf16" if unfit(config, card) else why

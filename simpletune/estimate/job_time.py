@@ -128,7 +128,7 @@ def job_time(config: TrainConfig, job: JobReport, card: Card, counts: DataCounts
     """
     speeds, interval, source = speeds_of(card, Path(config.output.cache))
     step = step_seconds(job.train.sections, speeds)
-    batch = config.train.batch_size * config.train.gradient_accumulation
+    batch = config.train.micro_batch * config.train.accumulation
     per_epoch = None if counts is None else counts.steps or max(1, -(-counts.samples // batch))
     steps = config.steps(per_epoch or 1)
     bring = speeds.rate("read_byte", READ_BYTE) + 1 / (card.link * 1e9)  # seconds of a byte from a file to the card
@@ -209,7 +209,7 @@ def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int,
         one = _drawing(job.work["draw"], speeds, option.steps, config.picture_size())
         seconds += (1 + times_due(option.every, steps)) * (load + pictures * one)
     if "evaluate" in job.work:
-        batch = config.train.batch_size * config.train.gradient_accumulation
+        batch = config.train.micro_batch * config.train.accumulation
         passes = settle_evaluation(config, batch, steps).share * batch * steps
         seconds += passes * alone(job.work["evaluate"], speeds)
     return {"validate": seconds} if seconds else {}

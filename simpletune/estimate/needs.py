@@ -72,7 +72,7 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
     try:
         pictures = scan_sources(config.data).pictures
         small = too_small(pictures, config.data, config.model.multiple)
-        found = DataCounts.of(make_plan(config, without(pictures, small), 1))
+        found = DataCounts.of(make_plan(config, without(pictures, small)))
     except UserError:  # the run itself reports what is wrong with the data
         return None
     if not isinstance(config.prior, ClassPictures):

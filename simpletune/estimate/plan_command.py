@@ -63,12 +63,27 @@ def plan_config(asked: Asked) -> str:
         UserError: nothing fits.
     """
     with silent() if asked.as_json else nullcontext():
-        config = read_for_estimate(asked.file, asked.overrides)
+        config = _read(asked.file, asked.overrides)
         names, goal = ", ".join(card.name for card in asked.cards), asked.goal.replace("-", " ")
         say(f"plan    searching settings for {config.name} on {names}, goal: {goal}")
         if len(asked.cards) > 1 or asked.goal == "cheapest":
             return _of_cards(asked, config)
         return _of_card(asked, config)
+
+
+def _read(file: Path, overrides: Sequence[str]) -> TrainConfig:
+    """Read a configuration, which must say how large a micro-batch is: a plan compares settings of equal ones.
+
+    Raises:
+        UserError: ``train.batch_size`` is auto.
+    """
+    config = read_for_estimate(file, overrides)
+    if config.train.batch_size == "auto":
+        raise UserError(
+            "train.batch_size: plan searches settings for a given micro-batch, and it is auto. Add train.batch_size=N "
+            "with a divisor of train.global_batch, or ask for --goal largest-batch without train.global_batch"
+        )
+    return config
 
 
 def _of_card(asked: Asked, config: TrainConfig) -> str:
@@ -175,7 +190,7 @@ def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_jso
         as_json: return JSON instead of text.
     """
     with silent() if as_json else nullcontext():
-        config = read_for_estimate(file, overrides)
+        config = _read(file, overrides)
     cards = [card_of(name) for name in devices or SHOWN_CARDS]
     resolutions = [side for side in RESOLUTIONS if side <= config.model.largest_side] or [config.model.largest_side]
     table = batch_table(config, cards, resolutions)

@@ -193,7 +193,7 @@ class Search:
         """Compute seconds per sample, with a surcharge for settings that may cost quality."""
         train = choice.config.train
         seconds = self.step_time(choice.config).seconds
-        return seconds / train.batch_size / train.gradient_accumulation * WORTH**choice.lossy
+        return seconds / train.micro_batch / train.accumulation * WORTH**choice.lossy
 
     def largest_batch(self) -> list[PlanResult]:
         """Like ``fastest``, with the largest batch that fits at this precision under any setting."""

@@ -32,8 +32,8 @@ class Memory(Option):
     from the first, recompute them; auto: the smallest number predicted to fit into budget_gib, or into the free memory
     of the card. Exact."""
     budget_gib: Annotated[float, Field(gt=0)] | None = None
-    """Device memory in GiB for checkpointing auto, excluding the CUDA context. null: the memory that is free at the
-    start, less allowances for the context and for fragmentation."""
+    """Device memory in GiB for checkpointing auto and train.batch_size auto, excluding the CUDA context. null: the
+    memory that is free at the start, less allowances for the context and for fragmentation."""
     offload_checkpoint_inputs: bool = False
     """Store the inputs of checkpointed blocks in pinned host memory, and fetch them one block ahead in the backward
     pass. At 1024 px with batch size 1 this saves 311 MiB. Exact."""
@@ -111,12 +111,6 @@ class Memory(Option):
 
     def rules(self) -> Iterator[Problem]:
         """Report incompatible levers."""
-        if self.budget_gib is not None and self.checkpointing != "auto":
-            yield Problem(
-                "memory.budget_gib",
-                f"{self.budget_gib} with memory.checkpointing {self.checkpointing}: only checkpointing auto uses the "
-                "budget. Set memory.checkpointing=auto, or memory.budget_gib=null",
-            )
         if self.resident_blocks is not None and self.checkpointing != "all":
             yield Problem(
                 "memory.checkpointing",

@@ -283,7 +283,7 @@ def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, sta
         rejected = agreed([*found, *masks.fill(plan.views(), share)], plan.views(), accelerator)
     report_rejected(rejected, config.data)
     if rejected:
-        plan = make_plan(config, without(data.usable, rejected), accelerator.num_processes)
+        plan = make_plan(config, without(data.usable, rejected))
     return Prepared(plan, text, latents, masks, requests, data.captions, [*data.left_out, *rejected])
 
 
@@ -300,7 +300,7 @@ def agreed(found: Sequence[Rejected], views: Sequence[View], accelerator: Accele
 
 def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> Prepared:
     """Run ``plan_data``, then ``encode``."""
-    return encode(config, plan_data(config, accelerator.num_processes), accelerator, stages)
+    return encode(config, plan_data(config), accelerator, stages)
 
 
 def prompts_of(config: TrainConfig, plan: Plan, requests: Sequence[Request]) -> list[str]:

@@ -88,29 +88,33 @@ class Modulation:
         self,
         sigma: Tensor,  # [n], fp32
         pooled: Tensor,  # [n, p]
+        portions: int = 1,
     ) -> Tensor:  # [n, m], on the device
-        """Compute the modulations of n samples as the transformer would in a batch of n."""
+        """Compute the modulations of n samples as the transformer would in batches of n / ``portions``."""
         precision = self.precision
         pooled = pooled.to(self.device, precision.compute_dtype())
         rows = torch.empty(len(sigma), self.width, dtype=precision.product_dtype(), device=self.device)
         start = 0
         with torch.autocast(self.device.type, precision.product_dtype(), enabled=precision.autocast):
-            condition = F.silu(self._on_device(self.embed, timestep_of(sigma.to(self.device)), pooled))
+            inputs = zip(timestep_of(sigma.to(self.device)).chunk(portions), pooled.chunk(portions), strict=True)
+            conditions = [(F.silu(each),) for each in self._on_device(self.embed, list(inputs))]
             for layer in self.layers:
                 stop = start + _outputs(layer)
-                rows[:, start:stop] = self._on_device(layer, condition)
+                found = self._on_device(layer, conditions)
+                rows[:, start:stop] = found[0] if portions == 1 else torch.cat(found)
                 start = stop
+                del found
         accounting.register([rows], "plan")
         return rows
 
-    def _on_device(self, module: nn.Module, *inputs: Tensor) -> Tensor:
-        """Run a module with temporary copies of its tensors on the device.
+    def _on_device(self, module: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+        """Run a module on each of several inputs, with temporary copies of its tensors on the device.
 
         Copies and products share one stream, so a copy's memory is not reused before its product is done.
         """
         tensors = (*module.named_parameters(), *module.named_buffers())  # quanto's state_dict would flatten tensors
         copies = {name: self.bring(tensor) for name, tensor in tensors}
-        return functional_call(module, copies, inputs)
+        return [functional_call(module, copies, each) for each in inputs]
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Copy a host tensor to the device. If host and device are the same, returns the tensor itself."""
@@ -136,10 +140,10 @@ class MicroBatches(Protocol):
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches in a step."""
+        """Passes of this process in a step."""
 
-    def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
-        """The draws of one micro-batch."""
+    def micro_batch(self, step: int, micro: int) -> list[Draw]:
+        """The draws of one of them."""
 
 
 class ModulationPlan:
@@ -150,13 +154,16 @@ class ModulationPlan:
 
     Args:
         modulation: the detached modulation of the transformer.
-        plan: the run's plan.
+        plan: gives the draws of each pass.
         pooled: gives the pooled embedding [p] of a prompt.
-        process: the index of this process.
+        apart: compute the rows of each pass of a step apart, so that their bits do not depend on how many of them a
+            process has.
     """
 
-    def __init__(self, modulation: Modulation, plan: MicroBatches, pooled: Callable[[str], Tensor], process: int = 0):
-        self.modulation, self.plan, self.pooled, self.process = modulation, plan, pooled, process
+    def __init__(
+        self, modulation: Modulation, plan: MicroBatches, pooled: Callable[[str], Tensor], apart: bool = False
+    ):
+        self.modulation, self.plan, self.pooled, self.apart = modulation, plan, pooled, apart
         self._window: int | None = None
         self._rows: Tensor | None = None
 
@@ -167,17 +174,20 @@ class ModulationPlan:
         if window != self._window or self._rows is None:
             self._rows = None  # freed before the next window is computed
             steps = range(window * length, (window + 1) * length)
-            micros = range(self.plan.accumulation)
-            draws = [d for s in steps for micro in micros for d in self.plan.micro_batch(s, micro, self.process)]
-            rows = self.of_draws(draws)
-            self._rows = rows.view(length, self.plan.accumulation, self.plan.batch_size, -1)
+            count, size = self.plan.accumulation, self.plan.batch_size
+            if self.apart:
+                draws = [d for micro in range(count) for s in steps for d in self.plan.micro_batch(s, micro)]
+                self._rows = self.of_draws(draws, count).view(count, length, size, -1).transpose(0, 1)
+            else:
+                draws = [d for s in steps for micro in range(count) for d in self.plan.micro_batch(s, micro)]
+                self._rows = self.of_draws(draws).view(length, count, size, -1)
             self._window = window
         return self._rows[place]
 
-    def of_draws(self, draws: Sequence[Draw]) -> Tensor:  # [n, m]
-        """Compute the modulations of any draws at once."""
+    def of_draws(self, draws: Sequence[Draw], portions: int = 1) -> Tensor:  # [n, m]
+        """Compute the modulations of any draws at once, or in equal portions one after the other."""
         sigma = torch.tensor([draw.level for draw in draws], dtype=torch.float32)
-        return self.modulation(sigma, torch.stack([self.pooled(draw.caption) for draw in draws]))
+        return self.modulation(sigma, torch.stack([self.pooled(draw.caption) for draw in draws]), portions)
 
 
 def detach_modulation(

@@ -35,12 +35,11 @@ class PlannedData:
     left_out: Sequence[Rejected]
 
 
-def plan_data(config: TrainConfig, processes: int) -> PlannedData:
+def plan_data(config: TrainConfig) -> PlannedData:
     """Scan the data and plan the run.
 
     Args:
         config: the configuration, with folders resolved.
-        processes: the number of training processes.
 
     Raises:
         UserError: entries are unusable and ``data.on_error`` is ``stop``, or no pictures are left.
@@ -53,7 +52,7 @@ def plan_data(config: TrainConfig, processes: int) -> PlannedData:
         say(f"hint    {hint}")
     report_rejected([*scan.rejected, *small], config.data)
     usable = without(scan.pictures, small)
-    plan = make_plan(config, usable, processes)
+    plan = make_plan(config, usable)
     hint_at_shares(plan)
     require_positions(config, plan)
     failpoint("data.scanned")

@@ -81,8 +81,8 @@ def summary_sentence(run: RunRecord) -> str:
     method = config.adapter.method if rank is None else f"{config.adapter.title} r{rank}"
     return (
         f"{method} on {base}, {config.precision.weights} weights, "
-        f"{config.data.resolution} px, batch {config.train.batch_size}"
-        + (f" × {config.train.gradient_accumulation}" if config.train.gradient_accumulation > 1 else "")
+        f"{config.data.resolution} px, batch {config.train.micro_batch}"
+        + (f" × {config.train.accumulation}" if config.train.accumulation > 1 else "")
         + f", {config.optimizer.name}, {plural(run.steps_done, 'step')}"
     )
 

@@ -85,11 +85,11 @@ class RunRecord:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples per second; for an unfinished run, assuming one process and full micro-batches."""
+        """Samples per second; for an unfinished run, assuming full micro-batches."""
         if "samples_per_second" in self.summary:
             return self.summary["samples_per_second"]
         train = self.settings.get("train", {})
-        batch = train.get("batch_size", 1) * train.get("gradient_accumulation", 1)
+        batch = train.get("global_batch") or train.get("batch_size", 1) * train.get("gradient_accumulation", 1)
         return batch / self.seconds_per_step if self.seconds_per_step else None
 
     @property

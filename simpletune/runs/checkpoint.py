@@ -76,6 +76,8 @@ class SavedState:
     optimizer: Json
     processes: int
     """Number of processes that trained together."""
+    micro_batches: int | None = None
+    """Micro-batches of a step; None: written by a version in which each process had ``gradient_accumulation``."""
     fp16: Json | None = None
     """State of a run with products in fp16: the scale of the loss and the blocks in fp32."""
 
@@ -140,6 +142,7 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
         "manifest": state.manifest,
         "optimizer": scalars,
         "processes": state.processes,
+        "micro_batches": state.config.train.accumulation,
         "fp16": state.fp16,
         "torch": torch.__version__,
         "sha256": {file.name: sha256_of(file) for file in sorted(part.iterdir())},
@@ -194,7 +197,7 @@ def read(folder: Path) -> SavedState:
     try:
         state = read_state(folder / STATE)
         fields = {name: state[name] for name in ("step", "config", "manifest", "optimizer", "processes")}
-        saved = SavedState(folder, **fields, fp16=state.get("fp16"))
+        saved = SavedState(folder, **fields, micro_batches=state.get("micro_batches"), fp16=state.get("fp16"))
         checksums = state["sha256"]
         _require_kinds(saved, checksums)
         if named and int(named[1]) != saved.step:
@@ -245,6 +248,8 @@ def _require_kinds(saved: SavedState, checksums: object) -> None:
         raise TypeError("optimizer")
     if type(saved.processes) is not int:
         raise TypeError("processes")
+    if saved.micro_batches is not None and type(saved.micro_batches) is not int:
+        raise TypeError("micro_batches")
     if saved.fp16 is not None and not isinstance(saved.fp16, dict):
         raise TypeError("fp16")
     if not isinstance(checksums, dict) or not {TRAINABLE, OPTIMIZER} <= set(checksums):

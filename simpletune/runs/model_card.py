@@ -178,7 +178,7 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     yield "method", cell(", ".join([config.adapter.method, *listed]))
     trained, total = summary["trainable_parameters"], summary["total_parameters"]
     yield "parameters", f"{trained:,} trained, {total:,} in the base"
-    batch = f"batch {train.batch_size}, gradient accumulation {train.gradient_accumulation}"
+    batch = f"batch {train.micro_batch}, gradient accumulation {train.accumulation}"
     early = f"; {summary['status']}" if "status" in summary else ""
     yield "steps", f"{summary['steps']:,} ({batch}){early}"
     schedule = f"{config.schedule.name}, {plural(config.schedule.warmup_steps, 'warm-up step')}"

@@ -14,7 +14,7 @@ from simpletune.runs.checkpoint import SavedState
 # Settings that may not change on resume: they determine the weights, or which samples each step sees.
 PINNED = (
     "model", "adapter", "precision", "objective", "ema", "prior.method", "prior.prompt", "optimizer.name", "train.seed",
-    "train.batch_size", "train.gradient_accumulation",
+    "train.batch_size", "train.gradient_accumulation", "train.global_batch",
 )  # fmt: skip
 
 
@@ -42,11 +42,16 @@ def check_resumable(
         raise UserError(
             "\n".join([f"--resume: {saved.folder} was made with other settings:", *_indent(pinned), remedy])
         )
-    if processes is not None and processes != saved.processes:
+    if saved.micro_batches is None and saved.processes > 1:
         raise UserError(
-            f"--resume: {saved.folder} was made by {saved.processes} processes, but now there are {processes}, which "
-            f"changes the samples of each step. Start {saved.processes}, or a new run under another name"
+            f"--resume: {saved.folder} was made by {saved.processes} processes with an earlier version, in which the "
+            "samples of a step depended on their number. Finish it with that version, or start a new run under another "
+            "name"
         )
+    if processes is not None and processes != saved.processes:
+        exact = config.train.reduce == "exact"
+        bits = "the same bits" if exact else "the same samples and noise; sums differ in the last bits"
+        changes.append(f"processes: {saved.processes} -> {processes} (train.reduce {config.train.reduce}: {bits})")
     if manifest != saved.manifest:
         remedy = "Restore the data, or start a new run"
         listed = _indent(_manifest_changes(saved.manifest, manifest))

@@ -89,7 +89,8 @@ def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
     """
     step, attempts = saved.step, read_attempts(run)
     samples = [row for row in saved.manifest if not row.get("held_out")]
-    batch = GlobalBatch(config.train.batch_size, config.train.gradient_accumulation, saved.processes)
+    micros = saved.micro_batches or config.train.accumulation * saved.processes
+    batch = GlobalBatch(config.train.micro_batch, micros)
     per_epoch = steps_in_epoch(Counter(tuple(row["bucket"]) for row in samples).values(), batch)
     asked = config.steps(per_epoch)
     summary: Json = {"name": config.name, "steps": step, "steps_asked": asked, "steps_per_epoch": per_epoch}

@@ -68,7 +68,7 @@ def shapes_of(config: TrainConfig, sizes: Iterable[Size]) -> list[Shape]:
     """
     drawn = config.validation
     rows = 2 if drawn.guidance > 1 else 1  # both halves of guidance are one batch
-    passes = [(size, config.train.batch_size, True, "training") for size in sizes]
+    passes = [(size, config.train.micro_batch, True, "training") for size in sizes]
     if drawn.eval_samples:
         passes += [(size, 1, False, "the evaluation loss") for size, *_ in passes]
     if drawn.prompts != []:

@@ -14,7 +14,8 @@ from simpletune.data.samples import Draw
 from simpletune.pipeline.encode import Prepared
 from simpletune.pipeline.modulation_plan import Modulation, ModulationPlan
 from simpletune.prior import NoPrior, PriorOption
-from simpletune.step.passes import Passes
+from simpletune.step.dealing import Share
+from simpletune.step.passes import WHOLE, Passes
 from simpletune.system.rng import stream
 
 NO_PRIOR = NoPrior()
@@ -39,6 +40,8 @@ class Batch:
     """The weights of its samples or of their places in the loss; None: 1 everywhere."""
     prior: Tensor | None = None  # [b, 1, h or 1, w or 1]
     """Their weights in the loss against the base's own prediction; None: 0 everywhere, and it is not computed."""
+    key: tuple[int, str, int, int] | None = None
+    """Of the random numbers that torch draws for it (LoRA dropout); None: the generators go on."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every tensor of the batch."""
@@ -56,9 +59,9 @@ class Batches:
         prepared: the run's plan and caches.
         seed: ``train.seed``.
         device: the target device.
-        process: the index of this process.
         modulation: the detached modulation of the transformer; batches then carry modulations computed ahead.
         prior: how the class is preserved.
+        share: which micro-batches of a step this process computes.
     """
 
     def __init__(
@@ -66,16 +69,16 @@ class Batches:
         prepared: Prepared,
         seed: int,
         device: torch.device,
-        process: int = 0,
         modulation: Modulation | None = None,
         prior: PriorOption = NO_PRIOR,
+        share: Share = WHOLE,
     ):
         self.plan, self.text, self.latents, self.masks = prepared.plan, prepared.text, prepared.latents, prepared.masks
-        self.seed, self.device, self.process = seed, device, process
-        self.passes = Passes(self.plan, prior)
+        self.seed, self.device, self.share = seed, device, share
+        self.passes = Passes(self.plan, prior, share)
         self.modulations: ModulationPlan | None = None
         if modulation is not None:
-            self.modulations = ModulationPlan(modulation, self.passes, self.text.pooled, process)
+            self.modulations = ModulationPlan(modulation, self.passes, self.text.pooled, apart=share.exact)
 
     def step(self, step: int) -> list[Batch]:
         """Load the micro-batches of one step."""
@@ -84,16 +87,18 @@ class Batches:
     def fetch(self, step: int) -> list[Batch]:
         """Load a step's micro-batches into host memory, which may run ahead of and alongside the computation.
 
-        A step's loss is the mean over its samples in all processes, and processes average their gradients.
+        A step's loss is the mean over its samples in all processes, whose gradients are averaged, or with an exact
+        share added.
         """
-        share = self.plan.samples_in(step) / self.plan.processes
+        samples = self.plan.samples_in(step) / (1 if self.share.exact else self.share.processes)
         found = []
         for micro in range(self.passes.count(step)):
-            draws = self.passes.micro_batch(step, micro, self.process)
+            draws = self.passes.micro_batch(step, micro)
             real = sum(draw.weight for draw in draws)
-            parts = share / real if real else math.inf
+            parts = samples / real if real else math.inf
             batch = self._fetched(draws, self.passes.is_second(micro))
-            found.append(replace(batch, fillers=len(draws) - real, parts=parts))
+            key = (self.seed, "step", step, self.passes.place(step, micro))
+            found.append(replace(batch, fillers=len(draws) - real, parts=parts, key=key))
         return found
 
     def place(self, step: int, fetched: list[Batch]) -> list[Batch]:
@@ -103,6 +108,11 @@ class Batches:
             return batches
         rows = self.modulations.of_step(step)  # [micro-batches, b, m]
         return [replace(batch, pooled=own) for batch, own in zip(batches, rows[: len(batches)], strict=True)]
+
+    def trial(self, draws: list[Draw]) -> Batch:
+        """Load a micro-batch that takes as much memory as one of the first step, with modulations of that step."""
+        batch = self._placed(self._fetched(draws, self.passes.prior.second_pass))
+        return batch if self.modulations is None else replace(batch, pooled=self.modulations.of_step(0)[0])
 
     def one_by_one(self, draws: Sequence[Draw]) -> Iterator[Batch]:
         """Yield a batch of one for each draw, without the base's predictions as targets."""

@@ -30,7 +30,9 @@ from simpletune.profiling import phase
 from simpletune.step.attention import attention_by
 from simpletune.step.batches import Batch
 from simpletune.step.fp16 import Fp16
+from simpletune.step.reduction import TreeSum
 from simpletune.system.console import say
+from simpletune.system.rng import reseed_global
 from simpletune.tensors import trained_parameters
 
 
@@ -39,7 +41,7 @@ class StepCore:
 
     Args:
         config: the run's configuration.
-        model: the transformer, wrapped in DDP if there are several processes.
+        model: the transformer, wrapped in DDP if there are several processes, unless ``train.reduce`` is ``exact``.
         optimizer: updates the trained parameters.
         accelerator: synchronises processes.
         modulation: the detached modulation of the transformer; batches then carry modulations.
@@ -60,9 +62,14 @@ class StepCore:
         self.process = config.objective.process(config.model.scheduler_config)
         self.parameters = list(trained_parameters(model).values())
         # Figures of the last step, on the device; read only to explain a failure.
-        self.losses: list[Tensor] = []  # one per micro-batch
+        self.losses: list[Tensor] = []  # one per pass
         self.normed: list[nn.Parameter] = []  # parameters with a gradient
         self.norms = torch.empty(0)  # norms of their gradients
+        self.tree: TreeSum | None = None
+        if config.train.reduce == "exact":
+            passes = 2 if config.prior.second_pass else 1
+            self.tree = TreeSum(self.parameters, accelerator.num_processes, passes)
+            self.tree.share_weights()
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
         """What the network predicts for one micro-batch: [b, c, h, w] in the type of its products."""
@@ -119,22 +126,14 @@ class StepCore:
             allows_update: decides, from the returned loss and norm, whether to update the weights; None always does.
 
         Returns:
-            The loss, whose mean over processes is the mean over the step's samples, and the global norm of the
-            gradients before clipping; both on the device.
+            The loss, whose mean over processes is the mean over the step's samples (with ``train.reduce`` ``exact``
+            that mean itself), and the global norm of the gradients before clipping; both on the device.
         """
-        total = torch.zeros((), device=batches[0].z_0.device)
         self.losses = []
         begin_step(self.optimizer)
         if self.fp16 is not None:
             self.fp16.begin()
-        for number, batch in enumerate(batches, 1):
-            with self.accelerator.no_sync(self.model) if number < len(batches) else nullcontext():
-                with phase("forward"):
-                    loss = self.loss(self.model, batch) / batch.parts
-                with phase("backward"), attention_by(self.config.speed.attention):  # it may recompute blocks
-                    self.accelerator.backward(loss if self.fp16 is None else self.fp16.scale.scaled(loss))
-            total += loss.detach()
-            self.losses.append(loss.detach())
+        total = self._accumulated(batches) if self.tree is None else self.tree.over(batches, self.compute)
         with phase("clip"):
             norm = self.norm()
             if self.fp16 is not None:
@@ -153,6 +152,25 @@ class StepCore:
         if self.fp16 is not None:
             self.fp16.scale.update()
         return total, norm
+
+    def _accumulated(self, batches: list[Batch]) -> Tensor:
+        """Compute a step's passes one after the other, each adding to the gradients; DDP exchanges them in the last."""
+        total = torch.zeros((), device=batches[0].z_0.device)
+        for number, batch in enumerate(batches, 1):
+            with self.accelerator.no_sync(self.model) if number < len(batches) else nullcontext():
+                total += self.compute(batch)
+        return total
+
+    def compute(self, batch: Batch) -> Tensor:
+        """Run the forward and backward pass of one batch; returns its part of the step's loss."""
+        if batch.key is not None:
+            reseed_global(*batch.key)
+        with phase("forward"):
+            loss = self.loss(self.model, batch) / batch.parts
+        with phase("backward"), attention_by(self.config.speed.attention):  # it may recompute blocks
+            self.accelerator.backward(loss if self.fp16 is None else self.fp16.scale.scaled(loss))
+        self.losses.append(loss.detach())
+        return self.losses[-1]
 
     def norm(self) -> Tensor:
         """The global norm of the gradients, whose scale it removes; not finite if any gradient is not."""
@@ -194,9 +212,11 @@ def assemble(config: TrainConfig, transformer: Transformer, accelerator: Acceler
     blocks = fp16_blocks_of(transformer)
     fp16 = None if blocks is None else Fp16(LossScale(accelerator.device), blocks)
     optimizer = attach(config, transformer, sizes, None if fp16 is None else fp16.scale)
-    if accelerator.num_processes > 1:
-        ignore_frozen_in_ddp(transformer)
-    model = accelerator.prepare_model(transformer, device_placement=False)
+    model: nn.Module = transformer
+    if config.train.reduce == "fast":
+        if accelerator.num_processes > 1:
+            ignore_frozen_in_ddp(transformer)
+        model = accelerator.prepare_model(transformer, device_placement=False)
     return StepCore(config, model, optimizer, accelerator, modulation, fp16)
 
 

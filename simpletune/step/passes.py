@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,10 +12,13 @@ from torch import Tensor
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Draw
 from simpletune.prior import PriorOption
+from simpletune.step.dealing import Share
+
+WHOLE = Share()
 
 
 class Passes:
-    """Selects the draws of each pass, and what their targets are.
+    """Selects the draws of each pass of one process, and what their targets are.
 
     A second pass follows its micro-batch: the same crops, noise and noise levels, with another prompt. So a step's
     random numbers do not depend on it.
@@ -22,23 +26,45 @@ class Passes:
     Args:
         plan: the run's plan.
         prior: how the class is preserved.
+        share: which micro-batches of a step the process computes.
     """
 
-    def __init__(self, plan: Plan, prior: PriorOption):
-        self.plan, self.prior = plan, prior
+    def __init__(self, plan: Plan, prior: PriorOption, share: Share = WHOLE):
+        self.plan, self.prior, self.share = plan, prior, share
         self.batch_size, self._each = plan.batch_size, 2 if prior.second_pass else 1
-        self.accumulation = plan.accumulation * self._each
+        self.accumulation = -(-plan.accumulation // share.processes) * self._each
+        """The largest number of passes in a step."""
+        self.places = lru_cache(maxsize=128)(self._places)
+
+    def _places(self, step: int) -> list[int]:
+        """The micro-batches of a step that this process computes, in their order; if none is left for it, one made of
+        fillers, because the processes exchange gradients."""
+        count = self.plan.micros(step)
+        if self.share.is_whole:
+            return list(range(count))
+        return self.share.of(self.plan.areas(step)) or [count]
 
     def count(self, step: int) -> int:
-        """How many passes of a step contain samples in at least one process."""
-        return self.plan.micros(step) * self._each
+        """How many passes this process computes in a step."""
+        return len(self.places(step)) * self._each
 
-    def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
+    def place(self, step: int, micro: int) -> int:
+        """The number of a pass among those of all processes; beyond the last one, a pass of fillers."""
+        places = self.places(step)
+        own = micro // self._each
+        place = places[own] if own < len(places) else self.plan.micros(step)
+        return place * self._each + micro % self._each
+
+    def micro_batch(self, step: int, micro: int) -> list[Draw]:
         """The draws of one pass."""
-        draws = self.plan.micro_batch(step, micro // self._each, process)
+        draws = self.plan.micro_batch(step, self.place(step, micro) // self._each)
         if self.is_second(micro):
             draws = [replace(draw, caption=self.prior.class_prompt(draw.caption)) for draw in draws]
         return draws
+
+    def micro_batches(self, step: int) -> list[list[Draw]]:
+        """The draws of this process's micro-batches of a step, each once."""
+        return [self.plan.micro_batch(step, place) for place in self.places(step)]
 
     def is_second(self, micro: int) -> bool:
         """Whether a pass is the second one of its micro-batch."""

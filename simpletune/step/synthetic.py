@@ -36,10 +36,12 @@ class SyntheticBatches:
         self.size = size or (config.data.resolution, config.data.resolution)
         self.text = config.precision.encoder_dtype()
         passes = 2 if config.prior.second_pass else 1
-        self.batch_size, self.accumulation = config.train.batch_size, config.train.gradient_accumulation * passes
+        self.batch_size, self.accumulation = config.train.micro_batch, config.train.accumulation * passes
         self.modulations: ModulationPlan | None = None
         if core.modulation is not None:
-            self.modulations = ModulationPlan(core.modulation, self, lambda caption: self._pooled())
+            self.modulations = ModulationPlan(
+                core.modulation, self, lambda caption: self._pooled(), apart=config.train.reduce == "exact"
+            )
 
     def step(self, step: int) -> list[Batch]:
         """Make the micro-batches of one step."""
@@ -55,7 +57,7 @@ class SyntheticBatches:
         kept = torch.ones_like(batch.level).view(-1, 1, 1, 1)
         return replace(batch, prior=kept) if self.config.prior.predicts else batch
 
-    def micro_batch(self, step: int, micro: int, process: int = 0) -> list[Draw]:
+    def micro_batch(self, step: int, micro: int) -> list[Draw]:
         """Like ``Plan.micro_batch``, for the modulation plan: draws with placeholder captions and pictures."""
         return [DRAW] * self.batch_size
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from simpletune.config.batches import kept_batch
 from simpletune.config.compute import compute_of, kept_compute, settle_compute
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
@@ -33,9 +34,9 @@ from simpletune.system.disk import room_for
 from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import exclusive
 from simpletune.system.processes import is_first_process
-from simpletune.system.rng import reseed_global
 from simpletune.system.signals import SIGNALS, Stopped, deferred_signals, is_listening, received_signal, stop_if_asked
 from simpletune.system.stage_timer import StageTimer
+from simpletune.training.accelerator import make_accelerator
 from simpletune.training.between_steps import is_interrupted, save_and_validate, stops_early
 from simpletune.training.class_pictures import with_class_pictures
 from simpletune.training.ending import explained
@@ -43,7 +44,7 @@ from simpletune.training.finish import finish
 from simpletune.training.pending_steps import Asked, DeviceEvent, MetricsQueue, PendingStep, global_figures
 from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import traces_of
-from simpletune.training.setup import StartOptions, make_accelerator, set_up
+from simpletune.training.setup import StartOptions, set_up
 from simpletune.training.together import part_company, watched
 
 
@@ -121,7 +122,7 @@ def is_finished(config: TrainConfig) -> bool:
         return False
     if saved.step != config.steps(summary["steps_per_epoch"]) and not summary.get("stopped_early"):
         return False
-    check_resumable(saved, kept_compute(config, compute_of(saved.config)), saved.manifest)
+    check_resumable(saved, kept_batch(kept_compute(config, compute_of(saved.config)), saved.config), saved.manifest)
     say(f"{folder} is already finished ({plural(saved.step, 'step')}). Its result is {summary['output']}")
     return True
 
@@ -168,7 +169,7 @@ def loop(run: Run) -> EpochTraces:
     Returns:
         The profiler's traces.
     """
-    config, process, device = run.config, run.accelerator.process_index, run.accelerator.device
+    config, device = run.config, run.accelerator.device
     progress, pending = run.progress(), MetricsQueue(ahead=0 if run.guard.skips else 1)
     prefetcher = Prefetcher(run.batches, run.steps, on=config.speed.prefetch and run.stages.cuda)
     run.transformer.train()
@@ -180,7 +181,6 @@ def loop(run: Run) -> EpochTraces:
             traces.before_step(step)
             with phase("data"):
                 batches = prefetcher.step(step)
-            reseed_global(config.train.seed, "step", step, process)
             lr = config.optimizer.lr * config.schedule.factor(step, run.steps)
             set_learning_rate(run.core.optimizer, lr)
             key_draws(run.core.optimizer, config.train.seed, step)
@@ -189,9 +189,8 @@ def loop(run: Run) -> EpochTraces:
             loss, norm = run.core.step(batches, run.guard.allows_update)
             if run.average is not None and not run.guard.skipping:
                 run.average.update(None if run.core.fp16 is None else run.core.fp16.scale.overflow)
-            fp16 = None if run.core.fp16 is None else run.core.fp16.figures
             run.control.look()
-            figures = global_figures(loss, norm, run.accelerator, asked_now(run), fp16)
+            figures = global_figures(loss, norm, run.core, asked_now(run))
             pending.push(PendingStep.launched(step, lr, began, run.core, figures))
             failpoint("step.updated")
             traces.after_step()  # may write a trace, which does not count as the step's time

@@ -66,8 +66,7 @@ class NonFiniteGuard:
     def allows_update(self, loss: Tensor, norm: Tensor) -> bool:
         """Tell whether a step may update the weights. With ``skip``, the host waits for the backward pass."""
         if self.skips:
-            fp16 = None if self.core.fp16 is None else self.core.fp16.figures
-            mean, whole, _, _, *figures = global_figures(loss, norm, self.accelerator, fp16=fp16).tolist()
+            mean, whole, _, _, *figures = global_figures(loss, norm, self.core).tolist()
             finite = math.isfinite(mean) and math.isfinite(whole)
             self.skipping = not finite and not is_overflow(mean, whole, figures)
         return not self.skipping
@@ -152,8 +151,7 @@ class NonFiniteGuard:
 
     def _draws(self, step: int) -> list[Draw]:
         """List the draws of a step's micro-batches in this process."""
-        plan, process = self.batches.plan, self.accelerator.process_index
-        return [draw for micro in range(plan.micros(step)) for draw in plan.micro_batch(step, micro, process)]
+        return [draw for draws in self.batches.passes.micro_batches(step) for draw in draws]
 
     def _gathered(self, found: list[T]) -> list[T]:
         """Gather findings from all processes, because each sees only its own samples."""

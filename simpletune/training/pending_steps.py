@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from simpletune.system.processes import progressed
@@ -71,29 +70,27 @@ class Asked(NamedTuple):
 NOTHING = Asked()
 
 
-def global_figures(
-    loss: Tensor, norm: Tensor, accelerator: Accelerator, asked: Asked = NOTHING, fp16: Tensor | None = None
-) -> Tensor:  # fp32 [4 + n]
+def global_figures(loss: Tensor, norm: Tensor, core: StepCore, asked: Asked = NOTHING) -> Tensor:  # fp32 [4 + n]
     """Combine a step's metrics over all processes, on the device.
 
     Args:
         loss: loss returned by ``StepCore.step``.
         norm: norm of all gradients, equal in all processes.
-        accelerator: accelerate's view of the processes.
+        core: made the step.
         asked: what is asked of this process.
-        fp16: ``Fp16.figures`` [n] of the step, if products are in fp16.
 
     Returns:
-        Mean loss, gradient norm, the shares of processes that are asked to stop and to answer, and the means of
-        ``fp16``. A single process knows what it is asked: its shares are 0.
+        Mean loss, gradient norm, the shares of processes that are asked to stop and to answer, and with products in
+        fp16 the means of ``Fp16.figures`` [n]. A single process knows what it is asked: its shares are 0.
     """
+    accelerator, fp16 = core.accelerator, None if core.fp16 is None else core.fp16.figures
     if accelerator.num_processes == 1:
         none = torch.zeros_like(loss)
         figures = torch.stack([loss.float(), norm.float(), none, none])
         return figures if fp16 is None else torch.cat([figures, fp16])
     own = torch.stack([loss, *(torch.full_like(loss, float(each)) for each in asked)])
     mean, *more = accelerator.reduce(own if fp16 is None else torch.cat([own, fp16]), "mean")
-    return torch.stack([mean, norm.float(), *more])
+    return torch.stack([mean if core.tree is None else loss, norm.float(), *more])
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,8 @@ def flops_of_steps(run: Run) -> Callable[[int], float]:
         return known[size]
 
     def of_step(step: int) -> float:
-        plan, process = run.prepared.plan, run.accelerator.process_index
-        draws = [plan.micro_batch(step, micro, process)[0] for micro in range(plan.micros(step))]
-        return float(sum(of_size(draw.view.bucket) for draw in draws))
+        micros = run.batches.passes.micro_batches(step)
+        return float(sum(of_size(draws[0].view.bucket) for draws in micros))
 
     return of_step
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import gather_object
 
+from simpletune.config.batches import kept_batch, of_process, with_batch
 from simpletune.config.compute import compute_of, settle_compute
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import checked_folders
-from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
-from simpletune.data.plan import Plan
-from simpletune.ema import Average
+from simpletune.config.schema import TrainConfig, run_folder
+from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.estimate.disk_needs import require_room
 from simpletune.options import Json, UserError, plural
 from simpletune.pipeline.encode import Prepared, encode
-from simpletune.pipeline.load import load_base
-from simpletune.pipeline.plan_data import plan_data
-from simpletune.quant.int8_tuning import announce_tuning
+from simpletune.pipeline.plan_data import PlannedData, plan_data
 from simpletune.remote.keep import OnlyHere, Saves
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder, close_killed
@@ -42,28 +39,22 @@ from simpletune.runs.predicted import keep
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
 from simpletune.step.attention import settle_attention
-from simpletune.step.batches import Batches
-from simpletune.step.core import StepCore, assemble, average_of
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
-from simpletune.system.devices import capability_of, choose_device
+from simpletune.system.devices import capability_of
 from simpletune.system.environment import describe_machine
-from simpletune.system.failpoints import failpoint
-from simpletune.system.signals import stop_if_asked
 from simpletune.system.stage_timer import StageTimer
 from simpletune.system.threads import choose_threads, use_threads
+from simpletune.training.accelerator import make_accelerator, require_processes
 from simpletune.training.class_pictures import with_class_pictures
+from simpletune.training.load import load
 from simpletune.training.nonfinite import NonFiniteGuard
 from simpletune.training.run import Run
-from simpletune.training.together import MEETING
 from simpletune.training.trackers import open_trackers
 from simpletune.training.validation import Previews
 
 if TYPE_CHECKING:
     from simpletune.estimate.predict import Estimate
-    from simpletune.models.transformer import Transformer
-
-PATIENCE = timedelta(days=2)  # for which processes wait while one fills the cache or draws; NCCL's default: 10 minutes
 
 
 @dataclass(frozen=True)
@@ -85,23 +76,6 @@ class StartOptions:
     store: Saves = OnlyHere()
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """Hold the model of a run, ready for its first step.
-
-    Args:
-        transformer: model with its adapter, not wrapped.
-        core: step core.
-        average: average of the trained weights, if enabled.
-        total: number of parameters of the base model.
-    """
-
-    transformer: Transformer
-    core: StepCore
-    average: Average | None
-    total: int
-
-
 def set_up(config: TrainConfig, options: StartOptions) -> Run:
     """Do everything before the first step: device, data, caches, folder and model.
 
@@ -113,36 +87,36 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         UserError: for anything that the user can fix.
     """
     accelerator, reason = make_accelerator(config)
-    device, main, process = accelerator.device, accelerator.is_main_process, accelerator.process_index
+    device, main, processes = accelerator.device, accelerator.is_main_process, accelerator.num_processes
     stages = StageTimer(cuda=device.type == "cuda")
-    with accelerator.main_process_first():  # the first process sets damaged checkpoints aside
-        saved = checkpoint.find(options.resume, run_folder(config)) if options.resume else None
-    start = saved.step if saved else 0
-    config = settle_compute(config, capability_of(device), compute_of(saved.config) if saved else None)
+    saved = find_saved(options.resume, run_folder(config), accelerator)
+    start, before = (saved.step, saved.config) if saved else (0, None)
+    config = settle_compute(kept_batch(config, before), capability_of(device), compute_of(before))
     announce(config, reason)
     resolved = checked_folders(config)
     threads = settle_threads(resolved, device, resumed=saved is not None)
     resolved = with_class_pictures(resolved, accelerator, stages)
-    data = plan_data(resolved, accelerator.num_processes)
+    data = plan_data(resolved)
+    fitted, guarded = fit_memory(resolved, accelerator, data.plan, saved), config.train.batch_size == "auto"
+    config, resolved, data = with_train_of(fitted, config), with_train_of(fitted, resolved), divided(data, fitted)
     if main:
         require_room(resolved, data.plan, start, options.force)
-    fitted = fit_memory(resolved, device, data.plan, saved)
-    predicted, timed = predict(fitted, device, data.plan, options) if main else (None, None)
+    predicted, timed = predict(of_process(fitted, processes), device, data.plan, options) if main else (None, None)
     attention = settle_attention(resolved, data.plan.sizes(), device)
     prepared = encode(resolved, data, accelerator, stages)
     print_data(prepared)
-    steps = config.steps(prepared.plan.steps_per_epoch)
-    if saved:
-        announce_resume(saved, config, prepared, steps, accelerator.num_processes)
-    folder = run_folder(config)
+    announce_resume(saved, config, prepared, processes)
     if main:
         open_folder(config, prepared, saved, timed, anew=options.resume == "auto")
         options.attempt.begin(reason, start, stages)
         put_chosen(resolved, fitted, threads)
-    stop_if_asked()
     with stages.stage("load"):
-        model = load_model(fitted, prepared, accelerator, saved)
-    batches = Batches(prepared, config.train.seed, device, process, model.core.modulation, config.prior)
+        state_bytes = state_bytes_of(predicted, accelerator) if guarded else None
+        ready = load(fitted, prepared, accelerator, saved, state_bytes)
+    config, model, prepared = with_train_of(ready.config, config), ready.model, ready.prepared
+    folder = run_folder(config)
+    if main and guarded:
+        write_config(config)
     trackers = open_trackers(config, folder, start, main)
     return Run(
         config=config,
@@ -152,17 +126,23 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         stages=stages,
         prepared=prepared,
         **vars(model),
-        batches=batches,
+        batches=ready.batches,
         previews=Previews(resolved, prepared.requests, prepared.text, folder / "samples", model.core.modulation),
         trackers=trackers,
         start=start,
-        steps=steps,
+        steps=config.steps(prepared.plan.steps_per_epoch),
         attention=attention,
         attempt=options.attempt,
         store=options.store,
-        guard=NonFiniteGuard(config, folder, model.core, batches, start, trackers.warn),
+        guard=NonFiniteGuard(config, folder, model.core, ready.batches, start, trackers.warn),
         predicted=predicted,
     )
+
+
+def find_saved(resume: str | None, folder: Path, accelerator: Accelerator) -> checkpoint.SavedState | None:
+    """Find the checkpoint to continue from; the first process goes first, because it sets damaged ones aside."""
+    with accelerator.main_process_first():
+        return checkpoint.find(resume, folder) if resume else None
 
 
 def announce(config: TrainConfig, device: str) -> None:
@@ -183,16 +163,45 @@ def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> 
 
 
 def fit_memory(
-    config: TrainConfig, device: torch.device, plan: Plan, saved: checkpoint.SavedState | None
+    config: TrainConfig, accelerator: Accelerator, plan: Plan, saved: checkpoint.SavedState | None
 ) -> TrainConfig:
-    """Resolve the ``auto`` values of ``memory``; a resumed run keeps its earlier choices."""
+    """Resolve the ``auto`` values of ``memory`` and of the batch size; a resumed run keeps its earlier choices.
+
+    Raises:
+        ConfigError: so many processes cannot share a step of this size.
+    """
+    device, processes = accelerator.device, accelerator.num_processes
     before = {**saved.config.get("memory", {}), **chosen_before(config)} if saved else {}
     config = settle_modulation(config, device.type == "cpu", before.get("modulation"))
+    if config.train.batch_size == "auto":
+        from simpletune.estimate.auto_batch import choose_batch_on
+
+        config = choose_batch_on(config, device, plan.largest(), processes)
+        if processes > 1:
+            config = with_batch(config, min(gather_object([config.train.micro_batch])))
+    require_processes(config, processes)
     if config.memory.checkpointing != "auto":
         return config
     from simpletune.estimate.auto_checkpointing import choose_on
 
-    return choose_on(config, device, plan.largest(), before.get("checkpointed"))
+    chosen = choose_on(of_process(config, processes), device, plan.largest(), before.get("checkpointed"))
+    return with_train_of(config, chosen)
+
+
+def divided(data: PlannedData, config: TrainConfig) -> PlannedData:
+    """Return the data with the plan of the configuration's batch sizes."""
+    return replace(data, plan=data.plan.divided(GlobalBatch(config.train.micro_batch, config.train.accumulation)))
+
+
+def with_train_of(settled: TrainConfig, config: TrainConfig) -> TrainConfig:
+    """Return a configuration with the batch size of another, which differs only in what is resolved."""
+    return config.model_copy(update={"train": settled.train})
+
+
+def state_bytes_of(predicted: Estimate | None, accelerator: Accelerator) -> int:
+    """The predicted size of the optimizer's state, which the first process knows."""
+    own = 0 if predicted is None or predicted.job is None else predicted.job.train.state_bytes
+    return max(gather_object([own])) if accelerator.num_processes > 1 else own
 
 
 def predict(
@@ -209,42 +218,6 @@ def predict(
 
     predicted = forecast(config, device, plan.largest(), options.force)
     return predicted, forecast_time(config, predicted, device, plan)
-
-
-def load_model(
-    config: TrainConfig, prepared: Prepared, accelerator: Accelerator, saved: checkpoint.SavedState | None
-) -> LoadedModel:
-    """Load and quantise the model, attach the adapter, place it, create the optimizer, and restore a checkpoint.
-
-    Args:
-        config: configuration with folders and ``memory`` resolved.
-        prepared: plan and caches.
-        accelerator: accelerate's view of processes and device.
-        saved: checkpoint to continue from, if any.
-    """
-    transformer = load_base(config, accelerator.device, prepared.sizes(), cache_of_bases(config))
-    failpoint("model.loaded")
-    total = config.model.parameter_count()
-    core = assemble(config, transformer, accelerator, len(prepared.plan.sizes()))
-    average = average_of(config, transformer, core.optimizer)
-    if saved:
-        checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)
-        if core.fp16 is not None and saved.fp16 is not None:
-            core.fp16.load(saved.fp16)
-        failpoint("run.restored")
-    trainable = sum(parameter.numel() for parameter in core.parameters)
-    say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
-    announce_kernel(config, transformer, accelerator.device, prepared.plan)
-    return LoadedModel(transformer, core, average, total)
-
-
-def announce_kernel(config: TrainConfig, transformer: Transformer, device: torch.device, plan: Plan) -> None:
-    """Say what tuning of the int8 kernel the first step will wait for; on CUDA only."""
-    if device.type != "cuda":
-        return
-    batch = config.train.batch_size
-    image_rows = [batch * config.model.image_tokens(size) for size in plan.sizes()]
-    announce_tuning(transformer, image_rows, batch * config.model.text_tokens, device)
 
 
 def open_folder(
@@ -264,57 +237,29 @@ def open_folder(
     if anew and not saved:
         clear_unsaved(config)
     folder = open_again(config, saved.step, best_step) if saved else open_fresh(config)
-    write_json(folder / CONFIG, config.model_dump(mode="json", by_alias=True))
+    write_config(config)
     write_json(folder / ENVIRONMENT, describe_machine())
     write_json(folder / DATA, prepared.data())
     if timed is not None and saved is None:
         keep(folder, timed)
 
 
-def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
-    """Create accelerate's ``Accelerator``, and describe the device and why it was chosen.
-
-    Raises:
-        UserError: accelerate uses another device, or a setting needs a single process.
-    """
-    device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
-    accelerator = _accelerator_on(device)
-    if config.memory.optimizer_in_backward and accelerator.num_processes > 1:
-        raise UserError(
-            f"memory.optimizer_in_backward: {accelerator.num_processes} processes would update with their own "
-            "gradients before averaging them. Set it to false, or use one process"
-        )
-    return accelerator, reason
-
-
-def _accelerator_on(device: torch.device) -> Accelerator:
-    """Create an ``Accelerator`` for a device.
-
-    accelerate keeps the device of a process's first run and would silently train a later one there, so its state is
-    reset first; not in one of several processes, which would leave their group.
-    """
-    known = PartialState._shared_state
-    if known and known["device"].type != device.type and known["num_processes"] == 1:
-        AcceleratorState._reset_state(reset_partial_state=True)
-    unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # the last block's add_q_proj gets no gradient
-    patient = InitProcessGroupKwargs(init_method=MEETING, timeout=PATIENCE)
-    accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[unused, patient])
-    if accelerator.device.type != device.type:
-        raise UserError(
-            f"device: the run was to use {device.type}, but accelerate uses {accelerator.device.type}. "
-            "Unset ACCELERATE_USE_CPU, or set device=cpu"
-        )
-    return accelerator
+def write_config(config: TrainConfig) -> None:
+    """Write the complete configuration into the run's folder."""
+    write_json(run_folder(config) / CONFIG, config.model_dump(mode="json", by_alias=True))
 
 
 def announce_resume(
-    saved: checkpoint.SavedState, config: TrainConfig, prepared: Prepared, steps: int, processes: int
+    saved: checkpoint.SavedState | None, config: TrainConfig, prepared: Prepared, processes: int
 ) -> None:
-    """Print the checkpoint that a run continues from, and the changed settings.
+    """Print the checkpoint that a run continues from, if any, and the changed settings.
 
     Raises:
         UserError: the run cannot continue from this checkpoint.
     """
+    if saved is None:
+        return
+    steps = config.steps(prepared.plan.steps_per_epoch)
     for change in check_resumable(saved, config, prepared.plan.manifest(), processes):
         say(f"resume  changed {change}")
     if saved.step > steps or saved.step == steps == finished_steps(run_folder(config)):

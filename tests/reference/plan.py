@@ -37,7 +37,6 @@ class Settings:
     mean: float | None = None
     std: float | None = None
     max_aspect: float = 4.0
-    processes: int = 1
     lora_alpha: float | None = None
     """Needed by the method "lora"; the rank is lora_A's."""
 
@@ -102,8 +101,8 @@ def pass_order(seed: int, number: int, members: Sequence[Bucket], batch_size: in
 
 
 def micro_batches(settings: Settings, members: Sequence[Bucket]) -> list[list[MicroBatch]]:
-    """The micro-batches of every step, of all processes; the last step of an epoch has those that are left."""
-    size = settings.accumulation * settings.processes
+    """The micro-batches of every step; the last step of an epoch has those that are left."""
+    size = settings.accumulation
     steps: list[list[MicroBatch]] = []
     epoch = 0
     while len(steps) < settings.steps:
@@ -112,9 +111,7 @@ def micro_batches(settings: Settings, members: Sequence[Bucket]) -> list[list[Mi
             step = len(steps)
             rows = enumerate(listed[start : start + size])
             first = step * size
-            steps.append([
-                MicroBatch(step, n // settings.processes, row, (first + n) * settings.batch_size) for n, row in rows
-            ])  # fmt: skip
+            steps.append([MicroBatch(step, n, row, (first + n) * settings.batch_size) for n, row in rows])
         epoch += 1
     return steps[: settings.steps]
 

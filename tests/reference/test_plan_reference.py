@@ -104,13 +104,6 @@ def test_the_last_step_of_an_epoch_has_what_is_left() -> None:
     assert epochs[0] != epochs[1]
 
 
-def test_processes_take_the_micro_batches_in_turn() -> None:
-    steps = micro_batches(replace(SETTINGS, accumulation=2, processes=2, steps=2), MEMBERS)
-    assert [[(batch.micro, batch.first) for batch in step] for step in steps] == [
-        [(0, 0), (0, 2), (1, 4), (1, 6)], [(0, 8)]
-    ]  # fmt: skip
-
-
 def test_sigma_densities_and_shift() -> None:
     halves = replace(SETTINGS, sigma="logit_normal", mean=0.0, std=0.0)
     assert draw_sigma(halves, 0, 0, 0) == 0.5

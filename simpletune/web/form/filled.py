@@ -110,8 +110,9 @@ class Filled:
         if config is None:
             return ""
         length = plural(config.train.epochs, "epoch") if config.train.epochs else plural(config.steps(1), "step")
+        of = config.train.global_batch or config.train.micro_batch
         parts = [config.model.pretrained, config.adapter.method, f"{config.data.resolution} px", f"{length} of "
-                 f"{plural(config.train.batch_size, 'picture')}", f"learning rate {config.optimizer.lr:g}"]  # fmt: skip
+                 f"{plural(of, 'picture')}", f"learning rate {config.optimizer.lr:g}"]  # fmt: skip
         return ", ".join(parts)
 
     @property

@@ -1,0 +1,123 @@
+"""Divide a step's pictures into micro-batches, and these among processes: the rules, and what replaces ``auto``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from simpletune.options import Json, Problem, plural
+
+if TYPE_CHECKING:
+    from simpletune.config.schema import Train, TrainConfig
+
+
+def batch_rules(config: TrainConfig) -> Iterator[Problem]:
+    """Report sizes that contradict each other, and an exact sum of gradients that are not kept."""
+    train = config.train
+    if train.global_batch is None:
+        if train.batch_size == "auto":
+            yield Problem(
+                "train.batch_size",
+                "auto chooses by the card how train.global_batch is divided, and that is not set: then the card would "
+                "choose what a step learns from. Set train.global_batch to the number of pictures per step",
+            )
+    elif train.gradient_accumulation != 1:
+        yield Problem(
+            "train.global_batch",
+            f"global_batch {train.global_batch} and gradient_accumulation {train.gradient_accumulation} are both set. "
+            "Remove one of them: a step has global_batch / batch_size micro-batches",
+        )
+    elif train.batch_size != "auto" and train.global_batch % train.batch_size:
+        fitting = [size for size in divisors(train.global_batch) if size < train.batch_size][-1]
+        yield Problem(
+            "train.batch_size",
+            f"{train.batch_size} does not divide train.global_batch {train.global_batch}. Use {fitting}, or auto",
+        )
+    memory = config.memory
+    if memory.budget_gib is not None and memory.checkpointing != "auto" and train.global_batch is None:
+        yield Problem(
+            "memory.budget_gib",
+            f"{memory.budget_gib} with memory.checkpointing {memory.checkpointing}: only checkpointing auto and "
+            "train.batch_size auto use the budget. Set memory.checkpointing=auto, or memory.budget_gib=null",
+        )
+    if train.reduce == "exact" and config.memory.optimizer_in_backward:
+        yield Problem(
+            "train.reduce",
+            "exact sums the gradients of whole micro-batches, but memory.optimizer_in_backward frees each after its "
+            "update. Use fast, or optimizer_in_backward false",
+        )
+
+
+def process_rules(train: Train, processes: int) -> Iterator[Problem]:
+    """Report what a number of processes cannot do.
+
+    Args:
+        train: with a batch size that is not auto.
+        processes: how many will train.
+    """
+    micros = train.accumulation
+    if processes > micros:
+        size = train.micro_batch
+        remedy = (
+            f"train.gradient_accumulation={processes}, which makes {processes * size} pictures a step"
+            if train.global_batch is None
+            else f"a smaller train.batch_size, or train.global_batch={processes * size}"
+        )
+        yield Problem(
+            "train.gradient_accumulation" if train.global_batch is None else "train.global_batch",
+            f"a step has {plural(micros, 'micro-batch', 'micro-batches')} over all processes, and there are "
+            f"{processes} processes. Use {remedy}, or fewer processes",
+        )
+    if train.reduce == "exact" and processes & (processes - 1):
+        yield Problem(
+            "train.reduce",
+            f"exact joins processes in pairs, and there are {processes}. Use {2 ** (processes.bit_length() - 1)} "
+            "processes, or fast",
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, ascending."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def with_batch(config: TrainConfig, batch_size: int) -> TrainConfig:
+    """Return the configuration with a micro-batch of ``batch_size`` pictures."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": batch_size})})
+
+
+def kept_batch(config: TrainConfig, saved: Json | None) -> TrainConfig:
+    """Replace ``batch_size: auto`` by the number of the run's earlier start, which a resumed run keeps.
+
+    Args:
+        config: of the run.
+        saved: the configuration of its checkpoint, if there is one.
+    """
+    before = ((saved or {}).get("train") or {}).get("batch_size")
+    return with_batch(config, before) if config.train.batch_size == "auto" and isinstance(before, int) else config
+
+
+def of_process(config: TrainConfig, processes: int) -> TrainConfig:
+    """Return the configuration of the step that one of several processes makes, to predict its memory and time."""
+    if processes == 1:
+        return config
+    own = {"gradient_accumulation": -(-config.train.accumulation // processes), "global_batch": None}
+    return config.model_copy(update={"train": config.train.model_copy(update=own)})
+
+
+def sizes_of(global_batch: int, processes: int) -> list[int]:
+    """The micro-batches to choose from, ascending: each process gets at least one, and all as many if that is possible.
+
+    Args:
+        global_batch: pictures in a step.
+        processes: how many compute it.
+    """
+    dealt = [size for size in divisors(global_batch) if global_batch // size >= processes]
+    return [size for size in dealt if global_batch // size % processes == 0] or dealt or [1]
+
+
+def smaller_batch(config: TrainConfig, processes: int) -> TrainConfig | None:
+    """Return the configuration with at most half the micro-batch; None if there is no such number."""
+    assert config.train.global_batch is not None, "a rule"
+    sizes = [size for size in sizes_of(config.train.global_batch, processes) if size <= config.train.micro_batch // 2]
+    return with_batch(config, sizes[-1]) if sizes else None

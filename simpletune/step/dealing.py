@@ -1,0 +1,53 @@
+"""Which micro-batches of a step each process computes, and in which order their gradients are summed.
+
+The n micro-batches of a step are ranked by the pixels of their pictures, the largest first. Process q of P computes
+the ranks q, q + P, q + 2P and so on: about as many of each size as any other. With ``train.reduce`` ``exact`` the
+gradient of a step is S(0, 1) of the tree
+
+    S(r, m) = S(r, 2m) + S(r + m, 2m),  or the gradient of rank r if r + m >= n
+
+which has the ranks in bit-reversed order as its leaves. Each S(q, P) needs the micro-batches of process q alone, where
+P is a power of two, and what is above them joins process q with q + P/2, then with q + P/4. So no sum depends on P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of one process.
+
+    Args:
+        process: its index.
+        processes: how many there are.
+        exact: it sums by the tree.
+    """
+
+    process: int = 0
+    processes: int = 1
+    exact: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all micro-batches of a step are computed one after the other, in their order."""
+        return self.processes == 1 and not self.exact
+
+    def of(self, areas: Sequence[int]) -> list[int]:
+        """The micro-batches that this process computes, by their places in the step, in the order in which it does.
+
+        Args:
+            areas: the pixels of a picture of each micro-batch of the step.
+        """
+        ranked = sorted(range(len(areas)), key=lambda place: -areas[place])
+        own = ranked[self.process :: self.processes]
+        return [own[leaf] for leaf in leaves(len(own))] if self.exact else sorted(own)
+
+
+def leaves(count: int, first: int = 0, stride: int = 1) -> list[int]:
+    """The leaves of the tree over ``count`` gradients, from left to right."""
+    if first + stride >= count:
+        return [first] if first < count else []
+    return leaves(count, first, 2 * stride) + leaves(count, first + stride, 2 * stride)

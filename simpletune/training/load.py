@@ -1,0 +1,198 @@
+"""Load a run's model, and try out a micro-batch that was chosen by prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+
+from simpletune.config.batches import smaller_batch
+from simpletune.config.schema import TrainConfig, cache_of_bases
+from simpletune.data.plan import GlobalBatch, Plan
+from simpletune.data.samples import Draw
+from simpletune.ema import Average
+from simpletune.models.buckets import Size
+from simpletune.options import UserError, plural
+from simpletune.pipeline.encode import Prepared, free_memory
+from simpletune.pipeline.load import load_base
+from simpletune.quant.int8_tuning import announce_tuning
+from simpletune.runs import checkpoint
+from simpletune.step.batches import Batches
+from simpletune.step.core import StepCore, assemble, average_of
+from simpletune.step.dealing import Share
+from simpletune.system.console import say
+from simpletune.system.failpoints import failpoint
+from simpletune.system.signals import stop_if_asked
+
+if TYPE_CHECKING:
+    from simpletune.models.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Hold the model of a run, ready for its first step.
+
+    Args:
+        transformer: model with its adapter, not wrapped.
+        core: step core.
+        average: average of the trained weights, if enabled.
+        total: number of parameters of the base model.
+    """
+
+    transformer: Transformer
+    core: StepCore
+    average: Average | None
+    total: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What is ready for the first step, with the micro-batch that fits.
+
+    Args:
+        config: of the model: folders, ``memory`` and batch size resolved.
+        prepared: plan and caches.
+        model: loaded.
+        batches: of this process.
+    """
+
+    config: TrainConfig
+    prepared: Prepared
+    model: LoadedModel
+    batches: Batches
+
+
+def load(
+    config: TrainConfig,
+    prepared: Prepared,
+    accelerator: Accelerator,
+    saved: checkpoint.SavedState | None,
+    state_bytes: int | None,
+) -> Ready:
+    """Load the model and the micro-batches of this process.
+
+    Args:
+        config: configuration with folders, ``memory`` and batch size resolved.
+        prepared: plan and caches.
+        accelerator: accelerate's view of processes and device.
+        saved: checkpoint to continue from, if any.
+        state_bytes: that the optimizer's state will take on the device, if this start chose the micro-batch by
+            prediction and is to try it out.
+
+    Raises:
+        UserError: the smallest micro-batch is too large.
+    """
+    stop_if_asked()
+    if state_bytes is None:
+        return _loaded(config, prepared, accelerator, saved)
+    return _load_guarded(config, prepared, accelerator, state_bytes)
+
+
+def _loaded(
+    config: TrainConfig, prepared: Prepared, accelerator: Accelerator, saved: checkpoint.SavedState | None
+) -> Ready:
+    """Load without a trial."""
+    model = load_model(config, prepared, accelerator, saved)
+    share = Share(accelerator.process_index, accelerator.num_processes, config.train.reduce == "exact")
+    modulation = model.core.modulation
+    batches = Batches(prepared, config.train.seed, accelerator.device, modulation, config.prior, share)
+    return Ready(config, prepared, model, batches)
+
+
+def _load_guarded(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, state_bytes: int) -> Ready:
+    """Load the model of a new run, and make a pass of each bucket's size.
+
+    If memory runs out in any process, the micro-batch is halved in all, and the model is loaded anew: no step is done
+    yet, and what was drawn does not matter, since random numbers follow from the step.
+    """
+    while True:
+        trial = _loaded(config, prepared, accelerator, None)
+        size = too_large(trial, accelerator, state_bytes)
+        if size is None:
+            return trial
+        pictures = f"{plural(config.train.micro_batch, 'picture')} of {size[0]} x {size[1]} px"
+        smaller = smaller_batch(config, accelerator.num_processes)
+        if smaller is None:
+            raise UserError(
+                f"train.batch_size: the device's memory is full with {pictures} in a micro-batch, the fewest that "
+                "train.global_batch allows. Save memory (simpletune plan CONFIG), or use a smaller data.resolution",
+                code=5,
+            )
+        say(
+            f"batch   out of memory with {pictures}: begins anew with {smaller.train.accumulation} micro-batches of "
+            f"{smaller.train.micro_batch}"
+        )
+        config = smaller
+        plan = prepared.plan.divided(GlobalBatch(config.train.micro_batch, config.train.accumulation))
+        prepared = replace(prepared, plan=plan)
+        del trial
+        free_memory(accelerator.device)
+
+
+def too_large(trial: Ready, accelerator: Accelerator, state_bytes: int) -> Size | None:
+    """Return the size of the first bucket whose micro-batch takes more memory than some process has."""
+    for draws in trial.prepared.plan.of_each_size():
+        failed = torch.tensor(float(runs_out(trial, draws, state_bytes)), device=accelerator.device)
+        if accelerator.reduce(failed, "sum").item() > 0:
+            return draws[0].view.bucket
+    return None
+
+
+def runs_out(trial: Ready, draws: list[Draw], state_bytes: int) -> bool:
+    """Tell whether memory runs out in the passes of a micro-batch, beside what the step's later part will take."""
+    core, tree = trial.model.core, trial.model.core.tree
+    own = -(-trial.config.train.accumulation // core.accelerator.num_processes)
+    sums = (own - 1).bit_length() * 4 * sum(parameter.numel() for parameter in core.parameters)
+    device = trial.batches.device
+    try:
+        held = torch.empty(state_bytes + (0 if tree is None else sums), dtype=torch.uint8, device=device)
+        batch = trial.batches.trial(draws)
+        with core.accelerator.no_sync(core.model):
+            for _ in range(2):  # the second adds to the gradients of the first
+                core.compute(batch)
+        del held
+    except torch.OutOfMemoryError:
+        return True
+    finally:
+        core.losses = []
+        core.optimizer.zero_grad(set_to_none=True)
+        free_memory(device)
+    return False
+
+
+def load_model(
+    config: TrainConfig, prepared: Prepared, accelerator: Accelerator, saved: checkpoint.SavedState | None
+) -> LoadedModel:
+    """Load and quantise the model, attach the adapter, place it, create the optimizer, and restore a checkpoint.
+
+    Args:
+        config: configuration with folders and ``memory`` resolved.
+        prepared: plan and caches.
+        accelerator: accelerate's view of processes and device.
+        saved: checkpoint to continue from, if any.
+    """
+    transformer = load_base(config, accelerator.device, prepared.sizes(), cache_of_bases(config))
+    failpoint("model.loaded")
+    total = config.model.parameter_count()
+    core = assemble(config, transformer, accelerator, len(prepared.plan.sizes()))
+    average = average_of(config, transformer, core.optimizer)
+    if saved:
+        checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)
+        if core.fp16 is not None and saved.fp16 is not None:
+            core.fp16.load(saved.fp16)
+        failpoint("run.restored")
+    trainable = sum(parameter.numel() for parameter in core.parameters)
+    say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
+    announce_kernel(config, transformer, accelerator.device, prepared.plan)
+    return LoadedModel(transformer, core, average, total)
+
+
+def announce_kernel(config: TrainConfig, transformer: Transformer, device: torch.device, plan: Plan) -> None:
+    """Say what tuning of the int8 kernel the first step will wait for; on CUDA only."""
+    if device.type != "cuda":
+        return
+    batch = config.train.micro_batch
+    image_rows = [batch * config.model.image_tokens(size) for size in plan.sizes()]
+    announce_tuning(transformer, image_rows, batch * config.model.text_tokens, device)
