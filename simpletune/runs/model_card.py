@@ -21,6 +21,7 @@ from simpletune.options import Json, plural
 from simpletune.runs.choice import LAST
 from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
+from simpletune.text.option import embedding_name
 
 if TYPE_CHECKING:
     from simpletune.pipeline.sample import Request
@@ -176,6 +177,8 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     train, settings = config.train, config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method"})
     listed = [f"{key} {', '.join(value) if isinstance(value, list) else value}" for key, value in settings.items()]
     yield "method", cell(", ".join([config.adapter.method, *listed]))
+    if config.text.trains:
+        yield "text side", cell("; ".join(config.text.describe()))
     trained, total = summary["trainable_parameters"], summary["total_parameters"]
     yield "parameters", f"{trained:,} trained, {total:,} in the base"
     batch = f"batch {train.micro_batch}, gradient accumulation {train.accumulation}"
@@ -213,6 +216,11 @@ def _cost(summary: Json) -> Iterator[tuple[str, str]]:
 
 def _use(config: TrainConfig, example: Request) -> Iterator[str]:
     """Yield the instructions for diffusers and for the inference scripts."""
+    option = config.text.embeddings
+    if option is not None:
+        yield option.use(embedding_name(config.name, option.token))
+        if not config.adapter.trains and config.text.lora is None:
+            return
     first = config.adapter.before_diffusers(config.model.denoiser)
     if first is None:
         yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"

@@ -17,6 +17,7 @@ from simpletune.prior import NoPrior, PriorOption
 from simpletune.step.dealing import Share
 from simpletune.step.passes import WHOLE, Passes
 from simpletune.system.rng import stream
+from simpletune.text.inputs import TextInputs
 
 NO_PRIOR = NoPrior()
 
@@ -42,6 +43,8 @@ class Batch:
     """Their weights in the loss against the base's own prediction; None: 0 everywhere, and it is not computed."""
     key: tuple[int, str, int, int] | None = None
     """Of the random numbers that torch draws for it (LoRA dropout); None: the generators go on."""
+    text: TextInputs | None = None
+    """What the trained text side reads of the prompts; None: nothing trains there."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every tensor of the batch."""
@@ -49,7 +52,7 @@ class Batch:
         z_0, noise, level, prompt_embeds, pooled = map(change, tensors)
         weight, prior = (None if each is None else change(each) for each in (self.weight, self.prior))
         moved = replace(self, z_0=z_0, noise=noise, level=level, prompt_embeds=prompt_embeds, pooled=pooled)
-        return replace(moved, weight=weight, prior=prior)
+        return replace(moved, weight=weight, prior=prior, text=None if self.text is None else self.text.map(change))
 
 
 class Batches:
@@ -144,6 +147,7 @@ class Batches:
             names=tuple(draw.view.picture.name for draw in draws),
             weight=weight,
             prior=prior,
+            text=self.text.inputs([draw.caption for draw in draws]),
         )
         # PyTorch's allocator reuses a step's pinned memory in later ones, once the copies to the device are done.
         return batch.map(Tensor.pin_memory) if self.device.type == "cuda" else batch

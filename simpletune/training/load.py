@@ -17,6 +17,7 @@ from simpletune.models.buckets import Size
 from simpletune.options import UserError, plural
 from simpletune.pipeline.encode import Prepared, free_memory
 from simpletune.pipeline.load import load_base
+from simpletune.pipeline.text_side import load_text_side
 from simpletune.quant.int8_tuning import announce_tuning
 from simpletune.runs import checkpoint
 from simpletune.step.batches import Batches
@@ -176,7 +177,8 @@ def load_model(
     transformer = load_base(config, accelerator.device, prepared.sizes(), cache_of_bases(config))
     failpoint("model.loaded")
     total = config.model.parameter_count()
-    core = assemble(config, transformer, accelerator, len(prepared.plan.sizes()))
+    text = load_text_side(config, prepared.text, prepared.plan.captions(), accelerator.device)
+    core = assemble(config, transformer, accelerator, len(prepared.plan.sizes()), text)
     average = average_of(config, transformer, core.optimizer)
     if saved:
         checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)

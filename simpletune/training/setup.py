@@ -92,7 +92,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     saved = find_saved(options.resume, run_folder(config), accelerator)
     start, before = (saved.step, saved.config) if saved else (0, None)
     config = settle_compute(kept_batch(config, before), capability_of(device), compute_of(before))
-    announce(config, reason)
+    say(f"simpletune {config.name} on {reason}: {config.precision.describe()}")
     resolved = checked_folders(config)
     threads = settle_threads(resolved, device, resumed=saved is not None)
     resolved = with_class_pictures(resolved, accelerator, stages)
@@ -127,7 +127,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         prepared=prepared,
         **vars(model),
         batches=ready.batches,
-        previews=Previews(resolved, prepared.requests, prepared.text, folder / "samples", model.core.modulation),
+        previews=Previews(resolved, prepared.requests, prepared.text, folder / "samples", model.core),
         trackers=trackers,
         start=start,
         steps=config.steps(prepared.plan.steps_per_epoch),
@@ -143,12 +143,6 @@ def find_saved(resume: str | None, folder: Path, accelerator: Accelerator) -> ch
     """Find the checkpoint to continue from; the first process goes first, because it sets damaged ones aside."""
     with accelerator.main_process_first():
         return checkpoint.find(resume, folder) if resume else None
-
-
-def announce(config: TrainConfig, device: str) -> None:
-    """Say which run this is, where, and in which precision."""
-    precision = config.precision
-    say(f"simpletune {config.name} on {device}: {precision.weights} weights, {precision.describe_matmul()}")
 
 
 def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> int:
