@@ -56,9 +56,32 @@ TYPES = {
 }
 
 
+PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
+
+
 def bytes_of(kind: str) -> int:
     """Return the bytes per number; 1 for unknown types, as in all newer ones."""
     return TYPES[kind].bytes if kind in TYPES else 1
+
+
+def require_safetensors(file: Path) -> None:
+    """Refuse missing files and files in other formats, above all pickles.
+
+    Raises:
+        UserError: names the format.
+    """
+    if not file.is_file():
+        raise UserError(f"{file} does not exist. Give a .safetensors file")
+    with open(file, "rb") as handle:
+        start = handle.read(4)
+    pickled = start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05") or start == b"PK\x03\x04"
+    if file.suffix in PICKLES or pickled:
+        raise UserError(
+            f"{file} is a pickle file ({file.suffix or 'by its first bytes'}), which is never opened because loading "
+            "one can run arbitrary code. Get the .safetensors version, or convert it if you trust its source"
+        )
+    if start == b"GGUF":
+        raise UserError(f"{file} is a GGUF file, which is not supported. Get the .safetensors version")
 
 
 def read_header(file: Path) -> dict[str, Any]:
