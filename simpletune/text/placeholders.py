@@ -1,0 +1,86 @@
+"""Put the words of a token in its place in a prompt, and find their rows in an encoder's sequence. No torch.
+
+The text encoders never see the token itself: its words stand in its place, so that no tokenizer and no table grows, and
+CLIP still finds the end of the text, whose position gives the pooled embedding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def occurs(prompt: str, token: str) -> bool:
+    """Whether a prompt has the token as a word of its own."""
+    return _pattern(token).search(prompt) is not None
+
+
+def expand(prompt: str, token: str, words: Sequence[str]) -> str:
+    """Replace every occurrence of the token by its words."""
+    return _expanded(prompt, token, words)[0]
+
+
+def positions(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    token: str,
+    words: Sequence[str],
+    length: int | None = None,
+) -> list[list[int]]:
+    """Find the rows of the token's words in an encoder's sequence.
+
+    Args:
+        tokenizer: of the encoder.
+        prompt: with the token.
+        token: as prompts write it.
+        words: that stand in its place.
+        length: tokens of a padded prompt; None: as many as the tokenizer says.
+
+    Returns:
+        For every occurrence its rows in order, one for each token that the words have in this encoder; rows beyond the
+        length are missing, and an occurrence without any is left out.
+    """
+    text, spans = _expanded(prompt, token, words)
+    if not spans:
+        return []
+    found = tokenizer(
+        text, truncation=True, max_length=length or tokenizer.model_max_length, return_offsets_mapping=True
+    )
+    offsets = found["offset_mapping"]
+    rows = [
+        [row for row, (start, stop) in enumerate(offsets) if start < stop and start < last and stop > first]
+        for first, last in spans
+    ]
+    return [each for each in rows if each]
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> list[int]:
+    """The ids of the words as an encoder reads them within a prompt, without the tokens that begin and end a prompt."""
+    return list(tokenizer(" ".join(words), add_special_tokens=False).input_ids)
+
+
+def _pattern(token: str) -> re.Pattern[str]:
+    """Find the token, but not within a longer word."""
+    before = r"(?<!\w)" if token[0].isalnum() or token[0] == "_" else ""
+    after = r"(?!\w)" if token[-1].isalnum() or token[-1] == "_" else ""
+    return re.compile(before + re.escape(token) + after)
+
+
+def _expanded(prompt: str, token: str, words: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
+    """The expanded prompt, and where in it the words of each occurrence begin and end.
+
+    A letter or digit beside the token is set apart, or it would change the tokens of the words.
+    """
+    text, spans, last = "", list[tuple[int, int]](), 0
+    for match in _pattern(token).finditer(prompt):
+        text += prompt[last : match.start()]
+        text += " " if text and (text[-1].isalnum() or text[-1] == "_") else ""
+        spans.append((len(text), len(text) + len(" ".join(words))))
+        text += " ".join(words)
+        last = match.end()
+        text += " " if last < len(prompt) and (prompt[last].isalnum() or prompt[last] == "_") else ""
+    return text + prompt[last:], spans
