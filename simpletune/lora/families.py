@@ -54,7 +54,7 @@ MODELS = (
     (r"^(encoder|decoder)\.layers\.\d+\.", "a small autoencoder (TAESD)"),
     (r"^encoder\.block\.\d+\.layer", "the text encoder T5"),
     (r"^text_model\.", "a CLIP text encoder"),
-    (r"^(emb_params|string_to_param)|^clip_[lg](_out)?$|^t5(xxl|_out)?$|^bundle_emb\.", "a textual inversion"),
+    (r"^(em[bp]_params|string_to_param)|^clip_[lg](_out)?$|^t5(xxl|_out)?$|^bundle_emb\.", "a textual inversion"),
 )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from simpletune.families.lora_names import LAYOUTS, names_of

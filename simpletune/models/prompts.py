@@ -94,6 +94,14 @@ class Prompts:
         assert folder is not None  # single files never contain tokenizers
         return folder
 
+    def tokenizer(self, encoder: Encoder) -> PreTrainedTokenizerBase:
+        """Read an encoder's tokenizer.
+
+        Raises:
+            UserError: its files are damaged or have impossible sizes.
+        """
+        return read_tokenizer(encoder, self._tokenizer_folder(encoder))
+
     def fingerprint(self, encoder: Encoder) -> str:
         """A name for everything an encoder's output depends on, apart from the prompt."""
         length = "" if encoder.length is None else f"-{encoder.length}"
@@ -110,16 +118,22 @@ class Prompts:
             For each prompt what ``run`` yields, in the encoders' type on the CPU, and ``tokens`` [1], the number of
             tokens in the prompt before truncation.
         """
-        tokenizer = read_tokenizer(encoder, self._tokenizer_folder(encoder))
-        length = encoder.length or tokenizer.model_max_length
+        tokenizer = self.tokenizer(encoder)
         counts = [len(ids) for ids in tokenizer(prompts).input_ids]
-        ids = tokenizer(
-            prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-        ).input_ids
+        ids = token_ids(tokenizer, prompts, encoder.length)
         outputs = self.run(encoder, ids, device, batch_size)
         for output, count in zip(outputs, counts, strict=True):
             parts = {name: tensor.to("cpu", self.dtype) for name, tensor in output.items()}
             yield {**parts, "tokens": torch.tensor([count])}
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: list[str], length: int | None) -> Tensor:  # [n, L]
+    """The ids of prompts, truncated and padded to ``length`` tokens; None: as many as the tokenizer says."""
+    length = length or tokenizer.model_max_length
+    ids: Tensor = tokenizer(
+        prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+    ).input_ids
+    return ids
 
 
 def read_tokenizer(encoder: Encoder, folder: Path) -> PreTrainedTokenizerBase:

@@ -1,7 +1,7 @@
 """The layers of text encoders in LoRA files of every layout, without torch.
 
 In this package a layer is named as in diffusers' files: the encoder's folder in a pipeline, then its name in the
-published checkpoint, as in ``text_encoder.text_model.encoder.layers.0.self_attn.q_proj``. An update that has such a name
+published checkpoint, as in ``text_encoder.text_model.encoder.layers.0.self_attn.q_proj``. An update with such a name
 changes a text encoder; every other one changes the denoiser.
 
 | layout | CLIP-L | CLIP-G | T5 |
@@ -109,6 +109,17 @@ def text_key(layer: str, role: str, layout: str, single: bool = False) -> str:
 
 
 Value = TypeVar("Value")
+
+
+def style_of(key: str) -> str:
+    """The layout of a text encoder's key: ``diffusers``, ``kohya`` or ``comfy``."""
+    return (
+        "kohya"
+        if key.startswith("lora_te")
+        else "diffusers"
+        if key.startswith("text_encoder") and not (key.startswith("text_encoders."))
+        else "comfy"
+    )
 
 
 def split_text(updates: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
