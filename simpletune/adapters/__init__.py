@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from simpletune.adapters.adapter import NoAdapter
 from simpletune.adapters.dora import Dora
 from simpletune.adapters.full import Full
 from simpletune.adapters.loha import Loha
@@ -17,4 +18,4 @@ from simpletune.adapters.lora import Lora
 from simpletune.adapters.oft import Oft
 from simpletune.adapters.partial import Partial
 
-Adapter = Annotated[Lora | Dora | Full | Partial | Lokr | Loha | Oft, Field(discriminator="method")]
+Adapter = Annotated[Lora | Dora | Full | Partial | Lokr | Loha | Oft | NoAdapter, Field(discriminator="method")]

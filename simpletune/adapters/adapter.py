@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.options import Option, Problem
 
@@ -21,6 +21,10 @@ class TrainingMethod(Option):
 
     trains_base: ClassVar[bool] = False
     """Whether base weights change, which requires a trainable precision."""
+    trains: ClassVar[bool] = True
+    """Whether anything of the denoiser trains."""
+    holds_lora: ClassVar[bool] = False
+    """Whether its result is a LoRA file, which a LoRA on the text encoders can join."""
     title: ClassVar[str] = "LoRA"
     """What a file of a method that does not change the base is called in texts for users."""
     output_name: ClassVar[str | None] = None
@@ -97,3 +101,38 @@ class TrainingMethod(Option):
     def exports_to_checkpoints(self) -> bool:
         """Whether checkpoints also contain the exported safetensors file, because it is small."""
         return not self.trains_base
+
+
+class NoAdapter(TrainingMethod):
+    """Leave the denoiser as it is, and train only what ``text`` asks for."""
+
+    method: Literal["none"] = "none"
+    """The denoiser stays frozen; only the text side trains (text.embeddings, text.lora)."""
+
+    trains: ClassVar[bool] = False
+    holds_lora: ClassVar[bool] = True
+    output_name: ClassVar[str] = "pytorch_lora_weights.safetensors"
+
+    def describe(self, shapes: Shapes) -> str:
+        """Describe what is trained."""
+        return "nothing of the denoiser"
+
+    def trainable(self, shapes: Shapes) -> int:
+        """0."""
+        return 0
+
+    def is_untouched(self, module: str) -> bool:
+        """Every module keeps its base weights."""
+        return True
+
+    def attach(self, model: nn.Module, seed: int) -> None:
+        """Freeze the model."""
+        model.requires_grad_(False)
+
+    def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The model is the base already."""
+        return nullcontext()
+
+    def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
+        """Write nothing: the text side is exported by itself. Returns where a LoRA of the text encoders goes."""
+        return folder / self.output_name

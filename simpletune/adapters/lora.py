@@ -55,6 +55,7 @@ class Lora(TargetedMethod):
     """Data type of the updates, their gradients and the file. bf16 halves their size; keep optimizer.rounding
     stochastic, or small changes are lost."""
 
+    holds_lora: ClassVar[bool] = True
     output_name: ClassVar[str] = OUTPUT
 
     @property

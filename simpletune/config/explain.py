@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.evaluation import ON_TRAINING
 from simpletune.data.several import source_notes
@@ -14,6 +15,8 @@ from simpletune.models.model_config import Shape
 from simpletune.models.sources import is_single_file
 from simpletune.options import plural
 from simpletune.prior import NoPrior, describe
+from simpletune.text.option import result_names
+from simpletune.text.sizes import text_parameters
 
 HIGH_LR_FULL = 1e-4
 WITHOUT_BF16 = "T4, V100 and RTX 20 lack it"
@@ -35,7 +38,9 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     shapes = _shapes(config)
     if shapes is not None:
         total, trained = sum(math.prod(s) for s in shapes.values()), config.adapter.trainable(shapes)
-        yield "trains", config.adapter.describe(shapes)
+        trained += text_parameters(config.text, resolve_model_folder(config).model)
+        of_denoiser = [config.adapter.describe(shapes)] if config.adapter.trains else []
+        yield "trains", "; ".join([*of_denoiser, *config.text.describe()])
         yield "parameters", f"{trained:,} of the base's {total:,} trained ({100 * trained / total:.2f}%)"
     else:
         yield "trains", f"by {config.adapter.method}; the number of parameters is unknown until the model is downloaded"
@@ -53,7 +58,8 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield from (("data", _source(member)) for member in config.data.members)
     if not isinstance(config.prior, NoPrior):
         yield "prior", describe(config.prior)
-    yield "saves", f"{run_folder(config) / config.adapter.result(config.model.denoiser)}, {_checkpoints(config)}"
+    files = result_names(config.name, config.adapter, config.text, config.model.denoiser)
+    yield "saves", f"{' and '.join(str(run_folder(config) / file) for file in files)}, {_checkpoints(config)}"
     yield "evaluates", _evaluates(config)
     drawn = "no pictures (validation.prompts is empty)"
     drawn = drawn if config.validation.prompts == [] else str(run_folder(config) / "samples")
@@ -113,6 +119,8 @@ def _may_plan(config: TrainConfig) -> bool:
     """Tell whether ``memory.modulation: auto`` selects the plan on a GPU."""
     shapes = _shapes(config)
     if config.memory.modulation != "auto" or config.device == "cpu" or config.adapter.trains_base or shapes is None:
+        return False
+    if config.text.resident(config.model.clip_encoders):
         return False
     return not config.trained_modulation(shapes)
 

@@ -34,6 +34,8 @@ def _chosen(config: TrainConfig, on_host: bool) -> tuple[str, str]:
     """Choose the kind and give the reason."""
     if config.adapter.trains_base:
         return "resident", f"adapter.method {config.adapter.method} trains it"
+    if config.text.resident(config.model.clip_encoders):
+        return "resident", "the text encoders change the pooled prompt in every step"
     trained = config.trained_modulation(config.model.known_shapes())
     if trained:
         return "resident", f"adapter.targets trains {shortened(trained, 1)}"

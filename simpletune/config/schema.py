@@ -32,6 +32,8 @@ from simpletune.profiling.option import Profile
 from simpletune.quant import Precision
 from simpletune.quant.plain import BF16
 from simpletune.speed import Speed
+from simpletune.text.option import Text
+from simpletune.text.rules import text_rules
 
 DEMO = "demo:"
 DEFAULT_STEPS = 1000
@@ -109,6 +111,8 @@ class TrainConfig(Option):
     """Pictures and captions to train on."""
     adapter: Adapter = Lora()
     """Training method."""
+    text: Text = Text()
+    """What trains on the text side: embeddings of a new token, and a LoRA on the CLIP text encoders."""
     precision: Precision = BF16()
     """Precision of the base model's weights."""
     optimizer: Optimizer = AdamW()
@@ -171,6 +175,7 @@ class TrainConfig(Option):
         yield from family_rules(self)
         yield from adapter_rules(self)
         yield from optimizer_rules(self)
+        yield from text_rules(self)
         yield from self.prior.rules(self)
         yield from self._fp16_rules()
         yield from self._streaming_rules()

@@ -16,6 +16,7 @@ from simpletune.prior import ClassPictures
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, existing, free_bytes, in_words
+from simpletune.text.sizes import text_parameters
 
 LATENT_BYTES = 4  # latents are cached in fp32
 PNG_BYTES = 3  # at most, per pixel
@@ -158,9 +159,10 @@ def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:
 
 def _prompts_to_encode(config: TrainConfig, plan: Plan) -> int:
     """Count the prompts that at least one encoder still has to encode."""
-    text = TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache))
+    text = TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache), config.text)
     prompts = set(prompts_of(config, plan, validation_requests(config, plan)))
-    return sum(any(prompt not in cache for cache in text.caches.values()) for prompt in prompts)
+    keys = {prompt: text.tokens.expanded(prompt) for prompt in prompts}
+    return sum(any(key not in cache for cache in text.caches.values()) for key in keys.values())
 
 
 def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:
@@ -177,6 +179,9 @@ def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:
     trained = count * each
     state = int(count * config.optimizer.bytes_per_parameter)
     average = 4 * count if config.ema or config.optimizer.averages else 0
+    text = text_parameters(config.text, config.model)  # in fp32, apart from T5's pieces of words
+    trained, state = trained + 4 * text, state + int(text * config.optimizer.bytes_per_parameter)
+    average += 4 * text if config.ema or config.optimizer.averages else 0
     numbers = sum(math.prod(shape) for shape in shapes.values())
-    result = numbers * wide if adapter.trains_base else adapter.exported(shapes) * each
+    result = numbers * wide if adapter.trains_base else adapter.exported(shapes) * each + 4 * text
     return trained + state + average + (result if adapter.exports_to_checkpoints else 0) + HEADERS, result

@@ -63,6 +63,24 @@ class DiffusersNames(NamedTuple):
     tag: str
 
 
+class TextRegion(NamedTuple):
+    """Where one text encoder's output lies in a prompt's embeddings.
+
+    Args:
+        part: the part with its weights.
+        width: of its output.
+        column: its first column.
+        pooled: its first column and its width in the pooled embedding; None: it gives none.
+        last: its tokens are the last ones, after those of the CLIP encoders, which share the first.
+    """
+
+    part: str
+    width: int
+    column: int = 0
+    pooled: tuple[int, int] | None = None
+    last: bool = False
+
+
 class FamilyFacts(Option):
     """What every model family tells. Members declare the fields below and override what raises NotImplementedError."""
 
@@ -96,6 +114,8 @@ class FamilyFacts(Option):
     """The names of diffusers' classes."""
     scheduler_tells: ClassVar[bool] = False
     """Whether a single file does not say what it predicts, so that its scheduler has to come from the Hub too."""
+    clip_encoders: ClassVar[Sequence[str]]
+    """The names of its CLIP text encoders."""
     has_modulation: ClassVar[bool] = False
     """Whether ``memory.modulation`` plan applies."""
 
@@ -208,6 +228,15 @@ class FamilyFacts(Option):
         self, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
     ) -> Iterator[dict[str, Tensor]]:
         """Run a CLIP encoder as ``prompts`` does, for each of the token ids [n, L]."""
+        raise NotImplementedError
+
+    def clip_output(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+        """Run a CLIP encoder once over the ids [b, L] of a batch, with gradients: ``hidden`` [b, L, width], and where
+        ``text_regions`` has one ``pooled`` [b, width]."""
+        raise NotImplementedError
+
+    def text_regions(self) -> Mapping[str, TextRegion]:
+        """Where the output of each text encoder in use lies in a prompt's embeddings."""
         raise NotImplementedError
 
     def prompts(self, dtype: torch.dtype) -> Prompts:

@@ -32,6 +32,8 @@ from simpletune.system.console import progress
 from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import poll
 from simpletune.system.stage_timer import StageTimer
+from simpletune.text.inputs import TextInputs, Tokens
+from simpletune.text.option import NO_TEXT, Text
 
 
 class TextCache:
@@ -41,11 +43,16 @@ class TextCache:
         model: the model, with folders resolved.
         dtype: the type of the encoders' weights and of the embeddings.
         cache: the cache's root folder.
+        text: what trains on the text side. The words of a new token stand in its place; encoders that run in every step
+            are not cached, and zeros stand for their embeddings.
     """
 
-    def __init__(self, model: Model, dtype: torch.dtype, cache: Path):
-        self.prompts = model.prompts(dtype)
-        self.caches = {e.name: Cache(cache / "text" / self.prompts.fingerprint(e)) for e in self.prompts.encoders}
+    def __init__(self, model: Model, dtype: torch.dtype, cache: Path, text: Text = NO_TEXT):
+        self.prompts, self.dtype = model.prompts(dtype), dtype
+        self.tokens = Tokens(text, model, self.prompts)
+        self.encoders = [e for e in self.prompts.encoders if e.name not in self.tokens.resident]
+        self.caches = {e.name: Cache(cache / "text" / self.prompts.fingerprint(e)) for e in self.encoders}
+        self._regions = model.text_regions() if self.tokens.resident else {}
 
     def fill(self, prompts: Iterable[str], device: torch.device) -> int:
         """Encode the prompts that are not cached yet, one encoder at a time.
@@ -54,8 +61,8 @@ class TextCache:
             How many prompts at least one encoder has encoded.
         """
         encoded: set[str] = set()
-        wanted = list(dict.fromkeys(prompts))
-        for encoder in self.prompts.encoders:
+        wanted = list(dict.fromkeys(map(self.tokens.expanded, prompts)))
+        for encoder in self.encoders:
             cache = self.caches[encoder.name]
             if not cache.lacking(wanted):
                 continue
@@ -69,8 +76,8 @@ class TextCache:
 
     def lacking(self, prompts: Iterable[str]) -> set[str]:
         """The prompts that at least one encoder has to encode."""
-        wanted = list(prompts)
-        return {prompt for cache in self.caches.values() for prompt in cache.lacking(wanted)}
+        wanted = {self.tokens.expanded(prompt): prompt for prompt in prompts}
+        return {wanted[prompt] for cache in self.caches.values() for prompt in cache.lacking(wanted)}
 
     def _encode(self, encoder: Encoder, missing: list[str], device: torch.device) -> None:
         """Encode prompts with one encoder.
@@ -94,16 +101,30 @@ class TextCache:
 
     def load(self, prompt: str) -> tuple[Tensor, Tensor]:
         """Load (prompt_embeds [t, e], pooled [p]) of one prompt."""
-        return self.prompts.assemble({name: cache.load(prompt) for name, cache in self.caches.items()})
+        return self.prompts.assemble({encoder.name: self.part(encoder, prompt) for encoder in self.prompts.encoders})
 
     def pooled(self, prompt: str) -> Tensor:
         """Load the pooled embedding [p] of one prompt, reading only the encoders that give it."""
-        return self.prompts.pool({e.name: self.caches[e.name].load(prompt) for e in self.prompts.pooling})
+        return self.prompts.pool({encoder.name: self.part(encoder, prompt) for encoder in self.prompts.pooling})
+
+    def part(self, encoder: Encoder, prompt: str) -> dict[str, Tensor]:
+        """Load one encoder's output of one prompt; zeros for one that runs in every step."""
+        if encoder.name in self.caches:
+            return self.caches[encoder.name].load(self.tokens.expanded(prompt))
+        region, length = self._regions[encoder.name], self.tokens.length(encoder.name)
+        pooled = torch.zeros(0 if region.pooled is None else region.pooled[1], dtype=self.dtype)
+        return {"hidden": torch.zeros(length, region.width, dtype=self.dtype), "pooled": pooled}
+
+    def inputs(self, prompts: Sequence[str]) -> TextInputs | None:
+        """What the trained text side reads of a micro-batch's prompts; None if nothing trains there."""
+        return self.tokens.of(prompts) if self.tokens.text.trains else None
 
     def too_long(self, prompts: Iterable[str], limit: int = 77) -> list[str]:
         """The prompts that CLIP truncates, at 77 tokens by default."""
-        first = self.caches[self.prompts.encoders[0].name]
-        return [prompt for prompt in prompts if int(first.load(prompt)["tokens"]) > limit]
+        first = self.caches.get(self.prompts.encoders[0].name)
+        if first is None:
+            return [prompt for prompt in prompts if self.tokens.count(prompt) > limit]
+        return [prompt for prompt in prompts if int(first.load(self.tokens.expanded(prompt))["tokens"]) > limit]
 
 
 class LatentCache:
@@ -253,7 +274,7 @@ def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, sta
         UserError: pictures cannot be decoded and ``data.on_error`` is ``stop``, or none are left.
     """
     cache, dtype, plan = Path(config.output.cache), config.precision.encoder_dtype(), data.plan
-    text = TextCache(config.model, dtype, cache)
+    text = TextCache(config.model, dtype, cache, config.text)
     latents, masks = LatentCache(config.model, dtype, cache, config.memory.vae_tile), MaskCache(cache)
     with accelerator.main_process_first():
         requests = validation_requests(config, plan)

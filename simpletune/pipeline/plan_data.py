@@ -16,6 +16,7 @@ from simpletune.data.walk import printable
 from simpletune.options import UserError, plural
 from simpletune.system.console import say
 from simpletune.system.failpoints import failpoint
+from simpletune.text.placeholders import occurs
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def plan_data(config: TrainConfig, processes: int) -> PlannedData:
     plan = make_plan(config, usable, processes)
     hint_at_shares(plan)
     require_positions(config, plan)
+    require_token(config, plan)
     failpoint("data.scanned")
     return PlannedData(plan, usable, scan.captions, [*scan.rejected, *small])
 
@@ -69,6 +71,28 @@ def hint_at_shares(plan: Plan) -> None:
         more = f"about {ratio:.0f} times the repeats of the others" if ratio > 1 else "fewer repeats of the others"
         counts = f"{plural(others, 'sample')} to learn and {of_class:,} for regularization"
         say(f"hint    an epoch has {counts}. Equal shares are usual: use {more}")
+
+
+def require_token(config: TrainConfig, plan: Plan) -> None:
+    """The pictures to learn from have the token of ``text.embeddings`` in their captions; warn about those without it.
+
+    Raises:
+        UserError: none has it.
+    """
+    option = config.text.embeddings
+    if option is None:
+        return
+    samples = [sample for sample in plan.samples if not plan.source_of(sample).regularization] or plan.samples
+    prompts = [plan.prompt(sample, v) for sample in samples for v in range(plan.source_of(sample).variants)]
+    without = [prompt for prompt in dict.fromkeys(prompts) if not occurs(prompt, option.token)]
+    if len(without) == len(set(prompts)):
+        raise UserError(
+            f"text.embeddings.token: no caption has {option.token}, so its embeddings would not train. Write it into "
+            f'the captions, or set data.prompt, such as "a photo of {option.token}"'
+        )
+    if without:
+        count = f"{len(without):,} of {plural(len(set(prompts)), 'caption')}"
+        say(f"warning {count} lack the token {option.token}, such as {without[0][:80]!r}: they do not train it")
 
 
 def require_positions(config: TrainConfig, plan: Plan) -> None:

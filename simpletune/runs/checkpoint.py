@@ -29,6 +29,7 @@ from simpletune.runs.checkpoint_folders import (
     remove_oldest,
 )
 from simpletune.runs.choice import best_step
+from simpletune.runs.result import export_result
 from simpletune.runs.state_file import DamagedCheckpoint, read_state, with_checksum
 from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine
 from simpletune.system.checksums import sha256_of
@@ -133,7 +134,7 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
         write_safetensors(state.average.tensors(), part / AVERAGE, {})
     if state.config.adapter.exports_to_checkpoints:
         with averaged(state.average):
-            state.config.adapter.export(state.model, part, metadata)
+            export_result(state.config, state.model, part, metadata)
     values = {
         "step": state.step,
         "config": state.config.model_dump(mode="json", by_alias=True),

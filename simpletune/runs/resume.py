@@ -14,6 +14,7 @@ from simpletune.runs.checkpoint import SavedState
 # Settings that may not change on resume: they determine the weights, or which samples each step sees.
 PINNED = (
     "model", "adapter", "precision", "objective", "ema", "prior.method", "prior.prompt", "optimizer.name", "train.seed",
+    "text",
     "train.batch_size", "train.gradient_accumulation",
 )  # fmt: skip
 

@@ -26,6 +26,7 @@ from simpletune.models.buckets import Size
 from simpletune.models.model_config import Shape
 from simpletune.models.transformer import Transformer, units_of
 from simpletune.pipeline.load import empty_base
+from simpletune.pipeline.text_side import empty_text_side
 from simpletune.speed import Kernel
 from simpletune.step.core import StepCore, assemble, average_of
 from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
@@ -170,11 +171,12 @@ def take_steps(
     started = time.perf_counter()
     speed = config.speed.model_copy(update={"compile": False, "attention": simulated_attention(config)})
     config = config.model_copy(update={"speed": speed})
-    base = all_tensors(transformer)
+    text = empty_text_side(config, CPU)
+    base = [*all_tensors(transformer), *frozen_tensors(text)]
     accounting.register(base, "weights")
     count_equal(units_of(transformer))
     with accounting.allocating("optimizer"), recorder.queues() if recorder else nullcontext():
-        core = assemble(config, transformer, SingleProcess(CPU))
+        core = assemble(config, transformer, SingleProcess(CPU), text=text)
     if recorder is None or recorder.cuda:
         take_cuda_paths(core.optimizer)
     register_trained(accounting, transformer, base)
@@ -245,6 +247,11 @@ def make_states(accounting: Accounting, core: StepCore) -> None:
         core.optimizer.step()
         core.optimizer.zero_grad(set_to_none=True)
     accounting.register(host_counters(core.optimizer), HOST)
+
+
+def frozen_tensors(text: nn.Module | None) -> list[Tensor]:
+    """The tensors of the text side that were there before it trains."""
+    return [] if text is None else [tensor for tensor in all_tensors(text) if not tensor.requires_grad]
 
 
 def register_trained(accounting: Accounting, transformer: Transformer, base: list[Tensor]) -> None:

@@ -16,6 +16,7 @@ from simpletune.pipeline.modulation_plan import Modulation, ModulationPlan
 from simpletune.prior import NoPrior, PriorOption
 from simpletune.step.passes import Passes
 from simpletune.system.rng import stream
+from simpletune.text.inputs import TextInputs
 
 NO_PRIOR = NoPrior()
 
@@ -39,6 +40,8 @@ class Batch:
     """The weights of its samples or of their places in the loss; None: 1 everywhere."""
     prior: Tensor | None = None  # [b, 1, h or 1, w or 1]
     """Their weights in the loss against the base's own prediction; None: 0 everywhere, and it is not computed."""
+    text: TextInputs | None = None
+    """What the trained text side reads of the prompts; None: nothing trains there."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every tensor of the batch."""
@@ -46,7 +49,7 @@ class Batch:
         z_0, noise, level, prompt_embeds, pooled = map(change, tensors)
         weight, prior = (None if each is None else change(each) for each in (self.weight, self.prior))
         moved = replace(self, z_0=z_0, noise=noise, level=level, prompt_embeds=prompt_embeds, pooled=pooled)
-        return replace(moved, weight=weight, prior=prior)
+        return replace(moved, weight=weight, prior=prior, text=None if self.text is None else self.text.map(change))
 
 
 class Batches:
@@ -134,6 +137,7 @@ class Batches:
             names=tuple(draw.view.picture.name for draw in draws),
             weight=weight,
             prior=prior,
+            text=self.text.inputs([draw.caption for draw in draws]),
         )
         # PyTorch's allocator reuses a step's pinned memory in later ones, once the copies to the device are done.
         return batch.map(Tensor.pin_memory) if self.device.type == "cuda" else batch

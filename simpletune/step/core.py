@@ -5,14 +5,15 @@ It never reads from the device, so that it runs without synchronisation, under f
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from simpletune.adapters.adapter import TrainingMethod
 from simpletune.config.schema import TrainConfig
 from simpletune.ema import Average
 from simpletune.models.compile import compile_training
@@ -32,6 +33,7 @@ from simpletune.step.batches import Batch
 from simpletune.step.fp16 import Fp16
 from simpletune.system.console import say
 from simpletune.tensors import trained_parameters
+from simpletune.text.update import NAME, TextUpdate, text_disabled, text_of, without_text
 
 
 class StepCore:
@@ -55,9 +57,11 @@ class StepCore:
         modulation: Modulation | None = None,
         fp16: Fp16 | None = None,
     ):
+        self.text = text_of(unwrapped(model))
         self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
         self.modulation, self.fp16 = modulation, fp16
         self.process = config.objective.process(config.model.scheduler_config)
+        self.device = accelerator.device
         self.parameters = list(trained_parameters(model).values())
         # Figures of the last step, on the device; read only to explain a failure.
         self.losses: list[Tensor] = []  # one per micro-batch
@@ -69,9 +73,13 @@ class StepCore:
         precision = self.config.precision
         with phase("noise"):
             z_t = self.process.noised(batch.z_0, batch.noise, batch.level)
+        prompt_embeds, pooled = batch.prompt_embeds, batch.pooled
+        if self.text is not None and batch.text is not None:
+            with phase("text"):
+                prompt_embeds, pooled = self.text(prompt_embeds, pooled, batch.text)
         with autocast_of(precision, z_t.device), attention_by(self.config.speed.attention):
             time, dtype = self.process.time(batch.level), precision.compute_dtype()
-            return self.config.model.predict(model, z_t, time, batch.prompt_embeds, batch.pooled, dtype)
+            return self.config.model.predict(model, z_t, time, prompt_embeds, pooled, dtype)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of one micro-batch: an fp32 scalar.
@@ -96,8 +104,8 @@ class StepCore:
     @torch.no_grad()
     def _predicted_by_base(self, batch: Batch) -> Tensor:  # [b, c, h, w]
         """What the base predicts for a micro-batch: the model with its adapter off, without DDP's bookkeeping."""
-        base = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        with phase("prior"), self.config.adapter.disabled(base):
+        base = unwrapped(self.model)
+        with phase("prior"), untrained(self.config.adapter, base):
             return self.predict(base, batch)
 
     def _compared(self, prediction: Tensor, target: Tensor, batch: Batch, weight: Tensor | None) -> Tensor:
@@ -149,10 +157,18 @@ class StepCore:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             if updates:
-                self.config.adapter.constrain(self.model)
+                self.constrain()
         if self.fp16 is not None:
             self.fp16.scale.update()
         return total, norm
+
+    def constrain(self) -> None:
+        """Bring the trained parameters back within their bounds."""
+        model = unwrapped(self.model)
+        with without_text(model):
+            self.config.adapter.constrain(model)
+        if self.text is not None:
+            self.text.constrain()
 
     def norm(self) -> Tensor:
         """The global norm of the gradients, whose scale it removes; not finite if any gradient is not."""
@@ -181,7 +197,26 @@ class StepCore:
             clip_each(self.parameters, option.clip_norm)
 
 
-def assemble(config: TrainConfig, transformer: Transformer, accelerator: Accelerator, sizes: int = 1) -> StepCore:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model without DDP around it."""
+    found: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return found
+
+
+@contextmanager
+def untrained(adapter: TrainingMethod, model: nn.Module) -> Iterator[None]:
+    """Restore the exact base model within this context, on the text side too."""
+    with text_disabled(model), adapter.disabled(model):
+        yield
+
+
+def assemble(
+    config: TrainConfig,
+    transformer: Transformer,
+    accelerator: Accelerator,
+    sizes: int = 1,
+    text: TextUpdate | None = None,
+) -> StepCore:
     """Assemble a step core from a loaded model, for the trainer and for the memory simulation.
 
     Args:
@@ -189,11 +224,12 @@ def assemble(config: TrainConfig, transformer: Transformer, accelerator: Acceler
         transformer: the loaded, quantised, frozen transformer.
         accelerator: synchronises processes.
         sizes: how many picture sizes the run has.
+        text: what trains on the text side, on the device; None: nothing.
     """
     modulation = modulation_of(transformer, config.memory, config.precision, accelerator.device)
     blocks = fp16_blocks_of(transformer)
     fp16 = None if blocks is None else Fp16(LossScale(accelerator.device), blocks)
-    optimizer = attach(config, transformer, sizes, None if fp16 is None else fp16.scale)
+    optimizer = attach(config, transformer, sizes, None if fp16 is None else fp16.scale, text)
     if accelerator.num_processes > 1:
         ignore_frozen_in_ddp(transformer)
     model = accelerator.prepare_model(transformer, device_placement=False)
@@ -211,7 +247,11 @@ def ignore_frozen_in_ddp(transformer: nn.Module) -> None:
 
 
 def attach(
-    config: TrainConfig, transformer: Transformer, sizes: int = 1, scale: LossScale | None = None
+    config: TrainConfig,
+    transformer: Transformer,
+    sizes: int = 1,
+    scale: LossScale | None = None,
+    text: TextUpdate | None = None,
 ) -> torch.optim.Optimizer:
     """Attach the adapter to the loaded model, wrap its blocks' passes, and build the optimizer.
 
@@ -220,21 +260,30 @@ def attach(
         transformer: the loaded transformer.
         sizes: how many picture sizes the run has.
         scale: of the loss, which updates in the backward pass must remove.
+        text: what trains on the text side, which becomes a submodule of the transformer; None: nothing.
     """
+    assert config.text.trains == (text is not None)
     config.adapter.attach(transformer, config.train.seed)
     in_backward = config.memory.optimizer_in_backward
     blocks, device = units_of(transformer), device_of(transformer)
     if config.speed.compile and compile_training(blocks, device, sizes):
         say(f"compile the blocks for {plural(sizes, 'picture size')}; the first step takes at least 30 s longer")
     streamed = config.memory.attach(blocks, device, trained=in_backward and config.adapter.trains_base)
+    if text is not None:
+        text.attach_lora(config.train.seed)
+        transformer.add_module(NAME, text)
     trained = trained_parameters(transformer)
-    optimizer = config.optimizer.build(
-        trained.values(), in_backward, [config.adapter.lr_ratio(name) for name in trained]
-    )
+    optimizer = config.optimizer.build(trained.values(), in_backward, [lr_ratio(config, name) for name in trained])
     if in_backward:
         assert isinstance(optimizer, RoundedOptimizer)
         step_in_backward(optimizer, config.train.clip_norm, streamed, scale)
     return optimizer
+
+
+def lr_ratio(config: TrainConfig, name: str) -> float:
+    """The factor on the learning rate of a trained parameter, by its name in the model."""
+    own = name.removeprefix(f"{NAME}.")
+    return config.adapter.lr_ratio(name) if own == name else config.text.lr_ratio(own, config.optimizer.lr)
 
 
 def average_of(config: TrainConfig, transformer: nn.Module, optimizer: torch.optim.Optimizer) -> Average | None:

@@ -14,6 +14,7 @@ from simpletune.data.samples import Draw, View
 from simpletune.data.source import Picture
 from simpletune.models.buckets import Size
 from simpletune.pipeline.modulation_plan import ModulationPlan
+from simpletune.pipeline.text_side import empty_text_inputs
 from simpletune.step.batches import Batch
 from simpletune.step.core import StepCore
 
@@ -84,6 +85,7 @@ class SyntheticBatches:
             pooled=self._pooled().expand(b, -1).clone().to(self.device),
             names=tuple(str(number) for number in range(b)),
             weight=self._weight(b, latents[2:]),
+            text=empty_text_inputs(self.config, b, self.device),
         )
 
     def _weight(self, b: int, sides: Sequence[int]) -> Tensor | None:
@@ -97,7 +99,8 @@ class SyntheticBatches:
 def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
     """The tensors of a micro-batch."""
     weight = () if batch.weight is None else (batch.weight,)
-    return batch.z_0, batch.noise, batch.level, batch.prompt_embeds, batch.pooled, *weight
+    text = () if batch.text is None else batch.text.tensors()
+    return batch.z_0, batch.noise, batch.level, batch.prompt_embeds, batch.pooled, *weight, *text
 
 
 class SingleProcess:

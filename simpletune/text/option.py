@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from simpletune.options import Option
+from simpletune.adapters.adapter import TrainingMethod
+from simpletune.options import Option, plural
 
 
 class Embeddings(Option):
@@ -76,3 +79,56 @@ class Text(Option):
     def trains(self) -> bool:
         """Whether anything trains here."""
         return self.embeddings is not None or self.lora is not None
+
+    def resident(self, clip_encoders: Sequence[str]) -> tuple[str, ...]:
+        """The CLIP encoders that run in every training step, and so stay on the device.
+
+        Args:
+            clip_encoders: the family's.
+        """
+        if self.embeddings is not None and self.embeddings.place == "input":
+            return tuple(clip_encoders)
+        return self.with_lora(clip_encoders)
+
+    def with_lora(self, clip_encoders: Sequence[str]) -> tuple[str, ...]:
+        """The CLIP encoders that get a LoRA."""
+        if self.lora is None:
+            return ()
+        return tuple(name for name in clip_encoders if self.lora.encoders is None or name in self.lora.encoders)
+
+    def lr_ratio(self, name: str, lr: float) -> float:
+        """The factor on the learning rate of a trained parameter, by its name in the text side.
+
+        Args:
+            name: begins with ``embeddings.`` or ``encoders.``.
+            lr: ``optimizer.lr``.
+        """
+        part = self.embeddings if name.startswith("embeddings.") else self.lora
+        return 1.0 if part is None or part.learning_rate is None else part.learning_rate / lr
+
+    def describe(self) -> list[str]:
+        """What trains, in words."""
+        found = []
+        if (option := self.embeddings) is not None:
+            where = "output embeddings" if option.place == "output" else "input embeddings of CLIP"
+            until = "" if option.stop_at == 1 else f", until {option.stop_at:.0%} of the run"
+            count = plural(option.vectors, "vector")
+            found.append(f"{where} for {option.token} ({count} from {' '.join(option.words())!r}){until}")
+        if self.lora is not None:
+            names = "CLIP" if self.lora.encoders is None else ", ".join(self.lora.encoders)
+            found.append(f"LoRA of rank {self.lora.rank}, scale {self.lora.scale:g}, on {names} ({self.lora.targets})")
+        return found
+
+
+NO_TEXT = Text()
+
+
+def embedding_name(run: str, token: str) -> str:
+    """The name of the file with a run's embeddings: the run's and the token's, as far as file names may have it."""
+    return f"{run}_{re.sub(r'[^A-Za-z0-9._-]+', '', token) or 'token'}.safetensors"
+
+
+def result_names(run: str, adapter: TrainingMethod, text: Text, denoiser: str) -> list[str]:
+    """The names of the files of a run's result: the LoRA or the denoiser's folder, then the embeddings."""
+    first = [adapter.result(denoiser)] if adapter.trains or text.lora is not None else []
+    return first + ([] if text.embeddings is None else [embedding_name(run, text.embeddings.token)])

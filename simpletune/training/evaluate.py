@@ -25,7 +25,7 @@ from simpletune.models.transformer import Transformer
 from simpletune.options import Json
 from simpletune.runs.folder import DRIFT, evaluated_before
 from simpletune.step.batches import Batches
-from simpletune.step.core import StepCore
+from simpletune.step.core import StepCore, untrained
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
@@ -130,7 +130,7 @@ class Evaluator:
                     losses.extend([loss] if group == TRAINED else [])
             return found, losses
 
-        with nullcontext() if self.adapter.trains_base else self.adapter.disabled(transformer):
+        with nullcontext() if self.adapter.trains_base else untrained(self.adapter, transformer):
             found, losses = finite_passes(transformer, predict)
         with room_for("writing the base's predictions", self.file.parent):
             write_safetensors(found, self.file, {"of": self._of()})

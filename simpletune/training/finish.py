@@ -14,6 +14,7 @@ from simpletune.runs.choice import choose
 from simpletune.runs.folder import SUMMARY, read_evaluation
 from simpletune.runs.model_card import shareable, write_card
 from simpletune.runs.predicted import beside_measured, lines
+from simpletune.runs.result import export_result
 from simpletune.runs.summary import Measured, drift_at, left_out, print_results, summarise
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
@@ -27,7 +28,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
     failpoint("finish.saved")
     with run.stages.stage("save"), averaged(run.average):
         metadata = checkpoint.metadata_of(shareable(run.config), run.steps)
-        output = run.config.adapter.export(run.transformer, run.folder, metadata)
+        output = export_result(run.config, run.transformer, run.folder, metadata)
     failpoint("finish.exported")
     eval_after = run.optional(EVALUATING, run.evaluate, run.steps)
     run.optional(DRAWING, run.validate, run.steps)

@@ -15,13 +15,14 @@ from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoin
 from simpletune.runs.folder import SUMMARY, finished_steps, read_json_or_none
 from simpletune.runs.model_card import shareable, write_card
 from simpletune.runs.names import RunName, find_in_run, find_run, run_config
+from simpletune.runs.result import result_files
 from simpletune.runs.summary import summary_at
 from simpletune.runs.weights import overwrite
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.locks import exclusive
-from simpletune.system.safetensors_file import WeightReader, write_safetensors
+from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
 from simpletune.training.finish import report_or_warning
 
 CPU = torch.device("cpu")
@@ -114,8 +115,12 @@ def export(run: Path, config: TrainConfig, saved: checkpoint.SavedState) -> Path
     """
     adapter, metadata = config.adapter, checkpoint.metadata_of(shareable(config), saved.step)
     if adapter.exports_to_checkpoints:  # the checkpoint's header names local folders, a result's must not
-        result = adapter.result(config.model.denoiser)
-        return write_safetensors(WeightReader([saved.folder / result]).get_all(), run / result, metadata)
+        names = [file.name for file in result_files(config, run)]
+        for name in names:
+            header = {**read_header(saved.folder / name).get("__metadata__", {}), **metadata}
+            header.pop("format", None)
+            write_safetensors(WeightReader([saved.folder / name]).get_all(), run / name, header)
+        return run / names[0]
     trained = find_in_run(RunName(run, saved.step)).trained
     assert trained is not None
     model = resolve_model_folder(config).model

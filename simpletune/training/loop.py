@@ -183,6 +183,8 @@ def loop(run: Run) -> EpochTraces:
             key_draws(run.core.optimizer, config.train.seed, step)
             if run.core.fp16 is not None:
                 run.core.fp16.at_step(step)
+            if run.core.text is not None:
+                run.core.text.at_step(step, run.steps)
             loss, norm = run.core.step(batches, run.guard.allows_update)
             if run.average is not None and not run.guard.skipping:
                 run.average.update(None if run.core.fp16 is None else run.core.fp16.scale.overflow)

@@ -22,6 +22,7 @@ from simpletune.options import Json, UserError, plural
 from simpletune.pipeline.encode import Prepared, encode
 from simpletune.pipeline.load import load_base
 from simpletune.pipeline.plan_data import plan_data
+from simpletune.pipeline.text_side import load_text_side
 from simpletune.quant.int8_tuning import announce_tuning
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder, close_killed
@@ -149,7 +150,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         prepared=prepared,
         **vars(model),
         batches=batches,
-        previews=Previews(resolved, prepared.requests, prepared.text, folder / "samples", model.core.modulation),
+        previews=Previews(resolved, prepared.requests, prepared.text, folder / "samples", model.core),
         trackers=trackers,
         start=start,
         steps=steps,
@@ -220,7 +221,8 @@ def load_model(
     transformer = load_base(config, accelerator.device, prepared.sizes(), cache_of_bases(config))
     failpoint("model.loaded")
     total = config.model.parameter_count()
-    core = assemble(config, transformer, accelerator, len(prepared.plan.sizes()))
+    text = load_text_side(config, prepared.text, prepared.plan.captions(), accelerator.device)
+    core = assemble(config, transformer, accelerator, len(prepared.plan.sizes()), text)
     average = average_of(config, transformer, core.optimizer)
     if saved:
         checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)

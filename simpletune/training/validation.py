@@ -7,16 +7,18 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import torch
 from PIL import Image
+from torch import Tensor
 
 from simpletune.config.schema import TrainConfig
 from simpletune.models.transformer import Transformer, device_of
 from simpletune.pipeline.encode import TextCache, free_memory
-from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Request, Sampler, draw
 from simpletune.sheets import grid
 from simpletune.step.attention import attention_by
+from simpletune.step.core import StepCore, untrained
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.failpoints import failpoint
 
@@ -32,7 +34,7 @@ class Previews:
         requests: pictures to draw.
         text: prompt embeddings.
         folder: the run's ``samples`` folder.
-        modulation: modulation that was removed from the transformer, if any.
+        core: step core, with the trained text side and the modulation that was removed from the transformer, if any.
     """
 
     def __init__(
@@ -41,15 +43,15 @@ class Previews:
         requests: list[Request],
         text: TextCache,
         folder: Path,
-        modulation: Modulation | None = None,
+        core: StepCore | None = None,
     ):
         self.config, self.requests, self.text, self.folder = config, requests, text, folder
-        self.modulation = modulation
+        self.core, self.modulation = core, None if core is None else core.modulation
 
     def draw_base(self, transformer: Transformer) -> None:
         """Draw with the base model; before training, because full fine-tuning changes the base."""
         adapter = self.config.adapter
-        with nullcontext() if adapter.trains_base else adapter.disabled(transformer):
+        with nullcontext() if adapter.trains_base else untrained(adapter, transformer):
             self._draw(transformer, BASE, self.folder / BASE)
 
     def draw_tuned(self, transformer: Transformer, step: int) -> None:
@@ -90,11 +92,23 @@ class Previews:
         free_memory(device)  # what training leaves in torch's cache is in pieces that these stages may not fit into
         vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
         try:
-            return draw(sampler, vae, config.model, requests, self.text.load)
+            return draw(sampler, vae, config.model, requests, self.load)
         finally:
             del vae
             free_memory(device)
             transformer.train(was_training)
+
+    @torch.no_grad()
+    def load(self, prompt: str) -> tuple[Tensor, Tensor]:
+        """Load (prompt_embeds [t, e], pooled [p]) of one prompt, as the trained text side gives them."""
+        embeds, pooled = self.text.load(prompt)
+        text, inputs = None if self.core is None else self.core.text, self.text.inputs([prompt])
+        if self.core is None or text is None or inputs is None:
+            return embeds, pooled
+        device = self.core.device
+        on_device = inputs.map(lambda tensor: tensor.to(device))
+        (embeds,), (pooled,) = text(embeds[None].to(device), pooled[None].to(device), on_device)
+        return embeds, pooled
 
     def states(self) -> list[Path]:
         """List the folders drawn so far: the base first, then by step."""

@@ -19,7 +19,7 @@ from simpletune.families.sd15.shapes import ATTENTION, parameter_shapes, pixels,
 from simpletune.families.sd15.unet_config import HUB_NAMES, SD15_NAME, bundled, levels_of, require_supported
 from simpletune.models.buckets import Size
 from simpletune.models.family import Family
-from simpletune.models.family_facts import Attention, DiffusersNames, Licence
+from simpletune.models.family_facts import Attention, DiffusersNames, Licence, TextRegion
 from simpletune.models.flops import Flops, Trained
 from simpletune.models.lora_names import Layout
 from simpletune.models.model_config import ModelConfig, Shape
@@ -77,6 +77,7 @@ class SD15(Family):
     resolution: ClassVar[int] = 512
     guidance: ClassVar[float] = 7.5
     objective: ClassVar[str] = "ddpm"
+    clip_encoders: ClassVar[Sequence[str]] = ("clip",)
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "UNet2DConditionModel", "StableDiffusionPipeline", "stable-diffusion"
     )
@@ -241,6 +242,16 @@ class SD15(Family):
         from simpletune.families.sd15.text import last_hidden_states
 
         return last_hidden_states(model, ids, device, batch_size)
+
+    def clip_output(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+        """The last hidden state."""
+        from simpletune.families.sd15.text import clip_output
+
+        return clip_output(model, ids)
+
+    def text_regions(self) -> dict[str, TextRegion]:
+        """The only encoder."""
+        return {"clip": TextRegion("text_encoder", self.text_width)}
 
     def prompts(self, dtype: torch.dtype) -> ClipPrompts:
         """The text encoder, loaded on demand."""

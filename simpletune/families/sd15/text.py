@@ -50,5 +50,10 @@ def last_hidden_states(
         For each prompt ``hidden`` [L, e], the last hidden state after the final layer norm.
     """
     for batch in ids.split(batch_size):
-        for hidden in model(batch.to(device)).last_hidden_state:
+        for hidden in clip_output(model, batch.to(device))["hidden"]:
             yield {"hidden": hidden}
+
+
+def clip_output(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:  # [b, L] -> [b, L, e]
+    """Run a CLIP encoder without projection once: ``hidden``, the last hidden state after the final layer norm."""
+    return {"hidden": model(ids).last_hidden_state}

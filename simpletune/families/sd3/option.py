@@ -26,7 +26,7 @@ from simpletune.families.sd3.shapes import (
 )
 from simpletune.models.buckets import DOWNSAMPLING, Size
 from simpletune.models.family import Family
-from simpletune.models.family_facts import Attention, DiffusersNames, Licence
+from simpletune.models.family_facts import Attention, DiffusersNames, Licence, TextRegion
 from simpletune.models.flops import Flops, Trained
 from simpletune.models.lora_names import Layout
 from simpletune.models.model_config import ModelConfig, Shape
@@ -87,6 +87,7 @@ class SD3(Family):
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "SD3Transformer2DModel", "StableDiffusion3Pipeline", "stable-diffusion-3"
     )
+    clip_encoders: ClassVar[Sequence[str]] = ("clip_l", "clip_g")
     has_modulation: ClassVar[bool] = True
 
     def part_names(self) -> list[str]:
@@ -229,6 +230,24 @@ class SD3(Family):
         from simpletune.families.sd3.text import clip_outputs
 
         return clip_outputs(model, ids, device, batch_size)
+
+    def clip_output(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+        """The penultimate hidden state and the pooled embedding."""
+        from simpletune.families.sd3.text import clip_output
+
+        return clip_output(model, ids)
+
+    def text_regions(self) -> dict[str, TextRegion]:
+        """CLIP-L and CLIP-G side by side, T5 after them."""
+        clip_l, clip_g = (self.known_part(part).config() for part in ("text_encoder", "text_encoder_2"))
+        width, pooled = int(clip_l["hidden_size"]), int(clip_l["projection_dim"])
+        found = {
+            "clip_l": TextRegion("text_encoder", width, 0, (0, pooled)),
+            "clip_g": TextRegion(
+                "text_encoder_2", int(clip_g["hidden_size"]), width, (pooled, int(clip_g["projection_dim"]))
+            ),
+        }
+        return found | ({"t5": TextRegion("text_encoder_3", self.text_width, last=True)} if self.t5 else {})
 
     def prompts(self, dtype: torch.dtype) -> SD3Prompts:
         """The text encoders; each is loaded on demand."""

@@ -50,12 +50,13 @@ class SD3Prompts(Prompts):
             parts: ``encode``'s output by the encoder's name.
 
         Returns:
-            prompt_embeds [L + T, e] and pooled [768 + 1280].
+            prompt_embeds [L + T, e] and pooled [768 + 1280], after the sides of the samples if there are any.
         """
         clip = torch.cat([parts["clip_l"]["hidden"], parts["clip_g"]["hidden"]], dim=-1)
         clip = torch.nn.functional.pad(clip, (0, self.width - clip.shape[-1]))
-        t5 = parts["t5"]["hidden"] if len(self.encoders) == 3 else clip.new_zeros(self.t5_length, self.width)
-        return torch.cat([clip, t5], dim=0), self.pool(parts)
+        zeros = (*clip.shape[:-2], self.t5_length, self.width)
+        t5 = parts["t5"]["hidden"] if len(self.encoders) == 3 else clip.new_zeros(zeros)
+        return torch.cat([clip, t5], dim=-2), self.pool(parts)
 
     def pool(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
         """Concatenate CLIP-L's and CLIP-G's pooled embeddings of one prompt: [768 + 1280]."""
@@ -83,9 +84,15 @@ def clip_outputs(model: nn.Module, ids: Tensor, device: torch.device, batch_size
         For each prompt ``hidden`` [L, width], the penultimate hidden state, and ``pooled`` [width], projected.
     """
     for batch in ids.split(batch_size):
-        output = model(batch.to(device), output_hidden_states=True)
-        for hidden, pooled in zip(output.hidden_states[-2], output.text_embeds, strict=True):
+        found = clip_output(model, batch.to(device))
+        for hidden, pooled in zip(found["hidden"], found["pooled"], strict=True):
             yield {"hidden": hidden, "pooled": pooled}
+
+
+def clip_output(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:  # [b, L] -> [b, L, width], [b, width]
+    """Run a CLIP encoder once: ``hidden``, the penultimate hidden state, and ``pooled``, projected."""
+    output = model(ids, output_hidden_states=True)
+    return {"hidden": output.hidden_states[-2], "pooled": output.text_embeds}
 
 
 def _run_t5(

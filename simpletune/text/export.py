@@ -1,0 +1,105 @@
+"""Write what a run trained on the text side: its LoRA into the LoRA file, its embeddings into a file of their own.
+
+Keys of embeddings, as ComfyUI reads them: ``clip_l``, ``clip_g`` and ``t5xxl`` [v, width]; those of encoders' outputs
+end in ``_out``, and only this package reads them. Stable Diffusion 1.5 and 2 have one tensor, ``emb_params``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletune.models.lora_names import ALPHA, DOWN, UP, Layout
+from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
+from simpletune.text.option import embedding_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from simpletune.text.update import TextUpdate
+
+ROLES = {"lora_A": DOWN, "lora_B": UP}
+
+
+def export_embeddings(text: TextUpdate, folder: Path, run: str, metadata: Mapping[str, str]) -> Path | None:
+    """Write the embeddings into a file named after run and token; None if there are none.
+
+    Args:
+        text: the trained text side.
+        folder: for the file.
+        run: the run's name.
+        metadata: strings for the header.
+    """
+    option = text.option.embeddings
+    if option is None:
+        return None
+    found = {name: vectors.detach() for name, vectors in text.embeddings.items()} | text.t5_rows
+    if set(found) == {"clip"} and option.place == "input":
+        state = {"emb_params": found["clip"]}
+    elif option.place == "input":
+        state = {{"t5": "t5xxl"}.get(name, name): tensor for name, tensor in found.items()}
+    else:
+        state = {f"{name}_out": tensor for name, tensor in found.items()}
+    about = {"token": option.token, "initial": " ".join(option.words()), "place": option.place}
+    header = {**metadata, **{f"simpletune_{key}": value for key, value in about.items()}}
+    return write_safetensors(state, folder / embedding_name(run, option.token), header)
+
+
+def export_lora(text: TextUpdate, file: Path, metadata: Mapping[str, str]) -> Path | None:
+    """Add the LoRA of the text encoders to the LoRA file, or write one with it alone; None if there is none.
+
+    Args:
+        text: the trained text side.
+        file: of the denoiser's LoRA, which may not exist.
+        metadata: strings for the header of a new file.
+    """
+    state = lora_of(text)
+    if not state:
+        return None
+    known: dict[str, Tensor] = {}
+    header = dict(metadata)
+    if file.exists():
+        known = WeightReader([file]).get_all()
+        header = {key: value for key, value in read_header(file)["__metadata__"].items() if key != "format"}
+    return write_safetensors({**known, **state}, file, header)
+
+
+def lora_of(text: TextUpdate) -> dict[str, Tensor]:
+    """The factors of the text encoders' updates by their keys in the layout of the family's results.
+
+    Without a tensor for alpha, the scale is folded into the second factor.
+    """
+    import torch
+
+    from simpletune.adapters.lora_layers import lora_state
+
+    option, layout = text.option.lora, text.family.lora[0]
+    if option is None:
+        return {}
+    parts = {encoder.name: encoder.model for encoder in text.family.encoders()}
+    state: dict[str, Tensor] = {}
+    for name in text.with_lora():
+        for factor, tensor in lora_state(text.encoders[name]).items():
+            module, _, letter = factor.removesuffix(".weight").rpartition(".")
+            fold = letter == "lora_B" and not layout.alpha and option.scale != 1
+            state[key_of(layout, parts[name], module, ROLES[letter])] = tensor * option.scale if fold else tensor
+            if layout.alpha:
+                state[key_of(layout, parts[name], module, ALPHA)] = torch.tensor(option.scale * option.rank)
+    return state
+
+
+def key_of(layout: Layout, part: str, module: str, role: str) -> str:
+    """The key of a text encoder's layer in a LoRA file.
+
+    Args:
+        layout: of the file.
+        part: ``text_encoder`` or ``text_encoder_2``.
+        module: the layer's name in transformers' model, which may leave out ``text_model``.
+        role: as for ``Layout.key``.
+    """
+    whole = "text_model." + module.removeprefix("text_model.")
+    ending = {DOWN: layout.down, UP: layout.up}.get(role, role)
+    if layout.dots:
+        return f"{part}.{whole}.{ending}"
+    return f"lora_te_{whole.replace('.', '_')}.{ending}"
