@@ -141,7 +141,7 @@ class InferenceSession:
 
     def encoded(self, models: Sequence[Weights], prompts: Sequence[str]) -> dict[Weights, PromptStore]:
         """Encode prompts as every model reads them: with its embeddings, and with its updates of the text encoders."""
-        config, stand_ins = self.config, stand_ins_of(models)
+        config, stand_ins = self.config, stand_ins_of(models, self.config.text)
         stores: dict[str, PromptStore] = {}
         found: dict[Weights, PromptStore] = {}
         with self.stages.stage("text"):

@@ -16,8 +16,9 @@ from simpletune.models.text_layers import T5, style_of
 from simpletune.text.files import SINGLE, Keys
 
 DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE = "diffusers", "ComfyUI", "Forge", "simpletune"
-A1111 = "A1111 and Forge"  # of embeddings
+A1111 = "A1111"  # of embeddings; Forge reads them alike
 TOOLS = (DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE)
+UNTESTED = "like Forge, according to its source, untested"
 CLOSE = 1e-6
 
 
@@ -249,7 +250,7 @@ def embedding_verdicts(keys: Keys, file: str) -> list[Verdict]:
         return [
             Verdict(DIFFUSERS_TOOL, "silently nothing", ["reads no embeddings inside a LoRA file"]),
             Verdict(COMFYUI, "yes", ["only from a copy of the file in models/embeddings"]),
-            Verdict(A1111, "yes", ["according to its source, untested", *inside]),
+            Verdict(A1111, "yes", [UNTESTED, *inside]),
             own,
         ]
     name = file.removesuffix(".safetensors")
@@ -260,14 +261,14 @@ def embedding_verdicts(keys: Keys, file: str) -> list[Verdict]:
         return [
             Verdict(DIFFUSERS_TOOL, "yes", loads),
             Verdict(COMFYUI, "yes", [f"write embedding:{name} into the prompt"]),
-            Verdict(A1111, "yes", ["according to its source, untested", f"write {name} into the prompt"]),
+            Verdict(A1111, "yes", [UNTESTED, f"write {name} into the prompt"]),
             own,
         ]
     diffusers = Verdict(DIFFUSERS_TOOL, "refuses", ["loads files with one tensor; SD3's pipeline loads none"])
     comfyui = Verdict(COMFYUI, "yes", [f"write embedding:{name} into the prompt"])
     if keys.keys.get("t5") == "t5":
         comfyui = Verdict(COMFYUI, "partly", ["ignores t5: it looks for t5xxl, else takes the file's first tensor"])
-    a1111 = Verdict(A1111, "yes", ["according to its source, untested", f"write {name} into the prompt"])
+    a1111 = Verdict(A1111, "yes", [UNTESTED, f"write {name} into the prompt"])
     if "t5" in keys.keys:
-        a1111 = Verdict(A1111, "partly", ["according to its source, untested", "reads CLIP's vectors, not T5's"])
+        a1111 = Verdict(A1111, "partly", [UNTESTED, "reads CLIP's vectors, not T5's"])
     return [diffusers, comfyui, a1111, own]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from simpletune.lora.structured import AnyUpdate
     from simpletune.text.encoding import TextSide
     from simpletune.text.files import EmbeddingFile
+    from simpletune.text.option import Text
 
 StandIns = tuple[tuple[str, tuple[str, ...]], ...]
 """Words by token."""
@@ -98,9 +99,16 @@ def _text_updates(file: Path, digest: str) -> dict[str, AnyUpdate]:
     return split_text(read_lora(file))[1]
 
 
-def stand_ins_of(models: Iterable[Weights]) -> StandIns:
-    """The words that embeddings began from, by token; models without an embedding read prompts with these."""
+def stand_ins_of(models: Iterable[Weights], text: Text) -> StandIns:
+    """The words that embeddings began from, by token; models without an embedding read prompts with these.
+
+    Args:
+        models: whose embeddings tell words.
+        text: what the run trained on the text side.
+    """
     words = {each.token: each.words for weights in models for each in embeddings_of(weights) if each.words}
+    if (option := text.embeddings) is not None:
+        words.setdefault(option.token, tuple(option.words()))
     return tuple(sorted(words.items()))
 
 

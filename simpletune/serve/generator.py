@@ -86,7 +86,7 @@ class ImageGenerator:
         self.models = Models(config, served, device, side, lambda: self._check_cancelled())
         self.vae = config.model.load_vae(device, dtype, config.memory.vae_tile)
         self.text = PromptCache(config.model, dtype, device)
-        self._stand_ins = stand_ins_of([served.weights_of(name) for name in served.names])
+        self._stand_ins = stand_ins_of([served.weights_of(name) for name in served.names], config.text)
         self._sides: dict[tuple[str, float], TextSide] = {}
         for name in served.names:  # embeddings that do not fit the model fail now
             TextEncoding(config.model, dtype, text_side_of(served.weights_of(name), self._stand_ins))

@@ -223,13 +223,16 @@ def write_embeddings(file: Path, embedding: EmbeddingFile) -> Path:
 
 
 def embeddings_in(folder: Path) -> list[Path]:
-    """The files of a run's own embeddings in its folder or a checkpoint's."""
-    found = []
-    for file in sorted(folder.glob("*.safetensors")):
-        metadata = read_header(file).get("__metadata__") or {}
-        if TOKEN in metadata:
-            found.append(file)
-    return found
+    """The files of a run's own embeddings in its folder or a checkpoint's, by their headers."""
+    return [file for file in sorted(folder.glob("*.safetensors")) if TOKEN in _metadata(file)]
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    """The strings of a header; none of a damaged file, which is reported where it is used."""
+    try:
+        return read_header(file).get("__metadata__") or {}
+    except UserError:
+        return {}
 
 
 def how_to_use(name: str, token: str, place: str, single: bool) -> Iterator[str]:
