@@ -67,6 +67,9 @@ def _add_text(verdict: Verdict, header: LoraHeader) -> None:
     """Say which updates of text encoders a tool drops."""
     modules = header.text_modules.values()
     lost = [module for module in modules if verdict.tool in _deaf_to(module, is_unet(header.family[0]))]
+    if verdict.tool == DIFFUSERS_TOOL and not any(".out_proj" in layer for m in modules for layer in m.layers):
+        # diffusers 0.42.1 recognises these names by out_proj's, and otherwise drops the attention's without a word
+        lost += [m for m in modules if m not in lost and style_of(m.name) == "kohya" and "_self_attn_" in m.name]
     if lost and verdict.loads in ("yes", "partly"):
         whole = len(lost) == len(modules) and not header.modules
         for_diffusers = verdict.tool == DIFFUSERS_TOOL and not is_unet(header.family[0])

@@ -58,7 +58,8 @@ def describe(file: Path, values: bool = True) -> Json:
     about["types"] = dict(Counter(entry["dtype"] for entry in header.entries.values()))
     embeddings = _embeddings(header, values)
     if embeddings and not header.is_lora:
-        return about | {"kind": "embeddings", "embeddings": embeddings, "metadata": _short(header.metadata)}
+        found = _hash(header) if values else {}
+        return about | {"kind": "embeddings", "embeddings": embeddings, "metadata": _short(header.metadata), **found}
     if not header.is_lora:
         return about | {"kind": "model", **_model(header)}
     found = _values(header) | _hash(header) if values else {}

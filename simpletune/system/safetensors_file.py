@@ -73,14 +73,16 @@ def require_safetensors(file: Path) -> None:
     if not file.is_file():
         raise UserError(f"{file} does not exist. Give a .safetensors file")
     with open(file, "rb") as handle:
-        start = handle.read(4)
-    pickled = start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05") or start == b"PK\x03\x04"
+        start = handle.read(9)
+    protocols = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+    has_header = start[4:] == b"\0\0\0\0{"  # of safetensors, whose length may begin with the same bytes
+    pickled = start[:2] in protocols and not has_header or start[:4] == b"PK\x03\x04"
     if file.suffix in PICKLES or pickled:
         raise UserError(
             f"{file} is a pickle file ({file.suffix or 'by its first bytes'}), which is never opened because loading "
             "one can run arbitrary code. Get the .safetensors version, or convert it if you trust its source"
         )
-    if start == b"GGUF":
+    if start[:4] == b"GGUF":
         raise UserError(f"{file} is a GGUF file, which is not supported. Get the .safetensors version")
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Place = Literal["input", "output"]
 TOKEN, WORDS, PLACE, FAMILY = (f"simpletune_{name}" for name in ("token", "initial", "place", "family"))
+HASH = "modelspec.hash_sha256"
 SINGLE = "clip"
 """The name of the encoder of models with only one, whose files hold a single tensor."""
 INPUT_KEYS = {"clip_l": "clip_l", "clip_g": "clip_g", "t5": "t5xxl"}
@@ -211,6 +212,7 @@ def write_embeddings(file: Path, embedding: EmbeddingFile) -> Path:
     use = how_to_use(file.name, embedding.token, embedding.place, SINGLE in embedding.vectors)
     own = {
         "format": "pt",
+        "modelspec.sai_model_spec": "1.0.1",
         TOKEN: embedding.token,
         WORDS: " ".join(embedding.words),
         PLACE: embedding.place,
@@ -219,7 +221,9 @@ def write_embeddings(file: Path, embedding: EmbeddingFile) -> Path:
         "modelspec.trigger_phrase": embedding.token,
         "modelspec.usage_hint": " ".join(use),
     }
-    return write_safetensors(tensors, file, {**own, **embedding.metadata})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = {name: value for name, value in embedding.metadata.items() if name != HASH}
+    return write_safetensors(tensors, file, {**own, **kept}, HASH)
 
 
 def embeddings_in(folder: Path) -> list[Path]:
