@@ -20,7 +20,9 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.options import ConfigError, option_classes, union_of
+from simpletune.pipeline.text_side import empty_text_side
 from simpletune.runs import checkpoint
+from simpletune.runs.result import result_files
 from simpletune.step.core import attach
 from simpletune.tensors import trained_parameters
 from simpletune.training.loop import train
@@ -103,6 +105,9 @@ def case_json(tiny_config: dict, case: Case) -> dict:
         data["data"]["resolution"] = 64
     data["adapter"] = adapter | ({"rank": 2} if adapter.get("method") == "lora" else {})
     data["precision"] = precision
+    if not member("adapter", adapter).trains:
+        rate = {} if member("optimizer", optimizer).steps_in_backward else {"learning_rate": None}
+        data["text"] = {"embeddings": {"token": "flat", "initial": "striped", **rate}}
     data["optimizer"] = {"lr": 0.001} | optimizer | ({"lr": 1.0, "d0": 1e-3} if optimizer["name"] == "prodigy" else {})
     return data
 
@@ -181,10 +186,10 @@ def test_trains_saves_resumes_reloads(case: Case, tiny_config: dict) -> None:
 
     config = resolve_folders(validate(data, "reload"))
     model = config.model.load_transformer(config.precision, torch.device("cpu"))
-    optimizer = attach(config, model)
+    optimizer = attach(config, model, text=empty_text_side(config, torch.device("cpu")))
     checkpoint.restore(checkpoint.find("latest", whole), model, optimizer, config.optimizer)
     torch.testing.assert_close(trained_parameters(model), weights(whole, 4), rtol=0, atol=0)
-    assert (whole / config.adapter.result(config.model.denoiser)).exists()
+    assert all(file.exists() for file in result_files(config.model_copy(update={"name": whole.name}), whole))
 
 
 REFUSAL = "precision.weights: .* weights are frozen.*Use precision.weights bf16"

@@ -73,12 +73,13 @@ def _pattern(token: str) -> re.Pattern[str]:
 def _expanded(prompt: str, token: str, words: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
     """The expanded prompt, and where in it the words of each occurrence begin and end.
 
-    A letter or digit beside the token is set apart, or it would change the tokens of the words.
+    What stands right before the token is set apart by a space, and a letter or digit right after it: T5 has other
+    pieces for a word that does not follow a space.
     """
     text, spans, last = "", list[tuple[int, int]](), 0
     for match in _pattern(token).finditer(prompt):
         text += prompt[last : match.start()]
-        text += " " if text and (text[-1].isalnum() or text[-1] == "_") else ""
+        text += " " if text and not text[-1].isspace() else ""
         spans.append((len(text), len(text) + len(" ".join(words))))
         text += " ".join(words)
         last = match.end()

@@ -69,6 +69,12 @@ def _embedding_rules(config: TrainConfig, option: Embeddings) -> Iterator[Proble
             f"optimizer.name {config.optimizer.name} trains other values than the average that it exports, so stopped "
             "embeddings would not be those of the result. Use stop_at 1, or another optimizer",
         )
+    if option.stop_at < 1 and not config.optimizer.steps_in_backward:
+        yield Problem(
+            "text.embeddings.stop_at",
+            f"optimizer.name {config.optimizer.name} computes one learning rate from all gradients, and those of stopped "
+            "embeddings would stay in it. Use stop_at 1, or another optimizer",
+        )
     if option.place == "input" and option.keep_norm and config.optimizer.averages:
         yield Problem(
             "text.embeddings.keep_norm",
