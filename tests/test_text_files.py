@@ -297,11 +297,14 @@ def test_damaged_and_strange_embeddings_are_refused(tensors: dict, message: str,
         read_embeddings(tmp_path / "a.safetensors")
 
 
-@pytest.mark.parametrize("filler", range(1000, 1200, 8))
-def test_a_header_whose_length_begins_like_a_pickle_is_read(filler: int, tmp_path: Path) -> None:
+def test_a_header_whose_length_begins_like_a_pickle_is_read(tmp_path: Path) -> None:
     """1152 bytes are 80 04 00 ... in the file, which is how a pickle of protocol 4 begins."""
-    save_file({"clip_l": V["clip_l"]}, tmp_path / "a.safetensors", {"filler": "x" * (filler - 112)})
-    assert len(read_embeddings(tmp_path / "a.safetensors")) == 1
+    begun = set()
+    for filler in range(900, 1100, 8):
+        save_file({"clip_l": V["clip_l"]}, tmp_path / "a.safetensors", {"filler": "x" * filler})
+        begun.add((tmp_path / "a.safetensors").read_bytes()[:2])
+        assert len(read_embeddings(tmp_path / "a.safetensors")) == 1
+    assert b"\x80\x04" in begun
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.bin", "a.safetensors"])

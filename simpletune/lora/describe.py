@@ -19,7 +19,7 @@ from simpletune.models.text_layers import TITLES, style_of
 from simpletune.options import Json, UserError, plural, shortened
 from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import content_hash
-from simpletune.text.files import WORDS, is_embedding, keys_of
+from simpletune.text.files import WORDS, cosines_of, is_embedding, keys_of
 
 BASE_KEYS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "modelspec.title", "base_model")
 LONG = 60
@@ -69,15 +69,18 @@ def describe(file: Path, values: bool = True) -> Json:
 
 def _embeddings(header: LoraHeader, values: bool) -> list[Json]:
     """The embeddings in a file, each with its vectors and the tools that read it."""
-    found = []
+    found: list[Json] = []
     if not header.bundled and not is_embedding({**header.entries, "__metadata__": header.metadata}):
         return []
+    known = cosines_of(header.metadata)
     for each in keys_of(header.file):
         vectors = {}
         for encoder, key in each.keys.items():
             *count, width = header.shapes[key]
             norms = row_norms(header.file, header.entries[key]) if values else []
-            vectors[encoder] = {"key": key, "vectors": count[0] if count else 1, "width": width, "norms": norms}
+            number = count[0] if count else 1
+            about = {"key": key, "vectors": number, "width": width, "norms": norms}
+            vectors[encoder] = {**about, "cosines": known.get(encoder, [])[:number]}
         tools = [vars(verdict) for verdict in embedding_verdicts(each, header.file.name)]
         words = header.metadata.get(WORDS, "").split() if not each.bundled else []
         found.append({"token": each.token, "place": each.place, "words": words, "encoders": vectors, "tools": tools})
@@ -275,7 +278,9 @@ def _embedding_lines(embeddings: Sequence[Json]) -> Iterator[tuple[str, str]]:
         yield "place", PLACES[each["place"]]
         for encoder, about in each["encoders"].items():
             norms = f", norms {', '.join(f'{norm:.3g}' for norm in about['norms'][:LISTED])}" if about["norms"] else ""
-            yield "vectors", f"{encoder}: {about['vectors']} of {about['width']} ({about['key']}){norms}"
+            far = ", ".join(f"{cosine:.3f}" for cosine in about["cosines"][:LISTED])
+            cosines = f", cosine with the first value {far}" if far else ""
+            yield "vectors", f"{encoder}: {about['vectors']} of {about['width']} ({about['key']}){norms}{cosines}"
         for verdict in each["tools"]:
             yield verdict["tool"], "; ".join([verdict["loads"], *verdict["notes"]])
 

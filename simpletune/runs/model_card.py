@@ -19,6 +19,7 @@ from simpletune.hub.fetch import is_hub_name
 from simpletune.models.family_facts import Licence
 from simpletune.options import Json, plural
 from simpletune.runs.choice import LAST
+from simpletune.runs.token_use import loaded_tokens, loads_in_diffusers, titles_of, token_usage
 from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
 
@@ -155,7 +156,7 @@ def _base_text(config: TrainConfig) -> str:
 
 
 def _introduction(folder: Path, config: TrainConfig, prompt: str) -> str:
-    kind = "Fine-tuned transformer of" if config.adapter.trains_base else f"{config.adapter.title} for"
+    kind = "Fine-tuned transformer of" if config.adapter.trains_base else f"{titles_of(config)} for"
     lines = [f"{kind} {_base_text(config)}, trained with simpletune."]
     if config.data.prompt:
         lines.append(f"Trigger prompt: {code(config.data.prompt)}")
@@ -176,6 +177,7 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     train, settings = config.train, config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method"})
     listed = [f"{key} {', '.join(value) if isinstance(value, list) else value}" for key, value in settings.items()]
     yield "method", cell(", ".join([config.adapter.method, *listed]))
+    yield from (("text side", cell(each)) for each in config.text.describe())
     trained, total = summary["trainable_parameters"], summary["total_parameters"]
     yield "parameters", f"{trained:,} trained, {total:,} in the base"
     batch = f"batch {train.batch_size}, gradient accumulation {train.gradient_accumulation}"
@@ -214,10 +216,11 @@ def _cost(summary: Json) -> Iterator[tuple[str, str]]:
 def _use(config: TrainConfig, example: Request) -> Iterator[str]:
     """Yield the instructions for diffusers and for the inference scripts."""
     first = config.adapter.before_diffusers(config.model.denoiser)
-    if first is None:
+    if first is None and loads_in_diffusers(config):
         yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
-    else:
+    elif first is not None:
         yield f"ComfyUI loads `{config.adapter.result(config.model.denoiser)}` from `models/loras`. {first}"
+    yield from token_usage(config)
     others = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}
     replaced = [f"{name} {code(public_name(value))}" for name, value in others.items() if value]
     if replaced:
@@ -250,7 +253,8 @@ def snippet(config: TrainConfig, example: Request) -> str:
     if scheduler:
         options = "".join(f", {name}={value!r}" for name, value in scheduler[1].items())
         lines += [f"pipeline.scheduler = {scheduler[0]}.from_config(pipeline.scheduler.config{options})"]
-    if not config.adapter.trains_base:
+    lines += [f'pipeline.load_textual_inversion(RESULT, weight_name="{name}")' for name in loaded_tokens(config)]
+    if not config.adapter.trains_base and (config.adapter.trains or config.text.lora):
         lines += [f'pipeline.load_lora_weights(RESULT, weight_name="{result}")']
     arguments = {
         "prompt": example.prompt,

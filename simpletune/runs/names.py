@@ -124,7 +124,7 @@ def find_lora(text: str, option: str = "", remedy: str = "Give a LoRA", strength
     if named.lora is not None:
         return named
     if named.is_text_alone:
-        raise UserError(f"{option}{named.name} has embeddings but no LoRA. Draw with --embedding {named.embeddings[0]}")
+        raise UserError(f"{option}{named.name} has embeddings but no LoRA. Use --embedding {named.embeddings[0]}")
     kind = f"is a {run_config(named.run).adapter.method} run" if named.run is not None else "is a full model"
     raise UserError(f"{option}{named.name} {kind}, not a LoRA. {remedy}")
 
@@ -139,9 +139,8 @@ def weight_file(name: str) -> Path:
     if run is None and not is_run(path) and not (path / STATE).exists():
         return file_of(path)
     named = find_in_run(run) if run is not None else _of_folder(path)
-    if named.is_text_alone:
-        return named.embeddings[0]
-    return named.lora or named.trained or file_of(named.transformer or path)
+    first = named.embeddings[0] if named.is_text_alone else named.lora or named.trained
+    return first or file_of(named.transformer or path)
 
 
 def find_in_run(run: RunName) -> Named:
@@ -153,13 +152,12 @@ def find_in_run(run: RunName) -> Named:
     folder, step = run
     if step is not None:
         return _of_checkpoint(checkpoint_folder(folder, step), folder, step)
-    known, embeddings = folder if (folder / CONFIG).is_file() else None, tuple(run_embeddings(folder))
+    known, embeddings = folder if (folder / CONFIG).is_file() else None, tuple(embeddings_in(folder))
     if (whole := denoiser_in(folder)) is not None:
         return Named(str(folder), transformer=whole, run=known, embeddings=embeddings)
-    if (folder / LORA_FILE).is_file():
-        return Named(str(folder), lora=folder / LORA_FILE, run=known, embeddings=embeddings)
-    if embeddings:
-        return Named(str(folder), run=known, embeddings=embeddings)
+    lora = folder / LORA_FILE if (folder / LORA_FILE).is_file() else None
+    if lora is not None or embeddings:
+        return Named(str(folder), lora=lora, run=known, embeddings=embeddings)
     raise _no_result(folder)
 
 
@@ -210,13 +208,7 @@ def is_run(folder: Path) -> bool:
 
 def is_unfinished(folder: Path) -> bool:
     """Tell whether a folder is a run's that has no result."""
-    found = denoiser_in(folder) is not None or (folder / LORA_FILE).is_file() or run_embeddings(folder)
-    return is_run(folder) and not found
-
-
-def run_embeddings(folder: Path) -> list[Path]:
-    """List the files of embeddings in the folder of a run or of a checkpoint."""
-    return embeddings_in(folder)
+    return is_run(folder) and not (denoiser_in(folder) or (folder / LORA_FILE).is_file() or embeddings_in(folder))
 
 
 def split_scale(text: str, default: float | None = None) -> tuple[str, float | None]:
@@ -303,11 +295,10 @@ def _of_folder(folder: Path) -> Named:
 
 def _of_checkpoint(folder: Path, run: Path | None = None, step: int | None = None) -> Named:
     """Resolve a checkpoint to what its run would export: the average, if the run keeps one."""
-    name, embeddings = str(folder) if run is None else f"{run}@{step}", tuple(run_embeddings(folder))
-    if (folder / LORA_FILE).is_file():
-        return Named(name, lora=folder / LORA_FILE, run=run, step=step, embeddings=embeddings)
-    if embeddings:
-        return Named(name, run=run, step=step, embeddings=embeddings)
+    name, embeddings = str(folder) if run is None else f"{run}@{step}", tuple(embeddings_in(folder))
+    lora = folder / LORA_FILE if (folder / LORA_FILE).is_file() else None
+    if lora is not None or embeddings:
+        return Named(name, lora=lora, run=run, step=step, embeddings=embeddings)
     average = folder / AVERAGE
     return Named(name, trained=average if average.is_file() else folder / TRAINABLE, run=run, step=step)
 

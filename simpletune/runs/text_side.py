@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from simpletune.options import UserError
 from simpletune.runs.weights import Embedding, Weights
-from simpletune.text.files import keys_of, read_embeddings
+from simpletune.text.files import embeddings_in, keys_of, read_embeddings
 
 if TYPE_CHECKING:
     from simpletune.lora.structured import AnyUpdate
@@ -31,8 +31,6 @@ def embedding_of(text: str) -> Embedding:
     Raises:
         UserError: there is none, or the file holds none.
     """
-    from simpletune.runs.names import run_embeddings
-
     path, token = Path(text), None
     if not path.exists() and ":" in text:
         name, _, token = text.rpartition(":")
@@ -40,7 +38,7 @@ def embedding_of(text: str) -> Embedding:
     if token == "":
         raise UserError(f"--embedding: {text} names no token after the colon. Write one, as in {path}:<dots>")
     if path.is_dir():
-        found = run_embeddings(path)
+        found = embeddings_in(path)
         if len(found) != 1:
             raise UserError(f"--embedding: {path} has {len(found)} files of embeddings. Name a .safetensors file")
         path = found[0]

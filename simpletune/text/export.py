@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.models.lora_names import ALPHA, DOWN, UP, Layout
 from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
-from simpletune.text.files import EmbeddingFile, write_embeddings
+from simpletune.text.files import COSINES, EmbeddingFile, write_embeddings
 from simpletune.text.option import embedding_name
 
 if TYPE_CHECKING:
@@ -33,8 +34,17 @@ def export_embeddings(text: TextUpdate, folder: Path, run: str, metadata: Mappin
         return None
     vectors = {name: each.detach() for name, each in text.embeddings.items()} | text.t5_rows
     words = tuple(option.words())
-    embedding = EmbeddingFile(option.token, option.place, vectors, text.family.family, words, metadata)
+    cosines = {COSINES: json.dumps(cosines_of(text))} if text.first else {}
+    embedding = EmbeddingFile(option.token, option.place, vectors, text.family.family, words, {**metadata, **cosines})
     return write_embeddings(folder / embedding_name(run, option.token), embedding)
+
+
+def cosines_of(text: TextUpdate) -> dict[str, list[float]]:
+    """The cosine of every vector with what it was before training, by encoder: how far from its word it has gone."""
+    from torch.nn.functional import cosine_similarity
+
+    pairs = {name: (each.detach().cpu().float(), text.first[name].float()) for name, each in text.embeddings.items()}
+    return {name: [round(float(c), 4) for c in cosine_similarity(*pair, dim=1)] for name, pair in pairs.items()}
 
 
 def export_lora(text: TextUpdate, file: Path, metadata: Mapping[str, str]) -> Path | None:

@@ -14,6 +14,7 @@ Importing this module loads no torch. Shapes: v vectors of width d for each enco
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 Place = Literal["input", "output"]
 TOKEN, WORDS, PLACE, FAMILY = (f"simpletune_{name}" for name in ("token", "initial", "place", "family"))
+COSINES = "simpletune_cosines"
+"""JSON: the cosine of each vector with what it was before training, by encoder."""
 HASH = "modelspec.hash_sha256"
 SINGLE = "clip"
 """The name of the encoder of models with only one, whose files hold a single tensor."""
@@ -229,6 +232,15 @@ def write_embeddings(file: Path, embedding: EmbeddingFile) -> Path:
 def embeddings_in(folder: Path) -> list[Path]:
     """The files of a run's own embeddings in its folder or a checkpoint's, by their headers."""
     return [file for file in sorted(folder.glob("*.safetensors")) if TOKEN in _metadata(file)]
+
+
+def cosines_of(metadata: Mapping[str, str]) -> dict[str, list[float]]:
+    """What a header says of how far vectors have gone, by encoder; nothing if it is damaged, since it only informs."""
+    try:
+        found = json.loads(metadata.get(COSINES, "{}"))
+        return {str(name): [float(each) for each in cosines] for name, cosines in found.items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
 
 
 def _metadata(file: Path) -> dict[str, str]:
