@@ -46,6 +46,12 @@ def tiny_model(file: Path, tiny_config: dict, tiny_unet: Path) -> list[str]:
     return [f"model.pretrained={tiny_config['model']['pretrained']}", "model.t5_length=8", "data.resolution=32"]
 
 
+def captions(file: Path) -> list[str]:
+    """An override that writes the token of embeddings into every caption."""
+    embeddings = (json.loads(file.read_text()).get("text") or {}).get("embeddings")
+    return [f"data.prompt=a {embeddings['token']} picture"] if embeddings else []
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_unet: Path) -> None:
     overrides = [
@@ -55,7 +61,7 @@ def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_unet: Path) -> N
         "validation.seed=5", "validation.width=null",
         "validation.height=null", f"profile.max_traces={int(file.name == TRACED)}", "output.report=false",
         *(f"output.{key}={value}" for key, value in tiny_config["output"].items() if key != "report"),
-        *for_one_block(file),
+        *for_one_block(file), *captions(file),
     ]  # fmt: skip
     config, _ = read_config(file, overrides)
     assert config.about in explain(config)

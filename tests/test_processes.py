@@ -225,6 +225,20 @@ def test_priors(launcher: Launcher, ground: dict[str, Any], method: str, monkeyp
     torch.testing.assert_close(tensors(run_of(data)), tensors(alone(data, monkeypatch)), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_the_text_side(launcher: Launcher, ground: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process has its own encoders; embeddings that stop get no gradient in any."""
+    embeddings = {"token": "flat", "initial": "striped", "place": "input", "stop_at": 0.5}
+    data = changed(ground, "text", text={"embeddings": embeddings, "lora": {"rank": 2, "learning_rate": 0.001}})
+    together(launcher, data)
+    found, expected = (
+        {name: tensor for name, tensor in tensors(run).items() if not name.startswith(checkpoint.OPTIMIZER)}
+        for run in (run_of(data), alone(data, monkeypatch))
+    )
+    assert any("text.embeddings" in name for name in found) and any("text.encoders" in name for name in found)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
 def test_what_is_not_finite_in_the_second_process_is_named_by_the_first(
     launcher: Launcher, whole: tuple[Path, list[str]], ground: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -297,7 +297,7 @@ def test_a_run_of_embeddings_alone_is_a_result(
                           weights_of(find_named(str(run)))])  # fmt: skip
     assert [weights.title for weights in kept] == ["base", "run step 1", "run"]
     card = (run / "README.md").read_text()
-    assert "Embeddings of `<dots>`" in card and "which no other tool reads" in card
+    assert "Embeddings of `<dots>`" in card and "which only simpletune reads" in card
     assert "load_lora_weights" not in card and "from_pretrained" not in card
     files = files_of(RunName(run), "me/dots")
     assert "run_dots.safetensors" in files and "pytorch_lora_weights.safetensors" not in files
@@ -307,7 +307,7 @@ def test_a_run_of_embeddings_alone_is_a_result(
 def test_card_and_report_name_token_and_files(text_config: dict, train_once: Callable[[dict], Path]) -> None:
     run = train_once(text_config)
     card = (run / "README.md").read_text()
-    assert "ComfyUI: copy the file to models/embeddings and write embedding:run_dots into the prompt." in card
+    assert "write `embedding:run_dots` for `<dots>`" in card and "- simpletune: write <dots> into the prompt" in card
     assert "LoRA and LoRA of the text encoders and Embeddings of `<dots>`" in card and "load_lora_weights" in card
     report = report_of(read_run(run), None)
     (section,) = [section for section in report.sections if section.name == "text-side"]

@@ -479,6 +479,16 @@ def test_the_result_has_what_was_trained(tiny_config: dict) -> None:
             own = next(t for n, t in last.items() if n.startswith(f"text.encoders.{name}.") and n.endswith(inner))
             torch.testing.assert_close(lora[key], 2 * own if ".lora_B." in key else own, rtol=0, atol=0)
     assert any(key.startswith("transformer.") for key in lora)
+    card = (run / "README.md").read_text()
+    assert "write `embedding:tiny_flat` for `flat`" in card and "load_lora_weights" in card and "LoRA of rank 3" in card
+
+
+def test_a_card_of_embeddings_alone_loads_no_lora(tiny_config: dict, train_once: TrainOnce) -> None:
+    data = data_of(tiny_config, text=OUTPUT, train={"steps": 3, "batch_size": 2}, **NONE)
+    run = train_once(data | {"name": "plain"})
+    card = (run / "README.md").read_text()
+    assert "which only simpletune reads" in card and "load_lora_weights" not in card
+    assert sorted(file.name for file in run.glob("*.safetensors")) == ["plain_flat.safetensors"]
 
 
 def test_the_text_stage_skips_encoders_that_run_in_every_step(tiny_config: dict, tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ def test_every_field_of_the_schema_is_in_the_form_with_its_help() -> None:
                 found[prefix + key] = " ".join((info.description or "").split())
         return found
 
-    data = complete({"name": "x", "data": {"path": ""}, "ema": {}, "validation": {"early_stop": {}}})
+    optional = {"ema": {}, "validation": {"early_stop": {}}, "text": {"embeddings": {}, "lora": {}}}
+    data = complete({"name": "x", "data": {"path": ""}, **optional})
     shown = {each.path: each.help for section in sections_of(data) for each in section.fields()}
     expected = documented(TrainConfig)
     assert len(expected) > 50 and expected.items() <= shown.items()

@@ -16,6 +16,7 @@ from simpletune.models.prompts import BATCH
 from simpletune.prices import Price
 from simpletune.prior import ClassPictures
 from simpletune.simulation.simulate_stages import SIMULATED, JobReport
+from simpletune.simulation.simulate_text import parts_in_steps
 from simpletune.timing.constants import FOLDER, Constants, read
 from simpletune.timing.recorder import Section
 from simpletune.timing.speeds import MeasuredSpeeds, Speeds
@@ -133,12 +134,13 @@ def job_time(config: TrainConfig, job: JobReport, card: Card, counts: DataCounts
     steps = config.steps(per_epoch or 1)
     bring = speeds.rate("read_byte", READ_BYTE) + 1 / (card.link * 1e9)  # seconds of a byte from a file to the card
     base = 2 * config.model.parameter_count() * bring
+    beside = sum(job.part_bytes.get(part, 0) for part in parts_in_steps(config)) * bring
     vae = job.part_bytes.get("vae", 0) * bring
     stages = {
         "text": _text(config, job, counts, speeds, bring),
         **_class(config, job, speeds, base + vae),
         "latents": _latents(config, job, counts, speeds, vae),
-        "load": base,
+        "load": base + beside,
         "train": steps * step.seconds,
         **_validation(config, job, speeds, steps, vae),
     }

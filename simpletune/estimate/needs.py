@@ -17,6 +17,7 @@ from simpletune.models.t5_layers import CHUNK_BYTES
 from simpletune.options import UserError
 from simpletune.prior import ClassPictures
 from simpletune.simulation.simulate_stages import JobReport
+from simpletune.simulation.simulate_text import parts_in_steps
 
 LIBRARIES = int(1.0 * 2**30)  # bytes: a process took 0.9 GiB after its imports (Python 3.11, torch 2.13.0 CPU)
 CUDA_LIBRARIES = 2 * 2**30  # bytes of host memory for the CUDA libraries: an allowance, not measured
@@ -85,7 +86,9 @@ def quantised_base(config: TrainConfig, job: JobReport) -> int:
     """Estimate the size of the quantised base in the cache: about that of its weights on device and host."""
     if not (config.memory.cache_quantised and config.precision.cacheable):
         return 0
-    return job.train.steady.by_kind.get("weights", 0) + job.train.host_bytes
+    wide = config.precision.encoder_dtype().itemsize
+    text = sum(job.part_bytes[part] // 2 * wide for part in parts_in_steps(config))  # not part of the base
+    return job.train.steady.by_kind.get("weights", 0) - text + job.train.host_bytes
 
 
 def download(config: TrainConfig, job: JobReport) -> dict[str, int]:

@@ -177,7 +177,8 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     train, settings = config.train, config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method"})
     listed = [f"{key} {', '.join(value) if isinstance(value, list) else value}" for key, value in settings.items()]
     yield "method", cell(", ".join([config.adapter.method, *listed]))
-    yield from (("text side", cell(each)) for each in config.text.describe())
+    if config.text.trains:
+        yield "text side", cell("; ".join(config.text.describe()))
     trained, total = summary["trainable_parameters"], summary["total_parameters"]
     yield "parameters", f"{trained:,} trained, {total:,} in the base"
     batch = f"batch {train.batch_size}, gradient accumulation {train.gradient_accumulation}"

@@ -42,5 +42,5 @@ def token_usage(config: TrainConfig) -> Iterator[str]:
         return
     name = embedding_name(config.name, option.token)
     uses = how_to_use(name, option.token, option.place, has_one_encoder(config))
-    lines = [f"- {tool}: {rest}" if rest else f"- {tool}" for tool, _, rest in (use.partition(": ") for use in uses)]
-    yield "\n".join([f"`{name}` holds what stands for `{option.token}` in prompts:", "", *lines])
+    others = [f"- {use}" for use in uses if not use.startswith(("ComfyUI", "These"))]
+    yield "\n".join([option.use(name), "", *others])

@@ -45,6 +45,7 @@ from simpletune.simulation.simulate_text import (
     accounting_of,
     bytes_in_16_bit,
     largest,
+    parts_in_steps,
     text_snapshots,
     texts_of,
 )
@@ -67,7 +68,8 @@ class JobReport:
     stages: Mapping[str, MemorySnapshot]
     """The largest snapshot of each stage: ``text``, ``latents``, ``train``, if the run draws class pictures ``class``,
     and if it validates ``validate``.
-    The snapshot of ``text`` is that of the largest encoder and names it as module; the phase of ``validate`` is
+    The snapshot of ``text`` is that of the largest encoder apart from those that run in every training step, and names
+    it as module; empty if there is none. The phase of ``validate`` is
     ``sample``, ``decode`` or ``evaluate``."""
     train: StepReport
     """The training stage."""
@@ -109,9 +111,11 @@ def simulate_parts(
         vae = empty_autoencoder(config)
         texts, work = texts_of(config)
         parts = {name: size for name, size, _ in texts} | {"vae": bytes_in_16_bit(vae)}
+        resident = parts_in_steps(config)
+        work = {name: sections for name, sections in work.items() if name.removeprefix("text.") not in resident}
         train, validate = train_and_validate(config, size, capability, recorders)
         snapshots = {
-            "text": largest(texts),
+            "text": largest([each for each in texts if each[0] not in resident]),
             **({"class": of_class(config, capability, recorders)} if isinstance(config.prior, ClassPictures) else {}),
             "latents": of_encoding(config.model, vae, size, recorders),
             "train": train.peak,

@@ -36,6 +36,12 @@ class Recorders(dict[str, Recorder]):
         return self.setdefault(name, Recorder(self.cuda))
 
 
+def parts_in_steps(config: TrainConfig) -> set[str]:
+    """The parts of the text encoders that run in every training step, instead of once before."""
+    resident = config.text.resident(config.model.clip_encoders)
+    return {config.model.text_regions()[name].part for name in resident} if resident else set()
+
+
 Texts = tuple[list[tuple[str, int, MemorySnapshot]], dict[str, list[Section]]]
 _TEXTS: dict[str, Texts] = {}
 
@@ -73,8 +79,9 @@ def accounting_of(weights: Iterable[Tensor], recorder: Recorder | None = None) -
 
 
 def largest(texts: Iterable[tuple[str, int, MemorySnapshot]]) -> MemorySnapshot:
-    """Return the largest snapshot of ``text_snapshots``."""
-    return max((snapshot for _, _, snapshot in texts), key=lambda snapshot: snapshot.bytes)
+    """Return the largest snapshot of ``text_snapshots``; an empty one without any."""
+    nothing = MemorySnapshot(phase="text")
+    return max((snapshot for _, _, snapshot in texts), key=lambda snapshot: snapshot.bytes, default=nothing)
 
 
 def text_snapshots(

@@ -42,6 +42,18 @@ class Embeddings(Option):
         initial = self.initial.split()
         return [initial[number % len(initial)] for number in range(self.vectors)]
 
+    def use(self, file: str) -> str:
+        """Say where the embeddings are and how prompts use them.
+
+        Args:
+            file: its name.
+        """
+        where = f"The embeddings of `{self.token}` are in `{file}`."
+        if self.place == "output":
+            return f"{where} They take their places in the text encoders' output, which only simpletune reads."
+        name = f"`embedding:{file.removesuffix('.safetensors')}`"
+        return f"{where} ComfyUI reads them from `models/embeddings`: write {name} for `{self.token}` in prompts."
+
     def stop_step(self, steps: int) -> int:
         """The first step, counted from 0, that no longer changes the embeddings."""
         return max(1, round(self.stop_at * steps))

@@ -72,8 +72,8 @@ def _embedding_rules(config: TrainConfig, option: Embeddings) -> Iterator[Proble
     if option.stop_at < 1 and not config.optimizer.steps_in_backward:
         yield Problem(
             "text.embeddings.stop_at",
-            f"optimizer.name {config.optimizer.name} computes one learning rate from all gradients, and those of stopped "
-            "embeddings would stay in it. Use stop_at 1, or another optimizer",
+            f"optimizer.name {config.optimizer.name} computes one learning rate from all gradients, of stopped "
+            "embeddings too. Use stop_at 1, or another optimizer",
         )
     if option.place == "input" and option.keep_norm and config.optimizer.averages:
         yield Problem(

@@ -116,7 +116,8 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         saved = checkpoint.find(options.resume, run_folder(config)) if options.resume else None
     start = saved.step if saved else 0
     config = settle_compute(config, capability_of(device), compute_of(saved.config) if saved else None)
-    announce(config, reason)
+    products = config.precision.describe_matmul()
+    say(f"simpletune {config.name} on {reason}: {config.precision.weights} weights, {products}")
     resolved = checked_folders(config)
     threads = settle_threads(resolved, device, resumed=saved is not None)
     resolved = with_class_pictures(resolved, accelerator, stages)
@@ -159,12 +160,6 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         guard=NonFiniteGuard(config, folder, model.core, batches, start, trackers.warn),
         predicted=predicted,
     )
-
-
-def announce(config: TrainConfig, device: str) -> None:
-    """Say which run this is, where, and in which precision."""
-    precision = config.precision
-    say(f"simpletune {config.name} on {device}: {precision.weights} weights, {precision.describe_matmul()}")
 
 
 def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> int:
