@@ -36,8 +36,9 @@ from simpletune.runs.text_side import embedding_of, text_side_of, with_embedding
 from simpletune.runs.weights import BASE, Weights, weights_of
 from simpletune.serve import server
 from simpletune.serve.requests import ImageRequest
-from simpletune.text.encoding import AppliedText, TextEncoding, TextSide, encode_prompts
+from simpletune.text.encoding import TextEncoding, encode_prompts
 from simpletune.text.files import EmbeddingFile, read_embeddings, write_embeddings
+from simpletune.text.side import AppliedText, TextSide
 
 PROMPT = "a <dots> picture of a red circle, <dots>"
 WIDTHS = {"clip_l": 16, "clip_g": 16, "t5": 32}

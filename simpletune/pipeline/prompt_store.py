@@ -21,7 +21,8 @@ from simpletune.system.atomic import remove_stale
 from simpletune.system.console import progress
 from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import poll
-from simpletune.text.encoding import PLAIN, Embeddings, TextEncoding, TextSide
+from simpletune.text.encoding import Embeddings, TextEncoding
+from simpletune.text.side import PLAIN, TextSide
 
 
 class PromptStore:

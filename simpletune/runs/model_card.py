@@ -19,7 +19,7 @@ from simpletune.hub.fetch import is_hub_name
 from simpletune.models.family_facts import Licence
 from simpletune.options import Json, plural
 from simpletune.runs.choice import LAST
-from simpletune.runs.token_use import loaded_tokens, loads_in_diffusers, titles_of, token_usage
+from simpletune.runs.sharing import loaded_tokens, loads_in_diffusers, titles_of, token_usage
 from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
 

@@ -14,9 +14,9 @@ from simpletune.text.files import embeddings_in, keys_of, read_embeddings
 
 if TYPE_CHECKING:
     from simpletune.lora.structured import AnyUpdate
-    from simpletune.text.encoding import TextSide
     from simpletune.text.files import EmbeddingFile
     from simpletune.text.option import Text
+    from simpletune.text.side import TextSide
 
 StandIns = tuple[tuple[str, tuple[str, ...]], ...]
 """Words by token."""
@@ -76,7 +76,7 @@ def text_side_of(weights: Weights, stand_ins: StandIns = ()) -> TextSide:
     """
     from simpletune.lora.header import open_lora
     from simpletune.system.checksums import sha256_of
-    from simpletune.text.encoding import AppliedText, TextSide
+    from simpletune.text.side import AppliedText, TextSide
 
     embeddings = embeddings_of(weights)
     own = {each.token for each in embeddings}

@@ -22,7 +22,8 @@ from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.serve.models import Models, ServedModels
 from simpletune.serve.requests import BASE, ImageRequest
 from simpletune.system.stage_timer import GIB, peak_rss_gib
-from simpletune.text.encoding import PLAIN, TextEncoding, TextSide, encode_prompts
+from simpletune.text.encoding import TextEncoding, encode_prompts
+from simpletune.text.side import PLAIN, TextSide
 
 MAX_PROMPTS = 64  # SD3 Medium's take 2.7 MB each in bf16
 

@@ -7,24 +7,23 @@ while it is loaded. Shapes: L tokens, v vectors, d an encoder's width.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from simpletune.families import Model
 from simpletune.models.parts import load_text_model
 from simpletune.models.prompts import BATCH, Encoder, Prompts, token_ids
-from simpletune.models.text_layers import encoder_of
+from simpletune.models.text_layers import T5, encoder_of
 from simpletune.options import UserError, shortened
+from simpletune.text.changed import ChangedTensors, add_updates, replaced_rows
 from simpletune.text.files import SINGLE, EmbeddingFile
 from simpletune.text.placeholders import expand, occurs, positions, tokens_of
+from simpletune.text.side import PLAIN, LayerUpdates, TextSide, digest_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,77 +32,6 @@ PLACEHOLDERS = ("a", "the", "x", "one", "of")
 """Words that are one token in CLIP and in T5, for embeddings whose words are unknown: their own meaning is replaced."""
 Embeddings = tuple[Tensor, Tensor]
 """(prompt_embeds [t, e], pooled [p])."""
-
-
-class LayerUpdate(Protocol):
-    """An update of one linear layer."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(o, i)."""
-
-    def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
-        """What it adds to a weight."""
-
-
-@dataclass(frozen=True)
-class AppliedText:
-    """The updates of text encoders in one LoRA file, at a strength.
-
-    Args:
-        name: of the file, for messages.
-        updates: by ``text_encoder...`` names.
-        strength: the factor on every difference.
-        digest: of the file's updates.
-    """
-
-    name: str
-    updates: Mapping[str, LayerUpdate] = field(compare=False, repr=False)
-    strength: float = 1.0
-    digest: str = ""
-
-
-@dataclass(frozen=True)
-class TextSide:
-    """What prompts are encoded with, beside the encoders' own weights.
-
-    Args:
-        embeddings: of tokens; no token twice.
-        loras: updates of the encoders, which add up.
-        stand_ins: words by token, of tokens without an embedding here: a base reads a run's prompts with the words that
-            its embeddings began from.
-    """
-
-    embeddings: tuple[EmbeddingFile, ...] = ()
-    loras: tuple[AppliedText, ...] = ()
-    stand_ins: tuple[tuple[str, tuple[str, ...]], ...] = ()
-
-    def __post_init__(self) -> None:
-        tokens = [each.token for each in self.embeddings]
-        if twice := [token for token in tokens if tokens.count(token) > 1]:
-            raise UserError(
-                f"two embeddings are called {twice[0]}. Give one of them another name, as in --embedding FILE:<other>"
-            )
-
-    @cached_property
-    def key(self) -> str:
-        """A digest of everything that it changes."""
-        parts = [[each.token, each.words, digest_of(each)] for each in self.embeddings]
-        loras = [[each.digest, each.strength] for each in self.loras]
-        return hashlib.sha256(json.dumps([parts, loras, self.stand_ins]).encode()).hexdigest()[:32]
-
-
-PLAIN = TextSide()
-
-
-def digest_of(embedding: EmbeddingFile) -> str:
-    """A digest of an embedding's place and vectors."""
-    digest = hashlib.sha256(embedding.place.encode())
-    for encoder in sorted(embedding.vectors):
-        vectors = embedding.vectors[encoder].detach().to("cpu", torch.float32).contiguous()
-        digest.update(f"{encoder}{list(vectors.shape)}".encode())
-        digest.update(vectors.numpy().tobytes())
-    return digest.hexdigest()[:32]
 
 
 class TextEncoding:
@@ -127,7 +55,7 @@ class TextEncoding:
         parts = {encoder.model for encoder in model.encoders()}
         for lora in side.loras:
             lost = [layer for layer in lora.updates if encoder_of(layer)[0] not in parts]
-            own = [layer for layer in lost if encoder_of(layer)[0] not in ("text_encoder_3",)]
+            own = [layer for layer in lost if encoder_of(layer)[0] != T5]
             if own:
                 raise UserError(f"{lora.name}: {shortened(own, 3)}: {model.title} has no such text encoder")
 
@@ -184,9 +112,9 @@ class TextEncoding:
             if each.place == "input" and encoder.name in each.vectors and occurs(prompt, each.token)
         ]
 
-    def _updates(self, encoder: Encoder) -> dict[str, list[tuple[LayerUpdate, AppliedText]]]:
+    def _updates(self, encoder: Encoder) -> LayerUpdates:
         """The updates of an encoder's layers, by their names in the published checkpoint."""
-        found: dict[str, list[tuple[LayerUpdate, AppliedText]]] = {}
+        found: LayerUpdates = {}
         for lora in self.side.loras:
             for layer, update in lora.updates.items():
                 part, name = encoder_of(layer)
@@ -240,10 +168,10 @@ class TextEncoding:
         with init_empty_weights():
             projected = isinstance(self.model.empty_clip(part.config()), CLIPTextModelWithProjection)
         clip = load_text_model(part, self.dtype, projected)
-        _update(clip, self._updates(encoder), encoder.name)
+        add_updates(clip, self._updates(encoder), encoder.name)
         clip = clip.eval().to(device)
         for prompt, own in zip(ids.split(1), rows, strict=True):
-            with _replaced(clip.get_input_embeddings(), own):
+            with replaced_rows(clip.get_input_embeddings(), own):
                 yield from self.model.clip_outputs(clip, prompt, device, 1)
 
     def _run_t5(
@@ -309,48 +237,6 @@ def encode_prompts(
     return {prompt: encoding.assemble(prompt, parts[prompt]) for prompt in wanted}
 
 
-class ChangedTensors:
-    """A T5 encoder's tensors with updates, and with further rows at the end of its table.
-
-    Args:
-        tensors: the encoder's own.
-        updates: by layer.
-        rows: [d] each.
-    """
-
-    def __init__(
-        self,
-        tensors: _Tensors,
-        updates: Mapping[str, Sequence[tuple[LayerUpdate, AppliedText]]],
-        rows: Sequence[Tensor],
-    ):
-        from simpletune.models.t5_layers import EMBEDDINGS
-
-        self.tensors, self.updates, self.rows, self.tables = tensors, updates, rows, EMBEDDINGS
-        if lost := [layer for layer in updates if f"{layer}.weight" not in tensors.shapes]:
-            raise UserError(f"T5 has no layer {shortened(lost, 3)}, which {updates[lost[0]][0][1].name} updates")
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The shapes of the encoder's own tensors."""
-        return self.tensors.shapes
-
-    def get(self, name: str) -> Tensor:
-        """Read one tensor on the host."""
-        tensor = self.tensors.get(name)
-        if name in self.tables and self.rows:
-            return torch.cat([tensor, torch.stack(list(self.rows)).to(tensor.dtype)])
-        layer = name.removesuffix(".weight")
-        return _changed(layer, tensor, self.updates[layer]) if layer in self.updates else tensor
-
-
-class _Tensors(Protocol):
-    @property
-    def shapes(self) -> dict[str, torch.Size]: ...
-
-    def get(self, name: str) -> Tensor: ...
-
-
 def _fitted(embedding: EmbeddingFile, widths: Mapping[str, int], title: str) -> EmbeddingFile:
     """The embedding with its vectors under the names of the model's encoders.
 
@@ -377,46 +263,3 @@ def _fitted(embedding: EmbeddingFile, widths: Mapping[str, int], title: str) -> 
     if not vectors:
         raise UserError(f"{embedding.token} has vectors only for encoders that are not in use. Use T5, or another file")
     return replace(embedding, vectors=vectors)
-
-
-@contextmanager
-def _replaced(table: nn.Module, rows: Mapping[int, Tensor]) -> Iterator[None]:
-    """Replace rows of what a token table gives for one prompt."""
-
-    def replace_rows(module: nn.Module, inputs: object, output: Tensor) -> Tensor:  # [1, L, d]
-        changed = output.clone()
-        for row, vector in rows.items():
-            changed[0, row] = vector.to(changed.device, changed.dtype)
-        return changed
-
-    handle = table.register_forward_hook(replace_rows)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@torch.no_grad()
-def _update(clip: nn.Module, updates: Mapping[str, Sequence[tuple[LayerUpdate, AppliedText]]], encoder: str) -> None:
-    """Add updates to a CLIP encoder's weights, in fp32, rounded once to their type."""
-    layers = dict(clip.named_modules())
-    for name, each in updates.items():
-        layer = layers.get(name) or layers.get(name.removeprefix("text_model."))
-        if not isinstance(layer, nn.Linear):
-            raise UserError(f"{each[0][1].name}: {encoder} has no layer {name}. The LoRA belongs to another model")
-        layer.weight.copy_(_changed(f"{name} of {encoder}", layer.weight, each))
-
-
-def _changed(layer: str, weight: Tensor, updates: Sequence[tuple[LayerUpdate, AppliedText]]) -> Tensor:
-    """A weight with its updates, in its own type."""
-    exact = weight.detach().float()
-    changed = exact.clone()
-    for update, lora in updates:
-        outputs, inputs = update.shape
-        if (outputs, inputs or exact.shape[1]) != tuple(exact.shape):
-            raise UserError(
-                f"{lora.name}: {layer} has {inputs} inputs and {outputs} outputs; this model has {exact.shape[1]} and "
-                f"{exact.shape[0]}. It belongs to another model"
-            )
-        changed += lora.strength * update.difference(exact).to(exact.device)
-    return changed.to(weight.dtype)
