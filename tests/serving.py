@@ -85,7 +85,7 @@ class BlockingGenerator:
         if not blocked:
             self.release.set()
 
-    def encode(self, prompts: Sequence[str]) -> None:
+    def encode(self, images: Sequence[ImageRequest]) -> None:
         """Nothing."""
 
     def generate(self, image: ImageRequest, check_cancelled: Callable[[], None]) -> bytes:

@@ -431,18 +431,15 @@ def test_damaged_and_strange_files_are_refused(changes: dict, message: str, tmp_
     assert describe(file)["kind"] == "lora"  # and inspect says what it is all the same
 
 
-def test_updates_of_text_encoders_are_named_and_not_applied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_updates_of_text_encoders_are_read_beside_the_denoiser_s_and_alone(tmp_path: Path) -> None:
     text = pair("lora_te1_text_model_encoder_layers_0_mlp_fc1", 768, 3072)
-    file = sd3_file(tmp_path, **text)
-    plain = read_lora(sd3_file(tmp_path))
-    assert capsys.readouterr().out == ""
-    assert set(read_lora(sd3_file(tmp_path, **text))) == set(plain) and len(plain) == 3
-    said = capsys.readouterr().out
-    assert "2 keys of text encoders, such as lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight, are" in said
-    assert "text       2 keys of text encoders, which simpletune does not apply" in in_words(describe(file))
+    plain, file = read_lora(sd3_file(tmp_path)), sd3_file(tmp_path, **text)
+    layer = "text_encoder.text_model.encoder.layers.0.mlp.fc1"
+    assert set(read_lora(file)) == {*plain, layer} and len(plain) == 3
+    assert "text       1 layer of CLIP-L" in in_words(describe(file))
     save_file(text, file)
-    with pytest.raises(UserError, match="updates only text encoders .lora_te1_text_model.*which simpletune does not"):
-        read_lora(file)
+    assert set(read_lora(file)) == {layer}
+    assert "for        text encoders alone (CLIP-L)" in in_words(describe(file))
 
 
 def test_files_that_are_no_lora(tmp_path: Path) -> None:

@@ -70,6 +70,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", type=Path, help="start from this picture, centre-cropped to the size")
     parser.add_argument("--strength", type=share, help="with --image: share of the steps to run, 0 to 1 (default: 0.6)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help=DEVICE_HELP)
+    parser.add_argument(
+        "--embedding", action="append", metavar="FILE[:TOKEN]",
+        help="a file of embeddings, called in prompts by TOKEN (default: its own); repeatable; a run's own are in use",
+    )  # fmt: skip
     memory = parser.add_argument_group("less memory")
     memory.add_argument("--precision", choices=("bf16", "fp32", "int8", "int8-quanto", "nf4"), help=PRECISION_HELP)
     memory.add_argument("--modulation", choices=("resident", "plan"), help=MODULATION_HELP)

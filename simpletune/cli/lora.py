@@ -87,6 +87,7 @@ def merge_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", choices=("diffusers", "single-file"), help="default: single-file if --out ends in .safetensors"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="default: the base's")
+    parser.add_argument("--denoiser-only", action="store_true", help="leave out a LoRA's updates of text encoders")
     add_overwrite(parser)
 
 

@@ -35,6 +35,13 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE",
         help="name a LoRA file, run or RUN@STEP; repeatable",
     )
+    add(
+        "--embedding",
+        action="append",
+        default=[],
+        metavar="FILE[:TOKEN]",
+        help="embeddings for every model but the base, called in prompts by TOKEN; repeatable",
+    )
     add("--precision", choices=("bf16", "fp32", "int8", "int8-quanto"), help=PRECISION_HELP)
     add("--modulation", choices=("resident", "plan"), help=MODULATION_HELP)
     add("--device", choices=("auto", "cuda", "cpu"), help=DEVICE_HELP)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig
-from simpletune.conversion.metadata import config_of, header_of, shared_fields, source_note
+from simpletune.conversion.metadata import base_fields, config_of, header_of, shared_fields, source_note
 from simpletune.families.lora_names import result_layout
 from simpletune.lora.header import open_lora
+from simpletune.models.text_layers import encoders_in, split_text
 from simpletune.options import UserError, plural, shortened
 from simpletune.runs.folder import SUMMARY, read_json_or_none
 from simpletune.runs.names import find_lora
@@ -92,7 +93,7 @@ def export(args: argparse.Namespace) -> Path:
     lost = None
     if args.rank is not None or args.energy is not None:
         updates, lost = approximated(updates, args)
-    metadata = header_of(updates, out.stem, source.config(header.metadata), source.steps)
+    metadata = base_fields(header) | header_of(updates, out.stem, source.config(header.metadata), source.steps)
     said = {name: value for name in SAID if (value := getattr(args, name, None)) is not None}
     metadata |= shared_fields(source.run, source.step, header.metadata, said)
     if not getattr(args, "thumbnail", True):
@@ -143,7 +144,7 @@ def resize(args: argparse.Namespace) -> Path:
     old = updates_of(header)
     new, lost = resized_all(old, args)
     note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
-    metadata = header_of(new, args.out.stem, source.config(header.metadata), source.steps)
+    metadata = base_fields(header) | header_of(new, args.out.stem, source.config(header.metadata), source.steps)
     written = write(new, args.out, args, metadata | note)
     say(f"  rank {ranks_of(old)} before, {ranks_of(new)} now; lost {lost:.3%} of the update (Frobenius norm)")
     return written
@@ -170,7 +171,8 @@ def mix(args: argparse.Namespace) -> Path:
     parts = [(source.name, source.weight) for source in sources]
     details = {"loras": parts, "method": args.method}
     details |= {"density": args.density, "seed": args.seed} if args.method in PRUNING else {}
-    metadata = header_of(updates, args.out.stem, None, None) | source_note("mix", details)
+    first = open_lora(sources[0].file)
+    metadata = base_fields(first) | header_of(updates, args.out.stem, None, None) | source_note("mix", details)
     written = write(updates, args.out, args, metadata)
     summed = " + ".join(f"{weight:g} {name}" for name, weight in parts)
     say(f"  {summed} by {args.method}: rank {ranks_of(updates)}")
@@ -191,6 +193,8 @@ def merge(args: argparse.Namespace) -> Path:
         refuse_same(args.out, base.file)
     require_new(args.out, args.overwrite, folder=not single)
     loras = [(read_lora(source.file), source.weight * args.scale) for source in sources]
+    if args.denoiser_only:
+        loras = [(split_text(updates)[0], weight) for updates, weight in loras]
     merger = Merger(base, loras, args.dtype)
     parts = [(source.name, source.weight * args.scale) for source in sources]
     note = source_note("merge", {"base": Path(base.name).name, "loras": parts})
@@ -198,6 +202,8 @@ def merge(args: argparse.Namespace) -> Path:
         done = (merge_to_file if single else merge_to_folder)(merger, args.out, note, advance)
     say(f"{done.path}: {base.name} with {', '.join(f'{weight:g} x {name}' for name, weight in parts)}")
     types = ", ".join(sorted({merger.kind(name) for name in base.shapes}))
+    if merger.text:
+        say(f"  with the updates of {encoders_in(merger.text)}: {plural(len(merger.text), 'layer')}")
     say(f"  changed {plural(done.layers, 'layer')}, written in {types}; rounding lost {done.lost:.2%} of the update")
     return done.path
 
@@ -233,9 +239,11 @@ def extract(args: argparse.Namespace) -> Path:
 
 def write(updates: AnyUpdates, out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
     """Write a LoRA file and describe it."""
-    from simpletune.lora.write import write_lora
+    from simpletune.lora.write import has_one_encoder, write_lora
 
-    layout = args.format or result_layout(updates).name
+    denoiser, _ = split_text(updates)
+    usual = "kohya" if has_one_encoder(updates, metadata) else "diffusers"
+    layout = args.format or (result_layout(denoiser).name if denoiser else usual)
     written = write_lora(updates, out, layout, args.dtype, metadata)
     size = written.stat().st_size / 2**20
     say(f"{written}: {layout}, {plural(len(updates), 'layer')}, rank {ranks_of(updates)}, {size:.1f} MiB")

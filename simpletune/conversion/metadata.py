@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from simpletune import __version__
 from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
-from simpletune.lora.families import LARGE_35, MEDIUM_35, SD2, SD15, family_of_updates, is_sd3
+from simpletune.lora.families import LARGE_35, MEDIUM_35, SD2, SD3_WIDTHS, SD15, family_of_updates, is_sd3
 from simpletune.lora.kinds import DORA, LORA
+from simpletune.models.text_layers import split_text
 from simpletune.options import Json
 from simpletune.runs.folder import CONFIG
 from simpletune.runs.model_card import licence, public_name, shareable
@@ -20,9 +21,12 @@ from simpletune.runs.sharing import tags_of, thumbnail, trained_at, trigger_of
 from simpletune.system.console import say
 
 if TYPE_CHECKING:
+    from simpletune.lora.header import LoraHeader
     from simpletune.lora.structured import AnyUpdates
 
+BASE_FIELDS = ("ss_base_model_version", "modelspec.architecture")
 EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
+MEDIUM_3 = SD3_WIDTHS[1536]
 SD3_MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; all others are SD3 Medium's, "m"
 
 
@@ -43,7 +47,10 @@ def header_of(updates: AnyUpdates, title: str, config: TrainConfig | None, steps
         "modelspec.date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S"),
         "ss_training_comment": f"simpletune {__version__}",
     }
-    family = family_of_updates({name: update.shape for name, update in updates.items()})
+    denoiser, _ = split_text(updates)
+    family = family_of_updates({name: update.shape for name, update in denoiser.items()}) if denoiser else ""
+    if not denoiser and config is not None:
+        family = SD15 if config.model.denoiser == "unet" else MEDIUM_3
     common |= model_fields(family)
     if kinds := {update.kind for update in updates.values()} - {LORA, DORA}:
         common["ss_network_module"] = "lycoris.kohya"
@@ -92,7 +99,7 @@ def model_fields(family: str) -> dict[str, str]:
             "ss_network_module": "networks.lora_sd3",
             "ss_base_model_version": f"sd3_{model}",
         }
-    fields = {"ss_network_module": "networks.lora"}
+    fields = {"ss_network_module": "networks.lora"} if family else {}
     if family == SD15:
         fields |= {"modelspec.architecture": "stable-diffusion-v1/lora", "ss_base_model_version": "sd_v1"}
     if family in (SD15, SD2):
@@ -100,6 +107,14 @@ def model_fields(family: str) -> dict[str, str]:
     if family == SD2:
         fields["ss_base_model_version"] = "sd_v2"
     return fields
+
+
+def base_fields(header: LoraHeader) -> dict[str, str]:
+    """What a file's header and keys say of its base, for updates of text encoders, which do not tell it themselves."""
+    found = {name: header.metadata[name] for name in BASE_FIELDS if name in header.metadata}
+    if any(name.startswith("lora_te_") for name in header.text):
+        found.setdefault("ss_base_model_version", "sd_v1")
+    return found if not header.modules else {}
 
 
 def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from simpletune.drawing.compare_page import write_latest, write_page
-from simpletune.drawing.generate import InferenceSession, made_with, open_session, requests_of
+from simpletune.drawing.generate import InferenceSession, given_embeddings, made_with, open_session, requests_of
 from simpletune.drawing.predicted import require_memory
 from simpletune.drawing.same_weights import without_twins
 from simpletune.drawing.session import GeneratedImages
@@ -21,6 +21,7 @@ from simpletune.pipeline.sample import Request
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.names import find_named, is_run, is_unfinished, split_scale
 from simpletune.runs.outputs import folder_name, numbered_folder, require_new
+from simpletune.runs.text_side import with_embeddings
 from simpletune.runs.weights import (
     BASE,
     Weights,
@@ -55,11 +56,14 @@ def models_to_compare(session: InferenceSession, args: argparse.Namespace) -> li
         if not runs and session.run is not None:
             runs = [session.run]
         models += [w for run in runs for scale in args.scale or [1.0] for w in checkpoints_of(run, scale)]
+    if len(models) == 1 and not args.models and session.run is None and vars(args).get("embedding"):
+        models.append(Weights("embeddings"))
     if len(models) == 1 and not args.models:
         if session.run is None:
             raise UserError("neither a run nor a LoRA is named. Use --run RUN, --lora FILE, or name a model to compare")
         models += dict.fromkeys(result_of(session.run, scale, session.step) for scale in scales)
-    return without_twins(models)
+    given = given_embeddings(args)
+    return without_twins([models[0], *(with_embeddings(weights, given) for weights in models[1:])])
 
 
 def first_run(args: argparse.Namespace) -> str | None:
@@ -81,6 +85,8 @@ def named(text: str) -> list[Weights]:
     if text == "base":
         return [BASE]
     found = find_named(text)
+    if found.scale is not None and found.is_text_alone:
+        raise UserError(f"{text}: embeddings have no strength. Leave out :{found.scale:g}")
     if found.scale is not None and found.lora is None:
         raise UserError(f"{text}: a full model has no strength. Leave out :{found.scale:g}")
     return [weights_of(found)]

@@ -17,8 +17,10 @@ from simpletune.pipeline.sample import Request
 from simpletune.runs.folder import CHECKPOINTS
 from simpletune.runs.names import DENOISERS, LORA_FILE
 from simpletune.runs.outputs import require_new, write_numbered
+from simpletune.runs.text_side import embedding_of, with_embeddings
 from simpletune.runs.weights import (
     BASE,
+    Embedding,
     Weights,
     combine,
     full_model_of,
@@ -28,6 +30,7 @@ from simpletune.runs.weights import (
 )
 from simpletune.system.atomic import atomic_file
 from simpletune.system.console import say
+from simpletune.text.files import read_embeddings
 
 
 def request_of(session: InferenceSession, args: argparse.Namespace, prompt: str | None) -> Request:
@@ -77,17 +80,26 @@ def weights_of(session: InferenceSession, args: argparse.Namespace) -> tuple[str
     Raises:
         UserError: there is no run to take them from.
     """
+    given = given_embeddings(args)
     if args.base:
-        return "base", BASE
+        return "base", with_embeddings(BASE, given)
     if args.lora:
         loras = [lora_weights(text, args.scale, "--lora: ") for text in args.lora]
-        return "lora", _fused(session, args, combine(loras))
+        return "lora", _fused(session, args, with_embeddings(combine(loras), given))
+    if session.run is None and given:
+        return "embeddings", with_embeddings(Weights("base with embeddings"), given)
     if session.run is None:
-        raise UserError("neither a run nor a LoRA is named. Use --run RUN, --lora FILE, or --base")
+        raise UserError("neither a run nor a LoRA is named. Use --run RUN, --lora FILE, --embedding FILE, or --base")
     if args.full:
-        return "full", full_model_of(session.run, session.step)
-    weights = result_of(session.run, args.scale, session.step)
-    return ("lora" if weights.lora else "full"), _fused(session, args, weights)
+        return "full", with_embeddings(full_model_of(session.run, session.step), given)
+    weights = with_embeddings(result_of(session.run, args.scale, session.step), given)
+    alone = weights.transformer is None and weights.trained is None
+    return ("lora" if weights.lora else "embeddings" if alone else "full"), _fused(session, args, weights)
+
+
+def given_embeddings(args: argparse.Namespace) -> list[Embedding]:
+    """Find what ``--embedding`` names."""
+    return [embedding_of(text) for text in vars(args).get("embedding") or ()]
 
 
 def _fused(session: InferenceSession, args: argparse.Namespace, weights: Weights) -> Weights:
@@ -174,8 +186,10 @@ def made_with(session: InferenceSession, weights: Weights) -> dict[str, object]:
     model = _name_of(own) if own else session.config.model.weights_from
     loras = [(_name_of(file), scale) for file, scale in weights.loras]
     precision = precision_of(session.config, weights).weights
+    files = [(file, each.token) for file, token in weights.embeddings for each in read_embeddings(file, token)]
+    called = {"embeddings": [(file.stem, token) for file, token in files]} if files else {}
     return {
-        "model": model, "loras": loras, "weights": weights.label, "precision": precision,
+        "model": model, "loras": loras, **called, "weights": weights.label, "precision": precision,
         "sampler": session.config.objective.sampler, **session.speed.lossy(),
     }  # fmt: skip
 

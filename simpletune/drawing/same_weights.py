@@ -26,8 +26,10 @@ def without_twins(models: Sequence[Weights]) -> list[Weights]:
 
 
 def _are_same(a: Weights, b: Weights) -> bool:
-    if a.merged != b.merged:
+    if a.merged != b.merged or not _have_same_embeddings(a, b):
         return False
+    if a.embeddings and not (a.lora or b.lora or a.trained or b.trained or a.transformer or b.transformer):
+        return True
     if a.loras and [scale for _, scale in a.loras] == [scale for _, scale in b.loras]:
         pairs = zip(a.loras, b.loras, strict=True)
         return all(one == other or _holds_all_of([one], [other], both=True) for (one, _), (other, _) in pairs)
@@ -35,6 +37,14 @@ def _are_same(a: Weights, b: Weights) -> bool:
     if trained is None or whole is None or not _of_one_run(trained, whole):
         return False
     return _holds_all_of(sorted(whole.glob("*.safetensors")), [trained])
+
+
+def _have_same_embeddings(a: Weights, b: Weights) -> bool:
+    """Whether two models have equal vectors for the same tokens."""
+    if [token for _, token in a.embeddings] != [token for _, token in b.embeddings]:
+        return False
+    pairs = [(one, other) for (one, _), (other, _) in zip(a.embeddings, b.embeddings, strict=True)]
+    return all(one == other or _holds_all_of([one], [other], both=True) for one, other in pairs)
 
 
 def _of_one_run(checkpoint_file: Path, transformer: Path) -> bool:

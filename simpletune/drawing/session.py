@@ -21,11 +21,13 @@ from simpletune.config.schema import TrainConfig
 from simpletune.drawing.shared_base import SharedBase
 from simpletune.families.recognise import family_of
 from simpletune.options import Json, UserError, plural
-from simpletune.pipeline.encode import TextCache, free_memory
+from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.prompt_store import PromptStore
 from simpletune.pipeline.sample import Request, Sampler, decode, encode_starts
 from simpletune.quant import Precision
 from simpletune.runs.folder import newest_run
 from simpletune.runs.names import RunName, find_run, run_config
+from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.runs.weights import Weights, precision_of
 from simpletune.system.devices import capability_of, choose_device
 from simpletune.system.stage_timer import StageTimer
@@ -115,9 +117,7 @@ class InferenceSession:
             One entry per model, in order.
         """
         config, speed, count = self.config, self.speed, len(requests)
-        text = TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache))
-        with self.stages.stage("text"):
-            text.fill([prompt for r in requests for prompt in (r.prompt, r.negative_prompt)], self.device)
+        texts = self.encoded(models, [prompt for r in requests for prompt in (r.prompt, r.negative_prompt)])
         starts = self._starts(requests)
         shared = SharedBase(config, self.device, {(r.width, r.height) for r in requests}, speed.compiled)
         latents: dict[Weights, tuple[list[Tensor], float]] = {}
@@ -131,10 +131,28 @@ class InferenceSession:
                     transformer, config.model, precision, modulation, speed.batch_size, speed.reuse_guidance,
                     objective=config.objective,
                 )  # fmt: skip
-                latents[weights] = sampler.latents(requests, text.load, starts), (time.perf_counter() - clock) / count
+                latents[weights] = (
+                    sampler.latents(requests, texts[weights].load, starts),
+                    (time.perf_counter() - clock) / count,
+                )
             del transformer, modulation, sampler
         shared.free()
         return self._decoded(models, latents)
+
+    def encoded(self, models: Sequence[Weights], prompts: Sequence[str]) -> dict[Weights, PromptStore]:
+        """Encode prompts as every model reads them: with its embeddings, and with its updates of the text encoders."""
+        config, stand_ins = self.config, stand_ins_of(models, self.config.text)
+        stores: dict[str, PromptStore] = {}
+        found: dict[Weights, PromptStore] = {}
+        with self.stages.stage("text"):
+            for weights in dict.fromkeys(models):
+                side = text_side_of(weights, stand_ins)
+                if side.key not in stores:
+                    dtype, cache = config.precision.encoder_dtype(), Path(config.output.cache)
+                    stores[side.key] = PromptStore(config.model, dtype, cache, side)
+                    stores[side.key].fill(prompts, self.device)
+                found[weights] = stores[side.key]
+        return found
 
     def _starts(self, requests: Sequence[Request]) -> list[Tensor | None]:
         if all(request.image is None for request in requests):

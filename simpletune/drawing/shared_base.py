@@ -64,7 +64,7 @@ class SharedBase:
     def base_of(self, weights: Weights) -> Weights:
         """Return the weights to load before these can be applied; equal for all that can share a base."""
         if weights.lora is None or weights.merged or self._touches_planned(weights):
-            return replace(weights, label="", short="")
+            return replace(weights, label="", short="", embeddings=())
         return replace(BASE, label="")
 
     def free(self) -> None:

@@ -12,7 +12,7 @@ from simpletune.drawing.generate import made_with
 from simpletune.drawing.shared_base import SharedBase
 from simpletune.evaluation.plan import Plan, Point, Shot, readable
 from simpletune.options import UserError, plural
-from simpletune.pipeline.encode import TextCache, free_memory
+from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Sampler, decode
 from simpletune.runs.weights import precision_of
@@ -94,15 +94,14 @@ def draw_missing(plan: Plan, gallery: Gallery) -> int:
 def draw_latents(plan: Plan, gallery: Gallery, undrawn: set[str]) -> None:
     """Draw latents with every point's weights; a base is loaded once for all its LoRAs."""
     session, config = plan.session, plan.session.config
-    text = TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache))
     wanted: dict[Point, list[list[Shot]]] = {}
     for point in plan.points:
         groups = [group for group in plan.groups() if any(plan.key(point, shot) in undrawn for shot in group)]
         if groups:
             wanted[point] = groups
     shots = [shot.request for groups in wanted.values() for group in groups for shot in group]
-    with session.stages.stage("text"):
-        text.fill([prompt for each in shots for prompt in (each.prompt, each.negative_prompt)], session.device)
+    prompts = [prompt for each in shots for prompt in (each.prompt, each.negative_prompt)]
+    texts = session.encoded([point.weights for point in wanted], prompts)
     shared = SharedBase(config, session.device, {(r.width, r.height) for r in shots}, session.speed.compiled)
     points = {point.weights: point for point in wanted}
     say(f"draw    {plural(len(shots), 'picture')} by {plural(len(wanted), 'model')}")
@@ -116,7 +115,7 @@ def draw_latents(plan: Plan, gallery: Gallery, undrawn: set[str]) -> None:
             )  # fmt: skip
             for group in wanted[points[weights]]:
                 with session.stages.stage("denoise"):
-                    drawn = sampler.latents([shot.request for shot in group], text.load)
+                    drawn = sampler.latents([shot.request for shot in group], texts[weights].load)
                 for shot, z in zip(group, drawn, strict=True):
                     gallery.latents.save(plan.key(points[weights], shot), {"z": z})
                     advance()

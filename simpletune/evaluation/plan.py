@@ -132,7 +132,9 @@ def identity(weights: Weights) -> str:
     files = [(sha256_of(file), scale) for file, scale in weights.loras]
     whole = fingerprint(weights.transformer) if weights.transformer else ""
     trained = sha256_of(weights.trained) if weights.trained else ""
-    return hashlib.sha256(json.dumps([files, whole, trained, weights.merged]).encode()).hexdigest()[:24]
+    embeddings = [[(sha256_of(file), token) for file, token in weights.embeddings]] if weights.embeddings else []
+    parts = [files, whole, trained, weights.merged, *embeddings]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
 def points_of(run: Path, strengths: Sequence[float] | None) -> list[Point]:

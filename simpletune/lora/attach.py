@@ -21,6 +21,7 @@ from simpletune.lora.of_weight import WeightUpdate
 from simpletune.lora.read import updates_of
 from simpletune.lora.structured import AnyUpdates, Structured, fits
 from simpletune.lora.updates import Update, Updates
+from simpletune.models.text_layers import split_text
 from simpletune.options import UserError, plural, shortened
 
 DUAL_LAYER = re.compile(r"transformer_blocks\.\d+\.attn2\.")
@@ -33,6 +34,8 @@ def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
 
 def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[str]:
     """Add LoRAs to a transformer in place and activate all of them: y = W x + sum of scale_n B_n A_n x, or LoKr, LoHa.
+
+    Updates of text encoders are left to who encodes the prompts (``runs.text_side``).
 
     Args:
         model: the transformer, quantised or not, without adapters.
@@ -48,7 +51,9 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
     structured: list[tuple[str, str, Structured | WeightUpdate, float]] = []
     for name, (file, scale) in zip(names, loras, strict=True):
         header = open_lora(file)
-        updates = updates_of(header)
+        updates, _ = split_text(updates_of(header))
+        if not updates:
+            continue
         require_layers(f"{file} (for {header.family[0]})", updates, model)
         low_rank = {layer: update for layer, update in updates.items() if isinstance(update, Update)}
         if low_rank:

@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from simpletune.lora.families import is_known, is_sd3, is_unet
-from simpletune.lora.header import LoraHeader
+from simpletune.lora.families import TEXT_ALONE, is_known, is_sd3, is_unet
+from simpletune.lora.header import LoraHeader, Module
 from simpletune.lora.kinds import DORA, LORA, OFT
 from simpletune.models.lora_names import ALPHA, DORA_MARK, DORA_SCALE, MAGNITUDE
+from simpletune.models.text_layers import T5, style_of
+from simpletune.text.files import SINGLE, Keys
 
 DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE = "diffusers", "ComfyUI", "Forge", "simpletune"
+A1111 = "A1111"  # of embeddings; Forge reads them alike
 TOOLS = (DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE)
+UNTESTED = "like Forge, according to its source, untested"
 CLOSE = 1e-6
 
 
@@ -48,11 +52,41 @@ def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> 
         others = [_diffusers(header), _comfyui(header), _forge(header)]
     elif is_unet(header.family[0]):
         others = [_diffusers_unet(header), *_others_unet(header)]
+    elif header.family[0] == TEXT_ALONE:
+        others = [Verdict(tool, "yes") for tool in (DIFFUSERS_TOOL, COMFYUI, FORGE)]
     else:
         return [own]
+    for verdict in others:
+        _add_text(verdict, header)
     for verdict in others if damaged else ():
         verdict.notes.append("NaN spreads through the model: pictures are black or noise")
     return [*others, own]
+
+
+def _add_text(verdict: Verdict, header: LoraHeader) -> None:
+    """Say which updates of text encoders a tool drops."""
+    modules = header.text_modules.values()
+    lost = [module for module in modules if verdict.tool in _deaf_to(module, is_unet(header.family[0]))]
+    if verdict.tool == DIFFUSERS_TOOL and not any(".out_proj" in layer for m in modules for layer in m.layers):
+        # diffusers 0.42.1 recognises these names by out_proj's, and otherwise drops the attention's without a word
+        lost += [m for m in modules if m not in lost and style_of(m.name) == "kohya" and "_self_attn_" in m.name]
+    if lost and verdict.loads in ("yes", "partly"):
+        whole = len(lost) == len(modules) and not header.modules
+        for_diffusers = verdict.tool == DIFFUSERS_TOOL and not is_unet(header.family[0])
+        remedy = f"such as {lost[0].name}: export to {'diffusers' if for_diffusers else 'kohya'}"
+        verdict.loads = "silently nothing" if whole else "partly"
+        verdict.notes.append(f"drops {len(lost)} of {len(modules)} layers of text encoders, {remedy}")
+
+
+def _deaf_to(module: Module, unet: bool) -> set[str]:
+    """The tools that do not read a text encoder's update under its name."""
+    style, is_t5 = style_of(module.name), module.layers[:1] and module.layers[0].startswith(f"{T5}.")
+    deaf = {DIFFUSERS_TOOL} if is_t5 or style == "comfy" or style == "kohya" and not unet else set()
+    if module.kind not in (LORA, DORA):
+        deaf.add(DIFFUSERS_TOOL)
+    if style == "comfy":
+        deaf.add(FORGE)
+    return deaf | ({COMFYUI, FORGE} if is_t5 and style == "diffusers" else set())
 
 
 def _depends_on_the_weight(header: LoraHeader) -> list[Verdict]:
@@ -92,7 +126,7 @@ def _comfyui_dora(header: LoraHeader) -> Verdict:
 def _diffusers(header: LoraHeader) -> Verdict:
     if other := _not_lora(header):
         return _refused_by_diffusers(other)
-    without_lora = [name for name in header.names if "lora" not in name]
+    without_lora = [name for name in header.names if "lora" not in name and name not in header.bundled]
     if without_lora:
         note = f"rejects keys without 'lora' in their name, such as {without_lora[0]}"
         return Verdict(DIFFUSERS_TOOL, "refuses", [note])
@@ -201,3 +235,43 @@ def _ranks(header: LoraHeader) -> set[int]:
 
 def _scales(header: LoraHeader) -> str:
     return ", ".join(f"{scale:g}" for scale in sorted({header.header_scale(m) for m in header.modules.values()}))
+
+
+def embedding_verdicts(keys: Keys, file: str) -> list[Verdict]:
+    """How each tool reads a token's vectors, by their keys.
+
+    Args:
+        keys: of the token.
+        file: the file's name.
+    """
+    own = Verdict(SIMPLETUNE, "yes", [f"write {keys.token} into the prompt"])
+    if keys.place == "output":
+        note = "knows no outputs of text encoders"
+        return [*(Verdict(tool, "silently nothing", [note]) for tool in (DIFFUSERS_TOOL, COMFYUI, A1111)), own]
+    if keys.bundled:
+        inside = ["reads embeddings inside a LoRA file; write their name into the prompt"]
+        return [
+            Verdict(DIFFUSERS_TOOL, "silently nothing", ["reads no embeddings inside a LoRA file"]),
+            Verdict(COMFYUI, "yes", ["only from a copy of the file in models/embeddings"]),
+            Verdict(A1111, "yes", [UNTESTED, *inside]),
+            own,
+        ]
+    name = file.removesuffix(".safetensors")
+    if SINGLE in keys.keys:
+        loads = [f"write {keys.token} into the prompt"]
+        if keys.keys[SINGLE] != keys.token:
+            loads = ["give load_textual_inversion a token="]
+        return [
+            Verdict(DIFFUSERS_TOOL, "yes", loads),
+            Verdict(COMFYUI, "yes", [f"write embedding:{name} into the prompt"]),
+            Verdict(A1111, "yes", [UNTESTED, f"write {name} into the prompt"]),
+            own,
+        ]
+    diffusers = Verdict(DIFFUSERS_TOOL, "refuses", ["loads files with one tensor; SD3's pipeline loads none"])
+    comfyui = Verdict(COMFYUI, "yes", [f"write embedding:{name} into the prompt"])
+    if keys.keys.get("t5") == "t5":
+        comfyui = Verdict(COMFYUI, "partly", ["ignores t5: it looks for t5xxl, else takes the file's first tensor"])
+    a1111 = Verdict(A1111, "yes", [UNTESTED, f"write {name} into the prompt"])
+    if "t5" in keys.keys:
+        a1111 = Verdict(A1111, "partly", [UNTESTED, "reads CLIP's vectors, not T5's"])
+    return [diffusers, comfyui, a1111, own]

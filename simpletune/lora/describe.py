@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from simpletune.families.recognise import denoiser_in
-from simpletune.lora.compatibility import verdicts
+from simpletune.lora.compatibility import embedding_verdicts, verdicts
 from simpletune.lora.families import kind_of_model
 from simpletune.lora.header import LISTED, LoraHeader, natural, open_lora, require_tensors
 from simpletune.lora.kinds import is_whole
+from simpletune.lora.layouts import TITLES as LAYOUT_TITLES
 from simpletune.lora.layouts import title
-from simpletune.lora.values import scan_values
+from simpletune.lora.values import row_norms, scan_values
+from simpletune.models.text_layers import TITLES, style_of
 from simpletune.options import Json, UserError, plural, shortened
 from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import content_hash
+from simpletune.text.files import WORDS, cosines_of, is_embedding, keys_of
 
 BASE_KEYS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "modelspec.title", "base_model")
 LONG = 60
 HASH, THUMBNAIL = "modelspec.hash_sha256", "modelspec.thumbnail"
+PLACES = {"input": "inputs of the text encoders", "output": "outputs of the text encoders"}
 SETTINGS = ("r", "lora_alpha", "alpha", "use_rslora", "use_dora")
 
 
@@ -43,7 +47,7 @@ def describe(file: Path, values: bool = True) -> Json:
         values: whether to scan a LoRA's values for NaN and for zero factors.
 
     Returns:
-        Plain data for JSON; ``kind`` is ``lora`` or ``model``.
+        Plain data for JSON; ``kind`` is ``lora``, ``embeddings`` or ``model``.
 
     Raises:
         UserError: it is damaged, empty, or a pickle file, which is never opened.
@@ -52,10 +56,35 @@ def describe(file: Path, values: bool = True) -> Json:
     require_tensors(header)
     about = {"file": str(file), "bytes": file.stat().st_size, "tensors": len(header.names)}
     about["types"] = dict(Counter(entry["dtype"] for entry in header.entries.values()))
+    embeddings = _embeddings(header, values)
+    if embeddings and not header.is_lora:
+        found = _hash(header) if values else {}
+        return about | {"kind": "embeddings", "embeddings": embeddings, "metadata": _short(header.metadata), **found}
     if not header.is_lora:
         return about | {"kind": "model", **_model(header)}
     found = _values(header) | _hash(header) if values else {}
-    return about | {"kind": "lora", **_lora(header, damaged=bool(found.get("not_finite"))), **found}
+    bundled = {"bundled": embeddings} if embeddings else {}
+    return about | {"kind": "lora", **_lora(header, damaged=bool(found.get("not_finite"))), **found, **bundled}
+
+
+def _embeddings(header: LoraHeader, values: bool) -> list[Json]:
+    """The embeddings in a file, each with its vectors and the tools that read it."""
+    found: list[Json] = []
+    if not header.bundled and not is_embedding({**header.entries, "__metadata__": header.metadata}):
+        return []
+    known = cosines_of(header.metadata)
+    for each in keys_of(header.file):
+        vectors = {}
+        for encoder, key in each.keys.items():
+            *count, width = header.shapes[key]
+            norms = row_norms(header.file, header.entries[key]) if values else []
+            number = count[0] if count else 1
+            about = {"key": key, "vectors": number, "width": width, "norms": norms}
+            vectors[encoder] = {**about, "cosines": known.get(encoder, [])[:number]}
+        tools = [vars(verdict) for verdict in embedding_verdicts(each, header.file.name)]
+        words = header.metadata.get(WORDS, "").split() if not each.bundled else []
+        found.append({"token": each.token, "place": each.place, "words": words, "encoders": vectors, "tools": tools})
+    return found
 
 
 def _model(header: LoraHeader) -> Json:
@@ -76,7 +105,8 @@ def _model(header: LoraHeader) -> Json:
 
 def _lora(header: LoraHeader, damaged: bool) -> Json:
     family, shown = header.family
-    whole = [m for m in header.modules.values() if is_whole(m.keys)]
+    whole = [m for m in header.all_modules if is_whole(m.keys)]
+    text = [layer for module in header.text_modules.values() for layer in module.layers]
     refusal = None
     try:
         open_lora(header.file)
@@ -86,7 +116,7 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
     return {
         "method": ", ".join(header.methods) or _method(header),
         "layout": header.layout.name if header.layout else None,
-        "layout_title": title(header.layout) if header.layout else "unknown layout",
+        "layout_title": _layout_title(header),
         "family": family,
         "family_shown_by": shown,
         "modules": len(header.modules),
@@ -97,12 +127,19 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
         "scales": _counted(f"{header.scale(module):g}" for module in whole),
         "parameters": sum(_size(header.shapes[key]) for m in whole for key in m.factors.values()),
         "base": _base(header.metadata),
-        "text_encoder_keys": len(header.text),
+        "text_encoders": {t: n for e, t in TITLES.items() if (n := sum(la.startswith(f"{e}.") for la in text))},
         "unmatched": header.unmatched,
         "incomplete": header.halves,
         "tools": [vars(verdict) for verdict in verdicts(header, refusal, damaged)],
         "metadata": _short(header.metadata),
     }
+
+
+def _layout_title(header: LoraHeader) -> str:
+    if header.layout is None and not header.modules and header.text:
+        style = style_of(header.text[0])
+        return f"{LAYOUT_TITLES.get(style, style)} (text encoders)"
+    return title(header.layout) if header.layout else "unknown layout"
 
 
 def _method(header: LoraHeader) -> str:
@@ -122,8 +159,7 @@ def _values(header: LoraHeader) -> Json:
     return {
         "not_finite": {name: value.not_finite for name, value in found.items() if value.not_finite},
         "zero_updates": sum(
-            any(key in found and found[key].zero for key in module.factors.values())
-            for module in header.modules.values()
+            any(key in found and found[key].zero for key in module.factors.values()) for module in header.all_modules
         ),
     }
 
@@ -138,7 +174,7 @@ def _hash(header: LoraHeader) -> Json:
 
 def _alpha(header: LoraHeader) -> Json:
     """Where the file specifies alpha, and its values."""
-    tensors = _counted(f"{m.alpha:g}" for m in header.modules.values() if m.alpha is not None)
+    tensors = _counted(f"{m.alpha:g}" for m in header.all_modules if m.alpha is not None)
     settings = {k: v for k, v in (header.settings or {}).items() if k in SETTINGS}
     for name in ("rank_pattern", "alpha_pattern"):
         if patterns := (header.settings or {}).get(name):
@@ -183,6 +219,8 @@ def _lines(about: Json) -> Iterator[tuple[str, str]]:
     yield "file", f"{about['file']}, {plural(about['bytes'], 'byte')}, {plural(about['tensors'], 'tensor')} ({types})"
     if about["kind"] == "model":
         yield from _model_lines(about)
+    elif about["kind"] == "embeddings":
+        yield from _embedding_lines(about["embeddings"])
     else:
         yield from _lora_lines(about)
     for number, (key, value) in enumerate(about["metadata"].items()):
@@ -218,8 +256,9 @@ def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
         )
     for verdict in about["tools"]:
         yield verdict["tool"], "; ".join([verdict["loads"], *verdict["notes"]])
-    if about["text_encoder_keys"]:
-        yield "text", f"{plural(about['text_encoder_keys'], 'key')} of text encoders, which simpletune does not apply"
+    if about["text_encoders"]:
+        yield "text", ", ".join(f"{plural(n, 'layer')} of {title}" for title, n in about["text_encoders"].items())
+    yield from _embedding_lines(about.get("bundled", ()))
     if about["unmatched"]:
         yield "unmatched", shortened(about["unmatched"], LISTED)
     for name, count in list(about.get("not_finite", {}).items())[:LISTED]:
@@ -229,6 +268,21 @@ def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
             "zero",
             f"{about['zero_updates']} of {about['modules']} modules are zero: untrained, or truncated to zero",
         )
+
+
+def _embedding_lines(embeddings: Sequence[Json]) -> Iterator[tuple[str, str]]:
+    """What is known of each token; the place and the vectors of each encoder."""
+    for each in embeddings:
+        words = f", in place of {' '.join(each['words'])!r}" if each["words"] else ""
+        yield "token", f"{each['token']}{words}"
+        yield "place", PLACES[each["place"]]
+        for encoder, about in each["encoders"].items():
+            norms = f", norms {', '.join(f'{norm:.3g}' for norm in about['norms'][:LISTED])}" if about["norms"] else ""
+            far = ", ".join(f"{cosine:.3f}" for cosine in about["cosines"][:LISTED])
+            cosines = f", cosine with the first value {far}" if far else ""
+            yield "vectors", f"{encoder}: {about['vectors']} of {about['width']} ({about['key']}){norms}{cosines}"
+        for verdict in each["tools"]:
+            yield verdict["tool"], "; ".join([verdict["loads"], *verdict["notes"]])
 
 
 def _alpha_words(about: Json) -> str:

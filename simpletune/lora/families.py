@@ -29,6 +29,7 @@ ONLY_XL = re.compile(
 )
 NOT_XL = re.compile(r"down_blocks[._]0[._]attentions|input_blocks[._][12][._]1[._]|up_blocks[._]3[._]")
 SD15, SD2 = "Stable Diffusion 1.5", "Stable Diffusion 2"
+TEXT_ALONE = "text encoders alone"
 UNET_BY_TEXT_WIDTH = {
     768: SD15,
     1024: SD2,
@@ -53,7 +54,7 @@ MODELS = (
     (r"^(encoder|decoder)\.layers\.\d+\.", "a small autoencoder (TAESD)"),
     (r"^encoder\.block\.\d+\.layer", "the text encoder T5"),
     (r"^text_model\.", "a CLIP text encoder"),
-    (r"^(emp_params|string_to_param)|^clip_[lg]$", "a textual inversion"),
+    (r"^(em[bp]_params|string_to_param)|^clip_[lg](_out)?$|^t5(xxl|_out)?$|^bundle_emb\.", "a textual inversion"),
 )  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def is_unet(family: str) -> bool:
 
 def is_known(family: str) -> bool:
     """Whether simpletune applies LoRAs of a family."""
-    return is_sd3(family) or is_unet(family)
+    return is_sd3(family) or is_unet(family) or family == TEXT_ALONE
 
 
 def kind_of_model(names: list[str]) -> str | None:

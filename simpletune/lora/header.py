@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TypedDict
 
 from simpletune.families.lora_names import LAYOUTS
-from simpletune.lora.families import family_of_lora, is_known, is_lora, kind_of_model, other_methods
+from simpletune.lora.families import TEXT_ALONE, family_of_lora, is_known, is_lora, kind_of_model, other_methods
 from simpletune.lora.kinds import DORA, DORA_ROLES, LORA, OFT, Size, is_by_output, is_whole, kind_of, size_of
-from simpletune.lora.layouts import TEXT_ENCODERS, layout_of, split_key
+from simpletune.lora.layouts import layout_of, split_key
 from simpletune.lora.settings import DAMAGED, checked, scale_for
 from simpletune.models.lora_names import ALPHA, DOWN, Layout
+from simpletune.models.text_layers import BUNDLED, TEXT_KEY, encoder_of, encoders_in, is_text, text_layer
 from simpletune.options import Json, UserError, shortened
-from simpletune.system.safetensors_file import TYPES, read_header
+from simpletune.system.safetensors_file import TYPES, read_header, require_safetensors
 
-PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 ADAPTER_METADATA = "lora_adapter_metadata"  # diffusers' name for PEFT's settings in the header
 LISTED = 6
 FAMILIES = ", ".join(names.title for names in LAYOUTS)
@@ -81,26 +81,37 @@ class LoraHeader:
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.entries: dict[str, TensorEntry] = header
         self.names = list(self.entries)
-        self.text = [name for name in self.names if TEXT_ENCODERS.match(name)]
+        self.text = [name for name in self.names if TEXT_KEY.match(name)]
+        self.bundled = [name for name in self.names if name.startswith(BUNDLED)]
         self.methods = other_methods(self.names)
         self.odd_alphas: list[str] = []
-        self.modules = self._modules()
+        found = self._modules()
+        self.modules = {name: module for name, module in found.items() if not TEXT_KEY.match(name)}
+        self.text_modules = {name: module for name, module in found.items() if name not in self.modules}
         names = [module.name for module in self.modules.values()]
         self.layout: Layout | None = layout_of(names)
         for module in self.modules.values():
             module.layers = self.layout.layers(module.name) if self.layout else ()
+        for module in self.text_modules.values():
+            layer = text_layer(module.name)
+            module.layers = (layer,) if layer else ()
 
     def _modules(self) -> dict[str, Module]:
         found: dict[str, Module] = {}
         for key in self.names:
             split = split_key(key)
-            if split is None or key in self.text:
+            if split is None:
                 continue
             module = found.setdefault(split[0], Module(split[0]))
             module.keys[split[1]] = key
             if split[1] == ALPHA:
                 module.alpha = self._scalar(key)
         return {name: found[name] for name in sorted(found, key=natural)}
+
+    @property
+    def all_modules(self) -> list[Module]:
+        """The modules of the denoiser, then those of text encoders."""
+        return [*self.modules.values(), *self.text_modules.values()]
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -110,6 +121,9 @@ class LoraHeader:
     @cached_property
     def family(self) -> tuple[str, str]:
         """The model that it is for, and the evidence."""
+        if not self.modules and self.text_modules:
+            layers = [layer for module in self.text_modules.values() for layer in module.layers]
+            return TEXT_ALONE, encoders_in(layers) or "their keys"
         sizes = {module.name: self.size(module) for module in self.modules.values() if module.kind != LORA}
         known = {name: size for name, size in sizes.items() if size is not None}
         as_lora = {f"{name}.lora_A.weight": (1, size.inputs) for name, size in known.items()}
@@ -123,15 +137,15 @@ class LoraHeader:
 
     @property
     def unmatched(self) -> list[str]:
-        """Keys that match no layer of the family's denoiser, without those of text encoders."""
-        lost = [key for module in self.modules.values() if not module.layers for key in module.keys.values()]
-        known = {key for module in self.modules.values() for key in module.keys.values()} | set(self.text)
+        """Keys that match no layer of the family's denoiser or of a text encoder."""
+        lost = [key for module in self.all_modules if not module.layers for key in module.keys.values()]
+        known = {key for module in self.all_modules for key in module.keys.values()} | set(self.bundled)
         return [name for name in self.names if name not in known or name in lost]
 
     @property
     def halves(self) -> list[str]:
         """Modules that lack a factor."""
-        return [module.name for module in self.modules.values() if not is_whole(module.keys)]
+        return [module.name for module in self.all_modules if not is_whole(module.keys)]
 
     @property
     def kinds(self) -> list[str]:
@@ -183,8 +197,12 @@ class LoraHeader:
 
     def header_scale(self, module: Module) -> float:
         """The scale that PEFT derives from the header's settings; 1 without settings."""
-        layer = module.layers[0] if module.layers else module.name
-        return 1.0 if self.settings is None else scale_for(layer, self.settings)
+        layer, settings = module.layers[0] if module.layers else module.name, self.settings
+        if settings is not None and is_text(layer):
+            encoder, layer = encoder_of(layer)
+            own = {k.removeprefix(f"{encoder}."): v for k, v in settings.items() if k.startswith(f"{encoder}.")}
+            settings = checked(own, f"{self.file}: {ADAPTER_METADATA} in its header")
+        return 1.0 if settings is None else scale_for(layer, settings)
 
     def _scalar(self, key: str) -> float | None:
         entry = self.entries[key]
@@ -199,26 +217,6 @@ class LoraHeader:
         if entry["dtype"] == "BF16":
             data = b"\0\0" + data
         return float(struct.unpack(of.struct, data)[0])
-
-
-def require_safetensors(file: Path) -> None:
-    """Refuse missing files and files in other formats, above all pickles.
-
-    Raises:
-        UserError: names the format.
-    """
-    if not file.is_file():
-        raise UserError(f"{file} does not exist. Give a .safetensors file")
-    with open(file, "rb") as handle:
-        start = handle.read(4)
-    pickled = start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05") or start == b"PK\x03\x04"
-    if file.suffix in PICKLES or pickled:
-        raise UserError(
-            f"{file} is a pickle file ({file.suffix or 'by its first bytes'}), which is never opened because loading "
-            "one can run arbitrary code. Get the .safetensors version, or convert it if you trust its source"
-        )
-    if start == b"GGUF":
-        raise UserError(f"{file} is a GGUF file, which is not supported. Get the .safetensors version")
 
 
 def require_tensors(header: LoraHeader) -> None:
@@ -242,8 +240,6 @@ def open_lora(file: Path) -> LoraHeader:
     if not header.is_lora:
         kind = kind_of_model(header.names) or f"an unknown kind of file (it contains {', '.join(header.names[:4])})"
         raise UserError(f"{file} is {kind}. Give a LoRA for {FAMILIES}")
-    if header.text and not header.modules:
-        raise UserError(f"{file} updates only text encoders ({header.text[0]}), which simpletune does not apply")
     family, shown = header.family
     if not is_known(family):
         raise UserError(f"{file} is a LoRA for {family} ({shown}). Give one for {FAMILIES}")
@@ -252,12 +248,13 @@ def open_lora(file: Path) -> LoraHeader:
         raise UserError(f"{file} is {method}, which is not supported ({keys[0]}). {PLAIN_ONLY}")
     if header.settings and header.settings.get("use_dora") and header.kinds != [DORA]:
         raise UserError(f"{file} is DoRA according to its header, but lacks its magnitudes. {DAMAGED}")
-    if header.layout is None:
+    if header.layout is None and header.modules:
         raise UserError(f"{file} mixes layouts: {', '.join(_examples(header))}. Every key must have the same prefix")
     if header.unmatched:
         count, listed = len(header.unmatched), shortened(header.unmatched, LISTED)
         raise UserError(
-            f"{file}: {count} of {len(header.names)} keys match no layer of {header.layout.names.title}: {listed}"
+            f"{file}: {count} of {len(header.names)} keys match no layer of "
+            f"{header.layout.names.title if header.layout else 'a text encoder'}: {listed}"
         )
     if header.halves:
         raise UserError(f"{file}: {header.halves[0]} lacks one of its factors. {DAMAGED}")
@@ -269,7 +266,7 @@ def open_lora(file: Path) -> LoraHeader:
 
 
 def _require_shapes(header: LoraHeader) -> None:
-    for module in header.modules.values():
+    for module in header.all_modules:
         shapes = {role: header.shapes[key] for role, key in module.factors.items()}
         if module.kind == OFT and any(len(shape) == 4 for shape in shapes.values()):
             raise UserError(f"{header.file} is BOFT, which is not supported ({module.name}). {PLAIN_ONLY}")
@@ -295,7 +292,7 @@ def _require_shapes(header: LoraHeader) -> None:
 
 
 def _require_scales(header: LoraHeader) -> None:
-    for module in header.modules.values():
+    for module in header.all_modules:
         scale = header.scale(module)
         if not abs(scale) <= LARGEST_SCALE:  # also refuses NaN
             raise UserError(

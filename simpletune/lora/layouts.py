@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from simpletune.families.lora_names import LAYOUTS, names_of
@@ -18,6 +17,8 @@ ROLES = {
     "lora_up.weight": UP,
     "lora.down.weight": DOWN,
     "lora.up.weight": UP,
+    "lora_linear_layer.down.weight": DOWN,
+    "lora_linear_layer.up.weight": UP,
     "alpha": ALPHA,
     "lora_magnitude_vector": MAGNITUDE,
     "lora_magnitude_vector.weight": MAGNITUDE,
@@ -37,7 +38,6 @@ OTHER_METHODS = (
     (r"\.lora_B(\.default)?\.bias$", "LoRA with biases"),
     (r"\.lora_embedding_[AB]", "LoRA of embeddings"),
 )
-TEXT_ENCODERS = re.compile(r"^(text_encoder(_[23])?\.|lora_te\d?_|clip_[lg]\.|t5xxl\.)")
 TITLES = {
     "kohya": "kohya",
     "comfy": "ComfyUI native",

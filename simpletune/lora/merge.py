@@ -17,6 +17,7 @@ from simpletune.lora.header import TensorEntry
 from simpletune.lora.structured import AnyUpdates, difference, fits
 from simpletune.lora.write import overflow
 from simpletune.models.single_file import Origin, open_file
+from simpletune.models.text_layers import encoder_of, encoders_in, split_text
 from simpletune.options import UserError, plural, shortened
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.model_folder import NAMES
@@ -58,7 +59,8 @@ class Merger:
     def __init__(self, base: Base, loras: Sequence[tuple[AnyUpdates, float]], dtype: str | None):
         self.base, self._loras, self._dtype = base, loras, dtype
         self._error = self._effect = 0.0
-        self.changed = {name for updates, _ in loras for name in updates}
+        self.text = sorted({name for updates, _ in loras for name in split_text(updates)[1]})
+        self.changed = {name for updates, _ in loras for name in updates} - set(self.text)
         linears = base.linear_shapes()
         lost = sorted(name for name in self.changed if name not in linears)
         if lost:
@@ -67,7 +69,7 @@ class Merger:
                 f"{base.name}: {shortened(lost, 5)}"
             )
         for updates, _ in loras:
-            for name, update in updates.items():
+            for name, update in split_text(updates)[0].items():
                 if not fits(update, linears[name]):
                     raise UserError(
                         f"{name}: the LoRA has shape {list(update.shape)} (outputs, inputs), and {base.name} has "
@@ -84,16 +86,36 @@ class Merger:
         layer = name.removesuffix(".weight")
         if layer == name or layer not in self.changed:
             return _cast(name, tensor, dtype)
+        return self._merged(layer, tensor, dtype)
+
+    def _merged(self, layer: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """A layer's weight with its updates, in its output type."""
         exact = tensor.float()
         delta = torch.zeros_like(exact)
         for updates, strength in self._loras:
             if layer in updates:
                 delta += strength * difference(updates[layer], exact.flatten(1)).view_as(delta)
         exact = exact + delta
-        merged = _cast(name, exact, dtype)
+        merged = _cast(layer, exact, dtype)
         self._error += float((merged.float() - exact).double().square().sum())
         self._effect += float(delta.double().square().sum())
         return merged
+
+    def merged_text(self, layer: str, entry: TensorEntry, data: bytes) -> bytes:
+        """Merge the updates of a text encoder's layer into the bytes of its weight, in its own type.
+
+        Raises:
+            UserError: the weight has another shape or a type that is not supported.
+        """
+        kind, shape = entry["dtype"], entry["shape"]
+        update = next(updates[layer] for updates, _ in self._loras if layer in updates)
+        if kind not in TYPES or not fits(update, shape):
+            raise UserError(
+                f"{layer}: the LoRA has shape {list(update.shape)}, and {self.base.name} has {kind} {shape}. The LoRA "
+                "belongs to another model. Leave its text encoders out: --denoiser-only"
+            )
+        weight = torch.frombuffer(bytearray(data), dtype=TYPES[kind]).view(shape)
+        return self._merged(layer, weight, TYPES[kind]).contiguous().view(torch.uint8).numpy().tobytes()
 
     @property
     def lost(self) -> float:
@@ -111,6 +133,11 @@ def merge_to_folder(merger: Merger, folder: Path, metadata: Mapping[str, str], d
         done: called after each tensor.
     """
     entries = {name: (merger.kind(name), shape) for name, shape in merger.base.shapes.items()}
+    if merger.text:
+        raise UserError(
+            f"the LoRA also updates {encoders_in(merger.text)}, and the folder holds the denoiser alone. Merge into a "
+            "single file that has text encoders (--base FILE --out FILE), or leave them out: --denoiser-only"
+        )
     with atomic_folder(folder) as part:
         merger.base.save_config(part)
         with SafetensorsWriter(part / f"{NAMES[0]}.safetensors", entries, {"format": "pt", **metadata}) as writer:
@@ -144,6 +171,7 @@ def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done:
     for original, parts in groups.items():
         shape = base.shapes[parts[0][0]]
         entries[prefix + original] = (merger.kind(parts[0][0]), (shape[0] * len(parts), *shape[1:]))
+    text = _text_weights(merger, others)
     file.parent.mkdir(parents=True, exist_ok=True)
     with SafetensorsWriter(file, entries, {**old, "format": "pt", **metadata}) as writer:
         for original, parts in groups.items():
@@ -151,8 +179,29 @@ def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done:
             for _ in parts:
                 done()
         for name, data in _raw(base.file, others):
-            writer.write_bytes(name, data)
+            writer.write_bytes(name, merger.merged_text(text[name], others[name], data) if name in text else data)
     return Merged(file, len(merger.changed), merger.lost)
+
+
+def _text_weights(merger: Merger, others: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """The updated layers of text encoders by the names of their weights in a single file.
+
+    Raises:
+        UserError: the file lacks some of them.
+    """
+    places = merger.base.family.layout.prefixes
+    found = {}
+    for layer in merger.text:
+        encoder, name = encoder_of(layer)
+        names = [f"{places.get(encoder, '')}{within}{name}.weight" for within in ("", "transformer.")]
+        found[next((each for each in names if each in others), names[0])] = layer
+    lost = [layer for name, layer in found.items() if name not in others]
+    if lost:
+        raise UserError(
+            f"{len(lost)} layers of text encoders that the LoRA updates are not in {merger.base.name}: "
+            f"{shortened(lost, 3)}. Merge into a single file that has them, or leave them out: --denoiser-only"
+        )
+    return found
 
 
 def _groups(base: Base) -> dict[str, list[tuple[str, Origin]]]:

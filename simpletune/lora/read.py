@@ -15,9 +15,9 @@ from simpletune.lora.of_weight import DoraUpdate, OftUpdate, limited
 from simpletune.lora.settings import DAMAGED
 from simpletune.lora.structured import AnyUpdate, LohaUpdate, LokrUpdate
 from simpletune.lora.updates import Update, split, swap_halves
-from simpletune.models.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP
-from simpletune.options import UserError, plural
-from simpletune.system.console import say
+from simpletune.models.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP, LoraNames
+from simpletune.models.text_layers import is_text
+from simpletune.options import UserError
 from simpletune.tensors import exchanged_halves
 
 READ = (torch.float32, torch.float16, torch.bfloat16)
@@ -30,7 +30,8 @@ def read_lora(file: Path) -> dict[str, AnyUpdate]:
         file: a safetensors file.
 
     Returns:
-        Updates in the file's type by diffusers' layer name. Scales are those of diffusers and kohya's tools: an
+        Updates in the file's type by diffusers' layer name; those of text encoders by ``text_encoder.`` and its layer's
+        name (``models.text_layers``). Scales are those of diffusers and kohya's tools: an
         ``alpha`` tensor / rank, otherwise the header's ``lora_adapter_metadata``, otherwise 1.
 
     Raises:
@@ -48,19 +49,13 @@ def updates_of(header: LoraHeader) -> dict[str, AnyUpdate]:
     """
     from safetensors import SafetensorError, safe_open
 
-    assert header.layout is not None
-    if header.text:
-        say(
-            f"{header.file}: {plural(len(header.text), 'key')} of text encoders, such as {header.text[0]}, "
-            "are not applied: simpletune reads updates of the denoiser only"
-        )
     found: dict[str, AnyUpdate] = {}
     try:
         opened = safe_open(header.file, framework="pt")
     except SafetensorError as error:
         raise UserError(f"{header.file}: {' '.join(str(error).split())[:120]}. {DAMAGED}") from None
     with opened as handle:
-        for module in header.modules.values():
+        for module in header.all_modules:
             factors = {role: handle.get_tensor(key) for role, key in module.factors.items()}
             for role, tensor in factors.items():
                 key = module.keys[role]
@@ -77,7 +72,8 @@ def updates_of(header: LoraHeader) -> dict[str, AnyUpdate]:
                 if layer in found:
                     raise UserError(f"{header.file}: {layer} is updated twice, once by {module.name}. {DAMAGED}")
                 if part is not None:
-                    swapped = header.layout.original and header.layout.names.halves_swapped(layer, *part.shape)
+                    names = _original_names(header, layer)
+                    swapped = names is not None and names.halves_swapped(layer, *part.shape)
                     found[layer] = _swapped(part) if swapped else part
     return found
 
@@ -90,7 +86,7 @@ def _parts(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) ->
         update = Update(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
         return [update] if count == 1 else split(update, count)
     if module.kind == OFT:
-        names = header.layout.names if header.layout and header.layout.original else None
+        names = _original_names(header, module.layers[0])
         blocks = limited(factors[OFT_BLOCKS], module.alpha).chunk(count)
         return [OftUpdate(b, (la, names) if names else None) for la, b in zip(module.layers, blocks, strict=True)]
     if module.kind == DORA:
@@ -114,11 +110,19 @@ def _dora(header: LoraHeader, module: Module, factors: Mapping[str, Tensor], sca
     made_for_comfyui = DORA_MARK.items() <= header.metadata.items()
     relative = vectors.get(DORA_SCALE) if made_for_comfyui else None
     layout = header.layout
-    if relative is not None and layout and not layout.original:  # its rows are in the original order, the others' not
+    if (
+        relative is not None and layout and not layout.original and not is_text(module.layers[0])
+    ):  # its rows are in the original order, the others' not
         if layout.names.halves_swapped(module.layers[0], *update.shape):
             relative = exchanged_halves(relative)
     magnitude = vectors.get(MAGNITUDE, None if made_for_comfyui else vectors.get(DORA_SCALE))
     return DoraUpdate(update, magnitude, relative)
+
+
+def _original_names(header: LoraHeader, layer: str) -> LoraNames | None:
+    """The family's names if the file has a layer of the denoiser under its original name."""
+    layout = header.layout
+    return layout.names if layout is not None and layout.original and not is_text(layer) else None
 
 
 def _is_pointwise(header: LoraHeader, module: Module) -> bool:

@@ -72,6 +72,10 @@ class LokrUpdate:
         product = torch.kron(whole(factors, "lokr_w1"), whole(factors, "lokr_w2"))
         return self.scale * product[self.skipped : self.skipped + self.outputs]
 
+    def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
+        """What is added to a weight, whatever it is."""
+        return self.delta()
+
     def plain(self) -> Update:
         """The LoRA of rank ``rank`` that equals the update."""
         w1, w2 = (_halves(self.factors, name) for name in ("lokr_w1", "lokr_w2"))
@@ -153,6 +157,10 @@ class LohaUpdate:
         a1, b1, a2, b2 = (self.factors[f"hada_w{name}"].float() for name in ("1_a", "1_b", "2_a", "2_b"))
         return self.scale * ((a1 @ b1) * (a2 @ b2))
 
+    def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
+        """What is added to a weight, whatever it is."""
+        return self.delta()
+
     def plain(self) -> Update:
         """The LoRA of rank ``rank`` that equals the update."""
         down, up = low_rank({name: factor.float() for name, factor in self.factors.items()})
@@ -215,7 +223,7 @@ def _independent(update: AnyUpdate) -> Update | Structured:
 
 def difference(update: AnyUpdate, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
     """What an update adds to a weight."""
-    return update.difference(weight) if isinstance(update, WeightUpdate) else update.delta()
+    return update.difference(weight)
 
 
 def fits(update: AnyUpdate, shape: Sequence[int]) -> bool:

@@ -52,6 +52,10 @@ class Update:
         """The matrix added to the weight."""
         return self.scale * (self.up.float() @ self.down.float())
 
+    def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
+        """What is added to a weight, whatever it is."""
+        return self.delta()
+
     def folded(self) -> Update:
         """The update with scale 1, with the scale folded into ``up`` in its type."""
         if self.scale == 1.0:

@@ -1,4 +1,4 @@
-"""Scan the values of a safetensors file for non-finite numbers and all-zero tensors, without torch."""
+"""Scan the values of a safetensors file for non-finite numbers, all-zero tensors and norms, without torch."""
 
 from __future__ import annotations
 
@@ -53,3 +53,25 @@ def scan_values(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, Sca
                 zero = zero and not (chunk & of.magnitude).any()
             found[name] = ScannedValues(not_finite, zero)
     return found
+
+
+def row_norms(file: Path, entry: TensorEntry) -> list[float]:
+    """The Euclidean norm of each row of a tensor in fp32, fp16 or bf16; of a vector, one norm.
+
+    Args:
+        file: a safetensors file with a valid header.
+        entry: of the tensor.
+    """
+    import numpy as np
+
+    begin, end = entry["data_offsets"]
+    with open(file, "rb") as handle:
+        start = 8 + int.from_bytes(handle.read(8), "little")
+        handle.seek(start + begin)
+        data = handle.read(end - begin)
+    if entry["dtype"] == "BF16":
+        values = (np.frombuffer(data, dtype="<u2").astype("<u4") << 16).view("<f4")
+    else:
+        values = np.frombuffer(data, dtype={"F32": "<f4", "F16": "<f2"}[entry["dtype"]])
+    rows = values.astype(np.float64).reshape(-1, entry["shape"][-1])
+    return [float(norm) for norm in np.sqrt((rows * rows).sum(axis=1))]

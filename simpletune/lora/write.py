@@ -18,7 +18,8 @@ from simpletune.lora.of_weight import DoraUpdate, OftUpdate, blocks_of, lora_of,
 from simpletune.lora.structured import AnyUpdates, Structured
 from simpletune.lora.updates import Update, Updates, fuse, swap_halves
 from simpletune.models.lora_names import ALPHA, DORA_MARK, DOWN, UP, Layout, LoraNames
-from simpletune.options import UserError
+from simpletune.models.text_layers import CLIP_L, T5, encoder_of, split_text, text_key
+from simpletune.options import Json, UserError
 from simpletune.system.safetensors_file import write_safetensors
 
 SPEC, HASH = "modelspec.sai_model_spec", "modelspec.hash_sha256"
@@ -38,7 +39,7 @@ def write_lora(
         updates: updates by diffusers' layer name.
         file: the target.
         layout: ``diffusers``, ``kohya`` or ``comfy`` for LoRA and DoRA; ``kohya`` or ``comfy`` for OFT; ``lycoris`` for
-            LoKr and LoHa.
+            LoKr and LoHa. Text encoders get the keys that the readers of this layout know.
         dtype: ``fp32``, ``fp16`` or ``bf16``; None keeps their types.
         metadata: strings for the header.
 
@@ -50,6 +51,8 @@ def write_lora(
     if file.suffix != ".safetensors":
         raise UserError(f"{file} must end in .safetensors, by which tools recognise the format. Rename it")
     kind = DTYPES[dtype] if dtype else None
+    single = has_one_encoder(updates, metadata)
+    updates, text = split_text(updates)
     low_rank = {layer: update for layer, update in updates.items() if isinstance(update, Update)}
     dora = {layer: update for layer, update in updates.items() if isinstance(update, DoraUpdate)}
     oft = {layer: update for layer, update in updates.items() if isinstance(update, OftUpdate)}
@@ -57,7 +60,7 @@ def write_lora(
     if layout == "lycoris":
         for layer in (*low_rank, *dora, *oft):
             raise UserError(f"{layer} is {updates[layer].kind}; lycoris files hold LoKr or LoHa. Use --format kohya")
-        tensors = structured_tensors_of(others, kind)
+        tensors = structured_tensors_of(others, kind) if others else {}
     elif others:
         layer, update = max(others.items(), key=lambda each: each[1].rank)
         raise UserError(
@@ -65,14 +68,20 @@ def write_lora(
             "smaller one to approximate it, or use --format lycoris"
         )
     else:
-        chosen = written(updates, layout)
-        tensors = tensors_of({**low_rank, **lora_of(dora)}, chosen, kind) if low_rank or dora else {}
-        tensors |= magnitudes_of(dora, chosen) | blocks_of(oft, chosen)
+        tensors = {}
+        if updates:
+            chosen = written(updates, layout)
+            tensors = tensors_of({**low_rank, **lora_of(dora)}, chosen, kind) if low_rank or dora else {}
+            tensors |= magnitudes_of(dora, chosen) | blocks_of(oft, chosen)
+    tensors |= text_tensors_of(text, layout, single, kind)
     spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if spoilt:
         raise UserError(f"{file}: {spoilt[0]} {overflow(dtype)}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    extra = _adapter_metadata(low_rank, names_of(updates).denoiser) if layout == "diffusers" and not dora else {}
+    extra = {}
+    if layout == "diffusers" and not dora:
+        groups = {names_of(low_rank).denoiser: low_rank} if low_rank else {}
+        extra = _adapter_metadata(groups | _by_encoder(text))
     extra |= DORA_MARK if dora else {}
     return write_safetensors(tensors, file, {**metadata, **extra}, HASH if SPEC in metadata else None)
 
@@ -103,6 +112,70 @@ def tensors_of(updates: Updates, layout: Layout, dtype: torch.dtype | None = Non
         if layout.alpha:
             tensors[layout.key(module, ALPHA)] = torch.tensor(update.scale * update.rank, dtype=torch.float32)
     return tensors
+
+
+def text_tensors_of(
+    text: AnyUpdates, layout: str, single: bool = False, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The tensors of text encoders in a file, by key.
+
+    Args:
+        text: updates by ``text_encoder...`` names.
+        layout: ``diffusers``, ``kohya``, ``comfy`` or ``lycoris``.
+        single: whether the model has one text encoder.
+        dtype: None keeps their types.
+
+    Raises:
+        UserError: no tool reads such an update of a text encoder under these keys.
+    """
+    low_rank = {layer: update for layer, update in text.items() if isinstance(update, Update)}
+    others = {layer: update for layer, update in text.items() if not isinstance(update, Update)}
+    tensors: dict[str, Tensor] = {}
+    for layer in sorted(others, key=natural):
+        update = others[layer]
+        if isinstance(update, DoraUpdate | OftUpdate):
+            raise UserError(f"{layer} is {update.kind}, which is written for the denoiser only. Merge it into its base")
+        if layout != "lycoris":
+            raise UserError(
+                f"{layer} is {update.kind}, which equals a LoRA of rank {update.rank}. Give --rank {update.rank}, or a "
+                "smaller one to approximate it, or use --format lycoris"
+            )
+        factors, alpha = update.saved()
+        for name, factor in factors.items():
+            tensors[text_key(layer, name, layout, single)] = factor.to(dtype or factor.dtype, copy=True).contiguous()
+        tensors[text_key(layer, ALPHA, layout, single)] = torch.tensor(alpha, dtype=torch.float32)
+    with_alpha = layout != "diffusers"
+    named = _with_one_alpha(low_rank) if with_alpha and low_rank else {k: u.folded() for k, u in low_rank.items()}
+    for layer in sorted(named, key=natural):
+        if layer.startswith(f"{T5}.") and not with_alpha:
+            raise UserError(f"{layer} is a layer of T5, whose LoRA diffusers does not load. Use --format kohya")
+        one = named[layer]
+        tensors[text_key(layer, DOWN, layout, single)] = one.saved(one.down, dtype)
+        tensors[text_key(layer, UP, layout, single)] = one.saved(one.up, dtype)
+        if with_alpha:
+            tensors[text_key(layer, ALPHA, layout, single)] = torch.tensor(one.scale * one.rank, dtype=torch.float32)
+    return tensors
+
+
+def has_one_encoder(updates: AnyUpdates, metadata: Mapping[str, str]) -> bool:
+    """Whether updates are for a model with one text encoder, Stable Diffusion 1.5 or 2: by the layers of the denoiser,
+    or for text encoders alone, by what the header says of the base."""
+    denoiser, text = split_text(updates)
+    if denoiser:
+        return names_of(denoiser).denoiser == "unet"
+    base = metadata.get("ss_base_model_version", "") + metadata.get("modelspec.architecture", "")
+    only_first = all(encoder_of(layer)[0] == CLIP_L for layer in text)
+    return only_first and ("sd_v" in base or "stable-diffusion-v" in base)
+
+
+def _by_encoder(text: AnyUpdates) -> dict[str, Updates]:
+    """The LoRAs of each text encoder, by layers' names in it."""
+    found: dict[str, dict[str, Update]] = {}
+    for layer, update in text.items():
+        if isinstance(update, Update):
+            encoder, name = encoder_of(layer)
+            found.setdefault(encoder, {})[name] = update
+    return dict(found)
 
 
 def structured_tensors_of(updates: Mapping[str, Structured], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -160,21 +233,24 @@ def in_original_names(updates: Updates, names: LoraNames) -> dict[str, Update]:
     return found | {module: fuse(parts) for module, parts in thirds.items()}
 
 
-def _adapter_metadata(updates: Updates, denoiser: str) -> dict[str, str]:
+def _adapter_metadata(groups: Mapping[str, Updates]) -> dict[str, str]:
     """PEFT settings for diffusers if ranks differ: older versions would use the first layer's rank as every alpha.
 
     Alpha equals the rank in every layer, so that tools that ignore the header apply the same scale.
+
+    Args:
+        groups: the updates of each part of the pipeline.
     """
+    settings = {part: _settings(updates) for part, updates in groups.items()}
+    if not any("rank_pattern" in each for each in settings.values()):
+        return {}
+    flat = {f"{part}.{key}": value for part, each in settings.items() for key, value in each.items()}
+    return {ADAPTER_METADATA: json.dumps(flat)}
+
+
+def _settings(updates: Updates) -> Json:
     ranks = {layer: update.rank for layer, update in updates.items()}
     common = Counter(ranks.values()).most_common(1)[0][0]
     others = {f"^{layer}": rank for layer, rank in ranks.items() if rank != common}
-    if not others:
-        return {}
-    settings = {
-        "r": common,
-        "lora_alpha": common,
-        "rank_pattern": others,
-        "alpha_pattern": others,
-        "target_modules": sorted(ranks, key=natural),
-    }
-    return {ADAPTER_METADATA: json.dumps({f"{denoiser}.{key}": value for key, value in settings.items()})}
+    patterns = {"rank_pattern": others, "alpha_pattern": others} if others else {}
+    return {"r": common, "lora_alpha": common, **patterns, "target_modules": sorted(ranks, key=natural)}

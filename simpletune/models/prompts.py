@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,7 +102,8 @@ class Prompts:
         Raises:
             UserError: its files are damaged or have impossible sizes.
         """
-        return read_tokenizer(encoder, self._tokenizer_folder(encoder))
+        folder = self._tokenizer_folder(encoder)
+        return _known_tokenizer(encoder, folder, _folder_hash(folder), get_ident())
 
     def fingerprint(self, encoder: Encoder) -> str:
         """A name for everything an encoder's output depends on, apart from the prompt."""
@@ -134,6 +137,12 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: list[str], length: in
         prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
     ).input_ids
     return ids
+
+
+@lru_cache(maxsize=8)
+def _known_tokenizer(encoder: Encoder, folder: Path, content: str, thread: int) -> PreTrainedTokenizerBase:
+    """A tokenizer, which takes longer to read than a prompt to encode; one for each thread, since it is not safe."""
+    return read_tokenizer(encoder, folder)
 
 
 def read_tokenizer(encoder: Encoder, folder: Path) -> PreTrainedTokenizerBase:

@@ -44,6 +44,7 @@ def load_text_side(
         vectors = mean_rows(config, cache, captions)
     vectors = {name: tensor.to(device) for name, tensor in vectors.items()}
     update = TextUpdate(config.text, config.model, vectors, encoders).to(device)
+    update.first = {name: tensor.detach().to("cpu", copy=True) for name, tensor in vectors.items()}
     if option is not None and option.place == "input":
         update.t5_rows = t5_rows(config, cache)
     free_memory(device)

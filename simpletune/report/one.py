@@ -20,7 +20,7 @@ from simpletune.report.peaks import memory_section
 from simpletune.report.profile import profile_sections
 from simpletune.report.recorded import Json, RunRecord
 from simpletune.report.settings import Setting, plain_settings, settings_of
-from simpletune.report.sources import source_sections
+from simpletune.report.sources import source_sections, text_sections
 from simpletune.runs.folder import overflow_words
 from simpletune.system.console import duration
 
@@ -45,6 +45,7 @@ def report_of(run: RunRecord, price: float | None) -> Report:
         loss_section([run]),
         *choice_sections(run),
         *source_sections(run),
+        *text_sections(run),
         *fidelity_sections([run]),
         step_section(run),
         memory_section(run),

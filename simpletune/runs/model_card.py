@@ -19,9 +19,9 @@ from simpletune.hub.fetch import is_hub_name
 from simpletune.models.family_facts import Licence
 from simpletune.options import Json, plural
 from simpletune.runs.choice import LAST
+from simpletune.runs.sharing import loaded_tokens, loads_in_diffusers, titles_of, token_usage
 from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
-from simpletune.text.option import embedding_name
 
 if TYPE_CHECKING:
     from simpletune.pipeline.sample import Request
@@ -156,7 +156,7 @@ def _base_text(config: TrainConfig) -> str:
 
 
 def _introduction(folder: Path, config: TrainConfig, prompt: str) -> str:
-    kind = "Fine-tuned transformer of" if config.adapter.trains_base else f"{config.adapter.title} for"
+    kind = "Fine-tuned transformer of" if config.adapter.trains_base else f"{titles_of(config)} for"
     lines = [f"{kind} {_base_text(config)}, trained with simpletune."]
     if config.data.prompt:
         lines.append(f"Trigger prompt: {code(config.data.prompt)}")
@@ -216,16 +216,12 @@ def _cost(summary: Json) -> Iterator[tuple[str, str]]:
 
 def _use(config: TrainConfig, example: Request) -> Iterator[str]:
     """Yield the instructions for diffusers and for the inference scripts."""
-    option = config.text.embeddings
-    if option is not None:
-        yield option.use(embedding_name(config.name, option.token))
-        if not config.adapter.trains and config.text.lora is None:
-            return
     first = config.adapter.before_diffusers(config.model.denoiser)
-    if first is None:
+    if first is None and loads_in_diffusers(config):
         yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
-    else:
+    elif first is not None:
         yield f"ComfyUI loads `{config.adapter.result(config.model.denoiser)}` from `models/loras`. {first}"
+    yield from token_usage(config)
     others = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}
     replaced = [f"{name} {code(public_name(value))}" for name, value in others.items() if value]
     if replaced:
@@ -258,7 +254,8 @@ def snippet(config: TrainConfig, example: Request) -> str:
     if scheduler:
         options = "".join(f", {name}={value!r}" for name, value in scheduler[1].items())
         lines += [f"pipeline.scheduler = {scheduler[0]}.from_config(pipeline.scheduler.config{options})"]
-    if not config.adapter.trains_base:
+    lines += [f'pipeline.load_textual_inversion(RESULT, weight_name="{name}")' for name in loaded_tokens(config)]
+    if not config.adapter.trains_base and (config.adapter.trains or config.text.lora):
         lines += [f'pipeline.load_lora_weights(RESULT, weight_name="{result}")']
     arguments = {
         "prompt": example.prompt,

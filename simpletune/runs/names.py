@@ -31,6 +31,7 @@ from simpletune.runs.checkpoint_folders import (
 )
 from simpletune.runs.choice import best_step, choose
 from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
+from simpletune.text.files import embeddings_in
 
 LATEST, BEST = "latest", "best"
 FORMS = "a LoRA file, a run's folder, a checkpoint (runs/demo@100) or a hub name (owner/name)"
@@ -51,7 +52,7 @@ class RunName(NamedTuple):
 
 @dataclass(frozen=True)
 class Named:
-    """Hold what a name refers to: exactly one of ``lora``, ``transformer`` and ``trained``.
+    """Hold what a name refers to: one of ``lora``, ``transformer`` and ``trained``, or embeddings alone.
 
     Args:
         name: name without the strength.
@@ -61,6 +62,7 @@ class Named:
         trained: checkpoint file of trained weights that replace the base's; the average, if the run keeps one.
         run: folder of the run that made it, if known.
         step: step of the checkpoint; None if it is not a checkpoint.
+        embeddings: files of the run's embeddings.
     """
 
     name: str
@@ -70,6 +72,12 @@ class Named:
     trained: Path | None = None
     run: Path | None = None
     step: int | None = None
+    embeddings: tuple[Path, ...] = ()
+
+    @property
+    def is_text_alone(self) -> bool:
+        """Whether the base is unchanged but for embeddings."""
+        return self.lora is None and self.transformer is None and self.trained is None
 
 
 def find_named(text: str, option: str = "") -> Named:
@@ -115,6 +123,8 @@ def find_lora(text: str, option: str = "", remedy: str = "Give a LoRA", strength
         raise UserError(f"{option}{text}: this command takes no strength. Remove :{named.scale:g}")
     if named.lora is not None:
         return named
+    if named.is_text_alone:
+        raise UserError(f"{option}{named.name} has embeddings but no LoRA. Use --embedding {named.embeddings[0]}")
     kind = f"is a {run_config(named.run).adapter.method} run" if named.run is not None else "is a full model"
     raise UserError(f"{option}{named.name} {kind}, not a LoRA. {remedy}")
 
@@ -129,7 +139,8 @@ def weight_file(name: str) -> Path:
     if run is None and not is_run(path) and not (path / STATE).exists():
         return file_of(path)
     named = find_in_run(run) if run is not None else _of_folder(path)
-    return named.lora or named.trained or file_of(named.transformer or path)
+    first = named.embeddings[0] if named.is_text_alone else named.lora or named.trained
+    return first or file_of(named.transformer or path)
 
 
 def find_in_run(run: RunName) -> Named:
@@ -141,11 +152,12 @@ def find_in_run(run: RunName) -> Named:
     folder, step = run
     if step is not None:
         return _of_checkpoint(checkpoint_folder(folder, step), folder, step)
-    known = folder if (folder / CONFIG).is_file() else None
+    known, embeddings = folder if (folder / CONFIG).is_file() else None, tuple(embeddings_in(folder))
     if (whole := denoiser_in(folder)) is not None:
-        return Named(str(folder), transformer=whole, run=known)
-    if (folder / LORA_FILE).is_file():
-        return Named(str(folder), lora=folder / LORA_FILE, run=known)
+        return Named(str(folder), transformer=whole, run=known, embeddings=embeddings)
+    lora = folder / LORA_FILE if (folder / LORA_FILE).is_file() else None
+    if lora is not None or embeddings:
+        return Named(str(folder), lora=lora, run=known, embeddings=embeddings)
     raise _no_result(folder)
 
 
@@ -196,7 +208,7 @@ def is_run(folder: Path) -> bool:
 
 def is_unfinished(folder: Path) -> bool:
     """Tell whether a folder is a run's that has no result."""
-    return is_run(folder) and denoiser_in(folder) is None and not (folder / LORA_FILE).is_file()
+    return is_run(folder) and not (denoiser_in(folder) or (folder / LORA_FILE).is_file() or embeddings_in(folder))
 
 
 def split_scale(text: str, default: float | None = None) -> tuple[str, float | None]:
@@ -283,9 +295,10 @@ def _of_folder(folder: Path) -> Named:
 
 def _of_checkpoint(folder: Path, run: Path | None = None, step: int | None = None) -> Named:
     """Resolve a checkpoint to what its run would export: the average, if the run keeps one."""
-    name = str(folder) if run is None else f"{run}@{step}"
-    if (folder / LORA_FILE).is_file():
-        return Named(name, lora=folder / LORA_FILE, run=run, step=step)
+    name, embeddings = str(folder) if run is None else f"{run}@{step}", tuple(embeddings_in(folder))
+    lora = folder / LORA_FILE if (folder / LORA_FILE).is_file() else None
+    if lora is not None or embeddings:
+        return Named(name, lora=lora, run=run, step=step, embeddings=embeddings)
     average = folder / AVERAGE
     return Named(name, trained=average if average.is_file() else folder / TRAINABLE, run=run, step=step)
 

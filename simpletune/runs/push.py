@@ -76,6 +76,7 @@ def files_of(named: RunName, repository: str) -> Upload:
     files: Upload = {CARD: for_repository(card, repository).encode(), **own}
     if result.lora is not None and not own:
         files[result.lora.name] = result.lora
+    files |= {file.name: file for file in (result.embeddings if not own else ())}
     if result.transformer is not None:
         parts = sorted(file for file in result.transformer.iterdir() if file.suffix in ENDINGS and file.is_file())
         files |= {f"{result.transformer.name}/{file.name}": file for file in parts}
@@ -97,18 +98,22 @@ def checkpoint_of(named: Named, config: TrainConfig) -> tuple[str, Upload]:
     from simpletune.config.resolve import resolve_model_folder
     from simpletune.runs import checkpoint
     from simpletune.runs.summary import summary_at
-    from simpletune.system.safetensors_file import WeightReader
+    from simpletune.system.safetensors_file import WeightReader, read_header
 
-    if named.lora is None or named.run is None:
+    if named.trained is not None or named.run is None:
         raise UserError(
             f"push: {named.name} is a checkpoint of a {config.adapter.method} run: it holds only the trained weights, "
             "which no other tool loads. Finish the run and push its result"
         )
-    saved = checkpoint.read(named.lora.parent)
+    held = [*([named.lora] if named.lora else []), *named.embeddings]
+    saved = checkpoint.read(held[0].parent)
     summary = summary_at(named.run, resolve_model_folder(config), saved)
     metadata = checkpoint.metadata_of(shareable(config), saved.step)
-    content = save(WeightReader([named.lora]).get_all(), {"format": "pt", **metadata})
-    return card_of(named.run, config, summary, saved.manifest), {named.lora.name: content}
+    content: Upload = {}
+    for file in held:
+        header = {**(read_header(file).get("__metadata__") or {}), **metadata} if file != named.lora else metadata
+        content[file.name] = save(WeightReader([file]).get_all(), {"format": "pt", **header})
+    return card_of(named.run, config, summary, saved.manifest), content
 
 
 def size_of(content: Path | bytes) -> int:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from simpletune.pipeline.modulation_plan import Modulation
 
 
+Embedding = tuple[Path, str | None]
+"""A file of embeddings, and the token to call it by; None: its own."""
+
+
 @dataclass(frozen=True)
 class Weights:
     """Describe weights to draw with.
@@ -36,6 +40,7 @@ class Weights:
         trained: checkpoint file of trained weights that replace the base's, if any.
         short: short label for a column title.
         more: further LoRAs to apply at once, with their strengths.
+        embeddings: learned embeddings of tokens.
     """
 
     label: str
@@ -46,6 +51,7 @@ class Weights:
     trained: Path | None = None
     short: str = ""
     more: tuple[tuple[Path, float], ...] = ()
+    embeddings: tuple[Embedding, ...] = ()
 
     @property
     def loras(self) -> list[tuple[Path, float]]:
@@ -71,18 +77,22 @@ def weights_of(named: Named, scale: float = 1.0) -> Weights:
     scale = scale if named.scale is None else named.scale
     run, step = named.run, named.step
     title = None if run is None or step is None else f"{run.name} step {step}"
+    embeddings = tuple((file, None) for file in named.embeddings)
+    if named.is_text_alone:
+        return Weights(f"embeddings {named.name}", short=title or Path(named.name).name, embeddings=embeddings)
     if named.transformer is not None:
         label, short = str(named.transformer), f"full {run.name}" if run is not None else named.transformer.name
-        return Weights(label, transformer=named.transformer, short=short)
+        return Weights(label, transformer=named.transformer, short=short, embeddings=embeddings)
     if named.trained is not None:
-        return Weights(named.name, trained=named.trained, short=title or Path(named.name).name)
+        short = title or Path(named.name).name
+        return Weights(named.name, trained=named.trained, short=short, embeddings=embeddings)
     if title is not None:
         label, short = f"LoRA {named.name} x {scale:g}", title if scale == 1 else f"{title} x {scale:g}"
     elif run is not None:
         label, short = f"LoRA {named.lora} x {scale:g}", f"LoRA {run.name} x {scale:g}"
     else:
         label, short = f"LoRA {named.name} x {scale:g}", f"{Path(named.name).stem} x {scale:g}"
-    return Weights(label, lora=named.lora, scale=scale, short=short)
+    return Weights(label, lora=named.lora, scale=scale, short=short, embeddings=embeddings)
 
 
 def lora_weights(text: str, scale: float = 1.0, option: str = "") -> Weights:
@@ -115,7 +125,9 @@ def combine(all_of_them: list[Weights]) -> Weights:
     """Combine LoRAs to apply at once; their updates add up."""
     first, *rest = all_of_them
     label = " + ".join(weights.label for weights in all_of_them)
-    return replace(first, label=label, more=tuple(pair for weights in rest for pair in weights.loras))
+    embeddings = tuple(dict.fromkeys(each for weights in all_of_them for each in weights.embeddings))
+    more = tuple(pair for weights in rest for pair in weights.loras)
+    return replace(first, label=label, more=more, embeddings=embeddings)
 
 
 def result_of(run: Path, scale: float = 1.0, step: int | None = None) -> Weights:
@@ -137,7 +149,8 @@ def full_model_of(run: Path, step: int | None = None) -> Weights:
     weights = result_of(run, step=step)
     if weights.lora is None:
         return weights
-    return Weights(f"base with {weights.lora} merged", lora=weights.lora, merged=True)
+    label = f"base with {weights.lora} merged"
+    return Weights(label, lora=weights.lora, merged=True, embeddings=weights.embeddings)
 
 
 def precision_of(config: TrainConfig, weights: Weights) -> WeightPrecision:

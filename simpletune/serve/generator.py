@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from PIL import Image
@@ -17,15 +18,18 @@ from simpletune.families import Model
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Embeddings, Sampler, draw
+from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.serve.models import Models, ServedModels
 from simpletune.serve.requests import BASE, ImageRequest
 from simpletune.system.stage_timer import GIB, peak_rss_gib
+from simpletune.text.encoding import TextEncoding, encode_prompts
+from simpletune.text.side import PLAIN, TextSide
 
 MAX_PROMPTS = 64  # SD3 Medium's take 2.7 MB each in bf16
 
 
 class PromptCache:
-    """Embeddings of the most recently used prompts.
+    """Embeddings of the most recently used prompts, by prompt and by the text side that read them.
 
     Each prompt is encoded alone, so its embedding does not depend on other requests.
 
@@ -36,10 +40,10 @@ class PromptCache:
     """
 
     def __init__(self, model: Model, dtype: torch.dtype, device: torch.device):
-        self.prompts, self.device = model.prompts(dtype), device
-        self._cached: OrderedDict[str, Embeddings] = OrderedDict()
+        self.model, self.dtype, self.device = model, dtype, device
+        self._cached: OrderedDict[tuple[str, str], Embeddings] = OrderedDict()
 
-    def fill(self, prompts: Iterable[str]) -> int:
+    def fill(self, prompts: Iterable[str], side: TextSide = PLAIN) -> int:
         """Encode the prompts that are not cached; load each encoder once for all of them.
 
         Returns:
@@ -47,26 +51,20 @@ class PromptCache:
         """
         wanted = list(dict.fromkeys(prompts))[:MAX_PROMPTS]
         for prompt in wanted:
-            if prompt in self._cached:
-                self._cached.move_to_end(prompt)
-        missing = [prompt for prompt in wanted if prompt not in self._cached]
+            if (side.key, prompt) in self._cached:
+                self._cached.move_to_end((side.key, prompt))
+        missing = [prompt for prompt in wanted if (side.key, prompt) not in self._cached]
         if not missing:
             return 0
-        parts: dict[str, dict[str, Mapping[str, torch.Tensor]]] = {prompt: {} for prompt in missing}
-        for encoder in self.prompts.encoders:
-            outputs = self.prompts.encode(encoder, missing, self.device, batch_size=1)
-            for prompt, output in zip(missing, outputs, strict=True):
-                parts[prompt][encoder.name] = output
-            free_memory(self.device)
-        for prompt in missing:
-            self._cached[prompt] = self.prompts.assemble(parts[prompt])
+        found = encode_prompts(self.model, missing, self.device, self.dtype, side, lambda: free_memory(self.device))
+        self._cached.update({(side.key, prompt): embeddings for prompt, embeddings in found.items()})
         while len(self._cached) > MAX_PROMPTS:
             self._cached.popitem(last=False)
         return len(missing)
 
-    def load(self, prompt: str) -> Embeddings:
+    def load(self, prompt: str, side: TextSide = PLAIN) -> Embeddings:
         """Return (prompt_embeds [t, e], pooled [p]) of a cached prompt."""
-        return self._cached[prompt]
+        return self._cached[side.key, prompt]
 
 
 class ImageGenerator:
@@ -89,10 +87,28 @@ class ImageGenerator:
         self.models = Models(config, served, device, side, lambda: self._check_cancelled())
         self.vae = config.model.load_vae(device, dtype, config.memory.vae_tile)
         self.text = PromptCache(config.model, dtype, device)
+        self._stand_ins = stand_ins_of([served.weights_of(name) for name in served.names], config.text)
+        self._sides: dict[tuple[str, float], TextSide] = {}
+        for name in served.names:  # embeddings that do not fit the model fail now
+            TextEncoding(config.model, dtype, text_side_of(served.weights_of(name), self._stand_ins))
 
-    def encode(self, prompts: Sequence[str]) -> None:
-        """Encode prompts into the cache."""
-        self.text.fill(prompts)
+    def encode(self, images: Sequence[ImageRequest]) -> None:
+        """Encode the prompts of images into the cache, each with the text side of its model."""
+        wanted: dict[str, tuple[TextSide, list[str]]] = {}
+        for image in images:
+            side = self.side_of(image)
+            wanted.setdefault(side.key, (side, []))[1].extend([image.request.prompt, image.request.negative_prompt])
+        for side, prompts in wanted.values():
+            self.text.fill(prompts, side)
+
+    def side_of(self, image: ImageRequest) -> TextSide:
+        """The embeddings and the updates of text encoders that an image is drawn with."""
+        name, scale = image.lora, image.scale
+        if (name, scale) not in self._sides:
+            if len(self._sides) >= MAX_PROMPTS:
+                self._sides.clear()
+            self._sides[name, scale] = text_side_of(self.served.weights_of(name, scale), self._stand_ins)
+        return self._sides[name, scale]
 
     def generate(self, image: ImageRequest, check_cancelled: Callable[[], None]) -> bytes:
         """Generate one image; its prompts are encoded if they are not cached.
@@ -105,13 +121,14 @@ class ImageGenerator:
             A PNG whose text chunks record how it was made.
         """
         check_cancelled()
-        self.text.fill([image.request.prompt, image.request.negative_prompt])
+        side = self.side_of(image)
+        self.text.fill([image.request.prompt, image.request.negative_prompt], side)
         transformer, modulation = self.models.use(image.lora, image.scale)
         self._check_cancelled = check_cancelled
         try:
             config = self.config
             sampler = Sampler(transformer, config.model, config.precision, modulation, objective=config.objective)
-            pictures = draw(sampler, self.vae, config.model, [image.request], self.text.load)
+            pictures = draw(sampler, self.vae, config.model, [image.request], partial(self.text.load, side=side))
         finally:
             self._check_cancelled = lambda: None
         return to_png(pictures[0], image, self.config, self.served)
@@ -129,6 +146,8 @@ def to_png(picture: Image.Image, image: ImageRequest, config: TrainConfig, serve
     model, loras, label = config.model.weights_from, [], image.lora
     if image.lora in served.loras:
         loras, label = [(image.lora, image.scale)], f"LoRA {image.lora} x {image.scale:g}"
+    elif image.lora in served.embeddings:
+        label = f"embeddings {image.lora}"
     elif image.lora != BASE:
         model = image.lora
     buffer = io.BytesIO()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +21,9 @@ from simpletune.models.transformer import Transformer
 from simpletune.options import UserError
 from simpletune.pipeline.encode import free_memory
 from simpletune.pipeline.modulation_plan import Modulation
+from simpletune.runs.text_side import with_embeddings
 from simpletune.runs.weights import BASE as BASE_WEIGHTS
-from simpletune.runs.weights import Weights, load_weights
+from simpletune.runs.weights import Embedding, Weights, load_weights
 from simpletune.serve.requests import BASE
 from simpletune.system.console import say
 from simpletune.system.stage_timer import GIB
@@ -37,15 +38,29 @@ class ServedModels:
     Args:
         loras: LoRA files for the base, by name.
         tuned: name and weights of a run's full model.
+        embeddings: of the models with these names; a name that is no LoRA's or full model's is the base with them.
+        common: embeddings that every model but the base has.
     """
 
     loras: Mapping[str, Path] = field(default_factory=dict)
     tuned: tuple[str, Weights] | None = None
+    embeddings: Mapping[str, tuple[Embedding, ...]] = field(default_factory=dict)
+    common: tuple[Embedding, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names, ``base`` first."""
-        return (BASE, *([self.tuned[0]] if self.tuned else []), *self.loras)
+        tuned = [self.tuned[0]] if self.tuned else []
+        return (BASE, *dict.fromkeys([*tuned, *self.loras, *self.embeddings]))
+
+    def weights_of(self, name: str, scale: float = 1.0) -> Weights:
+        """The weights of a name, for its text side."""
+        if self.tuned is not None and name == self.tuned[0]:
+            weights = self.tuned[1]
+        else:
+            weights = Weights(name, lora=self.loras.get(name), scale=scale)
+        weights = replace(weights, embeddings=self.embeddings.get(name, ()))
+        return weights if name == BASE else with_embeddings(weights, self.common)
 
 
 class LoraLayer(NamedTuple):
@@ -165,7 +180,7 @@ class Models:
         """
         own = self.served.tuned is not None and name == self.served.tuned[0]
         model = self._get(name if own else BASE)
-        model.adapters.use(BASE if own else name, scale)
+        model.adapters.use(name if name in self.served.loras else BASE, scale)
         return model.transformer, model.modulation
 
     def _get(self, name: str) -> LoadedModel:

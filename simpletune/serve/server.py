@@ -19,7 +19,8 @@ from simpletune.drawing.generate import InferenceSession, open_session
 from simpletune.options import UserError
 from simpletune.pipeline.sample import Request
 from simpletune.runs.names import find_lora
-from simpletune.runs.weights import result_of
+from simpletune.runs.text_side import embedding_of
+from simpletune.runs.weights import Embedding, result_of
 from simpletune.serve.address import EVERYWHERE, LOOPBACK, bind, is_loopback, loopback_hosts, url_of
 from simpletune.serve.app import HttpOptions, make_app
 from simpletune.serve.generator import ImageGenerator
@@ -129,7 +130,7 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     host, port = _listen_address(args, environment)
     routes = {name: _route(environment, f"AIP_{name.upper()}_ROUTE", f"/{name}") for name in ("predict", "health")}
     session = open_session(args)
-    served = _served_models(session, args.lora)
+    served = _served_models(session, args.lora, vars(args).get("embedding") or [])
     side = _max_side(session, args.max_side)
     limits = Limits(side, args.max_steps, args.max_instances, args.max_prompt, args.max_body, args.queue, args.timeout)
     tuned = served.tuned[0] if served.tuned else None
@@ -184,21 +185,23 @@ def _route(environment: Mapping[str, str], name: str, own: str) -> tuple[str, ..
     return tuple(dict.fromkeys((own, path)))
 
 
-def _served_models(session: InferenceSession, given: list[str]) -> ServedModels:
-    """Collect the run's result (a LoRA or a full model) under the run's name, and the LoRAs that were given.
+def _served_models(session: InferenceSession, given: list[str], common: list[str]) -> ServedModels:
+    """Collect the run's result (a LoRA, a full model or embeddings) under the run's name, and what was given.
 
     Raises:
         UserError: a name is invalid or used twice, or a file is missing.
     """
-    loras, tuned = dict[str, Path](), None
+    loras, tuned, embeddings = dict[str, Path](), None, dict[str, tuple[Embedding, ...]]()
     if session.run is not None:
         result = result_of(session.run, step=session.step)
         name = session.run.resolve().name + (f"-step-{session.step}" if session.step is not None else "")
         own = re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:64]
         own = own if own not in ("", BASE) else "run"
+        if result.embeddings:
+            embeddings[own] = result.embeddings
         if result.lora is not None:
             loras[own] = result.lora
-        else:
+        elif result.transformer is not None or result.trained is not None:
             tuned = (own, result)
     for text in given:
         name, _, file = text.partition("=")
@@ -206,12 +209,14 @@ def _served_models(session: InferenceSession, given: list[str]) -> ServedModels:
             raise UserError(
                 f"--lora: {text} is not NAME=FILE. Use a name of at most 64 letters, digits, '.', '_' and '-'"
             )
-        if name in ServedModels(loras, tuned).names:
+        if name in ServedModels(loras, tuned, embeddings).names:
             raise UserError(f"--lora: {name} is already in use. Give {file} another name")
-        lora = find_lora(file, "--lora: ", f"Serve it by --run {file}", strength=False).lora
-        assert lora is not None
-        loras[name] = lora
-    return ServedModels(loras, tuned)
+        named = find_lora(file, "--lora: ", f"Serve it by --run {file}", strength=False)
+        assert named.lora is not None
+        loras[name] = named.lora
+        if named.embeddings:
+            embeddings[name] = tuple((each, None) for each in named.embeddings)
+    return ServedModels(loras, tuned, embeddings, tuple(embedding_of(text) for text in common))
 
 
 def _max_side(session: InferenceSession, given: int | None) -> int:

@@ -18,7 +18,7 @@ from simpletune.serve.requests import ImageRequest, RequestError
 from simpletune.system.console import say
 
 State = Literal["loading", "ready", "stopping", "ended"]
-LOOKAHEAD = 16  # prompts of waiting requests to encode together with those of the next one
+LOOKAHEAD = 16  # prompts of waiting requests, two for each image, to encode together with those of the next one
 STOPPING = "The server is stopping"
 FAILED = "The server failed; see its log"
 
@@ -26,7 +26,7 @@ FAILED = "The server failed; see its log"
 class SupportsGenerate(Protocol):
     """The part of ``generator.ImageGenerator`` that the worker calls."""
 
-    def encode(self, prompts: Sequence[str]) -> None: ...
+    def encode(self, images: Sequence[ImageRequest]) -> None: ...
 
     def generate(self, image: ImageRequest, check_cancelled: Callable[[], None]) -> bytes: ...
 
@@ -186,7 +186,7 @@ class Worker:
         try:
             job.started = time.monotonic()
             job.check_cancelled()
-            generator.encode(self._prompts(job))
+            generator.encode(self._ahead(job))
             encoded = []
             for image in job.images:
                 clock = time.perf_counter()
@@ -204,13 +204,8 @@ class Worker:
             )
             job.done.set_exception(RequestError(503 if full else 500, message))
 
-    def _prompts(self, job: Job) -> list[str]:
-        """Return a job's prompts and some of waiting jobs: the encoders are loaded once for all of them."""
-        own = _prompts_of(job)
+    def _ahead(self, job: Job) -> list[ImageRequest]:
+        """Return a job's images and some of waiting jobs: the encoders are loaded once for all their prompts."""
         with self._changed:
-            others = [prompt for waiting in self._waiting for prompt in _prompts_of(waiting)]
-        return [*own, *list(dict.fromkeys(others))[:LOOKAHEAD]]
-
-
-def _prompts_of(job: Job) -> list[str]:
-    return [prompt for i in job.images for prompt in (i.request.prompt, i.request.negative_prompt)]
+            others = [image for waiting in self._waiting for image in waiting.images]
+        return [*job.images, *others[: LOOKAHEAD // 2]]

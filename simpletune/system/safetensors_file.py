@@ -56,9 +56,34 @@ TYPES = {
 }
 
 
+PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
+
+
 def bytes_of(kind: str) -> int:
     """Return the bytes per number; 1 for unknown types, as in all newer ones."""
     return TYPES[kind].bytes if kind in TYPES else 1
+
+
+def require_safetensors(file: Path) -> None:
+    """Refuse missing files and files in other formats, above all pickles.
+
+    Raises:
+        UserError: names the format.
+    """
+    if not file.is_file():
+        raise UserError(f"{file} does not exist. Give a .safetensors file")
+    with open(file, "rb") as handle:
+        start = handle.read(9)
+    protocols = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+    has_header = start[4:] == b"\0\0\0\0{"  # of safetensors, whose length may begin with the same bytes
+    pickled = start[:2] in protocols and not has_header or start[:4] == b"PK\x03\x04"
+    if file.suffix in PICKLES or pickled:
+        raise UserError(
+            f"{file} is a pickle file ({file.suffix or 'by its first bytes'}), which is never opened because loading "
+            "one can run arbitrary code. Get the .safetensors version, or convert it if you trust its source"
+        )
+    if start[:4] == b"GGUF":
+        raise UserError(f"{file} is a GGUF file, which is not supported. Get the .safetensors version")
 
 
 def read_header(file: Path) -> dict[str, Any]:

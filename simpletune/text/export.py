@@ -1,17 +1,15 @@
-"""Write what a run trained on the text side: its LoRA into the LoRA file, its embeddings into a file of their own.
-
-Keys of embeddings, as ComfyUI reads them: ``clip_l``, ``clip_g`` and ``t5xxl`` [v, width]; those of encoders' outputs
-end in ``_out``, and only this package reads them. Stable Diffusion 1.5 and 2 have one tensor, ``emb_params``.
-"""
+"""Write what a run trained on the text side: its LoRA into the LoRA file, its embeddings into a file of their own."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.models.lora_names import ALPHA, DOWN, UP, Layout
 from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
+from simpletune.text.files import COSINES, EmbeddingFile, write_embeddings
 from simpletune.text.option import embedding_name
 
 if TYPE_CHECKING:
@@ -34,16 +32,19 @@ def export_embeddings(text: TextUpdate, folder: Path, run: str, metadata: Mappin
     option = text.option.embeddings
     if option is None:
         return None
-    found = {name: vectors.detach() for name, vectors in text.embeddings.items()} | text.t5_rows
-    if set(found) == {"clip"} and option.place == "input":
-        state = {"emb_params": found["clip"]}
-    elif option.place == "input":
-        state = {{"t5": "t5xxl"}.get(name, name): tensor for name, tensor in found.items()}
-    else:
-        state = {f"{name}_out": tensor for name, tensor in found.items()}
-    about = {"token": option.token, "initial": " ".join(option.words()), "place": option.place}
-    header = {**metadata, **{f"simpletune_{key}": value for key, value in about.items()}}
-    return write_safetensors(state, folder / embedding_name(run, option.token), header)
+    vectors = {name: each.detach() for name, each in text.embeddings.items()} | text.t5_rows
+    words = tuple(option.words())
+    cosines = {COSINES: json.dumps(cosines_of(text))} if text.first else {}
+    embedding = EmbeddingFile(option.token, option.place, vectors, text.family.family, words, {**metadata, **cosines})
+    return write_embeddings(folder / embedding_name(run, option.token), embedding)
+
+
+def cosines_of(text: TextUpdate) -> dict[str, list[float]]:
+    """The cosine of every vector with what it was before training, by encoder: how far from its word it has gone."""
+    from torch.nn.functional import cosine_similarity
+
+    pairs = {name: (each.detach().cpu().float(), text.first[name].float()) for name, each in text.embeddings.items()}
+    return {name: [round(float(c), 4) for c in cosine_similarity(*pair, dim=1)] for name, pair in pairs.items()}
 
 
 def export_lora(text: TextUpdate, file: Path, metadata: Mapping[str, str]) -> Path | None:

@@ -45,6 +45,7 @@ class TextUpdate(nn.Module):
         self.embeddings = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in vectors.items()})
         self.encoders = nn.ModuleDict(dict(encoders))
         self.enabled, self.frozen = True, False
+        self.first: dict[str, Tensor] = {}  # the vectors before training, for the file's header
         self.t5_rows: dict[str, Tensor] = {}  # T5's input embeddings of the token's words, for the file
         self._slots: Mapping[str, Tensor] = {}
         self.at_input = text.embeddings is not None and text.embeddings.place == "input"

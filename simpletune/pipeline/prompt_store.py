@@ -1,0 +1,97 @@
+"""Encoded prompts of drawing: with learned embeddings and updated text encoders, from the cache where they are there.
+
+A prompt that nothing changes has the key that training gives it, so both share its file. Every other one has a key with
+a digest of the vectors and updates that it was encoded with, so that no encoding outlives a change of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from simpletune.data.cache import Cache
+from simpletune.families import Model
+from simpletune.models.prompts import Encoder
+from simpletune.options import UserError
+from simpletune.pipeline.encode import free_memory
+from simpletune.system.atomic import remove_stale
+from simpletune.system.console import progress
+from simpletune.system.failpoints import failpoint
+from simpletune.system.signals import poll
+from simpletune.text.encoding import Embeddings, TextEncoding
+from simpletune.text.side import PLAIN, TextSide
+
+
+class PromptStore:
+    """Encoded prompts with one text side, in the same folders as training's.
+
+    Args:
+        model: the model, with folders resolved.
+        dtype: the type of the encoders' weights and of the embeddings.
+        cache: the cache's root folder.
+        side: embeddings and updates of the text encoders.
+
+    Raises:
+        UserError: vectors or updates are for other encoders than the model's.
+    """
+
+    def __init__(self, model: Model, dtype: torch.dtype, cache: Path, side: TextSide = PLAIN):
+        self.encoding = TextEncoding(model, dtype, side)
+        prompts = self.encoding.prompts
+        self.caches = {e.name: Cache(cache / "text" / prompts.fingerprint(e)) for e in prompts.encoders}
+
+    def fill(self, prompts: Iterable[str], device: torch.device) -> int:
+        """Encode the prompts that are not cached yet, one encoder at a time.
+
+        Returns:
+            How many prompts at least one encoder has encoded.
+        """
+        encoded: set[str] = set()
+        wanted = list(dict.fromkeys(prompts))
+        for encoder in self.encoding.prompts.encoders:
+            cache, keys = self.caches[encoder.name], {self.encoding.key(encoder, prompt): prompt for prompt in wanted}
+            if not cache.lacking(keys):
+                continue
+            with cache.filling():
+                missing = {key: prompt for key, prompt in keys.items() if key not in cache}
+                if missing:
+                    self._encode(encoder, missing, device)
+            encoded |= set(missing.values())
+            free_memory(device)
+        return len(encoded)
+
+    def _encode(self, encoder: Encoder, missing: dict[str, str], device: torch.device) -> None:
+        """Encode prompts by key with one encoder.
+
+        Raises:
+            UserError: an embedding is not finite.
+        """
+        cache = self.caches[encoder.name]
+        remove_stale(cache.folder)
+        with progress(f"text  {encoder.name}", len(missing), "prompts") as advance:
+            outputs = self.encoding.encode(encoder, list(missing.values()), device)
+            for (key, prompt), parts in zip(missing.items(), outputs, strict=True):
+                if not _all_finite(parts.values()):
+                    raise UserError(
+                        f"{encoder.name} encodes the prompt {prompt[:80]!r} to NaN or infinity. Its weights or a "
+                        "LoRA's may be damaged, or overflow in this precision. Use precision.compute=fp32",
+                        code=4,
+                    )
+                cache.save(key, parts)
+                advance()
+                failpoint("text.encoded")
+                poll()
+
+    def load(self, prompt: str) -> Embeddings:
+        """Load (prompt_embeds [t, e], pooled [p]) of one prompt."""
+        encoders = self.encoding.prompts.encoders
+        parts = {e.name: self.caches[e.name].load(self.encoding.key(e, prompt)) for e in encoders}
+        return self.encoding.assemble(prompt, parts)
+
+
+def _all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no floating-point tensor contains NaN or infinity."""
+    return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())

@@ -1,0 +1,123 @@
+"""The text side of weights to draw with: their embeddings, and what their LoRA files change in the text encoders."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletune.options import UserError
+from simpletune.runs.weights import Embedding, Weights
+from simpletune.text.files import embeddings_in, keys_of, read_embeddings
+
+if TYPE_CHECKING:
+    from simpletune.lora.structured import AnyUpdate
+    from simpletune.text.files import EmbeddingFile
+    from simpletune.text.option import Text
+    from simpletune.text.side import TextSide
+
+StandIns = tuple[tuple[str, tuple[str, ...]], ...]
+"""Words by token."""
+
+
+def embedding_of(text: str) -> Embedding:
+    """Find the embeddings that ``--embedding`` names.
+
+    Args:
+        text: a file or a run, with an optional ``:TOKEN``.
+
+    Raises:
+        UserError: there is none, or the file holds none.
+    """
+    path, token = Path(text), None
+    if not path.exists() and ":" in text:
+        name, _, token = text.rpartition(":")
+        path = Path(name)
+    if token == "":
+        raise UserError(f"--embedding: {text} names no token after the colon. Write one, as in {path}:<dots>")
+    if path.is_dir():
+        found = embeddings_in(path)
+        if len(found) != 1:
+            raise UserError(f"--embedding: {path} has {len(found)} files of embeddings. Name a .safetensors file")
+        path = found[0]
+    try:
+        held = keys_of(path)
+    except UserError as error:
+        raise UserError(f"--embedding: {error}", error.code) from None
+    if not held:
+        raise UserError(
+            f"--embedding: {path} is no file of embeddings. Give one, such as runs/demo/demo_dots.safetensors"
+        )
+    return path, token
+
+
+def embeddings_of(weights: Weights) -> tuple[EmbeddingFile, ...]:
+    """Read the embeddings of weights: their own, and those bundled in their LoRA files."""
+    from simpletune.lora.header import LoraHeader
+
+    found = [each for file, token in weights.embeddings for each in read_embeddings(file, token)]
+    for file, _ in weights.loras:
+        if LoraHeader(file).bundled:
+            found += read_embeddings(file)
+    return tuple(found)
+
+
+def text_side_of(weights: Weights, stand_ins: StandIns = ()) -> TextSide:
+    """Read the text side of weights.
+
+    Args:
+        weights: to draw with.
+        stand_ins: words by token, for tokens that these weights have no embedding of.
+
+    Raises:
+        UserError: a file is damaged, or two embeddings have one token.
+    """
+    from simpletune.lora.header import open_lora
+    from simpletune.system.checksums import sha256_of
+    from simpletune.text.side import AppliedText, TextSide
+
+    embeddings = embeddings_of(weights)
+    own = {each.token for each in embeddings}
+    loras = [
+        AppliedText(str(file), _text_updates(file, digest), scale, digest)
+        for file, scale in weights.loras
+        if open_lora(file).text_modules and (digest := sha256_of(file))
+    ]
+    return TextSide(embeddings, tuple(loras), tuple(each for each in stand_ins if each[0] not in own))
+
+
+@cache
+def _text_updates(file: Path, digest: str) -> dict[str, AnyUpdate]:
+    """The updates of text encoders in a file with this digest, read once for all strengths."""
+    from simpletune.lora.read import read_lora
+    from simpletune.models.text_layers import split_text
+
+    return split_text(read_lora(file))[1]
+
+
+def stand_ins_of(models: Iterable[Weights], text: Text) -> StandIns:
+    """The words that embeddings began from, by token; models without an embedding read prompts with these.
+
+    Args:
+        models: whose embeddings tell words.
+        text: what the run trained on the text side.
+    """
+    words = {each.token: each.words for weights in models for each in embeddings_of(weights) if each.words}
+    if (option := text.embeddings) is not None:
+        words.setdefault(option.token, tuple(option.words()))
+    return tuple(sorted(words.items()))
+
+
+def with_embeddings(weights: Weights, given: Collection[Embedding]) -> Weights:
+    """Add embeddings to weights. One that is given for a token replaces the weights' own."""
+    if not given:
+        return weights
+    tokens = {each.token for file, token in given for each in read_embeddings(file, token)}
+    kept = [
+        (file, token)
+        for file, token in weights.embeddings
+        if not tokens & {each.token for each in read_embeddings(file, token)}
+    ]
+    return replace(weights, embeddings=(*kept, *given))
