@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from simpletune.adapters.networks.about import about_hypernetwork, hypernetwork_lines
+from simpletune.adapters.networks.structure import is_hypernetwork
 from simpletune.families.recognise import denoiser_in
 from simpletune.lora.compatibility import verdicts
-from simpletune.lora.families import kind_of_model
+from simpletune.lora.families import UNET_BY_TEXT_WIDTH, kind_of_model
 from simpletune.lora.header import LISTED, LoraHeader, natural, open_lora, require_tensors
 from simpletune.lora.kinds import is_whole
 from simpletune.lora.layouts import title
@@ -43,7 +45,7 @@ def describe(file: Path, values: bool = True) -> Json:
         values: whether to scan a LoRA's values for NaN and for zero factors.
 
     Returns:
-        Plain data for JSON; ``kind`` is ``lora`` or ``model``.
+        Plain data for JSON; ``kind`` is ``lora``, ``hypernetwork`` or ``model``.
 
     Raises:
         UserError: it is damaged, empty, or a pickle file, which is never opened.
@@ -52,6 +54,9 @@ def describe(file: Path, values: bool = True) -> Json:
     require_tensors(header)
     about = {"file": str(file), "bytes": file.stat().st_size, "tensors": len(header.names)}
     about["types"] = dict(Counter(entry["dtype"] for entry in header.entries.values()))
+    if is_hypernetwork(header.names):
+        found = about_hypernetwork(file, header.metadata, header.shapes, UNET_BY_TEXT_WIDTH)
+        return about | {"kind": "hypernetwork", **found, "metadata": _short(header.metadata)}
     if not header.is_lora:
         return about | {"kind": "model", **_model(header)}
     found = _values(header) | _hash(header) if values else {}
@@ -183,6 +188,8 @@ def _lines(about: Json) -> Iterator[tuple[str, str]]:
     yield "file", f"{about['file']}, {plural(about['bytes'], 'byte')}, {plural(about['tensors'], 'tensor')} ({types})"
     if about["kind"] == "model":
         yield from _model_lines(about)
+    elif about["kind"] == "hypernetwork":
+        yield from hypernetwork_lines(about)
     else:
         yield from _lora_lines(about)
     for number, (key, value) in enumerate(about["metadata"].items()):
