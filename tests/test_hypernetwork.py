@@ -233,7 +233,9 @@ def test_files_draw_at_a_strength_one_after_another_and_with_a_lora(tmp_path: Pa
     torch.testing.assert_close(loss(model), loss(tuned), rtol=1e-5, atol=1e-6)
     streamed = unet("sd15", FP32())
     load_loras(streamed, [(one, 0.7), (folder / OUTPUT, 0.5), (two, 1.2)])
-    prepare(streamed, Setting((0, 2, 3, 9, 12), checkpointed=0, poison=True, queue=LateCopies))
+    offload = prepare(streamed, Setting((0, 2, 3, 9, 12), checkpointed=0, poison=True, queue=LateCopies))
+    networks = {id(p) for name, p in streamed.named_parameters() if ".network." in name}
+    assert offload is not None and networks.isdisjoint(id(t) for home in offload.homes.values() for t in home.tensors)
     with torch.no_grad():
         assert loss(streamed).item() == loss(model).item()
 
@@ -347,6 +349,9 @@ def test_a_run_is_drawn_inspected_and_exported(
         assert main(["generate", *base, *weights, *words, "--out", str(tmp_path / "p.png"), "--overwrite"]) == 0
         pictures.append(pixels_of(io.BytesIO((tmp_path / "p.png").read_bytes())))
     capsys.readouterr()
+
+    card = (run / "README.md").read_text()
+    assert "diffusers has no hypernetworks" in card and "--format a1111" in card and "models/loras" not in card
 
     assert main(["inspect", str(run)]) == 0
     said = capsys.readouterr().out

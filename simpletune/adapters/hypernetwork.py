@@ -40,8 +40,8 @@ class Hypernetwork(TrainingMethod):
     title: ClassVar[str] = "hypernetwork"
     method: Literal["hypernetwork"] = "hypernetwork"
     """Hypernetwork, for Stable Diffusion 1.5 and 2: train small networks before the keys and values of the attention,
-    in the form of AUTOMATIC1111's web UI, the only other tool that reads them. A thing of the past: lora learns more in
-    a smaller file, which every tool reads."""
+    in the form of AUTOMATIC1111's web UI, which few other tools read. A thing of the past: take lora, whose smaller
+    files every tool reads."""
     widths: Literal["text", "all"] | Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] = "text"
     """Widths of attention inputs that get a pair of networks, which all attentions of that width share. text: the
     prompt's (768 in Stable Diffusion 1.5, 1024 in 2), so only the attention to the prompt changes; all: also those of
@@ -60,6 +60,7 @@ class Hypernetwork(TrainingMethod):
     changes are lost."""
 
     output_name: ClassVar[str] = OUTPUT
+    in_comfyui: ClassVar[bool] = False
     needs_contexts: ClassVar[bool] = True
 
     @property
@@ -70,8 +71,8 @@ class Hypernetwork(TrainingMethod):
     def before_diffusers(self, denoiser: str) -> str | None:
         """As for ``TrainingMethod``."""
         return (
-            "Neither ComfyUI nor diffusers reads hypernetworks. For AUTOMATIC1111's web UI write its form with "
-            f"`simpletune export {OUTPUT} --format a1111`, and put that into `models/hypernetworks`."
+            "diffusers has no hypernetworks. AUTOMATIC1111's web UI and ComfyUI's node HypernetworkLoader read the "
+            f"file that `simpletune export {OUTPUT} --format a1111` writes, from `models/hypernetworks`."
         )
 
     def chosen(self, shapes: Shapes) -> list[int]:

@@ -217,7 +217,8 @@ def _use(config: TrainConfig, example: Request) -> Iterator[str]:
     if first is None:
         yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
     else:
-        yield f"ComfyUI loads `{config.adapter.result(config.model.denoiser)}` from `models/loras`. {first}"
+        result = config.adapter.result(config.model.denoiser)
+        yield (f"ComfyUI loads `{result}` from `models/loras`. " if config.adapter.in_comfyui else "") + first
     others = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}
     replaced = [f"{name} {code(public_name(value))}" for name, value in others.items() if value]
     if replaced:
