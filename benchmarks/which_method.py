@@ -203,10 +203,12 @@ class Bench:
         """Train with one method, judge the result, time a step and predict the real model's peak."""
         config = self.config(method.for_tiny(), file_name(name))
         run = train(config)
+        summary = read_summary(run)
+        assert summary is not None
         results = [*run.glob("*.safetensors"), *run.glob("*/diffusion_pytorch_model*.safetensors")]
         return {
             **self.scores(self.drawn(config, result_of(run), run), name),
-            "parameters": read_summary(run)["trainable_parameters"],
+            "parameters": summary["trainable_parameters"],
             "bytes": sum(file.stat().st_size for file in results),
             **self.timed(config),
             "peak": simulate(on_sd3_medium(method)).peak.bytes / MIB,
@@ -233,7 +235,7 @@ class Bench:
     def write_grid(self) -> None:
         """Write a contact sheet of all rows with pictures."""
         strips = {name: self.folder / f"{file_name(name)}.png" for name in self.rows()}
-        shown = [(name, [Image.open(file)]) for name, file in strips.items() if file.exists()]
+        shown: list[tuple[str, list[Image.Image]]] = [(n, [Image.open(f)]) for n, f in strips.items() if f.exists()]
         if shown:
             title = "three with the style's word, two without"
             grid(shown, [title]).save(self.folder.with_suffix(".png"))

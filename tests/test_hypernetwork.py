@@ -7,7 +7,7 @@ import io
 import json
 import re
 import shutil
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def about(adapter: Hypernetwork) -> dict[str, Any]:
 def plain_unet(networks: dict) -> Any:
     """diffusers' own U-Net, whose attention reads what the networks make of its context."""
     model = UNet2DConditionModel(**UNETS["sd15"])
-    model.load_state_dict(unet("sd15", FP32()).state_dict())
+    model.load_state_dict(base().state_dict())
     model.set_attn_processor(reference.Attention(networks))
     return model.requires_grad_(False)
 
@@ -82,6 +82,12 @@ def by_reference(states: dict, strength: float, words: dict, of: Any = reference
 
 def loss(model: Any, key: int = 0) -> Tensor:
     return unet_loss(model, FP32(), key)
+
+
+@lru_cache
+def base() -> Any:
+    """The small U-Net, to be read only."""
+    return unet("sd15", FP32())
 
 
 CASES = {
@@ -99,7 +105,7 @@ CASES = {
 def test_a_unet_with_networks_is_diffusers_whose_attention_reads_other_inputs(case: str) -> None:
     adapter, model = CASES[case], unet("sd15", FP32())
     states = shaken(model, adapter)
-    shapes = {name: tuple(p.shape) for name, p in unet("sd15", FP32()).named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in base().named_parameters()}
     trained = trained_parameters(model)
     assert sorted(states) == adapter.chosen(shapes) and (case != "default" or list(states) == [24])
     assert sum(p.numel() for p in trained.values()) == adapter.trainable(shapes)
@@ -117,9 +123,9 @@ def test_a_unet_with_networks_is_diffusers_whose_attention_reads_other_inputs(ca
         for tensor, gradient in zip(tensors, torch.autograd.grad(theirs, tensors), strict=True):
             near = {"rtol": 1e-3, "atol": 1e-4 * gradient.abs().max().item() + 1e-7}  # a bias of keys has none
             torch.testing.assert_close(by_id[id(tensor)], gradient, **near)
-    assert abs(loss(model) - loss(unet("sd15", FP32()))) > 1e-4
+    assert abs(loss(model) - loss(base())) > 1e-4
     with adapter.disabled(model):
-        assert loss(model).item() == loss(unet("sd15", FP32())).item()
+        assert loss(model).item() == loss(base()).item()
 
 
 def test_a_run_starts_near_its_base_with_draws_that_follow_from_the_seed() -> None:
@@ -132,7 +138,7 @@ def test_a_run_starts_near_its_base_with_draws_that_follow_from_the_seed() -> No
         assert parameter.eq(0).all() if name.endswith("bias") else not torch.equal(parameter, other[name])
     weights = torch.cat([p.detach().flatten() for name, p in one.items() if name.endswith("weight")])
     assert weights.std() == pytest.approx(0.01, rel=0.05) and abs(weights.mean()) < 0.001
-    assert loss(models[0]).item() == pytest.approx(loss(unet("sd15", FP32())).item(), rel=0.05)
+    assert loss(models[0]).item() == pytest.approx(loss(base()).item(), rel=0.05)
 
 
 def test_sizes_of_the_real_models() -> None:
@@ -167,7 +173,7 @@ def learned(setting: Setting, precision: Any = None) -> tuple[list[float], dict[
         Setting(),
         Setting(checkpointed=6, host=True),
         Setting(tuple(range(UNITS)), poison=True, queue=LateCopies),
-        Setting((1, 3, 4, 8, 12), poison=True, host=True),
+        Setting((1, 3, 5, 12), poison=True, host=True),
     ],
     ids=["checkpointed", "inputs on the host", "streamed", "some resident"],
 )
@@ -233,8 +239,8 @@ def test_files_draw_at_a_strength_one_after_another_and_with_a_lora(tmp_path: Pa
     torch.testing.assert_close(loss(model), loss(tuned), rtol=1e-5, atol=1e-6)
     streamed = unet("sd15", FP32())
     load_loras(streamed, [(one, 0.7), (folder / OUTPUT, 0.5), (two, 1.2)])
-    offload = prepare(streamed, Setting((0, 2, 3, 9, 12), checkpointed=0, poison=True, queue=LateCopies))
-    networks = {id(p) for name, p in streamed.named_parameters() if ".network." in name}
+    offload = prepare(streamed, Setting((1, 3, 5, 12), checkpointed=0, poison=True, queue=LateCopies))
+    networks = {id(p) for name, p in streamed.named_parameters() if ".network." in name and "attn2" in name}
     assert offload is not None and networks.isdisjoint(id(t) for home in offload.homes.values() for t in home.tensors)
     with torch.no_grad():
         assert loss(streamed).item() == loss(model).item()
@@ -330,6 +336,7 @@ def test_a_run_resumes_with_dropout_bit_for_bit(trained: dict, train_once: Train
     assert losses != [row["loss"] for row in read_metrics(whole)]
 
 
+@pytest.mark.slow
 def test_the_optimizer_in_the_backward_pass_changes_nothing(trained: dict) -> None:
     data = trained | {"train": {"steps": 2, "clip": "per_parameter"}}
     levers = {"checkpointing": "all", "resident_blocks": 4, "optimizer_in_backward": True}
@@ -352,6 +359,7 @@ def test_a_run_is_drawn_inspected_and_exported(
 
     card = (run / "README.md").read_text()
     assert "diffusers has no hypernetworks" in card and "--format a1111" in card and "models/loras" not in card
+    assert "layer_structure 1.0, 2.0, 1.0" in card
 
     assert main(["inspect", str(run)]) == 0
     said = capsys.readouterr().out

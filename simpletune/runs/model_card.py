@@ -174,7 +174,8 @@ def _places(config: TrainConfig) -> str:
 def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[str, str]]:
     """Yield the main settings and results."""
     train, settings = config.train, config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method"})
-    listed = [f"{key} {', '.join(value) if isinstance(value, list) else value}" for key, value in settings.items()]
+    texts = {key: ", ".join(map(str, v)) if isinstance(v, list) else v for key, v in settings.items()}
+    listed = [f"{key} {text}" for key, text in texts.items()]
     yield "method", cell(", ".join([config.adapter.method, *listed]))
     trained, total = summary["trainable_parameters"], summary["total_parameters"]
     yield "parameters", f"{trained:,} trained, {total:,} in the base"
