@@ -123,6 +123,13 @@ def methods(args: argparse.Namespace) -> object:
     return methods.run(args.out, args.minutes, args.rows)
 
 
+def which_method(args: argparse.Namespace) -> object:
+    """every training method at several sizes on the tiny SD3: fidelity, drift, size, time, predicted memory"""
+    from benchmarks import which_method
+
+    return which_method.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
+
+
 def speed(args: argparse.Namespace) -> object:
     """seconds per step, compared with the device's rates and diffusers' recipe"""
     from benchmarks import speed
@@ -189,6 +196,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     int8: ("rows", "overrides"),
     convolutions: ("rows",),
     methods: ("rows",),
+    which_method: ("rows", "prompts", "overrides"),
     speed: ("rows", "model", "device"),
     times: ("rows", "calibration"),
     hours: ("rows",),

@@ -27,10 +27,12 @@ from benchmarks import (
     prior,
     quality,
     vertex,
+    which_method,
 )
 from benchmarks.table import Results, shown
 from simpletune import prices
 from simpletune.cards import Card
+from simpletune.config.resolve import resolve_folders
 from simpletune.demo import pictures
 from simpletune.estimate.predict import needed
 from simpletune.options import UserError
@@ -333,6 +335,39 @@ def test_the_committed_steps_of_dora_meet_their_targets() -> None:
     dora = json.loads(COMMITTED_METHODS.read_text())["rows"]["dora, rank 16"]
     assert dora["parameters"] == 191 * (2 * 16 * 1536 + 1536) and dora["ratio"] <= 1.15
     assert dora[f"{methods.SHIPPED[0]}_ratio"] <= 1.05
+
+
+def test_every_method_is_one_of_both_models_and_grows_with_its_size(tmp_path: Path) -> None:
+    bench, counts = which_method.Bench(tmp_path, 1, []), dict[str, list[int]]()
+    for name, method in which_method.methods().items():
+        tiny = resolve_folders(bench.config(method.for_tiny(), "x"))
+        for config in (tiny, which_method.on_sd3_medium(method)):
+            shapes = config.model.known_shapes()
+            assert not list(config.adapter.problems(shapes))
+            counts.setdefault(f"{name.partition(',')[0]}-{config.name}", []).append(config.adapter.trainable(shapes))
+        assert tiny.precision.weights == "fp32"
+        if method.targeted:
+            assert tiny.adapter.targets == list(which_method.TARGETS)
+    lora = counts["LoRA-x"]
+    assert lora[0] < lora[1] == lora[3] < lora[2]  # the last one keeps the base's prediction
+    others = [numbers for name, numbers in counts.items() if name.partition("-")[0] not in ("LoRA", "full")]
+    growing = [numbers for numbers in others if len(numbers) == 3]
+    assert len(growing) >= 10 and all(sorted(set(numbers)) == numbers for numbers in growing)
+
+
+@pytest.mark.slow
+def test_a_method_is_judged_timed_and_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(which_method, "ROUNDS", 2)
+    monkeypatch.setattr(which_method, "STEPS", 2)
+    rows = "base;LoHa, rank 2"
+    page = which_method.run(tmp_path, 2, 60, rows, ["train.steps=6"]).read_text()
+    base, row = json.loads((tmp_path / "which_method.json").read_text())["rows"].values()
+    assert base["drift"] == 0 < row["drift"] and 0 <= row["style"] <= 1 and row["of"] == 2
+    assert row["least"] <= row["step"] <= row["most"] and row["bytes"] > 2 * row["parameters"] and row["peak"] > 3000
+    assert "| LoHa, rank 2 |" in page and (tmp_path / "which_method.png").exists()
+    before = (tmp_path / "which_method.json").read_bytes()
+    which_method.run(tmp_path, 2, 60, rows, [])  # nothing is left to measure
+    assert (tmp_path / "which_method.json").read_bytes() == before
 
 
 @pytest.mark.slow

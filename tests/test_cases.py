@@ -135,8 +135,14 @@ def fits_fp16(case: Case) -> bool:
     return case[1].get("compute") != "fp16" or (member("optimizer", case[2]).undoes and wide)
 
 
+def fits_model(case: Case) -> bool:
+    """By capabilities: what changes an attention's context needs attentions that have one."""
+    contexts = member("model", case[3]).lora[0].names.contexts
+    return contexts is not None or not member("adapter", case[0]).needs_contexts
+
+
 def is_allowed(case: Case) -> bool:
-    return is_trainable(case) and fits_fp16(case)
+    return is_trainable(case) and fits_fp16(case) and fits_model(case)
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -201,8 +207,18 @@ def test_refuses_with_the_reason(case: Case, tiny_config: dict) -> None:
         validate(case_json(tiny_config, case), "refused")
 
 
+def test_refuses_what_the_model_has_no_place_for(tiny_config: dict) -> None:
+    refused = {case[0]["method"]: case for case in CASES if is_trainable(case) and not fits_model(case)}
+    assert list(refused) == ["hypernetwork"]
+    for case in refused.values():
+        with pytest.raises(
+            ConfigError, match="adapter.method: hypernetwork .* reads prompt and picture together.*lora"
+        ):
+            validate(case_json(tiny_config, case), "refused")
+
+
 def test_refuses_what_fp16_cannot_do(tiny_config: dict) -> None:
-    refused = [case for case in CASES if is_trainable(case) and not fits_fp16(case)]
+    refused = [case for case in CASES if is_trainable(case) and not fits_fp16(case) and fits_model(case)]
     assert len(refused) > 4
     for case in refused:
         with pytest.raises(ConfigError, match="(optimizer.name|precision.weights): .* fp16"):

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.adapters.kronecker import add_kronecker, sides
 from simpletune.adapters.layer_method import LayerMethod
 from simpletune.adapters.layers import UpdateLayer, detach, outer_layers, updates_disabled
 from simpletune.adapters.loha import Loha
 from simpletune.adapters.lokr import Lokr
+from simpletune.adapters.lokr_layer import add_kronecker, sides
 from simpletune.config.load import validate
 from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
 from simpletune.quant.int8 import Int8

@@ -94,6 +94,7 @@ FAST_CHECKPOINTED = fast(
     [
         a_unet("lora", "int8", "fp16", "adamw", "sd15", {"checkpointing": "all"}),
         a_unet("full", "bf16", "bf16", "adamw8bit", "sd2", {"checkpointing": "none"}),
+        a_unet("hypernetwork", "bf16", "bf16", "adamw", "sd15", {"checkpointing": "all"}),
     ],
 )
 
@@ -125,7 +126,8 @@ def allowed_with_a_lever(families: Sequence[str]) -> list[Case]:
     LoRA, which touch the same layers, with one optimizer and model."""
     some = [case for case in ALLOWED if case[2]["name"] in ("adamw", "adamw8bit") and case[3]["family"] in families]
     first = ("lora", "full", "partial")
-    some = [c for c in some if c[0]["method"] in first or (c[2]["name"], c[3]["family"]) == ("adamw", "sd3")]
+    models = {case[0]["method"]: case[3] for case in reversed(some)}  # the first that each method is for
+    some = [c for c in some if c[0]["method"] in first or c[2:] == ({"name": "adamw"}, models[c[0]["method"]])]
     model = {"name": "rules", "model": {}, "data": {"path": "demo:pictures"}, "train": {"steps": 4}}
     found = []
     for case in ((*case, {"lever": lever}) for lever in LEVERS for case in some):
@@ -152,6 +154,7 @@ FAST_LEVERED = [
     a_unet("lora", "nf4", "bf16", "adamw", "sd15", {"lever": "streamed"}),
     a_unet("lora", "int8", "bf16", "adamw8bit", "sd2", {"lever": "boundaries"}),
     a_unet("full", "fp32", "fp32", "adamw", "sd15", {"lever": "in-backward-streamed"}),
+    a_unet("hypernetwork", "int8", "bf16", "adamw", "sd15", {"lever": "in-backward-streamed"}),
 ]
 
 

@@ -12,10 +12,13 @@ from pydantic import Field
 from simpletune.adapters.adapter import NoAdapter
 from simpletune.adapters.dora import Dora
 from simpletune.adapters.full import Full
+from simpletune.adapters.hypernetwork import Hypernetwork
 from simpletune.adapters.loha import Loha
 from simpletune.adapters.lokr import Lokr
 from simpletune.adapters.lora import Lora
 from simpletune.adapters.oft import Oft
 from simpletune.adapters.partial import Partial
 
-Adapter = Annotated[Lora | Dora | Full | Partial | Lokr | Loha | Oft | NoAdapter, Field(discriminator="method")]
+Adapter = Annotated[
+    Lora | Dora | Full | Partial | Lokr | Loha | Oft | Hypernetwork | NoAdapter, Field(discriminator="method")
+]

@@ -30,6 +30,11 @@ class TrainingMethod(Option):
     output_name: ClassVar[str | None] = None
     """File of the result inside the run's folder; None: the folder of the denoiser, ``transformer`` or ``unet``."""
 
+    in_comfyui: ClassVar[bool] = True
+    """Whether ComfyUI loads the result of a method that does not change the base from ``models/loras``."""
+    needs_contexts: ClassVar[bool] = False
+    """Whether it needs attentions that read the picture or the prompt alone, as those of a U-Net do."""
+
     def result(self, denoiser: str) -> str:
         """Return the file or folder of the result inside the run's folder."""
         return self.output_name or denoiser

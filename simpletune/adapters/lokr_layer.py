@@ -1,6 +1,11 @@
-"""A layer with a LoKr update: the Kronecker product of two small matrices (arXiv:2309.14859).
+"""A layer with a LoKr update: the Kronecker product of two small matrices (arXiv:2309.14859), which is never built.
 
-Shapes: o = l k outputs, i = m q inputs; W1 [l, m], W2 [k, q]; either may be a product of two factors.
+With x as a matrix X [m, q], kron(W1, W2) x is W1 X W2^T (Van Loan, 2000). W2 may be a product of two factors, of which
+one is applied before W1 and the other after it; a whole W2 is applied on the side where it leaves less to keep. Saves
+nothing for the backward pass but the input, which a layer's neighbours save too.
+
+Shapes: n rows (samples x tokens); o = l k outputs, i = m q inputs; W1 [l, m], W2 [k, q]; either may be a product of two
+factors; p columns between W1 and its neighbours.
 """
 
 from __future__ import annotations
@@ -11,8 +16,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from simpletune.adapters.kronecker import add_kronecker, sides
 from simpletune.adapters.layers import ADAPTER, UpdateLayer
+from simpletune.adapters.lora_product import Context
 from simpletune.tensors import all_tensors
 
 
@@ -75,3 +80,92 @@ class LokrLayer(UpdateLayer):
     def factors(self) -> dict[str, Tensor]:
         """The factors by name."""
         return {name: factor for name, factor in self._parameters.items() if factor is not None}
+
+
+class _Added(torch.autograd.Function):
+    """Compute y += W1 (X before^T) after^T in the type of y and return y. The op that made y must not need y."""
+
+    @staticmethod
+    def forward(ctx: Context, y: Tensor, x: Tensor, w1: Tensor, before: Tensor | None, after: Tensor | None) -> Tensor:
+        x, w1 = x.to(y.dtype), w1.to(y.dtype)
+        before, after = (None if factor is None else factor.to(y.dtype) for factor in (before, after))
+        inner = _inner(x, w1, before)
+        left = w1.expand(len(inner), *w1.shape)
+        rows = y.detach().view(len(inner), len(w1), -1)  # [n, l, k]
+        if after is None:
+            rows.baddbmm_(left, inner)
+        else:
+            rows.view(-1, len(after)).addmm_(torch.bmm(left, inner).view(-1, after.shape[1]), after.t())
+        ctx.save_for_backward(x, w1, before, after)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_y,) = grads  # [..., o]
+        x, w1, before, after = ctx.saved_tensors
+        _, wants_x, _, wants_before, wants_after = ctx.needs_input_grad
+        inner = _inner(x, w1, before)  # [n, m, p]
+        left = w1.expand(len(inner), *w1.shape)
+        grad = grad_y.contiguous().view(len(inner), len(w1), -1)  # [n, l, k]
+        grad_after = None
+        if after is not None:
+            if wants_after:
+                grad_after = grad.view(-1, len(after)).t() @ torch.bmm(left, inner).view(-1, after.shape[1])
+            grad = (grad.view(-1, len(after)) @ after).view(len(inner), len(w1), -1)  # [n, l, p]
+        grad_w1 = torch.bmm(grad, inner.transpose(1, 2)).sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+        if not (wants_x or wants_before):
+            return grad_y, None, grad_w1, None, grad_after
+        grad = torch.bmm(left.transpose(1, 2), grad).view(-1, grad.shape[2])  # [n m, p]
+        if before is None:
+            return grad_y, grad.view(x.shape), grad_w1, None, grad_after
+        grad_before = grad.t() @ x.reshape(len(grad), -1) if wants_before else None
+        return grad_y, (grad @ before).view(x.shape) if wants_x else None, grad_w1, grad_before, grad_after
+
+
+def _inner(x: Tensor, w1: Tensor, before: Tensor | None) -> Tensor:  # [n, m, p]
+    """X before^T, or X itself."""
+    rows = x.numel() // x.shape[-1]
+    if before is None:
+        return x.reshape(rows, w1.shape[1], -1)
+    return (x.reshape(-1, before.shape[1]) @ before.t()).view(rows, w1.shape[1], -1)
+
+
+def add_kronecker(
+    y: Tensor,  # [..., o]
+    x: Tensor,  # [..., i]
+    w1: Tensor,  # [l, m]
+    before: Tensor | None,  # [p, q]
+    after: Tensor | None,  # [k, p]
+) -> Tensor:  # [..., o]
+    """Add kron(w1, after before) x to a layer's output, in the type of y (LoKr: arXiv:2309.14859, eq. 5).
+
+    Overwrites y, so nothing else may need it. Computes a new tensor instead under ``torch.compile``, and if y is not
+    contiguous.
+
+    Args:
+        y: layer output without the update.
+        x: layer input.
+        w1: first factor.
+        before: the second factor, or its right factor; None: the identity.
+        after: the second factor, or its left factor; None: the identity.
+
+    Returns:
+        The output with the update, in the memory of y if y was overwritten.
+    """
+    if torch.compiler.is_compiling() or not y.is_contiguous():
+        inner = x.to(y.dtype).unflatten(-1, (w1.shape[1], -1))
+        inner = inner if before is None else inner @ before.to(y.dtype).t()
+        inner = w1.to(y.dtype) @ inner
+        return y + (inner if after is None else inner @ after.to(y.dtype).t()).flatten(-2)
+    added: Tensor = _Added.apply(y, x, w1, before, after)
+    return added
+
+
+def sides(w1: Tensor, w2: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """A whole second factor as ``before`` or ``after``: where the tensor between the products is smaller.
+
+    Args:
+        w1: [l, m].
+        w2: [k, q].
+    """
+    return (w2, None) if w1.shape[1] * w2.shape[0] <= w1.shape[0] * w2.shape[1] else (None, w2)

@@ -47,9 +47,10 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("lora", metavar="LORA", help=LORA)
     parser.add_argument(
         "--format",
-        choices=(*FORMATS, "lycoris"),
+        choices=(*FORMATS, "lycoris", "a1111"),
         required=True,
-        help="file layout; ComfyUI and Forge load kohya; lycoris: LoKr or LoHa as it is, for ComfyUI",
+        help="file layout; ComfyUI and Forge load kohya; lycoris: LoKr or LoHa as it is, for ComfyUI; a1111: a "
+        "hypernetwork as .pt",
     )
     add_rank_or_energy(parser)
     parser.add_argument("--out", type=Path, help="file to write (default: beside the LoRA, named by format)")

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
 
 
 def adapter_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Check what the method needs of the optimizer."""
+    """Check what the method needs of the model and of the optimizer."""
+    if config.adapter.needs_contexts and config.model.lora[0].names.contexts is None:
+        yield Problem(
+            "adapter.method",
+            f"{config.adapter.method} changes what the attention to the prompt reads, but in {config.model.title} one "
+            "attention reads prompt and picture together. Use adapter.method lora with adapter.targets "
+            '["attn.add_k_proj", "attn.add_v_proj"], which changes the same keys and values',
+        )
     if config.adapter.has_lr_ratios and not config.optimizer.steps_in_backward:
         yield Problem(
             "adapter.b_lr_ratio",

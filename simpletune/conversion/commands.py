@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from simpletune.lora.structured import AnyUpdates
     from simpletune.lora.updates import Update
 
+A1111 = "a1111"  # of hypernetworks
 SAID = ("title", "author", "description", "tags")  # fields of the header that the command line may give
 
 
@@ -85,6 +86,10 @@ def export(args: argparse.Namespace) -> Path:
     from simpletune.lora.read import updates_of
 
     source = named_lora(args.lora)
+    if args.format == A1111:
+        from simpletune.conversion.hypernetworks import export_hypernetwork
+
+        return export_hypernetwork(source, args)
     header = open_lora(source.file)
     out = args.out or (source.run or source.file.parent) / f"{source.title}_{args.format}.safetensors"
     refuse_same(out, source.file)

@@ -9,9 +9,7 @@ import torch
 
 from simpletune.adapters.layers import detach, move_updates, rescale
 from simpletune.config.schema import TrainConfig
-from simpletune.lora.attach import load_loras
-from simpletune.lora.header import open_lora
-from simpletune.lora.read import updates_of
+from simpletune.lora.attach import load_loras, updated_layers
 from simpletune.models.buckets import Size
 from simpletune.models.compile import compile_blocks
 from simpletune.models.transformer import Transformer
@@ -77,7 +75,7 @@ class SharedBase:
         if self.config.memory.modulation != "plan" or weights.lora is None:
             return False
         is_conditioning = self.config.model.is_conditioning
-        return any(is_conditioning(name) for file, _ in weights.loras for name in updates_of(open_lora(file)))
+        return any(is_conditioning(name) for file, _ in weights.loras for name in updated_layers(file))
 
     def _apply(self, transformer: Transformer, weights: Weights) -> None:
         if self.base_of(weights) != replace(BASE, label=""):

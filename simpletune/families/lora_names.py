@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from simpletune.families import FAMILIES
 from simpletune.models.family import Family
 from simpletune.models.lora_names import Layout, LoraNames
+from simpletune.models.model_config import Shape
 from simpletune.options import UserError
 
 LAYOUTS: Mapping[LoraNames, Sequence[Layout]] = {family.lora[0].names: family.lora for family in FAMILIES}
@@ -22,6 +23,32 @@ def is_target(target: str, layer: str) -> bool:
         layer: diffusers' name of a linear layer or 1x1 convolution.
     """
     return any(target in names.targets and names.targets[target].search(layer) for names in LAYOUTS)
+
+
+def context_layers(layers: Iterable[str]) -> dict[str, bool]:
+    """The projections to keys and values whose attention reads the picture or the prompt alone, as a U-Net's does.
+
+    Args:
+        layers: diffusers' names of layers, among others.
+
+    Returns:
+        Whether the attention reads the prompt, by the layer's name.
+    """
+    patterns = [names.contexts for names in LAYOUTS if names.contexts is not None]
+    matches = ((layer, pattern.search(layer)) for layer in layers for pattern in patterns)
+    return {layer: match["picture"] is None for layer, match in matches if match}
+
+
+def context_widths(shapes: Mapping[str, Shape]) -> tuple[set[int], set[int]]:
+    """The widths of the inputs of attentions that read the prompt, and of those that read the picture.
+
+    Args:
+        shapes: of the base model's parameters.
+    """
+    weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith(".weight")}
+    reads = context_layers(weights)
+    text, picture = ({weights[layer][1] for layer, own in reads.items() if own is prompt} for prompt in (True, False))
+    return text, picture
 
 
 def families_of(layers: Iterable[str]) -> dict[LoraNames, str]:

@@ -12,17 +12,22 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
+from simpletune.adapters.hypernetwork_layer import put_before
 from simpletune.adapters.layers import ADAPTER, UpdateLayer, all_layers, base_of, outer_layers, shapes_of, wrap
 from simpletune.adapters.lora_layers import compute_in_output_type, lora_layers
+from simpletune.adapters.networks.files import HypernetworkFile
+from simpletune.adapters.networks.files import read as read_hypernetwork
+from simpletune.adapters.networks.structure import is_hypernetwork
 from simpletune.families.lora_names import title_of
 from simpletune.lora.families import MEDIUM_35
-from simpletune.lora.header import open_lora
+from simpletune.lora.header import open_lora, require_safetensors
 from simpletune.lora.of_weight import WeightUpdate
 from simpletune.lora.read import updates_of
 from simpletune.lora.structured import AnyUpdates, Structured, fits
 from simpletune.lora.updates import Update, Updates
 from simpletune.models.text_layers import split_text
 from simpletune.options import UserError, plural, shortened
+from simpletune.system.safetensors_file import read_header
 
 DUAL_LAYER = re.compile(r"transformer_blocks\.\d+\.attn2\.")
 
@@ -35,7 +40,8 @@ def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
 def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[str]:
     """Add LoRAs to a transformer in place and activate all of them: y = W x + sum of scale_n B_n A_n x, or LoKr, LoHa.
 
-    Updates of text encoders are left to who encodes the prompts (``runs.text_side``).
+    Updates of text encoders are left to who encodes the prompts (``runs.text_side``). Of hypernetworks, x is replaced by
+    h_n(... h_1(x)) at their strengths.
 
     Args:
         model: the transformer, quantised or not, without adapters.
@@ -49,7 +55,11 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
     """
     names = [ADAPTER if number == 0 else f"{ADAPTER}_{number}" for number in range(len(loras))]
     structured: list[tuple[str, str, Structured | WeightUpdate, float]] = []
+    networks: list[tuple[str, HypernetworkFile, float]] = []
     for name, (file, scale) in zip(names, loras, strict=True):
+        if holds_hypernetwork(file):
+            networks.append((name, read_hypernetwork(file), scale))
+            continue
         header = open_lora(file)
         updates, _ = split_text(updates_of(header))
         if not updates:
@@ -66,8 +76,32 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         wrapped = update.layer(model.get_submodule(layer_name), name)
         wrapped.scaling[name] = scale
         wrap(model, layer_name, wrapped)
+    for name, hypernetwork, scale in reversed(networks):  # the first one reads first; a LoRA updates what they feed
+        put_before(model, hypernetwork.pairs(), name)
+        for _, layer in outer_layers(model):
+            if name in layer.scaling:
+                layer.scaling[name] = scale
     model.requires_grad_(False)
     return names
+
+
+def holds_hypernetwork(file: Path) -> bool:
+    """Whether a file is a hypernetwork's rather than a LoRA's.
+
+    Raises:
+        UserError: it is damaged, or not a safetensors file.
+    """
+    require_safetensors(file)
+    return is_hypernetwork(read_header(file))
+
+
+def updated_layers(file: Path) -> list[str]:
+    """The layers whose weights a file updates; a hypernetwork updates none.
+
+    Raises:
+        UserError: ``read_lora`` refuses the file.
+    """
+    return [] if holds_hypernetwork(file) else list(updates_of(open_lora(file)))
 
 
 @contextmanager

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from simpletune.adapters.networks.about import about_hypernetwork, hypernetwork_lines
+from simpletune.adapters.networks.structure import is_hypernetwork
 from simpletune.families.recognise import denoiser_in
 from simpletune.lora.compatibility import embedding_verdicts, verdicts
-from simpletune.lora.families import kind_of_model
+from simpletune.lora.families import UNET_BY_TEXT_WIDTH, kind_of_model
 from simpletune.lora.header import LISTED, LoraHeader, natural, open_lora, require_tensors
 from simpletune.lora.kinds import is_whole
 from simpletune.lora.layouts import TITLES as LAYOUT_TITLES
@@ -47,7 +49,7 @@ def describe(file: Path, values: bool = True) -> Json:
         values: whether to scan a LoRA's values for NaN and for zero factors.
 
     Returns:
-        Plain data for JSON; ``kind`` is ``lora``, ``embeddings`` or ``model``.
+        Plain data for JSON; ``kind`` is ``lora``, ``embeddings``, ``hypernetwork`` or ``model``.
 
     Raises:
         UserError: it is damaged, empty, or a pickle file, which is never opened.
@@ -60,6 +62,9 @@ def describe(file: Path, values: bool = True) -> Json:
     if embeddings and not header.is_lora:
         found = _hash(header) if values else {}
         return about | {"kind": "embeddings", "embeddings": embeddings, "metadata": _short(header.metadata), **found}
+    if is_hypernetwork(header.names):
+        found = about_hypernetwork(file, header.metadata, header.shapes, UNET_BY_TEXT_WIDTH)
+        return about | {"kind": "hypernetwork", **found, "metadata": _short(header.metadata)}
     if not header.is_lora:
         return about | {"kind": "model", **_model(header)}
     found = _values(header) | _hash(header) if values else {}
@@ -221,6 +226,8 @@ def _lines(about: Json) -> Iterator[tuple[str, str]]:
         yield from _model_lines(about)
     elif about["kind"] == "embeddings":
         yield from _embedding_lines(about["embeddings"])
+    elif about["kind"] == "hypernetwork":
+        yield from hypernetwork_lines(about)
     else:
         yield from _lora_lines(about)
     for number, (key, value) in enumerate(about["metadata"].items()):

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
 
+from simpletune.adapters.networks.structure import require_updates
 from simpletune.families.lora_names import LAYOUTS
 from simpletune.lora.families import TEXT_ALONE, family_of_lora, is_known, is_lora, kind_of_model, other_methods
 from simpletune.lora.kinds import DORA, DORA_ROLES, LORA, OFT, Size, is_by_output, is_whole, kind_of, size_of
@@ -237,6 +238,7 @@ def open_lora(file: Path) -> LoraHeader:
     """
     header = LoraHeader(file)
     require_tensors(header)
+    require_updates(file, header.names)
     if not header.is_lora:
         kind = kind_of_model(header.names) or f"an unknown kind of file (it contains {', '.join(header.names[:4])})"
         raise UserError(f"{file} is {kind}. Give a LoRA for {FAMILIES}")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from simpletune.memory import accounting
 from simpletune.memory.copy_stream import Copies, CopyEvent, copies_for, host_like
-from simpletune.memory.host_block import HostBlock, own_plain_tensors
+from simpletune.memory.host_block import HostBlock, own_plain_tensors, shared_tensors
 
 SLOTS = 2
 SMALL_STATE = 4096  # bytes; smaller optimizer state is not moved
@@ -64,11 +64,13 @@ class BlockOffload:
         self.device, self._poison = device, poison
         self._in, self._out = queues or (copies_for(device), copies_for(device))
         self.homes: dict[int, HostBlock] = {}
+        shared = shared_tensors(blocks)
         for index in sorted(streamed):
-            self.homes[index] = HostBlock(own_plain_tensors(blocks[index], trained), device)
+            own = [tensor for tensor in own_plain_tensors(blocks[index], trained) if id(tensor) not in shared]
+            self.homes[index] = HostBlock(own, device)
             for parameter in blocks[index].parameters():
-                if parameter.requires_grad and not trained:
-                    parameter.data = parameter.data.to(device)  # LoRA's, created next to weights on the host
+                if id(parameter) in shared or (parameter.requires_grad and not trained):
+                    parameter.data = parameter.data.to(device)  # the adapter's, created next to weights on the host
         size = max((home.nbytes for home in self.homes.values()), default=0)
         self._slots = [Slot(size, device) for _ in range(SLOTS)]
         accounting.register([slot.flat for slot in self._slots], "weights")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,12 @@ def own_plain_tensors(block: nn.Module, trained: bool) -> list[Tensor]:
         if trained or not tensor.requires_grad:
             found |= {id(plain): plain for plain in plain_tensors(tensor)}
     return list(found.values())
+
+
+def shared_tensors(blocks: Sequence[nn.Module]) -> set[int]:
+    """The ids of tensors that several blocks have, as those of a hypernetwork: they stay on the device."""
+    counts = Counter(number for block in blocks for number in {id(tensor) for tensor in all_tensors(block)})
+    return {number for number, count in counts.items() if count > 1}
 
 
 class HostBlock:

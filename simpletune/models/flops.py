@@ -19,6 +19,8 @@ from simpletune.models.model_config import Shape
 
 FACTOR = re.compile(r"\.(lora_[AB]|magnitude|lokr_w[12](?:_[ab])?|hada_w[12]_[ab]|oft_triangle)(?:\..*)?$")
 """What follows a layer's name in the name of an update's trained factor."""
+NETWORK = re.compile(r"\.to_([kv])\.network\.linear\.\d+\.(?:weight|bias)$")
+"""The end of the name of a hypernetwork's trained parameter, after the attention that holds it first."""
 
 
 @dataclass
@@ -53,22 +55,29 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class Trained:
-    """The trained parameters: names of base parameters, and updates by layer."""
+    """The trained parameters: names of base parameters, updates by layer, and networks."""
 
     names: frozenset[str] = frozenset()
     updates: Mapping[str, Update] = field(default_factory=dict)
+    networks: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    """Products of a hypernetwork's networks, in order, by side (k or v) and width."""
 
 
 def trained_of(parameters: Mapping[str, Shape]) -> Trained:
     """Sort the trained parameters of a model with its adapter into base parameters and the products of updates."""
     factors: dict[str, dict[str, Shape]] = {}
+    networks: dict[str, list[Shape]] = {}
     names = set()
     for name, shape in parameters.items():
-        if match := FACTOR.search(name):
+        if NETWORK.search(name):
+            networks.setdefault(name.partition(".network.")[0], []).extend([shape] if len(shape) == 2 else [])
+        elif match := FACTOR.search(name):
             factors.setdefault(name[: match.start()], {})[match[1]] = (shape[0], math.prod(shape[1:]))
         else:
             names.add(name)
-    return Trained(frozenset(names), {layer: _update(found) for layer, found in factors.items()})
+    updates = {layer: _update(found) for layer, found in factors.items()}
+    products = {(layer[-1], found[0][1]): tuple(map(math.prod, found)) for layer, found in networks.items()}
+    return Trained(frozenset(names), updates, products)
 
 
 def _update(factors: Mapping[str, Shape]) -> Update:
@@ -112,6 +121,7 @@ class Count:
         outputs, inputs = shape[0], math.prod(shape[1:])
         product = 2 * rows * outputs * inputs
         trains = self.trains(f"{name}.weight")
+        grad = self._network(name, inputs, rows, grad)
         self.flops.forward += product
         self.flops.backward += product * (grad + trains)
         update = self.trained.updates.get(name, Update(()))
@@ -122,6 +132,15 @@ class Count:
             self.flops.forward += 2 * rows * product
             self.flops.backward += 2 * rows * product * (2 if number else 1 + grad)
         return grad or trains or self.trains(f"{name}.bias") or bool(update.products)
+
+    def _network(self, name: str, inputs: int, rows: int, grad: bool) -> bool:
+        """A hypernetwork before a projection to keys or values."""
+        known = name.endswith((".to_k", ".to_v"))
+        products = self.trained.networks.get((name[-1], inputs), ()) if known else ()
+        for number, product in enumerate(products):
+            self.flops.forward += 2 * rows * product
+            self.flops.backward += 2 * rows * product * (2 if number else 1 + grad)
+        return grad or bool(products)
 
     def chain(self, names: list[str], rows: int, grad: bool) -> bool:
         """A sequence of linear layers."""

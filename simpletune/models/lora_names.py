@@ -26,6 +26,9 @@ class LoraNames:
     """The denoiser's folder in a pipeline, which is also the prefix of its keys in diffusers' LoRA files."""
     targets: ClassVar[Mapping[str, re.Pattern[str]]]
     """Named values of ``adapter.targets``, each with a pattern that occurs in the names of its layers."""
+    contexts: ClassVar[re.Pattern[str] | None] = None
+    """The projections to keys and values of attentions that read the picture (group ``picture``) or the prompt alone;
+    None: the family's attention reads both at once."""
 
     def layers(self, module: str, layout: Layout) -> tuple[str, ...]:
         """Diffusers' names of the layers that a file's module updates: one, three for a fused q, k, v, or none.

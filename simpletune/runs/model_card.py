@@ -175,7 +175,8 @@ def _places(config: TrainConfig) -> str:
 def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[str, str]]:
     """Yield the main settings and results."""
     train, settings = config.train, config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method"})
-    listed = [f"{key} {', '.join(value) if isinstance(value, list) else value}" for key, value in settings.items()]
+    texts = {key: ", ".join(map(str, v)) if isinstance(v, list) else v for key, v in settings.items()}
+    listed = [f"{key} {text}" for key, text in texts.items()]
     yield "method", cell(", ".join([config.adapter.method, *listed]))
     if config.text.trains:
         yield "text side", cell("; ".join(config.text.describe()))
@@ -220,7 +221,8 @@ def _use(config: TrainConfig, example: Request) -> Iterator[str]:
     if first is None and loads_in_diffusers(config):
         yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
     elif first is not None:
-        yield f"ComfyUI loads `{config.adapter.result(config.model.denoiser)}` from `models/loras`. {first}"
+        result = config.adapter.result(config.model.denoiser)
+        yield (f"ComfyUI loads `{result}` from `models/loras`. " if config.adapter.in_comfyui else "") + first
     yield from token_usage(config)
     others = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}
     replaced = [f"{name} {code(public_name(value))}" for name, value in others.items() if value]

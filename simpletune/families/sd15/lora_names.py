@@ -40,6 +40,8 @@ class UNetNames(LoraNames):
         "all_linear": re.compile(r"^((down|up)_blocks\.\d+|mid_block)\.attentions\."),
     }
 
+    contexts = re.compile(rf"{_BLOCK}attn(?:(?P<picture>1)|2)\.to_[kv]$")
+
     def layers(self, module: str, layout: Layout) -> tuple[str, ...]:
         """As for ``LoraNames``; also knows the attention processors of old diffusers."""
         if layout.dots:
