@@ -40,8 +40,8 @@ def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
 def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[str]:
     """Add LoRAs to a transformer in place and activate all of them: y = W x + sum of scale_n B_n A_n x, or LoKr, LoHa.
 
-    Updates of text encoders are left to who encodes the prompts (``runs.text_side``). Of hypernetworks, x is replaced by
-    h_n(... h_1(x)) at their strengths.
+    Updates of text encoders are left to who encodes the prompts (``runs.text_side``). With hypernetworks, x is replaced
+    by h_n(... h_1(x)) at their strengths.
 
     Args:
         model: the transformer, quantised or not, without adapters.
