@@ -88,8 +88,8 @@ class _Counted:
         with counting.watching() as watched:
             self._plain(parameter)
         assert isinstance(parameter, FakeTensor)
-        given = [each() for each in before]
-        given = [parameter if each is None else each for each in given]  # what was freed is no result
+        alive = [each() for each in before]
+        given = [parameter if each is None else each for each in alive]  # what was freed is no result
         values = tensors_of(self._optimizer.state[parameter])
         later = counting.storages()
         shared = [
