@@ -7,7 +7,7 @@ bytes has to be made on purpose.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -76,8 +76,8 @@ def counted(sections: Iterable[Section]) -> Json:
     Args:
         sections: of a recorded step.
     """
-    moved: Counter[str] = Counter()
-    launches: Counter[str] = Counter()
+    moved: dict[str, float] = defaultdict(float)
+    launches: dict[str, float] = defaultdict(float)
     operations = 0.0
     for section in sections:
         for work, count in section.work.items():

@@ -113,7 +113,7 @@ def test_steps_are_those_of_the_paper(dtype: torch.dtype) -> None:
         exact = found
 
 
-@pytest.mark.parametrize("option", [AdamWBF16(), AdamW8bit()], ids=lambda option: option.name)
+@pytest.mark.parametrize("option", [AdamWBF16(lr=0.1), AdamW8bit(lr=0.1)], ids=lambda option: option.name)
 def test_pieces_change_no_bit(option: AdamWBF16, monkeypatch: pytest.MonkeyPatch) -> None:
     def weights(piece: int) -> Tensor:
         monkeypatch.setattr(bf16_updates, "PIECE", piece)
