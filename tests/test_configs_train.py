@@ -11,6 +11,7 @@ import tiny_sd15
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config
 from simpletune.memory.profiles import with_profile
+from simpletune.runs.result import result_files
 from simpletune.training.loop import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,7 +72,7 @@ def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_unet: Path) -> N
     run = train(config)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["eval_loss_after"] is not None
-    assert (run / config.adapter.result(config.model.denoiser)).exists()
+    assert all(file.exists() for file in result_files(config, run))
     assert (run / "samples" / "grid.png").exists()
     traces = list((run.parents[1] / "profiles").rglob("*.pt.trace.json.gz"))
     assert len(traces) == (file.name == TRACED)
