@@ -144,7 +144,7 @@ def validate(config: TrainConfig) -> None:
     """Draw a validation picture with the training state still allocated."""
     import torch
 
-    from simpletune.pipeline.encode import free_memory
+    from simpletune.pipeline.latent_cache import free_memory
     from simpletune.pipeline.sample import Request, Sampler
     from simpletune.simulation.without_values import ShapesOnlyModel
 

@@ -112,7 +112,7 @@ def child(work: Sequence[Sequence[Any]]) -> None:
     import torch
 
     from benchmarks import memory_row
-    from simpletune.pipeline.encode import free_memory
+    from simpletune.pipeline.latent_cache import free_memory
 
     for name, overrides in work:
         free_memory(torch.device("cuda"))

@@ -28,7 +28,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.models.flops import Flops, trained_of
 from simpletune.models.weights import TensorSource, fill
 from simpletune.options import UserError
-from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.latent_cache import free_memory
 from simpletune.pipeline.load import stays_on_host
 from simpletune.profiling.events import read_events
 from simpletune.profiling.kinds import shares

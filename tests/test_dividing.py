@@ -148,7 +148,7 @@ os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 from pathlib import Path
 from simpletune.config.load import read_config
 from simpletune.data.source import UnusablePicture
-from simpletune.pipeline.encode import LatentCache
+from simpletune.pipeline.latent_cache import LatentCache
 from simpletune.training.loop import train
 whole, made = LatentCache._encode_one, []
 def encode_one(self, view, vae, device):

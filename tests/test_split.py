@@ -21,7 +21,7 @@ from simpletune.data.plan import Plan
 from simpletune.data.source import Picture
 from simpletune.data.split import split_pictures
 from simpletune.options import ConfigError, UserError
-from simpletune.pipeline.encode import LatentCache
+from simpletune.pipeline.latent_cache import LatentCache
 from simpletune.report.losses import loss_section
 from simpletune.report.one import headline
 from simpletune.report.recorded import read_run

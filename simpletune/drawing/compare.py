@@ -15,7 +15,7 @@ from simpletune.drawing.same_weights import without_twins
 from simpletune.drawing.session import GeneratedImages
 from simpletune.drawing.similarity import Likeness, ModelFigures, latent_distance, pixel_difference
 from simpletune.options import UserError, plural
-from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.latent_cache import free_memory
 from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Request
 from simpletune.runs.checkpoint_folders import list_checkpoints

@@ -21,7 +21,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.drawing.shared_base import SharedBase
 from simpletune.families.recognise import family_of
 from simpletune.options import Json, UserError, plural
-from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.latent_cache import free_memory
 from simpletune.pipeline.prompt_store import PromptStore
 from simpletune.pipeline.sample import Request, Sampler, decode, encode_starts
 from simpletune.quant import Precision

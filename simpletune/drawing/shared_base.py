@@ -13,7 +13,7 @@ from simpletune.lora.attach import load_loras, updated_layers
 from simpletune.models.buckets import Size
 from simpletune.models.compile import compile_blocks
 from simpletune.models.transformer import Transformer
-from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.latent_cache import free_memory
 from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.runs.weights import BASE, Weights, load_weights
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.cache import view_key
 from simpletune.data.plan import Plan
-from simpletune.pipeline.encode import LatentCache, TextCache, prompts_of, validation_requests
+from simpletune.pipeline.encode import TextCache, prompts_of, validation_requests
+from simpletune.pipeline.latent_cache import LatentCache
 from simpletune.prior import ClassPictures
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.system.console import say

@@ -12,7 +12,7 @@ from simpletune.drawing.generate import made_with
 from simpletune.drawing.shared_base import SharedBase
 from simpletune.evaluation.plan import Plan, Point, Shot, readable
 from simpletune.options import UserError, plural
-from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.latent_cache import free_memory
 from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Sampler, decode
 from simpletune.runs.weights import precision_of

@@ -19,7 +19,7 @@ from simpletune.encoders.loading import class_of, load_encoder
 from simpletune.evaluation.draw import Gallery
 from simpletune.evaluation.plan import Plan, Point, opened
 from simpletune.evaluation.scores import Array
-from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.latent_cache import free_memory
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress
 

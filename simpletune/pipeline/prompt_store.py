@@ -10,14 +10,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from simpletune.data.cache import Cache
 from simpletune.families import Model
 from simpletune.models.prompts import Encoder
 from simpletune.options import UserError
-from simpletune.pipeline.encode import free_memory
-from simpletune.system.atomic import remove_stale
+from simpletune.pipeline.encode import PROMPTS
+from simpletune.pipeline.latent_cache import all_finite, free_memory
 from simpletune.system.console import progress
 from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import poll
@@ -53,12 +52,10 @@ class PromptStore:
         wanted = list(dict.fromkeys(prompts))
         for encoder in self.encoding.prompts.encoders:
             cache, keys = self.caches[encoder.name], {self.encoding.key(encoder, prompt): prompt for prompt in wanted}
-            if not cache.lacking(keys):
+            missing = {key: keys[key] for key in cache.lacking(keys)}
+            if not missing:
                 continue
-            with cache.filling():
-                missing = {key: prompt for key, prompt in keys.items() if key not in cache}
-                if missing:
-                    self._encode(encoder, missing, device)
+            self._encode(encoder, missing, device)
             encoded |= set(missing.values())
             free_memory(device)
         return len(encoded)
@@ -70,28 +67,25 @@ class PromptStore:
             UserError: an embedding is not finite.
         """
         cache = self.caches[encoder.name]
-        remove_stale(cache.folder)
         with progress(f"text  {encoder.name}", len(missing), "prompts") as advance:
-            outputs = self.encoding.encode(encoder, list(missing.values()), device)
-            for (key, prompt), parts in zip(missing.items(), outputs, strict=True):
-                if not _all_finite(parts.values()):
-                    raise UserError(
-                        f"{encoder.name} encodes the prompt {prompt[:80]!r} to NaN or infinity. Its weights or a "
-                        "LoRA's may be damaged, or overflow in this precision. Use precision.compute=fp32",
-                        code=4,
-                    )
-                cache.save(key, parts)
-                advance()
-                failpoint("text.encoded")
-                poll()
+            for keys in cache.claimed(missing, together=PROMPTS):
+                prompts = [missing[key] for key in keys]
+                for key, prompt, parts in zip(
+                    keys, prompts, self.encoding.encode(encoder, prompts, device), strict=True
+                ):
+                    if not all_finite(parts.values()):
+                        raise UserError(
+                            f"{encoder.name} encodes the prompt {prompt[:80]!r} to NaN or infinity. Its weights or a "
+                            "LoRA's may be damaged, or overflow in this precision. Use precision.compute=fp32",
+                            code=4,
+                        )
+                    cache.save(key, parts)
+                    advance()
+                    failpoint("text.encoded")
+                    poll()
 
     def load(self, prompt: str) -> Embeddings:
         """Load (prompt_embeds [t, e], pooled [p]) of one prompt."""
         encoders = self.encoding.prompts.encoders
         parts = {e.name: self.caches[e.name].load(self.encoding.key(e, prompt)) for e in encoders}
         return self.encoding.assemble(prompt, parts)
-
-
-def _all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no floating-point tensor contains NaN or infinity."""
-    return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.models.parts import load_text_model
-from simpletune.pipeline.encode import TextCache, free_memory
+from simpletune.pipeline.encode import TextCache
+from simpletune.pipeline.latent_cache import free_memory
 from simpletune.text.inputs import TextInputs, empty_inputs, encoders_with_vectors
 from simpletune.text.update import TextUpdate, token_table
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from simpletune.config.schema import TrainConfig
 from simpletune.families import Model
-from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.latent_cache import free_memory
 from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Embeddings, Sampler, draw
 from simpletune.runs.text_side import stand_ins_of, text_side_of

@@ -19,7 +19,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.lora.attach import load_lora
 from simpletune.models.transformer import Transformer
 from simpletune.options import UserError
-from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.latent_cache import free_memory
 from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.runs.text_side import with_embeddings
 from simpletune.runs.weights import BASE as BASE_WEIGHTS

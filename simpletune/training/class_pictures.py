@@ -17,7 +17,8 @@ from simpletune.data.prompts import prompt_of
 from simpletune.data.several import Several, scan_sources, subjects
 from simpletune.models.transformer import device_of, units_of
 from simpletune.options import plural
-from simpletune.pipeline.encode import TextCache, free_memory
+from simpletune.pipeline.encode import TextCache
+from simpletune.pipeline.latent_cache import free_memory
 from simpletune.pipeline.load import load_base, modulation_of
 from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Request, Sampler, draw

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from simpletune.options import Json, UserError
-from simpletune.pipeline.encode import free_memory
+from simpletune.pipeline.latent_cache import free_memory
 from simpletune.printable import reason_of
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.checkpoint_folders import checkpoint_folder

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from simpletune.config.schema import TrainConfig
 from simpletune.models.transformer import Transformer, device_of
-from simpletune.pipeline.encode import TextCache, free_memory
+from simpletune.pipeline.encode import TextCache
+from simpletune.pipeline.latent_cache import free_memory
 from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Request, Sampler, draw
 from simpletune.sheets import grid
