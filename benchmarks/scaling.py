@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.cluster import DATA, FABRICS, Fabric, Job, compute_of, divided, exchange_seconds, predict
+from benchmarks.cluster import FABRICS, Compute, Job, compute_of, divided, exchange_seconds, predict
 from benchmarks.hours import rounded
 from benchmarks.measured_scaling import exchange_of, measured
 from benchmarks.predicted_seconds import config_of
@@ -107,13 +107,13 @@ def jobs() -> dict[str, Callable[[], Json]]:
                 found[f"measured: {method}, {processes} on the CPU"] = partial(measured, method, processes, PASSES)
         found[f"measured: {method}, exchange of 2 on the CPU"] = partial(exchange_of, method, 2)
     for name, plan in PLANS.items():
-        computed: dict[int, Json] = {}
+        computed: dict[int, Compute] = {}
         for cards in CARDS:
             found[f"{name}, {cards} {plan.card}"] = partial(predicted, plan, cards, computed)
     return found
 
 
-def predicted(plan: Plan, cards: int, computed: Json) -> Json:
+def predicted(plan: Plan, cards: int, computed: dict[int, Compute]) -> Json:
     """Predict one row.
 
     Args:
@@ -129,9 +129,3 @@ def predicted(plan: Plan, cards: int, computed: Json) -> Json:
     own = {"micro": step.micro, "passes": step.passes, "seconds": step.seconds, "rate": step.rate, "bound": step.bound}
     whole = exchange_seconds(job.exchanged, cards, fabric)
     return {**own, "exposed": step.exposed, "exchange": whole, "reading": step.reading, "batch": job.batch}
-
-
-def assumptions(fabrics: dict[str, Fabric] = FABRICS) -> list[str]:
-    """What the predictions stand on, in words."""
-    said = [f"{name}: {each.source}" for name, each in fabrics.items()]
-    return [*said, f"Reading: {DATA / 1e9:g} GB/s a machine, assumed."]

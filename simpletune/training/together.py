@@ -93,8 +93,8 @@ class Sign(NamedTuple):
     @classmethod
     def unpacked(cls, line: bytes) -> Sign:
         """Read what ``packed`` wrote."""
-        *numbers, state, host, reason = line.decode().split("\t", 5)
-        return cls(*map(int, numbers), state, host, reason)
+        beat, progress, stage, state, host, reason = line.decode().split("\t", 5)
+        return cls(int(beat), int(progress), int(stage), state, host, reason)
 
 
 @dataclass
