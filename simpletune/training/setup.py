@@ -284,17 +284,15 @@ def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
 
 
 def _accelerator_on(device: torch.device) -> Accelerator:
-    """Create an ``Accelerator`` for a device.
-
-    accelerate keeps the device of a process's first run and would silently train a later one there, so its state is
-    reset first; not in one of several processes, which would leave their group.
+    """Create an ``Accelerator`` for a device. accelerate would silently train a later run on the device of a process's
+    first one, so its state is reset before; not in one of several processes, which would leave their group.
     """
     known = PartialState._shared_state
     if known and known["device"].type != device.type and known["num_processes"] == 1:
         AcceleratorState._reset_state(reset_partial_state=True)
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # the last block's add_q_proj gets no gradient
-    patient = InitProcessGroupKwargs(init_method=MEETING, timeout=PATIENCE)
-    accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[unused, patient])
+    handlers = [unused, InitProcessGroupKwargs(init_method=MEETING, timeout=PATIENCE)]
+    accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=handlers)
     if accelerator.device.type != device.type:
         raise UserError(
             f"device: the run was to use {device.type}, but accelerate uses {accelerator.device.type}. "
