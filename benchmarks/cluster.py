@@ -163,7 +163,7 @@ def predict(job: Job, cards: int, compute: Compute, fabric: Fabric) -> Predictio
     The exchange begins with the last micro-batch's backward pass; what that does not hide is exposed, and at least the
     last bucket always is. Reading goes on beside the computation.
     """
-    micro, passes = divided(job.batch, job.config.train.batch_size, cards)
+    micro, passes = divided(job.batch, job.config.train.micro_batch, cards)
     busy = compute.first + (passes - 1) * compute.each + micro * passes * compute.encoding
     exchange = exchange_seconds(job.exchanged, cards, fabric)
     last = exchange * min(1.0, BUCKET / job.exchanged)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.cluster import DATA, FABRICS, Fabric, Job, compute_of, divided, exchange_seconds, predict
+from benchmarks.cluster import FABRICS, Compute, Job, compute_of, divided, exchange_seconds, predict
 from benchmarks.hours import rounded
 from benchmarks.measured_scaling import exchange_of, measured
 from benchmarks.predicted_seconds import config_of
@@ -107,13 +107,13 @@ def jobs() -> dict[str, Callable[[], Json]]:
                 found[f"measured: {method}, {processes} on the CPU"] = partial(measured, method, processes, PASSES)
         found[f"measured: {method}, exchange of 2 on the CPU"] = partial(exchange_of, method, 2)
     for name, plan in PLANS.items():
-        computed: dict[int, Json] = {}
+        computed: dict[int, Compute] = {}
         for cards in CARDS:
             found[f"{name}, {cards} {plan.card}"] = partial(predicted, plan, cards, computed)
     return found
 
 
-def predicted(plan: Plan, cards: int, computed: Json) -> Json:
+def predicted(plan: Plan, cards: int, computed: dict[int, Compute]) -> Json:
     """Predict one row.
 
     Args:
@@ -122,16 +122,10 @@ def predicted(plan: Plan, cards: int, computed: Json) -> Json:
         computed: seconds of one card by micro-batch, kept between the rows of a plan.
     """
     job, fabric = plan.job(), FABRICS[plan.card]
-    micro, _ = divided(job.batch, job.config.train.batch_size, cards)
+    micro, _ = divided(job.batch, job.config.train.micro_batch, cards)
     if micro not in computed:
         computed[micro] = compute_of(job, micro, StatedSpeeds(card_of(plan.card)))
     step = predict(job, cards, computed[micro], fabric)
     own = {"micro": step.micro, "passes": step.passes, "seconds": step.seconds, "rate": step.rate, "bound": step.bound}
     whole = exchange_seconds(job.exchanged, cards, fabric)
     return {**own, "exposed": step.exposed, "exchange": whole, "reading": step.reading, "batch": job.batch}
-
-
-def assumptions(fabrics: dict[str, Fabric] = FABRICS) -> list[str]:
-    """What the predictions stand on, in words."""
-    said = [f"{name}: {each.source}" for name, each in fabrics.items()]
-    return [*said, f"Reading: {DATA / 1e9:g} GB/s a machine, assumed."]

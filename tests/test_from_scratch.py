@@ -79,4 +79,5 @@ def test_both_stages_take_the_same_batch_and_average(tiny_config: dict[str, Any]
             assert both[0][key] == both[1][key], key
         assert both[0]["train"]["batch_size"] == both[1]["train"]["batch_size"]
         assert [each["data"]["resolution"] for each in both] == [256, 512] and "init" not in both[1]["model"]
-        assert validate(copy.deepcopy(both[0]), "first").adapter.method == "full"
+        first = copy.deepcopy(both[0]) | {"data": {**both[0]["data"], "path": tiny_config["data"]["path"]}}
+        assert validate(first, "first").adapter.trains_base

@@ -1,7 +1,6 @@
 """The prepare stages: encode each prompt and picture once with the frozen encoders, into the cache.
 
-Several processes divide prompts and pictures by the hash of what their files depend on, so that each knows its share
-without asking; ``Cache.claimed`` keeps two from encoding the same.
+Several processes divide prompts and pictures by the hash of what their files depend on (``Cache.claimed``).
 """
 
 from __future__ import annotations
@@ -39,6 +38,9 @@ from simpletune.text.inputs import TextInputs, Tokens
 from simpletune.text.option import NO_TEXT, Text
 
 PROMPTS = 512  # claimed together, for each of which the layers of T5 are loaded once
+NOT_FINITE = (
+    "Its weights may be damaged, or overflow in this precision. Download it again, or use precision.compute=fp32"
+)
 
 
 class TextCache:
@@ -95,12 +97,8 @@ class TextCache:
             for prompts in cache.claimed(missing, share, PROMPTS):
                 for prompt, parts in zip(prompts, self.prompts.encode(encoder, prompts, device), strict=True):
                     if not all_finite(parts.values()):
-                        raise UserError(
-                            f"{encoder.name} encodes the caption {prompt[:80]!r} to NaN or infinity. Its weights may "
-                            "be damaged, or overflow in this precision. Download it again, or use "
-                            "precision.compute=fp32",
-                            code=4,
-                        )
+                        said = f"{encoder.name} encodes the caption {prompt[:80]!r} to NaN or infinity."
+                        raise UserError(f"{said} {NOT_FINITE}", code=4)
                     cache.save(prompt, parts)
                     encoded.add(prompt)
                     advance()

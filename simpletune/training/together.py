@@ -68,16 +68,8 @@ APART, MET, TRAINS = range(3)  # stages: before the group of processes is formed
 
 
 class Sign(NamedTuple):
-    """What a process says about itself.
-
-    Args:
-        beat: number of this sign.
-        progress: how much it has done (``processes.progressed``).
-        stage: ``APART``, ``MET`` or ``TRAINS``.
-        state: ``RUNNING``, ``LEFT``, ``STOPPED`` or ``FAILED``.
-        host: name of its machine.
-        reason: why it was stopped or failed.
-    """
+    """What a process says about itself: the sign's number, how much it has done (``progressed.count``), its stage, its
+    state, its machine, and why it stopped or failed."""
 
     beat: int
     progress: int
@@ -93,27 +85,20 @@ class Sign(NamedTuple):
     @classmethod
     def unpacked(cls, line: bytes) -> Sign:
         """Read what ``packed`` wrote."""
-        *numbers, state, host, reason = line.decode().split("\t", 5)
-        return cls(*map(int, numbers), state, host, reason)
+        beat, progress, stage, state, host, reason = line.decode().split("\t", 5)
+        return cls(int(beat), int(progress), int(stage), state, host, reason)
 
 
-@dataclass
-class Seen:
-    """The last sign of another process.
-
-    Args:
-        sign: what it said; None: nothing yet.
-        at: when this process first saw the sign, by ``time.monotonic``.
-        lives: the sign has changed since it was first seen, so it is not that of an earlier start.
-    """
+class Seen(NamedTuple):
+    """The last sign of another process, when it was seen first (``time.monotonic``), and whether the process lives: its
+    sign has changed, so it is not that of an earlier start."""
 
     sign: Sign | None
     at: float
     lives: bool = False
 
 
-@dataclass
-class Verdict:
+class Verdict(NamedTuple):
     """What the signs of the others mean: why to end, and how many seconds this process has to end by itself."""
 
     why: str
@@ -122,15 +107,8 @@ class Verdict:
 
 @dataclass
 class Judge:
-    """Decide from the signs of the others whether this process has to end. Knows no store and no clock.
-
-    Args:
-        patience: how long to wait.
-        began: when watching began.
-        others: what was seen of each.
-        moved: the progress of all, and when it changed last.
-        apart: since when all give signs and have not met; None: some give none, or all have met.
-    """
+    """Decide from the signs of the others whether this process has to end, without a store or a clock. ``moved`` is the
+    progress of all and when it changed last, ``apart`` since when all live and have not met."""
 
     patience: Patience
     began: float
@@ -243,8 +221,8 @@ class Watch(threading.Thread):
         self.beats += 1
         stage = TRAINS if progressed.trains else MET if torch.distributed.is_initialized() else APART
         sign = Sign(self.beats, progressed.count, stage, state, self.host, " ".join(reason.split())[:300])
-        with self.lock, suppress(RuntimeError):  # a store that is gone is found when reading
-            if self.store is not None:
+        if self.store is not None:
+            with self.lock, suppress(RuntimeError):  # a store that is gone is found when reading
                 self.store.set(str(self.number), sign.packed())
         return sign
 
@@ -255,9 +233,8 @@ class Watch(threading.Thread):
             RuntimeError: the store is gone.
         """
         assert self.store is not None
-        key = str(other)
         with self.lock:
-            return Sign.unpacked(self.store.get(key)) if self.store.check([key]) else None
+            return Sign.unpacked(self.store.get(str(other))) if self.store.check([str(other)]) else None
 
     def end(self, why: str) -> None:
         """End this process at once. Files are whole: all are written under temporary names and renamed."""
@@ -324,14 +301,12 @@ def watched() -> Iterator[None]:
 
 def message_of(why: str) -> str:
     """The error message of a process that ends because of another one."""
-    return (
-        f"{why}. This process ends too; what is saved is whole. Start all processes again with --resume auto, as "
-        "torchrun does with --max-restarts"
-    )
+    again = "Start all processes again with --resume auto, as torchrun does with --max-restarts"
+    return f"{why}. This process ends too; what is saved is whole. {again}"
 
 
 def end_at_the_latest(seconds: int) -> None:
-    """Let the system end this process if closing its connections takes longer, as it may when their ends are gone."""
+    """Let the system end this process if closing its connections takes longer."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(seconds)
