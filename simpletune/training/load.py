@@ -151,6 +151,7 @@ def runs_out(trial: Ready, draws: list[Draw], state_bytes: int) -> bool:
     try:
         held = torch.empty(state_bytes + (0 if tree is None else sums), dtype=torch.uint8, device=device)
         batch = trial.batches.trial(draws)
+        trial.model.transformer.train()
         with core.accelerator.no_sync(core.model):
             for _ in range(2):  # the second adds to the gradients of the first
                 core.compute(batch)
@@ -158,6 +159,7 @@ def runs_out(trial: Ready, draws: list[Draw], state_bytes: int) -> bool:
     except torch.OutOfMemoryError:
         return True
     finally:
+        trial.model.transformer.eval()
         core.losses = []
         core.optimizer.zero_grad(set_to_none=True)
         free_memory(device)
