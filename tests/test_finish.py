@@ -79,6 +79,26 @@ def test_the_result_is_that_of_a_run_of_so_many_steps(method: str, tiny_config: 
         assert str(run.parent) not in ours.metadata()["simpletune_config"]
 
 
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_the_text_side_too(adapter: str, tiny_config: dict) -> None:
+    """Embeddings in a file of their own, and a LoRA file if anything goes into one."""
+    config = {name: value for name, value in tiny_config.items() if name != "adapter"}
+    text = {"embeddings": {"token": "flat", "initial": "striped"}} | (
+        {} if adapter == "none" else {"lora": {"rank": 2}}
+    )
+    changes = {"adapter": {"method": adapter}, "text": text}
+    whole, run = run_with(config, name="whole", **changes), stopped(config, after=6, **changes)
+    output = finish_early(f"{run}@4")
+    files = {path.name.replace("whole", run.name): path for path in whole.glob("*.safetensors")}
+    assert output.name == (f"{run.name}_flat.safetensors" if adapter == "none" else LORA) and output.name in files
+    assert len(files) == 1 + (adapter == "lora")
+    for name, theirs in files.items():
+        torch.testing.assert_close(load_file(run / name), load_file(theirs), rtol=0, atol=0)
+        with safe_open(run / name, "pt") as ours, safe_open(theirs, "pt") as other:
+            mine, expected = ours.metadata(), other.metadata()
+        assert mine.keys() == expected.keys() and mine["simpletune_step"] == expected["simpletune_step"] == "4"
+
+
 def test_finishing_leaves_what_a_finished_run_leaves(
     tiny_config: dict, tiny_pictures: Path, tmp_path: Path, capsys
 ) -> None:

@@ -104,6 +104,10 @@ class WeightPrecision(Option):
         """Describe how products are computed."""
         return f"products in {self.in_words}"
 
+    def describe(self) -> str:
+        """Describe weights and products in words."""
+        return f"{self.weights} weights, {self.describe_matmul()}"
+
     def cache_key(self) -> dict[str, object]:
         """The options that determine the bytes of the weights, as JSON."""
         return self.model_dump(mode="json", exclude=set(self.arithmetic)) | {"compute": self.settled}

@@ -116,8 +116,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         saved = checkpoint.find(options.resume, run_folder(config)) if options.resume else None
     start = saved.step if saved else 0
     config = settle_compute(config, capability_of(device), compute_of(saved.config) if saved else None)
-    products = config.precision.describe_matmul()
-    say(f"simpletune {config.name} on {reason}: {config.precision.weights} weights, {products}")
+    say(f"simpletune {config.name} on {reason}: {config.precision.describe()}")
     resolved = checked_folders(config)
     threads = settle_threads(resolved, device, resumed=saved is not None)
     resolved = with_class_pictures(resolved, accelerator, stages)
