@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -185,7 +185,7 @@ def _route(environment: Mapping[str, str], name: str, own: str) -> tuple[str, ..
     return tuple(dict.fromkeys((own, path)))
 
 
-def _served_models(session: InferenceSession, given: list[str], common: list[str]) -> ServedModels:
+def _served_models(session: InferenceSession, given: list[str], common: Sequence[str] = ()) -> ServedModels:
     """Collect the run's result (a LoRA, a full model or embeddings) under the run's name, and what was given.
 
     Raises:

@@ -128,7 +128,7 @@ def _lone_key(header: Mapping[str, object]) -> str | None:
     if len(names) != 1 or names[0] in KEYS:
         return None
     entry = header[names[0]]
-    shape = entry.get("shape", []) if isinstance(entry, dict) else []
+    shape = entry.get("shape", []) if isinstance(entry, dict) and entry.get("dtype") in TYPES else []
     few = len(shape) == 1 or len(shape) == 2 and shape[0] <= MOST_VECTORS
     return names[0] if few and "." not in names[0] else None
 
