@@ -111,8 +111,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         options.attempt.begin(reason, start, stages)
         put_chosen(resolved, fitted, threads)
     with stages.stage("load"):
-        state_bytes = state_bytes_of(predicted, accelerator) if guarded else None
-        ready = load(fitted, prepared, accelerator, saved, state_bytes)
+        ready = load(fitted, prepared, accelerator, saved, state_bytes_of(predicted, accelerator) if guarded else None)
     config, model, prepared = with_train_of(ready.config, config), ready.model, ready.prepared
     folder = run_folder(config)
     if main and guarded:
