@@ -141,7 +141,7 @@ def test_a_damaged_file_is_set_aside_by_one_process_only(tmp_path: Path, capsys:
 
 # A run of two processes; in the second, one picture cannot be read.
 RANK = """
-import os, sys
+import os, sys, time
 config, rank, port, bad = sys.argv[1:]
 os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -150,13 +150,18 @@ from simpletune.config.load import read_config
 from simpletune.data.source import UnusablePicture
 from simpletune.pipeline.latent_cache import LatentCache
 from simpletune.training.loop import train
-whole, made = LatentCache._encode_one, []
+whole, fill, made, rejected = LatentCache._encode_one, LatentCache.fill, [], Path(config).with_name("rejected")
 def encode_one(self, view, vae, device):
     if rank == "1" and view.picture.name == bad:
+        rejected.touch()
         raise UnusablePicture("cannot be read (only here)")
     made.append(view.picture.name)
     return whole(self, view, vae, device)
-LatentCache._encode_one = encode_one
+def fill_later(self, *words):
+    while rank == "0" and not rejected.exists():  # else it may encode the picture before the other comes to it
+        time.sleep(0.01)
+    return fill(self, *words)
+LatentCache._encode_one, LatentCache.fill = encode_one, fill_later
 train(read_config(Path(config))[0])
 print("made", *sorted(made))
 """
