@@ -252,6 +252,7 @@ def test_a_lora_with_text_keys_draws_like_the_model_with_merged_weights(
     assert (one - other).abs().max() <= 1
 
 
+@pytest.mark.slow
 def test_the_server_keys_prompts_by_the_text_side(
     text_config: dict, train_once: Callable[[dict], Path], tmp_path: Path
 ) -> None:

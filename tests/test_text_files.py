@@ -189,7 +189,7 @@ def test_diffusers_sd3_pipeline_encodes_with_the_file_as_we_do(pipeline: Path, t
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("layout", ["kohya", "diffusers"])
+@pytest.mark.parametrize("layout", ["kohya", pytest.param("diffusers", marks=pytest.mark.slow)])
 def test_diffusers_sd15_pipeline_encodes_with_the_file_as_we_do(layout: str, sd15: Path, tmp_path: Path) -> None:
     from drawn_text import encoded, with_lora
 
