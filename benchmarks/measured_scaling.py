@@ -44,7 +44,7 @@ def measured(method: str, processes: int, passes: int) -> Json:
     """
     with tempfile.TemporaryDirectory() as place:
         overrides = [f"output.{name}={place}/{name}" for name in ("runs", "profiles", "cache")]
-        words = [*METHODS[method], *COMMON, f"train.gradient_accumulation={passes // processes}", *overrides]
+        words = [*METHODS[method], *COMMON, f"train.gradient_accumulation={passes}", *overrides]
         launch(["-m", "simpletune", "train", "demo", f"name=x{processes}", *words], processes)
         run = Path(place) / "runs" / f"x{processes}"
         rows = read_metrics(run)[WARM_UP:]
