@@ -61,7 +61,7 @@ class _Proxy(BaseHTTPRequestHandler):
             self.connection.close()
             return
         if fault == "slow":
-            time.sleep(0.5)
+            time.sleep(0.1)
         upstream = http.client.HTTPConnection("127.0.0.1", self.target, timeout=30)
         upstream.request(self.command, self.path, body, dict(self.headers))
         answer = upstream.getresponse()

@@ -196,7 +196,7 @@ def test_a_full_disk_and_a_failure_at_the_start_are_kept_too(
     folder = folder_of(tiny_config)
     for patched, kind, words in (
         ("simpletune.training.loop.append_metrics", UserError, "is full"),
-        ("simpletune.training.setup.load_model", ValueError, "ValueError: no such layer"),
+        ("simpletune.training.load.load_model", ValueError, "ValueError: no such layer"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(patched, full if kind is UserError else broken)
@@ -215,7 +215,7 @@ def test_a_record_that_cannot_be_written_does_not_hide_why(
         monkeypatch.setattr("simpletune.runs.attempts.write_json", full)
         raise ValueError("no such layer")
 
-    monkeypatch.setattr("simpletune.training.setup.load_model", broken)
+    monkeypatch.setattr("simpletune.training.load.load_model", broken)
     with pytest.raises(ValueError, match="no such layer"):
         run_with(tiny_config)
     assert "warning" in capsys.readouterr().out

@@ -73,6 +73,7 @@ def test_updates_that_share_an_estimate_all_run() -> None:
     assert composed == whole and ran == 2 * len(SHAPES)
 
 
+@pytest.mark.slow
 def test_a_whole_job_goes_on_from_the_steps_that_were_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ def test_rounding_error_is_at_most_half_a_scale(sizes: tuple[int, ...], seed: in
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3), (torch.float16, 8e-4)], ids=str
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2), (torch.float16, 1.2e-3)], ids=str
 )
 def test_output_and_input_gradient_are_those_of_the_definition(
     geometry: str, dtype: torch.dtype, tolerance: float

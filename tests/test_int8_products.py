@@ -35,7 +35,7 @@ from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.int8_tuning import tunings
 from simpletune.runs.folder import read_metrics
-from simpletune.training import setup
+from simpletune.training import load
 from simpletune.training.loop import train
 
 LAYER = "transformer_blocks.0.attn.to_q"
@@ -291,10 +291,10 @@ def test_tunings_are_announced_before_the_first_step(
     plan = SimpleNamespace(sizes=lambda: [(256, 256)])  # 256 image tokens, 84 of text; a batch of 2
     asked: list[torch.device] = []
     monkeypatch.setattr(int8_tuning, "why_not", asked.append)
-    setup.announce_kernel(config, model, torch.device("cuda"), plan)
+    load.announce_kernel(config, model, torch.device("cuda"), plan)
     assert "the int8 kernel: 12 shapes x 10 tiles" in capsys.readouterr().out
-    setup.announce_kernel(config, model, torch.device("cpu"), plan)
-    setup.announce_kernel(config, transformer(PRECISIONS["int8"]), torch.device("cuda"), plan)
+    load.announce_kernel(config, model, torch.device("cpu"), plan)
+    load.announce_kernel(config, transformer(PRECISIONS["int8"]), torch.device("cuda"), plan)
     assert capsys.readouterr().out == "" and len(asked) == 1  # trying the kernel takes seconds
 
 

@@ -196,6 +196,9 @@ class Recorded:
     def __init__(self, plan: Plan, masks: MaskCache):
         self.plan, self.masks, self.text, self.latents = plan, masks, self, self
 
+    def inputs(self, prompts: object) -> None:
+        """Nothing trains on the text side."""
+
     def load(self, what: object) -> object:
         return (torch.zeros(2, 3), torch.zeros(4)) if isinstance(what, str) else torch.ones(16, 8, 8)
 

@@ -137,7 +137,9 @@ def test_the_header_says_what_it_was_made_from(model: SD3, cache: Path) -> None:
     (folder,) = folders(cache)
     with safe_open(folder / quantised_cache.FILE, framework="pt") as handle:
         about = json.loads(handle.metadata()["simpletune_quantised_from"])
-    assert about["precision"] == Nf4(compute="bf16").model_dump(mode="json")
+    assert about["precision"] == Nf4(compute="bf16").model_dump(
+        mode="json", exclude={"rotation"}
+    )  # as before it was one
     assert about["weights"] == model.part("transformer").fingerprint()
     assert about["place"].endswith("pipeline/transformer")
     assert {path.name for path in folder.iterdir()} == {quantised_cache.FILE, quantised_cache.ABOUT}

@@ -124,7 +124,13 @@ def test_another_machine_continues_with_the_same_bits(kept: dict, machine, capsy
     assert "already finished" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("moment", ["remote.file", "remote.uploaded", "remote.committed"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "remote.uploaded",
+        *(pytest.param(moment, marks=pytest.mark.slow) for moment in ("remote.file", "remote.committed")),
+    ],
+)
 def test_a_machine_that_vanishes_while_it_uploads_loses_nothing_that_was_whole(
     kept: dict, machine, launcher: Launcher, server: str, moment: str
 ) -> None:

@@ -23,7 +23,7 @@ def job(batch: int = 2048, micro: int = 16, gradients: int = 4 * 10**9, sample: 
     class Stated(Job):
         exchanged, sample_bytes = gradients, sample  # type: ignore[assignment]
 
-    train = SimpleNamespace(batch_size=micro)
+    train = SimpleNamespace(micro_batch=micro)
     return Stated(SimpleNamespace(train=train), batch)  # type: ignore[arg-type]
 
 

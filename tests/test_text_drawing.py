@@ -203,6 +203,7 @@ def generated(file: Path, *words: object) -> bytes:
     return Image.open(file).convert("RGB").tobytes()
 
 
+@pytest.mark.slow
 def test_a_run_s_embeddings_and_text_lora_are_drawn_with(
     text_config: dict, train_once: Callable[[dict], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

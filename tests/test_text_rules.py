@@ -179,16 +179,16 @@ def test_a_token_that_no_caption_has_is_refused_and_one_that_some_lack_is_told(
 ) -> None:
     data = copy.deepcopy(tiny_config) | {"text": {"embeddings": VECTORS | {"token": "<dots>"}}}
     with pytest.raises(UserError, match="text.embeddings.token: no caption has <dots>.*data.prompt"):
-        plan_data(resolve_folders(validate(data, "none")), 1)
+        plan_data(resolve_folders(validate(data, "none")))
     data["data"]["prompt"] = "a photo of <dots>"
-    plan_data(resolve_folders(validate(data, "all")), 1)
+    plan_data(resolve_folders(validate(data, "all")))
     assert "warning" not in capsys.readouterr().out
     first = tiny_config["data"] | {"prompt": "a photo of <dots>"}
     data["data"] = {"sources": [first, tiny_config["data"]]}
-    plan_data(resolve_folders(validate(data, "some")), 1)
+    plan_data(resolve_folders(validate(data, "some")))
     assert "lack the token <dots>" in capsys.readouterr().out
     data["data"]["sources"][1]["regularization"] = True
-    plan_data(resolve_folders(validate(data, "class")), 1)
+    plan_data(resolve_folders(validate(data, "class")))
     assert "lack the token" not in capsys.readouterr().out
 
 

@@ -148,7 +148,9 @@ sys.exit(main(["train", config, "--resume", "auto"]))
 """
 
 
-@pytest.mark.parametrize("what", ["frozen", "fails", pytest.param("hangs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "what", ["fails", *(pytest.param(what, marks=pytest.mark.slow) for what in ("frozen", "hangs"))]
+)
 def test_the_other_ends_by_itself_when_one_is_frozen_fails_or_hangs(
     launcher: Launcher,
     ground: dict[str, Any],

@@ -18,7 +18,6 @@ from simpletune.options import UserError
 from simpletune.pipeline.encode import PROMPTS
 from simpletune.pipeline.latent_cache import all_finite, free_memory
 from simpletune.system.console import progress
-from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import poll
 from simpletune.text.encoding import Embeddings, TextEncoding
 from simpletune.text.side import PLAIN, TextSide
@@ -81,7 +80,6 @@ class PromptStore:
                         )
                     cache.save(key, parts)
                     advance()
-                    failpoint("text.encoded")
                     poll()
 
     def load(self, prompt: str) -> Embeddings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from simpletune.options import UserError
@@ -57,16 +58,25 @@ def _fetch_checkpoints(store: Store, missing: dict[int, StoredCheckpoint], folde
     say(f"fetch   {store.url}: {in_words(size)}")
     with progress("fetch", sum(len(each.files) for each in missing.values()), "files") as advance:
         for step, stored in sorted(missing.items(), reverse=True):
-            target = checkpoint_folder(folder, step)
             try:
-                with atomic_folder(target, "fetching a checkpoint") as part:
-                    for name in stored.files:
-                        _fetch_file(store, stored, name, part)
-                        advance()
-                        poll()
-                    failpoint("remote.fetched")
+                _fetch_checkpoint(store, stored, checkpoint_folder(folder, step), advance)
             except Damaged as damage:
                 say(f"warning {damage}: the checkpoint of step {step} is left out")
+
+
+def _fetch_checkpoint(store: Store, stored: StoredCheckpoint, target: Path, advance: Callable[[], None]) -> None:
+    """Fetch a checkpoint whole or not at all.
+
+    Raises:
+        Damaged: one of its files is missing or not the one that was uploaded.
+        StoreError: the store does not answer.
+    """
+    with atomic_folder(target, "fetching a checkpoint") as part:
+        for name in stored.files:
+            _fetch_file(store, stored, name, part)
+            advance()
+            poll()
+        failpoint("remote.fetched")
 
 
 class Damaged(StoreError):

@@ -74,6 +74,7 @@ def text_side_of(weights: Weights, stand_ins: StandIns = ()) -> TextSide:
     Raises:
         UserError: a file is damaged, or two embeddings have one token.
     """
+    from simpletune.lora.attach import holds_hypernetwork
     from simpletune.lora.header import open_lora
     from simpletune.system.checksums import sha256_of
     from simpletune.text.side import AppliedText, TextSide
@@ -83,7 +84,7 @@ def text_side_of(weights: Weights, stand_ins: StandIns = ()) -> TextSide:
     loras = [
         AppliedText(str(file), _text_updates(file, digest), scale, digest)
         for file, scale in weights.loras
-        if open_lora(file).text_modules and (digest := sha256_of(file))
+        if not holds_hypernetwork(file) and open_lora(file).text_modules and (digest := sha256_of(file))
     ]
     return TextSide(embeddings, tuple(loras), tuple(each for each in stand_ins if each[0] not in own))
 
