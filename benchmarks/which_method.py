@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-import torch
 from PIL import Image
 
 from benchmarks.quality import (
@@ -38,7 +37,9 @@ from simpletune.config.schema import TrainConfig
 from simpletune.demo import pictures
 from simpletune.drawing.session import InferenceSession
 from simpletune.options import Json
+from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.sample import Request
+from simpletune.pipeline.text_side import load_text_side
 from simpletune.runs.folder import read_summary
 from simpletune.runs.weights import BASE, Weights, result_of
 from simpletune.sheets import grid
@@ -250,7 +251,15 @@ def stepper(config: TrainConfig) -> Callable[[], object]:
     """Load the tiny model with its adapter; return what takes a training step on noise."""
     config = resolve_folders(config)
     config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"warmup_steps": 0})})
-    core = assemble(config, config.model.load_transformer(config.precision, torch.device("cpu")), SingleProcess(CPU))
+    text, caption = (
+        TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache), config.text),
+        "",
+    )
+    if config.text.embeddings is not None:
+        caption = f"a {config.text.embeddings.token} picture"
+    text.fill([caption], CPU)
+    side = load_text_side(config, text, [caption], CPU)
+    core = assemble(config, config.model.load_transformer(config.precision, CPU), SingleProcess(CPU), text=side)
     core.model.train()
     batches = SyntheticBatches(config, core, SIZE).step(0)
     return lambda: core.step(batches)
