@@ -158,7 +158,7 @@ def exchange_seconds(bytes_: int, cards: int, fabric: Fabric) -> float:
 
 
 def predict(job: Job, cards: int, compute: Compute, fabric: Fabric) -> Prediction:
-    """Predict a step on so many cards.
+    """Predict a step on a number of cards.
 
     The exchange begins with the last micro-batch's backward pass; what that does not hide is exposed, and at least the
     last bucket always is. Reading goes on beside the computation.

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from simpletune.config.load import read_config
+from simpletune.config.resolve import resolve_folders
 from simpletune.options import Json, UserError
 from simpletune.runs.folder import read_json_or_none, read_metrics
 
@@ -35,7 +36,7 @@ COMMON = (
 
 
 def measured(method: str, processes: int, passes: int) -> Json:
-    """Train the tiny SD3 on so many processes with one thread each; a step has ``passes`` micro-batches in all.
+    """Train the tiny SD3 in several processes of one thread each; a step has ``passes`` micro-batches in all.
 
     Args:
         method: of ``METHODS``.
@@ -59,14 +60,14 @@ def measured(method: str, processes: int, passes: int) -> Json:
 
 def exchange_of(method: str, processes: int) -> Json:
     """Measure an all-reduce of the gradients of ``METHODS`` among processes, with gloo over this machine's loopback."""
-    config = read_config(Path("demo"), [*METHODS[method], *COMMON], needs_data=False)[0]
+    config = resolve_folders(read_config(Path("demo"), [*METHODS[method], *COMMON], needs_data=False)[0])
     bytes_ = 4 * config.adapter.trainable(config.model.known_shapes())
     said = launch(["-m", "benchmarks.measured_scaling", str(bytes_)], processes)
     return {"processes": processes, "bytes": bytes_, "seconds": json.loads(said.splitlines()[-1])["seconds"]}
 
 
 def launch(words: list[str], processes: int) -> str:
-    """Run Python in so many processes that train together, as a launcher does; what the first one says.
+    """Run Python in several processes that train together, as a launcher does, and return what the first one prints.
 
     Raises:
         UserError: a process failed.
@@ -89,7 +90,7 @@ def launch(words: list[str], processes: int) -> str:
 
 
 def main() -> None:
-    """One process of an exchange: the median seconds of an all-reduce of so many bytes."""
+    """One process of an exchange: the median seconds of an all-reduce of ``bytes_`` bytes."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     tensor = torch.ones(int(sys.argv[1]) // 4)

@@ -71,7 +71,7 @@ def update_of(rows: Mapping[int, Json]) -> float:
 
 
 def key(name: str, plan: Plan, cards: int) -> str:
-    """The row of a plan on so many cards."""
+    """The row of a plan for a number of cards."""
     return f"{name}, {cards} {plan.card}"
 
 

@@ -53,7 +53,7 @@ class Share:
         return place_of(key) * self.of // PLACES
 
     def count(self, keys: int) -> int:
-        """About how many of so many keys each process encodes; at least 1."""
+        """Return about how many of ``keys`` keys each process encodes; at least 1."""
         return -(-keys // self.of) or 1
 
 

@@ -5,8 +5,9 @@ Several processes divide prompts and pictures by the hash of what their files de
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,52 @@ from simpletune.system.stage_timer import StageTimer
 from simpletune.text.inputs import TextInputs, Tokens
 from simpletune.text.option import NO_TEXT, Text
 
+Parts = Mapping[str, Tensor]  # an encoder's outputs for a prompt
 PROMPTS = 512  # claimed together, for each of which the layers of T5 are loaded once
 NOT_FINITE = (
     "Its weights may be damaged, or overflow in this precision. Download it again, or use precision.compute=fp32"
 )
+
+
+def encode_prompts(
+    cache: Cache,
+    encoder: str,
+    missing: Mapping[str, str],
+    outputs: Callable[[list[str]], Iterable[Parts]],
+    failure: tuple[str, str],
+    share: Share = ALONE,
+) -> set[str]:
+    """Encode prompts with one encoder into its cache.
+
+    Args:
+        cache: of the encoder.
+        encoder: its name.
+        missing: the prompts by their keys.
+        outputs: encodes prompts.
+        failure: what the prompts are called, and the remedy, for the message if an embedding is not finite.
+        share: what this process encodes first, if others fill the cache too.
+
+    Returns:
+        The prompts that no other process has encoded.
+
+    Raises:
+        UserError: an embedding is not finite.
+    """
+    encoded, (noun, remedy) = set[str](), failure
+    with progress(f"text  {encoder}", share.count(len(missing)), "prompts") as advance:
+        for keys in cache.claimed(missing, share, PROMPTS):
+            for key, parts in zip(keys, outputs([missing[key] for key in keys]), strict=True):
+                prompt = missing[key]
+                if not all_finite(parts.values()):
+                    raise UserError(
+                        f"{encoder} encodes the {noun} {prompt[:80]!r} to NaN or infinity. {remedy}", code=4
+                    )
+                cache.save(key, parts)
+                encoded.add(prompt)
+                advance()
+                failpoint("text.encoded")
+                poll()
+    return encoded
 
 
 class TextCache:
@@ -92,19 +135,9 @@ class TextCache:
         Raises:
             UserError: an embedding is not finite.
         """
-        encoded, cache = set[str](), self.caches[encoder.name]
-        with progress(f"text  {encoder.name}", share.count(len(missing)), "prompts") as advance:
-            for prompts in cache.claimed(missing, share, PROMPTS):
-                for prompt, parts in zip(prompts, self.prompts.encode(encoder, prompts, device), strict=True):
-                    if not all_finite(parts.values()):
-                        said = f"{encoder.name} encodes the caption {prompt[:80]!r} to NaN or infinity."
-                        raise UserError(f"{said} {NOT_FINITE}", code=4)
-                    cache.save(prompt, parts)
-                    encoded.add(prompt)
-                    advance()
-                    failpoint("text.encoded")
-                    poll()
-        return encoded
+        by_key = {prompt: prompt for prompt in missing}
+        outputs = partial(self.prompts.encode, encoder, device=device)
+        return encode_prompts(self.caches[encoder.name], encoder.name, by_key, outputs, ("caption", NOT_FINITE), share)
 
     def load(self, prompt: str) -> tuple[Tensor, Tensor]:
         """Load (prompt_embeds [t, e], pooled [p]) of one prompt."""

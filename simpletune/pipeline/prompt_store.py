@@ -7,20 +7,19 @@ a digest of the vectors and updates that it was encoded with, so that no encodin
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from simpletune.data.cache import Cache
 from simpletune.families import Model
-from simpletune.models.prompts import Encoder
-from simpletune.options import UserError
-from simpletune.pipeline.encode import PROMPTS
-from simpletune.pipeline.latent_cache import all_finite, free_memory
-from simpletune.system.console import progress
-from simpletune.system.signals import poll
+from simpletune.pipeline.encode import encode_prompts
+from simpletune.pipeline.latent_cache import free_memory
 from simpletune.text.encoding import Embeddings, TextEncoding
 from simpletune.text.side import PLAIN, TextSide
+
+NOT_FINITE = "Its weights or a LoRA's may be damaged, or overflow in this precision. Use precision.compute=fp32"
 
 
 class PromptStore:
@@ -54,33 +53,10 @@ class PromptStore:
             missing = {key: keys[key] for key in cache.lacking(keys)}
             if not missing:
                 continue
-            self._encode(encoder, missing, device)
-            encoded |= set(missing.values())
+            outputs = partial(self.encoding.encode, encoder, device=device)
+            encoded |= encode_prompts(cache, encoder.name, missing, outputs, ("prompt", NOT_FINITE))
             free_memory(device)
         return len(encoded)
-
-    def _encode(self, encoder: Encoder, missing: dict[str, str], device: torch.device) -> None:
-        """Encode prompts by key with one encoder.
-
-        Raises:
-            UserError: an embedding is not finite.
-        """
-        cache = self.caches[encoder.name]
-        with progress(f"text  {encoder.name}", len(missing), "prompts") as advance:
-            for keys in cache.claimed(missing, together=PROMPTS):
-                prompts = [missing[key] for key in keys]
-                for key, prompt, parts in zip(
-                    keys, prompts, self.encoding.encode(encoder, prompts, device), strict=True
-                ):
-                    if not all_finite(parts.values()):
-                        raise UserError(
-                            f"{encoder.name} encodes the prompt {prompt[:80]!r} to NaN or infinity. Its weights or a "
-                            "LoRA's may be damaged, or overflow in this precision. Use precision.compute=fp32",
-                            code=4,
-                        )
-                    cache.save(key, parts)
-                    advance()
-                    poll()
 
     def load(self, prompt: str) -> Embeddings:
         """Load (prompt_embeds [t, e], pooled [p]) of one prompt."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from simpletune.options import UserError
 from simpletune.remote.index import INDEX, Index, StoredCheckpoint
-from simpletune.remote.link import linked_run
+from simpletune.remote.link import require_same_run
 from simpletune.remote.store import Store, StoreError
 from simpletune.remote.upload import LEFT_OUT
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
@@ -35,12 +36,8 @@ def fetch(store: Store, index: Index, folder: Path) -> None:
         UserError: the folder here belongs to another run, or no stored checkpoint is intact.
         StoreError: the store does not answer.
     """
+    require_same_run(folder, store.url, index.run)
     here = [step for step, _ in list_checkpoints(folder)]
-    if here and linked_run(folder) != index.run:
-        raise UserError(
-            f"--resume: {folder} is not the run that {store.url} holds. Move the folder away to continue the stored "
-            "one, or give this run another name: name=..."
-        )
     missing = {step: each for step, each in index.checkpoints.items() if step not in here}
     if not missing or (here and here[-1] >= max(index.checkpoints)):
         return
@@ -91,23 +88,21 @@ def _fetch_file(store: Store, stored: StoredCheckpoint, name: str, folder: Path)
         StoreError: the store does not answer.
     """
     known, key = stored.files[name], f"{stored.folder}/{name}"
-    failure: StoreError | None = None
-    for _ in range(ATTEMPTS):
-        try:
-            store.fetch(key, folder / name, known.size)
-        except StoreError as error:
-            failure = error
-            continue
-        if sha256_of(folder / name) == known.sha256:
-            return
-        failure = Damaged(f"{store.url}/{key} is damaged (its checksum does not match)")
-    there = store.keys(f"{stored.folder}/")  # raises if the store does not answer at all
-    if key not in there:
-        raise Damaged(f"{store.url}/{key} is missing")
-    if there[key] != known.size:
-        raise Damaged(f"{store.url}/{key} has {there[key]} bytes instead of {known.size}")
-    assert failure is not None
-    raise failure
+
+    def fetch_and_check() -> None:
+        store.fetch(key, folder / name, known.size)
+        if sha256_of(folder / name) != known.sha256:
+            raise Damaged(f"{store.url}/{key} is damaged (its checksum does not match)")
+
+    try:
+        _repeated(fetch_and_check)
+    except StoreError:
+        there = store.keys(f"{stored.folder}/")  # raises if the store does not answer at all
+        if key not in there:
+            raise Damaged(f"{store.url}/{key} is missing") from None
+        if there[key] != known.size:
+            raise Damaged(f"{store.url}/{key} has {there[key]} bytes instead of {known.size}") from None
+        raise
 
 
 def _fetch_files(store: Store, folder: Path) -> None:
@@ -116,11 +111,19 @@ def _fetch_files(store: Store, folder: Path) -> None:
         parts = key.split("/")
         if parts[0] in (*LEFT_OUT, INDEX) or any(part in ("", ".", "..") for part in parts):
             continue
-        for attempt in range(ATTEMPTS):
-            try:
-                store.fetch(key, folder / key, size)
-                break
-            except StoreError:
-                if attempt == ATTEMPTS - 1:
-                    raise
+        _repeated(partial(store.fetch, key, folder / key, size))
         poll()
+
+
+def _repeated(call: Callable[[], None]) -> None:
+    """Do something up to ``ATTEMPTS`` times, until it succeeds.
+
+    Raises:
+        StoreError: the last failure.
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return call()
+        except StoreError:
+            continue
+    return call()

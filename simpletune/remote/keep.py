@@ -13,10 +13,9 @@ from simpletune.config.schema import TrainConfig, run_folder, run_url
 from simpletune.options import UserError
 from simpletune.remote.fetch import fetch
 from simpletune.remote.index import Index, read_index, stored_words, take
-from simpletune.remote.link import link, linked_run
+from simpletune.remote.link import link, require_same_run
 from simpletune.remote.store import Store, StoreError
 from simpletune.remote.upload import Uploader
-from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.system.console import say
 from simpletune.system.locks import wait_for_lock
 from simpletune.system.processes import is_first_process
@@ -64,8 +63,7 @@ def kept_in_store(config: TrainConfig, resume: str | None) -> Iterator[Saves]:
         yield OnlyHere()
         return
     index, tag = owned
-    uploader = Uploader(store, folder, index, tag, config.checkpoint)
-    with uploader:
+    with Uploader(store, folder, index, tag, config.checkpoint) as uploader:
         yield uploader
 
 
@@ -94,8 +92,6 @@ def _owned(store: Store, folder: Path, stored: Index | None, resume: str | None)
             f"output.runs: {store.url} already holds a run ({stored_words(stored)}). Use --resume auto to continue it, "
             "or give this run another name: name=..."
         )
-    if stored.checkpoints and list_checkpoints(folder) and linked_run(folder) != stored.run:
-        raise UserError(
-            f"--resume: {folder} is not the run that {store.url} holds. Give this run another name: name=..."
-        )
+    if stored.checkpoints:
+        require_same_run(folder, store.url, stored.run)
     return Index(run=stored.run, owner=owner, machine=machine, checkpoints=stored.checkpoints)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from simpletune.options import UserError
+from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import REMOTE
 from simpletune.system.atomic import write_json
 
@@ -15,6 +17,19 @@ def linked_run(folder: Path) -> str | None:
         return str(json.loads((folder / REMOTE).read_text(encoding="utf-8"))["run"])
     except (OSError, ValueError, KeyError, TypeError):  # without a sound record it belongs to none
         return None
+
+
+def require_same_run(folder: Path, url: str, run: str) -> None:
+    """Check that a folder with checkpoints belongs to a stored run.
+
+    Raises:
+        UserError: it belongs to another run, or to none.
+    """
+    if list_checkpoints(folder) and linked_run(folder) != run:
+        raise UserError(
+            f"--resume: {folder} is not the run that {url} holds. Move the folder away to continue the stored one, or "
+            "give this run another name: name=..."
+        )
 
 
 def link(folder: Path, url: str, run: str) -> None:

@@ -167,7 +167,7 @@ class Uploader:
             except LostRun as lost:
                 self._done(lost)
                 return
-            except Exception as error:  # no failed upload may fail a run; it is said and tried again
+            except Exception as error:  # no failed upload may fail a run; it is reported and tried again
                 if self._failure is None and not self._ends:
                     say(f"warning {error}. Training continues, and the upload is tried again")
                 self._failed(error, job, pause)
@@ -175,9 +175,9 @@ class Uploader:
             else:
                 if self._failure is not None:
                     say(f"upload  {self.store.url} takes files again")
+                self.seconds += time.monotonic() - began
                 self._done(None)
                 pause = AGAIN
-            self.seconds += time.monotonic() - began
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -211,10 +211,9 @@ class Uploader:
         self._upload_files()
         checkpoints = dict(self.index.checkpoints)
         if job.step is not None and job.staged is not None:
-            earlier = {step: each for step, each in checkpoints.items() if step <= job.step}
-            checkpoints = (
-                earlier if job.step in earlier else earlier | {job.step: self._upload_checkpoint(job.step, job.staged)}
-            )
+            checkpoints = {step: each for step, each in checkpoints.items() if step <= job.step}
+            if job.step not in checkpoints:
+                checkpoints[job.step] = self._upload_checkpoint(job.step, job.staged)
         best = best_step(self.folder)
         stay = {*self.keeps.kept(sorted(checkpoints)), best}
         kept = {known: each for known, each in sorted(checkpoints.items()) if known in stay}

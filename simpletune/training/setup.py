@@ -161,7 +161,7 @@ def fit_memory(
     """Resolve the ``auto`` values of ``memory`` and of the batch size; a resumed run keeps its earlier choices.
 
     Raises:
-        ConfigError: so many processes cannot share a step of this size.
+        ConfigError: there are too many processes for a step of this size.
     """
     device, processes = accelerator.device, accelerator.num_processes
     before = {**saved.config.get("memory", {}), **chosen_before(config)} if saved else {}
