@@ -61,6 +61,7 @@ def report_of(config: TrainConfig, *, whole: bool, monkeypatch: pytest.MonkeyPat
             patch.setattr(fake, "RESULTS", Whole())
             patch.setattr(equal_blocks, "_counted", lambda block: block.forward)
             patch.setattr(simulate, "count_equal_updates", lambda optimizer: None)
+            patch.setattr(simulate, "count_equal_passes", lambda core, recorder: None)
         found = _stored(simulate_parts(config, None, (8, 9)))
     found["train"]["seconds"] = 0
     return found

@@ -13,7 +13,7 @@ would fetch the weights again, and a weight still pointing at a slot would silen
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,11 +31,12 @@ POISON = 255  # a byte that makes NaN in every floating type
 class Slot:
     """A device buffer for one block at a time."""
 
-    def __init__(self, nbytes: int, device: torch.device):
-        self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def __init__(self, homes: Mapping[int, HostBlock], device: torch.device):
+        size = max((home.nbytes for home in homes.values()), default=0)
+        self.flat = torch.empty(size, dtype=torch.uint8, device=device)
+        self.views = {index: home.views(self.flat) for index, home in homes.items()}
         self.holds: int | None = None
         self.filled: CopyEvent = None
-        self.views: dict[int, list[Tensor]] = {}
 
 
 class BlockOffload:
@@ -71,8 +72,7 @@ class BlockOffload:
             for parameter in blocks[index].parameters():
                 if id(parameter) in shared or (parameter.requires_grad and not trained):
                     parameter.data = parameter.data.to(device)  # the adapter's, created next to weights on the host
-        size = max((home.nbytes for home in self.homes.values()), default=0)
-        self._slots = [Slot(size, device) for _ in range(SLOTS)]
+        self._slots = [Slot(self.homes, device) for _ in range(SLOTS)]
         accounting.register([slot.flat for slot in self._slots], "weights")
         self._streams = {id(tensor): index for index, home in self.homes.items() for tensor in home.tensors}
         self._current: int | None = None
@@ -135,12 +135,23 @@ class BlockOffload:
             if isinstance(value, Tensor) and value.nbytes >= SMALL_STATE:
                 state[name] = value.to(self.device, non_blocking=True, copy=True)
         yield
-        with torch.no_grad():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.nbytes >= SMALL_STATE:
-                    state[name] = self._state_home(parameter, name, value).copy_(value, non_blocking=True)
+        self.keep_state(parameter, state)
         home, value = self.homes[index].value_of(parameter), parameter.detach()
         self._written = self._out.run(lambda: home.copy_(value, non_blocking=True), [self._out.mark()])
+
+    @torch.no_grad()
+    def keep_state(self, parameter: nn.Parameter, state: dict[str, object]) -> None:
+        """Move a streamed parameter's optimizer state to host memory; does nothing for one that is not streamed.
+
+        Args:
+            parameter: the parameter.
+            state: ``optimizer.state[parameter]``, changed in place.
+        """
+        if id(parameter) not in self._streams:
+            return
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.nbytes >= SMALL_STATE:
+                state[name] = self._state_home(parameter, name, value).copy_(value, non_blocking=True)
 
     def _state_home(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
         key = (id(parameter), name)
@@ -187,8 +198,6 @@ class BlockOffload:
             The slot.
         """
         home = self.homes[index]
-        if index not in slot.views:
-            slot.views[index] = home.views(slot.flat)
         after = [self._in.mark(), self._written]
         slot.filled = self._in.run(lambda: slot.flat[: home.nbytes].copy_(home.flat, non_blocking=True), after)
         slot.holds = index

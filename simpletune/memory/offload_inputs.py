@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class OffloadedInput:
 
     host: Tensor
     device: torch.device
-    before: WeakSet[OffloadedInput]
+    before: WeakValueDictionary[int, OffloadedInput]
     back: tuple[Tensor, CopyEvent] | None = None
     spent: bool = False
 
@@ -53,8 +53,8 @@ class CheckpointInputOffload:
         self._copies = copies_for(device) if copies is None else copies
         self._spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         self._leaving: list[tuple[Tensor, Tensor, CopyEvent]] = []
-        self._block: WeakSet[OffloadedInput] = WeakSet()
-        self._before: WeakSet[OffloadedInput] = WeakSet()
+        self._block: WeakValueDictionary[int, OffloadedInput] = WeakValueDictionary()
+        self._before: WeakValueDictionary[int, OffloadedInput] = WeakValueDictionary()
         self.host_bytes = 0
         """Host memory allocated so far."""
 
@@ -62,7 +62,7 @@ class CheckpointInputOffload:
     def offloading(self) -> Iterator[None]:
         """Offload the tensors that one block's checkpoint saves in this context."""
         self._let_go()
-        self._before, self._block = self._block, WeakSet()
+        self._before, self._block = self._block, WeakValueDictionary()
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -80,7 +80,7 @@ class CheckpointInputOffload:
         sent = self._copies.run(lambda: host.copy_(source, non_blocking=True), [self._copies.mark()])
         self._leaving.append((source, host, sent))  # its memory must not be reused during the copy
         offloaded = OffloadedInput(host, source.device, self._before)
-        self._block.add(offloaded)
+        self._block[len(self._leaving)] = offloaded
         return offloaded
 
     def _unpack(self, offloaded: Tensor | OffloadedInput) -> Tensor:
@@ -95,7 +95,7 @@ class CheckpointInputOffload:
         self._copies.wait(arrived)
         offloaded.back, offloaded.spent = None, True
         self._spare[offloaded.host.shape, offloaded.host.dtype].append(offloaded.host)
-        for earlier in offloaded.before:
+        for earlier in offloaded.before.values():
             self._fetch(earlier)
         return tensor
 

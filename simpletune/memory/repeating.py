@@ -46,10 +46,35 @@ class Watched:
     work: object = None
 
 
+@dataclass
+class Peaks:
+    """The largest snapshots of a part of a simulation.
+
+    Args:
+        peak: of all phases.
+        by_phase: of each phase.
+    """
+
+    peak: MemorySnapshot = field(default_factory=MemorySnapshot)
+    by_phase: dict[str, MemorySnapshot] = field(default_factory=dict)
+
+    def with_more(self, kind: str, size: int) -> Peaks:
+        """The same with more bytes of a kind allocated throughout."""
+        by_phase = {name: _with_more(each, kind, size) for name, each in self.by_phase.items()}
+        return Peaks(_with_more(self.peak, kind, size), by_phase)
+
+
+def _with_more(snapshot: MemorySnapshot, kind: str, size: int) -> MemorySnapshot:
+    by_kind = {**snapshot.by_kind, kind: snapshot.by_kind.get(kind, 0) + size}
+    return MemorySnapshot(snapshot.bytes + size, by_kind, snapshot.phase, snapshot.module)
+
+
 class Repeating:
     """What an accounting does to count parts again. It counts live bytes by kind in ``_bytes``."""
 
     _bytes: Counter[str]
+    peak: MemorySnapshot
+    peaks: dict[str, MemorySnapshot]
     snapshots: list[MemorySnapshot] | None
     observer: object
 
@@ -87,6 +112,24 @@ class Repeating:
             watched.allocated = Counter({kind: by_kind.get(kind, 0) - watched.begin[kind] for kind in kinds})
         watched.left = sum(self._bytes.values()) - sum(watched.begin.values())
         watched.work = None if self.repeats is None else self.repeats.seen_since(begin)
+
+    @contextmanager
+    def apart(self) -> Iterator[Peaks]:
+        """Find the largest snapshots in this context by themselves; afterwards they count like all others."""
+        found, whole = Peaks(), Peaks(self.peak, self.peaks)
+        self.peak, self.peaks = found.peak, found.by_phase
+        try:
+            yield found
+        finally:
+            found.peak = self.peak
+            self.peak, self.peaks = whole.peak, whole.by_phase
+            self.include(found)
+
+    def include(self, found: Peaks) -> None:
+        """Count the largest snapshots of a part."""
+        for name, snapshot in found.by_phase.items():
+            self.peaks[name] = max(snapshot, self.peaks.get(name, snapshot), key=lambda each: each.bytes)
+        self.peak = max(found.peak, self.peak, key=lambda each: each.bytes)
 
     def repeat(self, allocated: Mapping[str, int], work: object) -> None:
         """Count a part again.

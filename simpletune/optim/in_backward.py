@@ -8,29 +8,25 @@ its uses have contributed to the gradient and finished with the weight, so the u
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from contextlib import nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from simpletune.optim.loss_scale import LossScale, undone_if
-from simpletune.optim.optimizer import State
-from simpletune.optim.rounding import RoundedOptimizer
+from simpletune.optim.rounding import RoundedOptimizer, Streaming
 
 
 def clip_each(parameters: Iterable[nn.Parameter], norm: float) -> None:
     """Clip each parameter's gradient to a norm separately; skips parameters without a gradient."""
     for parameter in parameters:
         if parameter.grad is not None:
-            torch.nn.utils.clip_grad_norm_([parameter], norm)
+            torch.nn.utils.clip_grads_with_norm_([parameter], norm, norm_of(parameter.grad))
 
 
-class Streaming(Protocol):
-    """Moves parameters between host and device."""
-
-    def updating(self, parameter: nn.Parameter, state: State) -> AbstractContextManager[None]:
-        """Surround the update of one parameter: bring its optimizer state to the device, then send it back."""
+def norm_of(gradient: Tensor) -> Tensor:
+    """The norm of a gradient, summed in fp32."""
+    return torch.linalg.vector_norm(gradient, dtype=torch.float32)
 
 
 def step_in_backward(
@@ -55,13 +51,14 @@ def step_in_backward(
         assert gradient is not None
         if scale is not None:
             scale.unscale([gradient])
-        norm = optimizer.norms[parameter] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        norm = optimizer.norms[parameter] = norm_of(gradient)
         if clip_norm is not None:
-            clip_each([parameter], clip_norm)
+            torch.nn.utils.clip_grads_with_norm_([parameter], clip_norm, norm)
         with nullcontext() if streamed is None else streamed.updating(parameter, optimizer.state[parameter]):
             with nullcontext() if scale is None else undone_if(~norm.isfinite(), optimizer, [parameter]):
                 optimizer.update(parameter)
         parameter.grad = None
 
+    optimizer.streaming = streamed
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.register_post_accumulate_grad_hook(take)

@@ -10,13 +10,15 @@ updates, on grouping, on whether the update runs in the backward pass, or on the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from simpletune.optim.bf16_updates import cut, round_into
-from simpletune.optim.optimizer import BeginsSteps, begin_step
+from simpletune.optim.optimizer import BeginsSteps, State, begin_step
 from simpletune.system.rng import key_of
 
 GROUP = 1 << 22
@@ -52,6 +54,16 @@ def buffer_of(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     ends = list(accumulate(map(padded, tensors), initial=0))
     flat = torch.empty(ends[-1], dtype=torch.float32, device=tensors[0].device)
     return flat, [flat.as_strided(t.shape, t.stride(), begin) for t, begin in zip(tensors, ends, strict=False)]
+
+
+class Streaming(Protocol):
+    """Moves parameters between host and device."""
+
+    def updating(self, parameter: nn.Parameter, state: State) -> AbstractContextManager[None]:
+        """Surround the update of one parameter: bring its optimizer state to the device, then send it back."""
+
+    def keep_state(self, parameter: nn.Parameter, state: State) -> None:
+        """Move the optimizer state of a parameter to where it stays between updates."""
 
 
 class RoundedOptimizer(torch.optim.Optimizer):
@@ -95,6 +107,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._generators: dict[torch.device, torch.Generator] = {}
         self.norms: dict[nn.Parameter, Tensor] = {}  # norms of gradients freed in the backward pass
+        self.streaming: Streaming | None = None  # moves parameters that are updated in the backward pass
         super().__init__(parameters, dict(self._inner[0].defaults) | {"draws": None})
         for parameter, shell, inner in zip(parameters, self._shells, self._inner, strict=True):
             self.state[parameter] = inner.state[shell]  # shared dictionary: state saves and loads in place

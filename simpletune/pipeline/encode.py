@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +135,10 @@ class TextCache:
             UserError: an embedding is not finite.
         """
         by_key = {prompt: prompt for prompt in missing}
-        outputs = partial(self.prompts.encode, encoder, device=device)
+
+        def outputs(prompts: list[str]) -> Iterable[Parts]:
+            return self.prompts.encode(encoder, prompts, device)
+
         return encode_prompts(self.caches[encoder.name], encoder.name, by_key, outputs, ("caption", NOT_FINITE), share)
 
     def load(self, prompt: str) -> tuple[Tensor, Tensor]:

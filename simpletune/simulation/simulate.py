@@ -25,8 +25,10 @@ from simpletune.memory.snapshot import HOST, MemorySnapshot
 from simpletune.models.buckets import Size
 from simpletune.models.model_config import Shape
 from simpletune.models.transformer import Transformer, units_of
+from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.pipeline.load import empty_base
 from simpletune.pipeline.text_side import empty_text_side
+from simpletune.simulation.equal_passes import count_equal_passes
 from simpletune.simulation.equal_updates import count_equal_updates
 from simpletune.speed import Kernel
 from simpletune.step.core import StepCore, assemble, average_of
@@ -181,11 +183,9 @@ def take_steps(
     if recorder is None or recorder.cuda:
         take_cuda_paths(core.optimizer)
     count_equal_updates(core.optimizer)
+    count_equal_passes(core, recorder)
     register_trained(accounting, transformer, base)
-    updates_stream = config.memory.resident_blocks is not None and config.adapter.trains_base
-    steps = 2 if updates_stream else 1
-    if not updates_stream:
-        make_states(accounting, core)
+    make_states(accounting, core)
     with accounting.allocating("optimizer"):
         average = average_of(config, transformer, core.optimizer)
     accounting.forget_peak()
@@ -193,11 +193,10 @@ def take_steps(
     transformer.train()
     synthetic = SyntheticBatches(config, core, size)
     with recorder.watching(accounting) if recorder else nullcontext():
-        for step in range(steps):
-            accounting.forget_snapshots()
-            if recorder is not None:
-                recorder.begin_step()
-            take_step(accounting, SimulatedRun(core, synthetic, average), step, recorder)
+        accounting.forget_snapshots()
+        if recorder is not None:
+            recorder.begin_step()
+        take_step(accounting, SimulatedRun(core, synthetic, average), recorder)
     for hook in hooks:
         hook.remove()
     report = StepReport(
@@ -215,11 +214,11 @@ def take_steps(
     return report, SimulatedRun(core, synthetic, average)
 
 
-def take_step(accounting: Accounting, run: SimulatedRun, step: int, recorder: Recorder | None) -> None:
+def take_step(accounting: Accounting, run: SimulatedRun, recorder: Recorder | None) -> None:
     """Take one step of a simulated run."""
     modulation = run.core.modulation
     with recorder.shared_by(modulation.window) if recorder and modulation else nullcontext():
-        batches = run.batches.step(step)
+        batches = run.batches.step(0)
     tensors = [tensor for batch in batches for tensor in batch_tensors(batch)]
     if recorder is not None:
         recorder.begin_work(tensors)
@@ -238,16 +237,16 @@ def simulated_attention(config: TrainConfig) -> Kernel:
 
 
 def make_states(accounting: Accounting, core: StepCore) -> None:
-    """Create the optimizer states as a first update would, so that one simulated step includes them.
-
-    If trained weights are streamed, only a backward pass can create the states: they live on the host beside the
-    weights.
-    """
+    """Create the optimizer states as a first update would, so that one simulated step includes them; those of streamed
+    weights in host memory."""
     with accounting.allocating("optimizer"):
         for parameter in core.parameters:
             parameter.grad = torch.zeros_like(parameter)
         core.optimizer.step()
         core.optimizer.zero_grad(set_to_none=True)
+        if isinstance(core.optimizer, RoundedOptimizer) and core.optimizer.streaming is not None:
+            for parameter in core.parameters:
+                core.optimizer.streaming.keep_state(parameter, core.optimizer.state[parameter])
     accounting.register(host_counters(core.optimizer), HOST)
 
 
