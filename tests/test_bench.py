@@ -103,6 +103,7 @@ def test_the_quality_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: 
         assert picture.height > 2 * 64
 
 
+@pytest.mark.slow
 def test_the_grid_of_priors_compares_with_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = "prior.prompt=figure"
     monkeypatch.setattr(prior, "ROWS", {"without": [], "kept": ["prior.method=base_prediction", named]})
@@ -220,6 +221,7 @@ def test_a_file_of_prices_needs_dates_and_sources(text: str, message: str, tmp_p
         prices.gathered([], tmp_path / "prices.json")
 
 
+@pytest.mark.slow
 def test_int8_products_are_measured_beside_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8, "LAYERS", {"small": (64, 48)})
     monkeypatch.setattr(int8, "STEPS", 2)

@@ -64,6 +64,7 @@ def test_no_row_downloads_the_gated_model(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert config.model.known_config() and config.model.text_tokens > 0 and Path(config.data.path).is_dir()
 
 
+@pytest.mark.slow
 def test_the_grid_goes_on_where_it_stopped_and_its_figures_agree(tmp_path: Path, monkeypatch) -> None:
     wanted = {name: speed_rows.demo_grid()[name] for name in ("diffusers, LoRA", "LoRA int8", "full bf16")}
     few = {

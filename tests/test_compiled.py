@@ -100,7 +100,9 @@ def test_many_shapes_few_graphs_and_an_exact_resume(
             {"precision": {"weights": "nf4", "rotation": "hadamard"}}, id="rotated nf4", marks=pytest.mark.slow
         ),
         pytest.param(
-            {"memory": {"checkpointing": "all", "resident_blocks": 2, "offload_checkpoint_inputs": True}}, id="streamed"
+            {"memory": {"checkpointing": "all", "resident_blocks": 2, "offload_checkpoint_inputs": True}},
+            id="streamed",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"adapter": {"method": "full"}, "memory": {"checkpointing": "all"}}, id="full", marks=pytest.mark.slow

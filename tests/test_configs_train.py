@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_sd15
+from slow_cases import slow_but
 
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config
@@ -17,6 +18,12 @@ from simpletune.training.loop import train
 ROOT = Path(__file__).resolve().parent.parent
 TRACED = "demo.json"  # one has a trace: what profiling adds is the same for all
 FILES = sorted(file for file in (ROOT / "configs").glob("*.json") if file.name != "schema.json")
+FAST = (  # one of each family and method, of each optimizer and lever of the profiles
+    "demo", "demo_embeddings", "demo_full", "demo_subject", "sd15_dreambooth_full", "sd15_lora", "sd2_from_scratch_256",
+    "sd35_large_lora_8gb", "sd35_medium_full_8gb", "sd3_from_scratch_256", "sd3_medium_dora", "sd3_medium_full_8gb",
+    "sd3_medium_dreambooth_lora", "sd3_medium_lokr", "sd3_medium_lora_4gb", "sd3_medium_partial",
+    "sd3_medium_study_lora_r16", "tiny_sd3_from_scratch",
+)  # fmt: skip
 
 
 def for_one_block(file: Path) -> list[str]:
@@ -56,7 +63,9 @@ def captions(file: Path) -> list[str]:
     return [f"data.prompt=a {embeddings['token']} picture"] if embeddings else []
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", slow_but([ROOT / "configs" / f"{name}.json" for name in FAST], FILES), ids=lambda file: file.name
+)
 def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_unet: Path) -> None:
     overrides = [
         *tiny_model(file, tiny_config, tiny_unet), "device=cpu",

@@ -284,7 +284,11 @@ def test_every_damage_of_every_file_is_answered_in_words(
 
 @pytest.mark.parametrize(
     ("command", "only"),
-    [("train", r"\.json$|samples$|checkpoints$|lock$"), ("report", r"\.jsonl?$"), ("export", "config")],
+    [
+        pytest.param("train", r"\.json$|samples$|checkpoints$|lock$", marks=pytest.mark.slow),
+        ("report", r"\.jsonl?$"),
+        ("export", "config"),
+    ],
 )
 def test_a_folder_in_a_file_s_place_is_answered_in_words(
     origin: Place, tmp_path: Path, command: str, only: str

@@ -473,6 +473,7 @@ def test_problems_end_it_with_1(
     assert "no/such/folder.txt cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_doctor_on_this_machine(offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole of it, with fewer steps; this machine may lack anything, but every question has an answer."""
     main(["doctor", "--steps", "2"])

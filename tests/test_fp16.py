@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -262,7 +263,7 @@ LEVERS = {
 
 
 @pytest.mark.usefixtures("huge_scale")
-@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("lever", slow_but(["accumulation", "skip", "8-bit"], LEVERS))
 def test_steps_that_overflow_are_undone_counted_and_repeatable(
     lever: str, run: Callable[..., Path], capsys: pytest.CaptureFixture
 ) -> None:
@@ -350,7 +351,9 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(("more", "start"), [("plain", 2), ("streamed", 1), ("plan", 1), ("full", 1)])
+@pytest.mark.parametrize(
+    ("more", "start"), slow_but([("streamed", 1)], [("plain", 2), ("streamed", 1), ("plan", 1), ("full", 1)])
+)
 def test_resuming_repeats_when_a_block_becomes_fp32(
     more: str, start: int, between_blocks: Path, run: Callable[..., Path]
 ) -> None:
@@ -408,7 +411,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "method", "tolerance"),
     [
-        ("int8", "lora", 1e-3),
+        pytest.param("int8", "lora", 1e-3, marks=slow),
         pytest.param("nf4", "lora", 1e-3, marks=slow),
         pytest.param("fp32", "full", 1e-2, marks=slow),  # four steps at a learning rate for LoRA
     ],

@@ -6,12 +6,14 @@ import copy
 import json
 import math
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from slow_cases import slow_but
 from torch import nn
 
 from simpletune.config.load import validate
@@ -104,8 +106,9 @@ def test_clipped_one_by_one_the_steps_are_the_same_too(tiny_config: dict) -> Non
     assert norms[1] == pytest.approx(norms[0], rel=1e-5) and min(norms[1]) > 0
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("second", [True, False], ids=["on-on", "on-off"])
+@pytest.mark.parametrize(
+    "second, optimizer", slow_but([(True, "adamw8bit"), (False, "adamw")], product((True, False), OPTIMIZERS))
+)
 def test_resumes_bit_for_bit_with_the_lever_on_or_off(second: bool, optimizer: str, tiny_config: dict) -> None:
     changes = {"optimizer": {"name": optimizer, "lr": 1e-3}}
     whole = train(validate(make(tiny_config, True, "whole", "full", "bf16", **changes), "test"))

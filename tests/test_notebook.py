@@ -85,6 +85,7 @@ def run_all(monkeypatch: pytest.MonkeyPatch, pictures: Path, shown: list[Path], 
         assert "pytorch_lora_weights.safetensors" in archive.namelist() and archive.testzip() is None
 
 
+@pytest.mark.slow
 def test_the_cells_run_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, my_pictures: Path, shown: list[Path]
 ) -> None:

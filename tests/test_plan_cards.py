@@ -58,7 +58,7 @@ def brute_force(config: TrainConfig, card: Card) -> Choice | None:
 @pytest.mark.parametrize(
     ("method", "mib"),
     [
-        ("full", 1100),
+        pytest.param("full", 1100, marks=pytest.mark.slow),
         *(pytest.param("full", mib, marks=pytest.mark.slow) for mib in range(700, 3000, 150)),
         *(pytest.param("lora", mib, marks=pytest.mark.slow) for mib in range(700, 3000, 150)),
     ],

@@ -16,6 +16,7 @@ import pytest
 import torch
 from documented import NOT_RUN, PAGES, Command, commands, inline_verbs
 from PIL import Image
+from slow_cases import slow_but
 
 from benchmarks.__main__ import GRIDS, name_of
 from benchmarks.__main__ import parser as grids_parser
@@ -87,7 +88,7 @@ def calibrated_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("calibrated_soon")
-@pytest.mark.parametrize("page", RUN_ON)
+@pytest.mark.parametrize("page", slow_but(["README.md", "docs/commands.md"], RUN_ON))
 def test_the_commands_of_a_page_run_after_the_demo(
     page: str, after_the_demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

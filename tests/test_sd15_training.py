@@ -76,7 +76,7 @@ def initial_lora(config: TrainConfig) -> dict[str, Tensor]:
     ("version", "method"),
     [
         ("sd15", "lora"),
-        ("sd2", "full"),
+        pytest.param("sd2", "full", marks=pytest.mark.slow),
         pytest.param("sd15", "full", marks=pytest.mark.slow),
         pytest.param("sd2", "lora", marks=pytest.mark.slow),
     ],

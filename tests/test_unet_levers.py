@@ -28,6 +28,7 @@ from blocks import (
 )  # fmt: skip
 from PIL import Image
 from safetensors.torch import load_file
+from slow_cases import slow_but
 from test_streaming import break_the_hold, break_the_order, break_the_wait
 from torch import Tensor, nn
 
@@ -73,7 +74,10 @@ LORA: dict[str, tuple[str, str, Setting]] = {
 }
 
 
-@pytest.mark.parametrize("case", LORA)
+FAST = ("some checkpointed", "inputs of some on the host, late", "streamed late", "int8 some resident", "nf4 streamed")
+
+
+@pytest.mark.parametrize("case", slow_but(FAST, LORA))
 def test_a_lora_run_is_the_plain_one_bit_for_bit(case: str) -> None:
     family, precision, setting = LORA[case]
     assert_same_run(lora_run(PRECISIONS[precision], setting, family=family), plain_run(family, precision))
@@ -175,7 +179,7 @@ def prefetcher(prefetches: bool, batches: Batches, steps: int, on: bool) -> Pref
     return Prefetcher(batches, steps, prefetches)
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", slow_but(["lora", "full"], BASES))
 def test_whole_runs_with_every_lever_are_the_plain_ones(
     base: str, sources: dict[str, dict], tiny_config: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from urllib.request import urlretrieve
 
 import pytest
 from PIL import Image
+from slow_cases import slow_but
 from web_browser import DESKTOP, PHONE, Browser, Server, browsing, needs_browser, serving
 
 pytestmark = needs_browser
@@ -66,7 +67,7 @@ FOCUSED = "const e = document.activeElement; return e.name || e.id || e.classNam
 PAGES = ("/", "/start", "/start?file=hostile.json", "/start?from=old", "/run/old", "/data", "/queued/none")
 
 
-@pytest.mark.parametrize("path", PAGES)
+@pytest.mark.parametrize("path", slow_but(["/start"], PAGES))
 def test_every_page_is_accessible_silent_and_stays_on_the_server(server: Server, light: Browser, path: str) -> None:
     light.look(False, DESKTOP)
     light.open(server.url + path)
