@@ -46,6 +46,18 @@ EXACT: dict[str, tuple[str, dict]] = {
     "lora-streamed": ("lora", {"resident_blocks": 0}),
     "lora-one-resident-host": ("lora", {"resident_blocks": 1, "offload_checkpoint_inputs": True}),
     "lora-no-cache": ("lora", {"cache_quantised": False}),
+    "lora-attention-kept": ("lora", {"keep_attention": "all"}),
+    "lora-feed-forward-alone": ("lora", {"feed_forward": "alone"}),
+    "lora-feed-forward-only": ("lora", {"checkpointing": "feed_forward"}),
+    "lora-less-streamed-host": (
+        "lora", {"keep_attention": 2, "feed_forward": "alone", "resident_blocks": 0, "offload_checkpoint_inputs": True}
+    ),
+    "rotated-less": ("rotated", {"keep_attention": "all", "feed_forward": "alone"}),
+    "full-less-streamed": (
+        "full",
+        {"keep_attention": "all", "feed_forward": "alone", "optimizer_in_backward": True, "resident_blocks": 0},
+    ),
+    "fp16-attention-kept": ("fp16", {"keep_attention": "all", "resident_blocks": 1}),
     "rotated-no-checkpointing": ("rotated", {"checkpointing": "none"}),
     "rotated-streamed-no-cache": ("rotated", {"resident_blocks": 0, "cache_quantised": False}),
     "rotated-one-resident-host": ("rotated", {"resident_blocks": 1, "offload_checkpoint_inputs": True}),
@@ -59,6 +71,7 @@ EXACT: dict[str, tuple[str, dict]] = {
     "full-all": ("full", {"optimizer_in_backward": True, "resident_blocks": 1, "offload_checkpoint_inputs": True}),
 }  # fmt: skip
 PLANNED: dict[str, dict] = {
+    "plan-less": {"modulation": "plan", "modulation_window": 4, "keep_attention": "all", "feed_forward": "alone"},
     "plan": {"modulation": "plan", "modulation_window": 4},
     "plan-streamed": {"modulation": "plan", "modulation_window": 4, "resident_blocks": 0},
     "plan-streamed-host": {"modulation": "plan", "resident_blocks": 1, "offload_checkpoint_inputs": True},
@@ -95,7 +108,13 @@ def run_with(tiny_config: dict, three_blocks: Path, train_once: TrainOnce):
     return run
 
 
-@pytest.mark.parametrize("case", EXACT)
+SLOW = {
+    "lora-attention-kept", "lora-feed-forward-alone", "lora-feed-forward-only", "rotated-less", "full-less-streamed",
+    "fp16-attention-kept",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in EXACT])
 def test_an_exact_lever_changes_no_bit(case: str, run_with) -> None:
     base, memory = EXACT[case]
     losses, weights = run_with(base, memory)
