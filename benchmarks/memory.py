@@ -27,6 +27,9 @@ FULL = (
 )  # fmt: skip
 STREAMED = ("memory.resident_blocks=0",)
 HOST = ("memory.offload_checkpoint_inputs=true",)
+KEPT = ("memory.keep_attention=all",)
+ALONE = ("memory.feed_forward=alone",)
+TILED = ("memory.feed_forward=1024",)
 SMALL = ("adapter.dtype=bf16", "optimizer.name=adamw8bit")
 TILES = ("memory.vae_tile=512",)
 PX512 = ("data.resolution=512",)
@@ -54,6 +57,12 @@ ROWS: dict[str, Row] = {
     "LoRA r16 int8, plan, small states": Row((*PLAN, *SMALL), 1950),
     "LoRA r16 nf4, plan, small states": Row((*PLAN, *SMALL, *NF4), 1350),
     "LoRA r16 int8, plan, small states, streamed": Row((*PLAN, *SMALL, *STREAMED, *HOST), 800),
+    "LoRA r16 int8, plan, small states, streamed, feed-forward in tiles": Row(
+        (*PLAN, *SMALL, *STREAMED, *HOST, *TILED), 400
+    ),
+    "LoRA r16 nf4, plan, small states, streamed, feed-forward in tiles": Row(
+        (*PLAN, *SMALL, *NF4, *STREAMED, *HOST, *TILED), 400
+    ),
     "full bf16, adamw8bit in backward": Row(FULL, 8600),
     "full bf16, adamw8bit in backward, streamed": Row((*FULL, *STREAMED), 2000),
     # One change at a time, from LoRA r16 int8 with the plan, fp32 adapter and adamw, at 1024 px.
@@ -64,7 +73,15 @@ ROWS: dict[str, Row] = {
     "LoRA r16 int8, whole position table": Row((*PLAN, "memory.crop_positions=false")),
     "LoRA r16 int8, plan, no checkpointing": Row((*PLAN, "memory.checkpointing=none")),
     "LoRA r16 int8, plan, 12 blocks checkpointed": Row((*PLAN, "memory.checkpointing=12")),
+    "LoRA r16 int8, plan, attention kept": Row((*PLAN, *KEPT)),
+    "LoRA r16 int8, plan, feed-forward alone": Row((*PLAN, *ALONE)),
+    "LoRA r16 int8, plan, attention kept, feed-forward alone": Row((*PLAN, *KEPT, *ALONE)),
+    "LoRA r16 int8, plan, feed-forward in tiles of 1024 tokens": Row((*PLAN, *TILED)),
+    "LoRA r16 int8, plan, only feed-forward recomputed": Row((*PLAN, "memory.checkpointing=feed_forward")),
     "LoRA r16 int8, plan, checkpoint inputs on the host": Row((*PLAN, *HOST)),
+    "LoRA r16 int8, plan, checkpoint inputs and attention on the host, feed-forward alone": Row(
+        (*PLAN, *HOST, *KEPT, *ALONE)
+    ),
     "LoRA r16 int8, plan, 12 blocks resident": Row((*PLAN, "memory.resident_blocks=12")),
     "LoRA r16 int8, plan, streamed, checkpoint inputs on the host": Row((*PLAN, *STREAMED, *HOST)),
     "LoRA r16 int8, plan, bf16 adapter": Row((*PLAN, "adapter.dtype=bf16")),
@@ -111,7 +128,7 @@ SD3 Medium's transformer at its real size with uninitialised weights; 1024 px, b
 attention, gradient checkpointing of all blocks, unless a row says otherwise. *Small states*: LoRA weights in bf16 with
 8-bit AdamW; the streamed LoRA row with a target also keeps the checkpoint inputs on the host. *Predicted*: peak bytes
 of the training step on fake tensors, with the workspaces of an sm_89 card (L4), without the CUDA context. *Measured*:
-`torch.cuda.max_memory_allocated` of four steps; empty: not yet measured. The first five rows have targets. The second
+`torch.cuda.max_memory_allocated` of four steps; empty: not yet measured. The first seven rows have targets. The second
 table also predicts the other stages, with an allowance for cuDNN's workspaces for convolutions."""
 SM_89 = (8, 9)
 

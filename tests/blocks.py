@@ -16,7 +16,7 @@ from simpletune.families.sd3.option import SD3
 from simpletune.families.sd3.transformer import RandomTensors, empty_transformer
 from simpletune.families.sd15 import unet as unets
 from simpletune.memory.block_offload import BlockOffload
-from simpletune.memory.checkpointing import set_passes
+from simpletune.memory.checkpointing import WHOLE, Parts, set_passes
 from simpletune.memory.copy_stream import CopyEvent
 from simpletune.memory.offload_inputs import CheckpointInputOffload
 from simpletune.models.transformer import units_of
@@ -153,6 +153,7 @@ class Setting:
     queue: Callable[[], Any] | None = None
     inward: Callable[[], Any] | None = None  # the queue to the device, where it differs
     trained: bool = False
+    parts: Parts = WHOLE
 
 
 def prepare(model: Any, setting: Setting, device: str = "cpu") -> BlockOffload | None:
@@ -165,7 +166,7 @@ def prepare(model: Any, setting: Setting, device: str = "cpu") -> BlockOffload |
         streaming = BlockOffload(units_of(model), setting.streamed, where, setting.trained, queues, setting.poison)
     inputs = CheckpointInputOffload(where, queue() if queue else None) if setting.host else None
     checkpointed = len(units_of(model)) if setting.checkpointed is None else setting.checkpointed
-    set_passes(units_of(model), checkpointed, inputs, streaming)
+    set_passes(units_of(model), checkpointed, inputs, streaming, setting.parts)
     return streaming
 
 

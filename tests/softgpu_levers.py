@@ -45,6 +45,7 @@ class Levers:
     optimizer: str = "adamw"
     streamed: bool = False
     boundaries: bool = False
+    less: bool = False  # attention's output kept, feed-forward networks recomputed alone
     window: int | None = None
     prefetch: bool = False
     ahead: int = 0
@@ -72,6 +73,8 @@ class Levers:
                     "checkpointing": "all",
                     "resident_blocks": 1 if self.streamed else None,
                     "offload_checkpoint_inputs": self.boundaries,
+                    "keep_attention": "all" if self.less else "none",
+                    "feed_forward": "alone" if self.less else "block",
                     "modulation": "resident" if self.window is None else "plan",
                     "modulation_window": self.window or 16,
                     "optimizer_in_backward": self.in_backward,
@@ -86,6 +89,7 @@ ALONE = {
     "streaming": Levers(streamed=True),
     "streaming nf4": Levers(weights="nf4", streamed=True),
     "boundaries": Levers(boundaries=True),
+    "boundaries and attention's output": Levers(boundaries=True, less=True),
     "plan windows": Levers(window=2),
     "prefetched batches": Levers(prefetch=True),
     "late figures": Levers(ahead=1),
@@ -93,9 +97,9 @@ ALONE = {
     "8-bit states": Levers(method="full", weights="fp32", optimizer="adamw8bit"),
 }
 TOGETHER = {
-    "LoRA": Levers(streamed=True, boundaries=True, window=2, prefetch=True, ahead=1, accumulation=2),
+    "LoRA": Levers(streamed=True, boundaries=True, less=True, window=2, prefetch=True, ahead=1, accumulation=2),
     "full": Levers(
-        "full", "bf16", "adamw8bit", streamed=True, boundaries=True, prefetch=True, ahead=1, in_backward=True
+        "full", "bf16", "adamw8bit", streamed=True, boundaries=True, less=True, prefetch=True, ahead=1, in_backward=True
     ),
 }  # fmt: skip
 

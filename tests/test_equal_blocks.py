@@ -32,7 +32,7 @@ CONFIGS = sorted(path.name for path in Path("configs").glob("*.json") if path.na
 LEVERS = (
     {}, {"checkpointing": "none"}, {"checkpointing": 2}, {"checkpointing": "all", "offload_checkpoint_inputs": True},
     {"resident_blocks": 1}, {"modulation": "plan", "modulation_window": 3}, {"crop_positions": False},
-    {"modulation": "plan", "resident_blocks": 0}, {"vae_tile": 64},
+    {"modulation": "plan", "resident_blocks": 0}, {"vae_tile": 64}, {"keep_attention": 2, "feed_forward": "alone"},
 )  # fmt: skip
 
 

@@ -47,6 +47,18 @@ EXACT: dict[str, tuple[str, dict]] = {
     "lora-streamed": ("lora", {"resident_blocks": 0}),
     "lora-one-resident-host": ("lora", {"resident_blocks": 1, "offload_checkpoint_inputs": True}),
     "lora-no-cache": ("lora", {"cache_quantised": False}),
+    "lora-attention-kept": ("lora", {"keep_attention": "all"}),
+    "lora-feed-forward-alone": ("lora", {"feed_forward": "alone"}),
+    "lora-feed-forward-only": ("lora", {"checkpointing": "feed_forward"}),
+    "lora-less-streamed-host": (
+        "lora", {"keep_attention": 2, "feed_forward": "alone", "resident_blocks": 0, "offload_checkpoint_inputs": True}
+    ),
+    "rotated-less": ("rotated", {"keep_attention": "all", "feed_forward": "alone"}),
+    "full-less-streamed": (
+        "full",
+        {"keep_attention": "all", "feed_forward": "alone", "optimizer_in_backward": True, "resident_blocks": 0},
+    ),
+    "fp16-attention-kept": ("fp16", {"keep_attention": "all", "resident_blocks": 1}),
     "rotated-no-checkpointing": ("rotated", {"checkpointing": "none"}),
     "rotated-streamed-no-cache": ("rotated", {"resident_blocks": 0, "cache_quantised": False}),
     "rotated-one-resident-host": ("rotated", {"resident_blocks": 1, "offload_checkpoint_inputs": True}),
@@ -61,9 +73,10 @@ EXACT: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 FAST = (
     "lora-whole-table", "lora-no-checkpointing", "lora-host-boundaries", "lora-streamed", "lora-one-resident-host",
-    "rotated-streamed-no-cache", "full-fp16-all", "full-all",
+    "lora-less-streamed-host", "rotated-streamed-no-cache", "full-fp16-all", "full-all",
 )  # fmt: skip
 PLANNED: dict[str, dict] = {
+    "plan-less": {"modulation": "plan", "modulation_window": 4, "keep_attention": "all", "feed_forward": "alone"},
     "plan": {"modulation": "plan", "modulation_window": 4},
     "plan-streamed": {"modulation": "plan", "modulation_window": 4, "resident_blocks": 0},
     "plan-streamed-host": {"modulation": "plan", "resident_blocks": 1, "offload_checkpoint_inputs": True},

@@ -12,6 +12,7 @@ import pytest
 from simpletune.cards import FOUND, GIB, Card, card_of
 from simpletune.cli.main import main
 from simpletune.config.load import read_config
+from simpletune.estimate.block_options import block_options
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.levers import differing, what_may_cost, with_changes
 from simpletune.estimate.plan_command import _described
@@ -19,7 +20,6 @@ from simpletune.estimate.planning import (
     Choice,
     Search,
     batch_table,
-    block_options,
     candidate_lists,
     largest_peak,
 )

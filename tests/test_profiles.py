@@ -16,7 +16,7 @@ from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import tiny_sd3
 from simpletune.estimate import auto_checkpointing, levers
-from simpletune.estimate.auto_checkpointing import choose, choose_on, with_checkpointed
+from simpletune.estimate.auto_checkpointing import Recomputed, choose, choose_on, with_checkpointed
 from simpletune.estimate.levers import LEVERS, changed, savings
 from simpletune.estimate.predict import needed
 from simpletune.memory import Memory
@@ -116,14 +116,39 @@ def test_values_of_ones_own_go_before_a_profiles(tiny_config: dict) -> None:
         validate(tiny_config | {"memory": {"profile": "5gb"}}, "unknown")
 
 
+LADDER = [*(Recomputed(count, count) for count in range(5)), *(Recomputed(4, keeping) for keeping in (3, 2, 1, 0))]
+"""What auto chooses of four blocks, by increasing time."""
+
+
+def recomputed(config: TrainConfig) -> Recomputed:
+    """What a configuration says."""
+    return Recomputed(config.memory.checkpointed(4), config.memory.keeping_attention(4))
+
+
 def test_auto_checkpoints_as_few_blocks_as_fit(config_of, simulate_once) -> None:
-    counts = range(5)
-    peaks = [simulate_once(config_of(memory={"checkpointing": count or "none"}), SIZE).peak.bytes for count in counts]
-    assert peaks[0] > peaks[1] > peaks[2]
-    for budget in (peaks[0], peaks[0] - 1, peaks[1], peaks[2], min(peaks)):
-        auto = config_of(memory={"checkpointing": "auto", "budget_gib": budget / 2**30})
-        fewest = next(count for count in range(5) if peaks[count] <= budget)
-        assert choose(auto, SIZE).memory.checkpointing == (fewest or "none")
+    auto = config_of(memory={"checkpointing": "auto"})
+    peaks = [simulate_once(with_checkpointed(auto, *each), SIZE).peak.bytes for each in LADDER]
+    assert peaks[0] > peaks[1] > peaks[2] > peaks[-1]
+    for budget in (peaks[0], peaks[0] - 1, peaks[1], peaks[2], peaks[-2], min(peaks)):
+        of_budget = config_of(memory={"checkpointing": "auto", "budget_gib": budget / 2**30})
+        chosen = choose(of_budget, SIZE)
+        assert recomputed(chosen) == next(each for each, peak in zip(LADDER, peaks, strict=True) if peak <= budget)
+        assert chosen.memory.feed_forward == ("alone" if recomputed(chosen).checkpointed else "auto")
+
+
+@pytest.mark.parametrize("given", [{"keep_attention": "none"}, {"keep_attention": "all", "feed_forward": "block"}])
+def test_auto_leaves_what_is_set_as_it_is(given: dict, config_of, simulate_once) -> None:
+    auto = config_of(memory={"checkpointing": "auto", "budget_gib": 9.0, **given})
+    keeps = given["keep_attention"] == "all"
+    peaks = [simulate_once(with_checkpointed(auto, count, keeps * count), SIZE).peak.bytes for count in range(5)]
+    memory = choose(config_of(memory={**given, "checkpointing": "auto", "budget_gib": peaks[2] / 2**30}), SIZE).memory
+    assert memory.keeping_attention(4) == keeps * memory.checkpointed(4) and memory.checkpointed(4) == 2
+    assert memory.feed_forward == given.get("feed_forward", "alone")
+    with pytest.raises(UserError, match="memory.budget_gib: .* is too little"):
+        choose(config_of(memory={**given, "checkpointing": "auto", "budget_gib": 0.001}), SIZE)
+
+
+def test_auto_needs_one_card_or_budget(config_of) -> None:
     with pytest.raises(UserError, match="memory.budget_gib"):
         choose(config_of(memory={"checkpointing": "auto", "budget_gib": 0.001}), SIZE)
     with pytest.raises(ConfigError, match="memory.budget_gib: 9.0 with memory.checkpointing all.*checkpointing=auto"):
@@ -150,16 +175,17 @@ def auto(config_of, tiny_config: dict, tmp_path: Path) -> TrainConfig:
 def test_auto_without_a_budget_takes_the_card_and_asks_once(
     auto: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, simulate_once
 ) -> None:
-    peaks = [simulate_once(with_checkpointed(auto, count), SIZE).peak.bytes for count in range(5)]
+    peaks = [simulate_once(with_checkpointed(auto, count, count), SIZE).peak.bytes for count in range(5)]
     for count in (0, 1, 2):
         chosen = choose(auto, SIZE, a_card(peaks[count]))
-        assert chosen.memory.checkpointing == (count or "none")
-    told = f"checkpointing auto: 2 of 4 blocks, predicted peak {peaks[2] / MIB:,.0f} of {peaks[2] / MIB:,.0f} MiB"
+        assert recomputed(chosen) == (count, count)
+    peak = f"{peaks[2] / MIB:,.0f}"
+    told = f"auto: 2 of 4 blocks, 2 keeping attention's output, predicted peak {peak} of {peak} MiB"
     assert told in capsys.readouterr().out
     monkeypatch.setattr(auto_checkpointing, "simulate", None)  # a second start has kept what it needs
     assert choose(auto, SIZE, a_card(peaks[2])).memory.checkpointing == 2
-    assert choose(auto, SIZE, a_card(peaks[2]), reserved=0, before=3).memory.checkpointing == 3
-    assert choose(auto, SIZE, a_card(peaks[2]), before=1).memory.checkpointing == 2
+    assert choose(auto, SIZE, a_card(peaks[2]), before=Recomputed(3, 3)).memory.checkpointing == 3
+    assert choose(auto, SIZE, a_card(peaks[2]), before=Recomputed(1, 1)).memory.checkpointing == 2
     with pytest.raises(UserError, match="no card here"):
         choose(auto, SIZE)
 
@@ -179,17 +205,17 @@ def test_auto_leaves_out_what_other_programs_hold_and_refuses_the_cpu(
 
 
 def test_a_resumed_run_keeps_what_auto_has_chosen(config_of, capsys: pytest.CaptureFixture, simulate_once) -> None:
-    peak = simulate_once(config_of(memory={"checkpointing": 2}), SIZE).peak.bytes / 2**30
+    peak = simulate_once(with_checkpointed(config_of(), 2, 2), SIZE).peak.bytes / 2**30
 
     def of(budget: float, steps: int) -> TrainConfig:
         return config_of(memory={"checkpointing": "auto", "budget_gib": budget}, train={"steps": steps})
 
-    chosen = {"threads": 1, "checkpointed": 2, "blocks": 4, "modulation": "resident"}
+    chosen = {"threads": 1, "checkpointed": 2, "blocks": 4, "keeping_attention": 2, "modulation": "resident"}
     folder = train(of(peak, 1))
     assert json.loads((folder / "config.json").read_text())["memory"]["checkpointing"] == "auto"
     assert json.loads((folder / "chosen.json").read_text()) == chosen
     train(of(9.0, 2), resume="latest")
-    assert "checkpointing auto: 2 of 4 blocks, as before" in capsys.readouterr().out
+    assert "checkpointing auto: 2 of 4 blocks, 2 keeping attention's output, as before" in capsys.readouterr().out
     assert json.loads((folder / "chosen.json").read_text()) == chosen
 
 

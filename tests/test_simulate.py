@@ -33,6 +33,8 @@ LEVERS: dict[str, dict] = {
     "plan": {"memory": {"modulation": "plan", "modulation_window": 3}},
     "plan-streamed": {"memory": {"modulation": "plan", "resident_blocks": 1}},
     "streamed": {"memory": {"resident_blocks": 0}},
+    "less": {"memory": {"keep_attention": "all", "feed_forward": 64}},
+    "feed-forward-only": {"memory": {"checkpointing": "feed_forward"}},
     "in-backward": {"memory": {"optimizer_in_backward": True}, "train": {"steps": 4, "clip": "per_parameter"}},
     "in-backward-streamed": {
         "memory": {"optimizer_in_backward": True, "resident_blocks": 1}, "train": {"steps": 4, "clip": "per_parameter"},

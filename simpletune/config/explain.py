@@ -98,12 +98,20 @@ def _memory(config: TrainConfig) -> Iterator[str]:
     memory = config.memory
     if memory.profile is not None:
         yield f"profile {memory.profile}"
-    fixed = {"all": "checkpoints all blocks", "none": "no checkpointing"}
+    alone = "recomputes feed-forward networks alone"
+    fixed = {"all": "checkpoints all blocks", "none": "no checkpointing", "feed_forward": alone}
     room = "the card" if memory.budget_gib is None else f"{memory.budget_gib} GiB"
     auto = f"checkpoints as few blocks as {room} allows"
     yield fixed.get(str(memory.checkpointing), auto if memory.checkpointing == "auto" else "") or (
         f"checkpoints {memory.checkpointing} {'block' if memory.checkpointing == 1 else 'blocks'}"
     )
+    if memory.keep_attention not in ("auto", "none"):
+        kept = "" if memory.keep_attention == "all" else f" of {memory.keep_attention} of them"
+        yield f"keeps attention's output{kept}"
+    if memory.feed_forward not in ("auto", "block") and memory.checkpointing != "feed_forward":
+        yield alone
+    if isinstance(memory.feed_forward, int):
+        yield f"in tiles of {memory.feed_forward} tokens"
     if memory.offload_checkpoint_inputs:
         yield "offloads their inputs to the host"
     if memory.modulation == "plan" or _may_plan(config):

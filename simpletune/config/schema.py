@@ -16,6 +16,7 @@ from simpletune.config.checkpoints import Checkpoint
 from simpletune.config.family_rules import family_rules
 from simpletune.config.optimizer_rules import optimizer_rules
 from simpletune.config.output import Output
+from simpletune.config.recompute_rules import recompute_rules
 from simpletune.config.validation import Validation
 from simpletune.data import Data
 from simpletune.ema import Ema
@@ -188,6 +189,7 @@ class TrainConfig(Option):
         yield from self._fp16_rules()
         yield from self._streaming_rules()
         yield from self.memory.rules()
+        yield from recompute_rules(self)
         yield from self.precision.rules()
         yield from self._in_backward_rules()
         yield from batch_rules(self)

@@ -3,8 +3,8 @@
 - predict.py: the whole job, simulated and cached by its configuration; needs.py, disk_needs.py: host memory, download
   and disk; drawn.py: a picture beside training.
 - levers.py: settings that save memory; auto_checkpointing.py: the fewest checkpointed blocks that fit; planning.py:
-  the fastest combination of levers that fits; best_card.py: the card on which it is cheapest; job_time.py: hours of the
-  whole job on a card.
+  the fastest combination of levers that fits, among others of block_options.py; best_card.py: the card on which it is
+  cheapest; job_time.py: hours of the whole job on a card.
 - forecast.py: predict a run before it starts, compare with what was measured.
 - estimate_command.py, plan_command.py, terminal.py, chart.py: output of ``estimate`` and ``plan``.
 

@@ -1,20 +1,27 @@
 """``memory.checkpointing: auto``: checkpoint the fewest blocks that fit a budget or the card.
 
+Checkpointed blocks keep the output of attention, because nothing else saves as much time for its bytes; if even all
+blocks do not fit so, the fewest recompute it. Feed-forward networks are recomputed alone where that saves time.
+
 Predicted peaks are cached under ``<cache>/estimates/``, so a different budget or less free memory costs at most one
 more prediction.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from simpletune.cards import Card
+from simpletune.config.recompute_rules import may_recompute_alone
 from simpletune.config.schema import TrainConfig
+from simpletune.estimate.block_options import may_keep_attention
 from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.predict import MIB, key_of_prediction, largest_peak
-from simpletune.memory.checkpointing import fewest_checkpointed, fewest_that_fit
+from simpletune.memory.checkpointing import fewest_that_fit, too_little
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.models.buckets import Size
 from simpletune.options import UserError, plural
@@ -30,8 +37,15 @@ NO_CARD = (
 )
 
 
+class Recomputed(NamedTuple):
+    """How many blocks are checkpointed, and how many of these keep the output of attention."""
+
+    checkpointed: int
+    keeping: int = 0
+
+
 class Peaks:
-    """Predicted peaks of the training step in bytes, by number of checkpointed blocks.
+    """Predicted peaks of the training step in bytes, by what is recomputed.
 
     Args:
         config: with demo names resolved.
@@ -43,25 +57,61 @@ class Peaks:
         key = key_of_prediction(with_checkpointed(config, 0), ANY, size)
         self._file = Path(config.output.cache) / "estimates" / f"{key}-blocks.json"
         cached = read_json_or_none(self._file) or {}
-        self._known = {int(count): int(peak) for count, peak in cached.items()}
+        self._known = {str(name): int(peak) for name, peak in cached.items()}
 
-    def __call__(self, count: int) -> int:
-        """Predict the peak with ``count`` blocks checkpointed."""
-        if count not in self._known:
-            self._known[count] = simulate(with_checkpointed(self._config, count), self._size).peak.bytes
+    def __call__(self, which: Recomputed) -> int:
+        """Predict the peak with these blocks checkpointed."""
+        config = with_checkpointed(self._config, *which)
+        name = f"{which.checkpointed}, {which.keeping} keeping, {config.memory.feed_forward}"
+        if name not in self._known:
+            self._known[name] = simulate(config, self._size).peak.bytes
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self._file, {str(each): self._known[each] for each in sorted(self._known)}, shared=True)
-        return self._known[count]
+            write_json(self._file, dict(sorted(self._known.items())), shared=True)
+        return self._known[name]
 
 
-def with_checkpointed(config: TrainConfig, count: int) -> TrainConfig:
-    """Return the configuration with ``count`` blocks checkpointed."""
-    memory = config.memory.model_copy(update={"checkpointing": count or "none", "budget_gib": None})
-    return config.model_copy(update={"memory": memory})
+def with_checkpointed(config: TrainConfig, count: int, keeping: int = 0) -> TrainConfig:
+    """Return the configuration with ``count`` blocks checkpointed, of which ``keeping`` keep the output of attention.
+
+    ``feed_forward: auto`` becomes alone if that saves time.
+    """
+    memory = config.memory
+    changes: dict[str, object] = {"checkpointing": count or "none", "budget_gib": None}
+    changes["keep_attention"] = keeping or "none"
+    if not count:
+        changes["feed_forward"] = "auto"
+    elif memory.feed_forward == "auto":
+        changes["feed_forward"] = "alone" if may_recompute_alone(config) else "block"
+    return config.model_copy(update={"memory": memory.model_copy(update=changes)})
+
+
+def keeps_attention(config: TrainConfig) -> bool:
+    """Whether blocks that auto checkpoints may keep the output of attention."""
+    if config.memory.keep_attention == "auto":
+        return may_keep_attention(config)
+    return config.memory.keep_attention == "all"
+
+
+def fewest(config: TrainConfig, peaks: Callable[[Recomputed], int], budget: int) -> Recomputed | None:
+    """Find what takes least time of all that fits a budget; None if nothing does.
+
+    Args:
+        config: with ``checkpointing: auto``.
+        peaks: predicts a peak in bytes.
+        budget: the largest acceptable peak in bytes.
+    """
+    blocks, keeps = config.model.blocks(), keeps_attention(config)
+    found = fewest_that_fit(blocks, lambda count: peaks(Recomputed(count, keeps * count)), budget)
+    if found is not None:
+        return Recomputed(found, keeps * found)
+    if config.memory.keep_attention == "all" or not keeps:
+        return None
+    again = fewest_that_fit(blocks, lambda count: peaks(Recomputed(blocks, blocks - count)), budget)
+    return None if again is None else Recomputed(blocks, blocks - again)
 
 
 def choose(
-    config: TrainConfig, size: Size, card: Card | None = None, reserved: int = 0, before: int | None = None
+    config: TrainConfig, size: Size, card: Card | None = None, reserved: int = 0, before: Recomputed | None = None
 ) -> TrainConfig:
     """Replace ``checkpointing: auto`` by a number and print it; return any other configuration unchanged.
 
@@ -72,7 +122,7 @@ def choose(
         size: width and height in pixels of the largest bucket.
         card: its memory is the budget if ``memory.budget_gib`` is not set.
         reserved: bytes of the card that other programs use.
-        before: the number that this run chose earlier; reused if it fits.
+        before: what this run chose earlier; reused if it fits.
 
     Raises:
         UserError: the given budget is too small, or there is neither a budget nor a card.
@@ -87,19 +137,22 @@ def choose(
         budget = largest_peak(card, reserved) - cublas_workspace(card.capability)
     else:
         raise UserError(NO_CARD)
-    if before is not None and before <= blocks and peaks(before) <= budget:
-        count, why = before, ", as before"
-    elif memory.budget_gib is not None:
-        count, why = fewest_checkpointed(blocks, peaks, budget), ""
+    least = Recomputed(blocks, blocks if memory.keep_attention == "all" else 0)
+    why = ""
+    if before is not None and before.keeping <= before.checkpointed <= blocks and peaks(before) <= budget:
+        chosen, why = before, ", as before"
     else:
-        fewest = fewest_that_fit(blocks, peaks, budget)
-        count, why = (blocks, "") if fewest is None else (fewest, "")
-    peak = f"predicted peak {peaks(count) / MIB:,.0f} of {max(0, budget) / MIB:,.0f} MiB"
-    say(f"memory  checkpointing auto: {count} of {plural(blocks, 'block')}{why}, {peak}")
-    return with_checkpointed(config, count)
+        found = fewest(config, peaks, budget)
+        if found is None and memory.budget_gib is not None:
+            raise too_little(budget, peaks(least))
+        chosen = least if found is None else found
+    peak = f"predicted peak {peaks(chosen) / MIB:,.0f} of {max(0, budget) / MIB:,.0f} MiB"
+    keeping = f", {chosen.keeping} keeping attention's output" if chosen.keeping else ""
+    say(f"memory  checkpointing auto: {chosen.checkpointed} of {plural(blocks, 'block')}{keeping}{why}, {peak}")
+    return with_checkpointed(config, *chosen)
 
 
-def choose_on(config: TrainConfig, device: torch.device, size: Size, before: int | None = None) -> TrainConfig:
+def choose_on(config: TrainConfig, device: torch.device, size: Size, before: Recomputed | None = None) -> TrainConfig:
     """Call ``choose`` with the memory of a device."""
     if config.memory.checkpointing != "auto" or config.memory.budget_gib is not None:
         return choose(config, size, before=before)

@@ -10,6 +10,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.estimate.job_time import JobTime, job_time
 from simpletune.estimate.levers import changes_of_quality
 from simpletune.estimate.planning import PlanResult, Search
+from simpletune.memory import Memory
 from simpletune.options import UserError, plural
 from simpletune.prices import Price
 
@@ -162,7 +163,7 @@ def in_words(config: TrainConfig, result: PlanResult) -> Iterator[str]:
     blocks = config.model.blocks()
     again = step.phases.get("recompute", 0.0)
     parts = [
-        (again, f"{_checkpointed(memory.checkpointing, blocks)} computed a second time in the backward pass"),
+        (again, f"{_checkpointed(memory, blocks)} computed a second time in the backward pass"),
         (step.device.get("copies", 0.0) + step.waits, "waiting for copies from and to host memory"),
         (step.device.get("unpacking", 0.0), f"unpacking {result.choice.config.precision.weights} weights"),
     ]
@@ -175,5 +176,12 @@ def in_words(config: TrainConfig, result: PlanResult) -> Iterator[str]:
         yield f"quality: {change}"
 
 
-def _checkpointed(option: int | str | None, blocks: int) -> str:
-    return plural(option, "block") if isinstance(option, int) else f"all {blocks} blocks"
+def _checkpointed(memory: Memory, blocks: int) -> str:
+    """Say what is recomputed."""
+    if memory.checkpointing == "feed_forward":
+        return "feed-forward networks"
+    option, keeping = memory.checkpointing, memory.keeping_attention(blocks)
+    kept = (
+        "" if not keeping else " but for attention" + f" in {keeping} of them" * (keeping < memory.checkpointed(blocks))
+    )
+    return (plural(option, "block") if isinstance(option, int) else f"all {blocks} blocks") + kept

@@ -35,6 +35,7 @@ LEVERS = (
     Lever(("optimizer.name=adamw8bit",), "8-bit optimizer state"),
     Lever(("adapter.dtype=bf16",), "LoRA weights in bf16, rounded stochastically"),
     Lever(("memory.checkpointing=all",), "about a third more time; exact"),
+    Lever(("memory.feed_forward=1024",), "feed-forward networks in tiles of 1024 tokens"),
     Lever(("memory.offload_checkpoint_inputs=true",), "traffic to the host; exact"),
     Lever(("memory.vae_tile=512",), "pictures are encoded and decoded in tiles"),
     Lever(("memory.optimizer_in_backward=true", "train.clip=per_parameter"), "clipping per parameter"),

@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from simpletune.cards import Card
+from simpletune.config.recompute_rules import may_recompute_alone
 from simpletune.config.schema import TrainConfig
+from simpletune.estimate.block_options import block_options, may_keep_attention
 from simpletune.estimate.job_time import speeds_of
 from simpletune.estimate.levers import with_changes
 from simpletune.estimate.predict import MIB, Estimate, attention_of, estimate, kept_step, largest_peak, needed
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.fake import fake_tensors
-from simpletune.options import UserError, plural
+from simpletune.options import UserError
 from simpletune.simulation.simulate import L4, StepReport, simulate
 from simpletune.simulation.trained import Trained, train
 from simpletune.system.startup import without_collection
@@ -67,28 +69,6 @@ class PlanResult:
     step_time: StepSeconds
 
 
-def block_options(blocks: int) -> list[tuple[str, tuple[str, ...]]]:
-    """List the ways to checkpoint and offload blocks, as (description, overrides), by decreasing memory."""
-    half = max(1, blocks // 2)
-
-    def option(about: str, checkpointing: str | int, resident: str | int, offload: str) -> tuple[str, tuple[str, ...]]:
-        return about, (
-            f"memory.checkpointing={checkpointing}",
-            f"memory.resident_blocks={resident}",
-            f"memory.offload_checkpoint_inputs={offload}",
-        )
-
-    return [
-        option("all activations kept", "none", "null", "false"),
-        option(f"{half} of {plural(blocks, 'block')} checkpointed", half, "null", "false"),
-        option("every block checkpointed", "all", "null", "false"),
-        option("every block checkpointed, their inputs on the host", "all", "null", "true"),
-        option(f"{blocks - half} of {plural(blocks, 'block')} streamed", "all", half, "false"),
-        option("every block streamed", "all", 0, "false"),
-        option("every block streamed, checkpoint inputs on the host", "all", 0, "true"),
-    ]
-
-
 def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[Choice]]:
     """Yield a list of ``block_options`` for each weight precision, optimizer and time of the update."""
     own = config.precision
@@ -97,12 +77,13 @@ def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[Choice]]:
     if config.adapter.trains_base and not card.has_bf16:
         precisions = ["fp32"]  # fp16 cannot hold small updates
     always = ["memory.profile=null", "memory.crop_positions=true", "memory.budget_gib=null"]
+    ways = block_options(config.model.blocks(), may_recompute_alone(config), may_keep_attention(config))
     for weights in precisions:
         fewer_bits = int(own.bytes_per_weight > bytes_of(config, weights))
         precision = [f"precision.weights={weights}", f"precision.compute={compute}"]
         for about, small, lossy in (("", [], 0), *_smaller_states(config)):
             candidates = []
-            for where, changes in block_options(config.model.blocks()):
+            for where, changes in ways:
                 overrides = (*always, *precision, *small, *changes, "memory.modulation=plan")
                 new = with_changes(config, overrides)
                 if new is None:  # trained modulation weights must stay on the device

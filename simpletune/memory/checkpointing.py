@@ -7,15 +7,18 @@ weights, inputs from host memory), so this module wraps the blocks itself.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from simpletune.memory.feed_forward import FeedForwards
+from simpletune.memory.kept_attention import KeptAttention
 from simpletune.memory.offload_inputs import CheckpointInputOffload
 from simpletune.options import UserError
 
@@ -45,11 +48,34 @@ class PlainPasses:
         return nullcontext()
 
 
+@dataclass(frozen=True)
+class Parts:
+    """How the parts of blocks are recomputed.
+
+    Args:
+        keep_attention: how many of the checkpointed blocks keep what attention returned: the last of them, whose
+            backward passes come first and free it before gradients pile up.
+        feed_forward: the blocks that recompute their feed-forward networks by themselves: those that are
+            checkpointed, all, or none.
+        tile: the most tokens that pass through a feed-forward network at once; None: all.
+        last: whether blocks end with their feed-forward networks (see ``FeedForwards``).
+    """
+
+    keep_attention: int = 0
+    feed_forward: Literal["checkpointed", "all", "none"] = "none"
+    tile: int | None = None
+    last: bool = False
+
+
+WHOLE = Parts()
+
+
 def set_passes(
     blocks: Sequence[nn.Module],
     checkpointed: int,
     inputs: CheckpointInputOffload | None = None,
     around: Passes | None = None,
+    parts: Parts = WHOLE,
 ) -> None:
     """Wrap the blocks' forward passes; checkpoint the first ``checkpointed`` blocks if gradients are enabled.
 
@@ -62,14 +88,57 @@ def set_passes(
         checkpointed: how many blocks to checkpoint.
         inputs: moves their inputs to host memory.
         around: provides contexts for every block's passes.
+        parts: which parts of a block are recomputed by themselves, or not at all.
     """
     for index, block in enumerate(blocks):
-        around_it = PlainPasses() if around is None else around
-        block.forward = _passes(block, index, index < checkpointed, inputs, around_it)
+        first = checkpointed - parts.keep_attention
+        attention = KeptAttention(block, inputs) if first <= index < checkpointed else None
+        networks = None
+        if parts.feed_forward == "all" or (parts.feed_forward == "checkpointed" and index < checkpointed):
+            networks = FeedForwards(block, parts.tile, parts.last, draws_random_numbers(block))
+        contexts = _Contexts(index, PlainPasses() if around is None else around, attention, networks)
+        block.forward = _passes(block, index < checkpointed, inputs, contexts)
+
+
+@dataclass(frozen=True)
+class _Contexts:
+    """The contexts of one block's passes.
+
+    Args:
+        index: of the block.
+        around: its weights.
+        attention: what it keeps of attention.
+        networks: that it recomputes by themselves.
+    """
+
+    index: int
+    around: Passes
+    attention: KeptAttention | None
+    networks: FeedForwards | None
+
+    def of_checkpoint(self, inputs: Sequence[object]) -> tuple[Context, Context]:
+        """The contexts of a checkpointed forward pass and of its recomputation.
+
+        Args:
+            inputs: of the block.
+        """
+        first, second = self.around.forward(self.index), self.around.recomputation(self.index)
+        if self.attention is not None:
+            keeping, returning = self.attention.contexts()
+            first, second = _both(first, keeping), _both(second, returning)
+        if self.networks is not None:
+            second = _both(second, self.networks.recomputation(inputs))
+        return first, second
+
+
+@contextmanager
+def _both(outer: Context, inner: Context) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _passes(
-    block: nn.Module, index: int, checkpointed: bool, inputs: CheckpointInputOffload | None, around: Passes
+    block: nn.Module, checkpointed: bool, inputs: CheckpointInputOffload | None, contexts: _Contexts
 ) -> Callable[..., object]:
     """The wrapped forward pass of one block."""
     original = block.forward
@@ -77,9 +146,11 @@ def _passes(
     random = draws_random_numbers(block)
 
     def forward(*args: object, **kwargs: object) -> object:
-        if not (checkpointed and has_backward_pass(block, (*args, *kwargs.values()))):
-            with around.forward(index):
+        given = (*args, *kwargs.values())
+        if not (checkpointed and has_backward_pass(block, given)):
+            with contexts.around.forward(contexts.index):
                 return original(*args, **kwargs)
+        pair = contexts.of_checkpoint(given)
         bound = signature.bind(*args, **kwargs)  # positional, because the offload's hooks see only those
         with nullcontext() if inputs is None else inputs.offloading():
             return checkpoint(
@@ -88,7 +159,7 @@ def _passes(
                 **bound.kwargs,
                 use_reentrant=False,
                 preserve_rng_state=random,
-                context_fn=lambda: (around.forward(index), around.recomputation(index)),
+                context_fn=lambda: pair,
             )
 
     return forward
@@ -153,12 +224,21 @@ def fewest_checkpointed(blocks: int, peak_bytes: Callable[[int], int], budget_by
     """
     peak = cache(peak_bytes)
     found = fewest_that_fit(blocks, peak, budget_bytes)
-    if found is not None:
-        return found
-    least = min(peak(blocks - 1), peak(blocks))
-    raise UserError(
+    if found is None:
+        raise too_little(budget_bytes, min(peak(blocks - 1), peak(blocks)))
+    return found
+
+
+def too_little(budget_bytes: int, least_bytes: int) -> UserError:
+    """The error for a budget that the lowest peak exceeds.
+
+    Args:
+        budget_bytes: ``memory.budget_gib``.
+        least_bytes: the lowest peak.
+    """
+    return UserError(
         f"memory.budget_gib: {budget_bytes / 2**30:.3g} GiB is too little: with every block checkpointed the peak "
-        f"is {least / MIB:.0f} MiB. Raise it to {_up(least):.2f}, or use another lever: "
+        f"is {least_bytes / MIB:.0f} MiB. Raise it to {_up(least_bytes):.2f}, or use another lever: "
         "memory.resident_blocks, a smaller precision.weights, train.batch_size or data.resolution"
     )
 

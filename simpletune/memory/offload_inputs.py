@@ -63,7 +63,7 @@ class CheckpointInputOffload:
         """Offload the tensors that one block's checkpoint saves in this context."""
         self._let_go()
         self._before, self._block = self._block, WeakValueDictionary()
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with saved_tensors_hooks(self.pack, self.unpack):
             yield
 
     def _let_go(self) -> None:
@@ -72,7 +72,8 @@ class CheckpointInputOffload:
             self._copies.wait(sent)
         self._leaving.clear()
 
-    def _pack(self, tensor: Tensor) -> Tensor | OffloadedInput:
+    def pack(self, tensor: Tensor) -> Tensor | OffloadedInput:
+        """Move a tensor to host memory, within ``offloading``; return a small one, or one from elsewhere, as it is."""
         if tensor.dim() < 3 or tensor.device.type != self._device.type:
             return tensor
         source = tensor.detach()
@@ -83,7 +84,8 @@ class CheckpointInputOffload:
         self._block[len(self._leaving)] = offloaded
         return offloaded
 
-    def _unpack(self, offloaded: Tensor | OffloadedInput) -> Tensor:
+    def unpack(self, offloaded: Tensor | OffloadedInput) -> Tensor:
+        """Return a tensor to the device, and start to fetch those of the block before; once for each tensor."""
         if isinstance(offloaded, Tensor):
             return offloaded
         if offloaded.spent:

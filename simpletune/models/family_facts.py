@@ -118,6 +118,9 @@ class FamilyFacts(Option):
     """The names of its CLIP text encoders."""
     has_modulation: ClassVar[bool] = False
     """Whether ``memory.modulation`` plan applies."""
+    ends_with_feed_forward: ClassVar[bool] = False
+    """Whether what a unit computes from its feed-forward networks' outputs are sums and products with modulations
+    alone. Its recomputation may then omit them where modulations carry no gradient."""
 
     # What a family must tell
 

@@ -218,18 +218,21 @@ def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:
     found: Json = {"threads": threads}
     if config.memory.checkpointing == "auto":
         blocks = config.model.blocks()
-        found |= {"checkpointed": chosen.memory.checkpointed(blocks), "blocks": blocks}
+        memory = chosen.memory
+        found |= {"checkpointed": memory.checkpointed(blocks), "blocks": blocks}
+        found["keeping_attention"] = memory.keeping_attention(blocks)
     if config.memory.modulation == "auto":
         found["modulation"] = chosen.memory.modulation
     write_text(run_folder(config) / CHOSEN, json.dumps(found) + "\n")
 
 
 def chosen_before(config: TrainConfig) -> Json:
-    """Read the choices of the run's last start: threads, checkpointed and modulation, if valid."""
+    """Read the choices of the run's last start: threads, blocks checkpointed and keeping, modulation, if valid."""
     saved = read_own(run_folder(config) / CHOSEN, {}) or {}
-    types = {"threads": int, "checkpointed": int, "modulation": str}
+    types = {"threads": int, "checkpointed": int, "keeping_attention": int, "modulation": str}
     sound = {key: saved[key] for key, kind in types.items() if type(saved.get(key)) is kind}
-    largest = {"threads": 1024, "checkpointed": config.model.blocks()}
+    blocks = config.model.blocks()
+    largest = {"threads": 1024, "checkpointed": blocks, "keeping_attention": blocks}
     return sound | {key: min(max(sound[key], 0), most) for key, most in largest.items() if key in sound}
 
 

@@ -288,7 +288,8 @@ def attach(
     blocks, device = units_of(transformer), device_of(transformer)
     if config.speed.compile and compile_training(blocks, device, sizes):
         say(f"compile the blocks for {plural(sizes, 'picture size')}; the first step takes at least 30 s longer")
-    streamed = config.memory.attach(blocks, device, trained=in_backward and config.adapter.trains_base)
+    trains, last = in_backward and config.adapter.trains_base, config.model.ends_with_feed_forward
+    streamed = config.memory.attach(blocks, device, trains, last)
     if text is not None:
         text.attach_lora(config.train.seed)
         transformer.add_module(NAME, text)

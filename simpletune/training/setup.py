@@ -175,9 +175,11 @@ def fit_memory(
     require_processes(config, processes)
     if config.memory.checkpointing != "auto":
         return config
-    from simpletune.estimate.auto_checkpointing import choose_on
+    from simpletune.estimate.auto_checkpointing import Recomputed, choose_on
 
-    chosen = choose_on(of_process(config, processes), device, plan.largest(), before.get("checkpointed"))
+    count = before.get("checkpointed")
+    earlier = None if count is None else Recomputed(count, before.get("keeping_attention", 0))
+    chosen = choose_on(of_process(config, processes), device, plan.largest(), earlier)
     return with_train_of(config, chosen)
 
 

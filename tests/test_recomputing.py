@@ -1,0 +1,320 @@
+"""Recomputing less of a block: attention's output kept, feed-forward networks alone. Exact, and less is computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import pytest
+import torch
+from blocks import (
+    BLOCKS,
+    PRECISIONS,
+    UNETS,
+    LateCopies,
+    Setting,
+    assert_same_run,
+    lora_run,
+    loss_of,
+    prepare,
+    shake_updates,
+    transformer,
+)
+from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simpletune.adapters.adapter import TrainingMethod
+from simpletune.adapters.full import Full
+from simpletune.adapters.lora import Lora
+from simpletune.config.load import validate
+from simpletune.families.sd15.shapes import units_of
+from simpletune.memory import feed_forward
+from simpletune.memory.accounting import Accounting
+from simpletune.memory.checkpointing import Parts, set_passes
+from simpletune.memory.feed_forward import tiles
+from simpletune.memory.kept_attention import KERNELS, KeptAttention, Output
+from simpletune.memory.offload_inputs import CheckpointInputOffload, OffloadedInput
+from simpletune.memory.snapshot import rounded
+from simpletune.options import ConfigError
+from simpletune.quant.plain import FP32
+
+KEEP = Parts(keep_attention=BLOCKS)
+ALONE = Parts(feed_forward="checkpointed", last=True)
+BOTH = Parts(2, "checkpointed", last=True)
+ALL = tuple(range(BLOCKS))
+UNITS = {version: len(units_of(config)) for version, config in UNETS.items()}
+ALL_UNITS, SOME_UNITS = tuple(range(UNITS["sd15"])), Parts(9, "checkpointed")
+RUNS: dict[str, tuple[str, str, float, Setting]] = {
+    "attention kept": ("sd3", "fp32", 0.0, Setting(parts=KEEP)),
+    "attention of some kept": ("sd3", "int8", 0.0, Setting(checkpointed=3, parts=Parts(2))),
+    "alone": ("sd3", "fp32", 0.0, Setting(parts=ALONE)),
+    "alone, some checkpointed": ("sd3", "nf4", 0.0, Setting(checkpointed=2, parts=ALONE)),
+    "feed-forward only": ("sd3", "int8", 0.0, Setting(checkpointed=0, parts=Parts(0, "all", last=True))),
+    "feed-forward only, dropout": ("sd3", "fp32", 0.5, Setting(checkpointed=0, parts=Parts(0, "all", last=True))),
+    "both, dropout": ("sd3", "fp32", 0.5, Setting(parts=BOTH)),
+    "both, inputs on the host": ("sd3", "int8-products", 0.0, Setting(host=True, queue=LateCopies, parts=BOTH)),
+    "both, streamed": ("sd3", "int8", 0.0, Setting(ALL, poison=True, parts=BOTH)),
+    "both, streamed late": ("sd3", "nf4", 0.0, Setting(ALL, None, True, True, LateCopies, parts=BOTH)),
+    "both, autocast": ("sd3", "fp32-autocast", 0.0, Setting(parts=BOTH)),
+    "U-Net": ("sd2", "int8", 0.0, Setting(parts=Parts(UNITS["sd2"], "checkpointed"))),
+    "U-Net, feed-forward only": ("sd15", "fp32", 0.0, Setting(checkpointed=0, parts=Parts(0, "all"))),
+    "U-Net, streamed": ("sd15", "nf4", 0.0, Setting(ALL_UNITS, None, True, True, LateCopies, parts=SOME_UNITS)),
+}  # fmt: skip
+FAST = {"both, streamed", "feed-forward only"}
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@lru_cache
+def plain_run(family: str, precision: str, dropout: float) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """Without checkpointing."""
+    return lora_run(PRECISIONS[precision], Setting(checkpointed=0), dropout, family=family)
+
+
+@pytest.mark.parametrize("case", [c if c in FAST else slow(c) for c in RUNS])
+def test_a_lora_run_is_the_plain_one_bit_for_bit(case: str) -> None:
+    family, precision, dropout, setting = RUNS[case]
+    run = lora_run(PRECISIONS[precision], setting, dropout, family=family)
+    assert_same_run(run, plain_run(family, precision, dropout))
+
+
+def model_with(adapter: TrainingMethod, setting: Setting, weights: str = "fp32") -> Any:
+    """A model whose blocks run as set."""
+    model = transformer(PRECISIONS[weights])
+    adapter.attach(model, 7)
+    shake_updates(model)
+    prepare(model.train(), setting)
+    return model
+
+
+def gradients(model: nn.Module, conditioning: bool = False) -> dict[str, Tensor]:
+    """Of one micro-batch; with ``conditioning`` also that of a shift of the blocks' conditioning."""
+    shift = torch.zeros(32, requires_grad=True)
+    hook = model.get_submodule("time_text_embed").register_forward_hook(lambda *seen: seen[-1] + shift)
+    if not conditioning:
+        hook.remove()
+    loss_of(model, FP32(), 0).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found | ({"conditioning": shift.grad} if shift.grad is not None else {})
+
+
+class Counting(TorchDispatchMode):
+    """Counts kernels of attention, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, op: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: dict | None = None
+    ) -> object:
+        if op.name().startswith(KERNELS):
+            self.kernels["backward" if "backward" in op.name() else "forward"] += 1
+        return op(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_calls(model: nn.Module, end: str) -> Iterator[list[str]]:
+    """The names of modules that end so, each time that they run to their end."""
+    seen: list[str] = []
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: seen.append(name))
+        for name, module in model.named_modules()
+        if name.endswith(end)
+    ]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("keeping", [1, slow(0), slow(BLOCKS)])
+def test_kept_attention_is_not_computed_again(keeping: int) -> None:
+    model = model_with(Lora(rank=2), Setting(parts=Parts(keeping)))
+    with Counting() as counting:
+        gradients(model)
+    assert counting.kernels == {"forward": 2 * BLOCKS - keeping, "backward": BLOCKS}
+
+
+@pytest.mark.parametrize(
+    ("weights", "tile"),
+    [
+        ("int8", 8),
+        pytest.param("fp32", None, marks=pytest.mark.slow),
+        pytest.param("nf4", None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_feed_forward_network_alone_computes_its_second_product_once(weights: str, tile: int | None) -> None:
+    """Of four blocks of image and text, the last has no text; tiles hold 8 of 32 and of 12 tokens."""
+    count = {None: 2 * BLOCKS - 1, 8: 4 * BLOCKS + 2 * (BLOCKS - 1)}[tile]
+    with_block = model_with(Lora(rank=2), Setting(), weights)
+    with counted_calls(with_block, "ff.net.2") as seen:
+        gradients(with_block)
+    assert Counter(seen) == {f"transformer_blocks.{index}.ff.net.2": 2 for index in ALL}
+    alone = model_with(Lora(rank=2), Setting(parts=Parts(0, "checkpointed", tile, last=True)), weights)
+    for end, times in (("net.0.proj", 2), ("net.2", 1)):
+        with counted_calls(alone, end) as seen:
+            gradients(alone)
+        assert len(seen) == times * count, end
+
+
+MODULATION = Lora(rank=2, targets=["attn.to_q", "norm1.linear"])
+
+
+@pytest.mark.parametrize(("adapter", "conditioning"), [(MODULATION, False), (Full(), False), (Lora(rank=2), True)])
+def test_a_network_is_computed_again_where_the_modulations_gradient_needs_it(
+    adapter: TrainingMethod, conditioning: bool
+) -> None:
+    plain = gradients(model_with(adapter, Setting(checkpointed=0)), conditioning)
+    model = model_with(adapter, Setting(parts=ALONE))
+    with counted_calls(model, "ff.net.2") as seen:
+        found = gradients(model, conditioning)
+    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+    assert len(seen) > BLOCKS and any("norm1" in name or name == "conditioning" for name in found)
+
+
+@pytest.mark.slow
+def test_an_output_that_is_needed_but_omitted_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above would see it."""
+    monkeypatch.setattr(feed_forward, "_trains_modulation", lambda *_: False)
+    plain = gradients(model_with(MODULATION, Setting(checkpointed=0)))
+    found = gradients(model_with(MODULATION, Setting(parts=ALONE)))
+    assert any(not torch.equal(found[name], gradient) for name, gradient in plain.items() if "norm1" in name)
+
+
+def test_a_tile_of_tokens_changes_the_last_bits_at_most() -> None:
+    plain = gradients(model_with(Lora(rank=2, targets="all_linear"), Setting(checkpointed=0)))
+    setting = Setting(parts=Parts(0, "checkpointed", 8, last=True))
+    found = gradients(model_with(Lora(rank=2, targets="all_linear"), setting))
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(None, [(2, 6, 3)]), (12, [(2, 6, 3)]), (11, [(1, 6, 3)] * 2), (5, [(1, 4, 3)] * 3)]
+)
+def test_tiles_hold_every_token_once_and_are_about_equal(rows: int | None, sizes: list[tuple[int, ...]]) -> None:
+    x = torch.arange(36.0).view(2, 6, 3)
+    found = tiles(x, rows)
+    assert [tuple(part.shape) for part in found] == sizes
+    assert torch.equal(torch.cat([part.reshape(-1, 3) for part in found]), x.reshape(-1, 3))
+
+
+def bytes_kept(parts: Parts, checkpointed: int = BLOCKS) -> int:
+    """Measured: bytes of activations when the forward pass has ended."""
+    model = model_with(Lora(rank=2), Setting(checkpointed=checkpointed, parts=parts))
+    with Accounting() as counting:
+        before = counting.current.bytes
+        loss = loss_of(model, FP32(), 0)
+        kept = counting.current.bytes - before
+        loss.backward()
+    return kept
+
+
+def test_what_is_kept_is_its_arithmetic() -> None:
+    """Two samples of 16 and 6 tokens; two heads of 16; fp32: attention's output, and one sum a row and head."""
+    output, sums = rounded(4 * 2 * 22 * 32), rounded(4 * 2 * 2 * 22)
+    none = bytes_kept(Parts())
+    for keeping in (1, BLOCKS):
+        assert bytes_kept(Parts(keeping)) - none == keeping * (output + sums)
+    assert bytes_kept(ALONE) == none
+    hidden = rounded(4 * 2 * 16 * 4 * 32) + rounded(4 * 2 * 6 * 4 * 32)  # inside of a block's networks, before GELU
+    assert bytes_kept(Parts(), 0) - bytes_kept(Parts(0, "all"), 0) > (BLOCKS - 2) * hidden
+
+
+class Twice(nn.Module):
+    """Two attentions, as SD3.5 Medium's first blocks have, the first of fewer tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = (Attention(8, heads=2, dim_head=4, processor=JointAttnProcessor2_0()) for _ in "12")
+
+    def forward(self, x: Tensor) -> Tensor:  # [b, n, 8]
+        """The sum of both."""
+        return self.first(x) + self.second(x.flip(1)[:, :3]).sum()
+
+
+def test_two_attentions_of_a_block_get_their_own_outputs() -> None:
+    found = []
+    for parts in (Parts(), Parts(1)):
+        block = Twice()
+        set_passes([block], 1, parts=parts)
+        x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        block(x).square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in block.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_an_output_comes_back_from_the_host_with_its_layout() -> None:
+    """As flash attention lays it out, [b, n, h, d] in memory; figures with few dimensions stay."""
+    inputs = CheckpointInputOffload(torch.device("cpu"))
+    laid_out = torch.randn(2, 5, 3, 4).transpose(1, 2)
+    output = Output.of(torch.ops.aten.add.Tensor, [laid_out, torch.ones(2, 3, 5), torch.ones(2), 7])
+    before = list(output.values)
+    with inputs.offloading():
+        output.leave(inputs)
+    assert [type(value) for value in output.values] == [OffloadedInput, OffloadedInput, Tensor, int]
+    output.come_back(inputs)
+    for value, was in zip(output.values[:3], before, strict=False):
+        assert isinstance(value, Tensor) and isinstance(was, Tensor)
+        assert value.stride() == was.stride() and torch.equal(value, was)
+
+
+def test_an_output_that_is_overwritten_is_an_error() -> None:
+    def overwrite(x: Tensor) -> None:
+        x.detach().mul_(2)
+
+    block = Twice()
+    set_passes([block], 1, parts=Parts(1))
+    block.first.to_out[0].register_forward_pre_hook(lambda module, args: overwrite(args[0]))
+    with pytest.raises(RuntimeError, match="overwritten before its recomputation"):
+        block(torch.ones(1, 2, 8, requires_grad=True)).sum().backward()
+
+
+def test_a_second_backward_pass_is_an_error() -> None:
+    attention = Attention(8, heads=2, dim_head=4, processor=JointAttnProcessor2_0())
+    _, again = KeptAttention(attention).contexts()
+    with again, pytest.raises(RuntimeError, match="second backward pass"):
+        attention(torch.ones(1, 2, 8))
+
+
+REFUSED = {
+    "keep, nothing checkpointed": ({"memory": {"checkpointing": "none", "keep_attention": "all"}}, "needs checkpoint"),
+    "keep more": ({"memory": {"checkpointing": 1, "keep_attention": 2}}, "2 is more than the 1 block that"),
+    "keep beyond": ({"memory": {"checkpointing": "all", "keep_attention": 99}}, "99 is more than the model's"),
+    "keep some of auto": ({"memory": {"checkpointing": "auto", "keep_attention": 1}}, "Use auto, all or none"),
+    "keep with math": (
+        {"memory": {"checkpointing": "all", "keep_attention": "all"}, "speed": {"attention": "math"}},
+        "speed.attention math has none",
+    ),
+    "keep compiled": (
+        {"memory": {"checkpointing": "all", "keep_attention": 1}, "speed": {"compile": True}},
+        "a compiled block does not show its attention",
+    ),
+    "nothing to be alone": ({"memory": {"checkpointing": "none", "feed_forward": "alone"}}, "recomputes nothing"),
+    "alone compiled": (
+        {"memory": {"checkpointing": "all", "feed_forward": 64}, "speed": {"compile": True}},
+        "64 with speed.compile.*Use feed_forward block",
+    ),
+    "alone in fp16": (
+        {"memory": {"checkpointing": "feed_forward"}, "precision": {"weights": "int8", "compute": "fp16"}},
+        "products in fp16.*Use checkpointing all",
+    ),
+    "with the block, alone": (
+        {"memory": {"checkpointing": "feed_forward", "feed_forward": "block"}}, "Use auto or alone"
+    ),
+    "streamed": ({"memory": {"checkpointing": "feed_forward", "resident_blocks": 0}}, "Use checkpointing all"),
+    "inputs": (
+        {"memory": {"checkpointing": "feed_forward", "offload_checkpoint_inputs": True}}, "needs checkpointed blocks"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_with_the_reason(case: str, tiny_config: dict) -> None:
+    changes, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        validate(tiny_config | changes, "refused")
