@@ -4,7 +4,7 @@ SHELL := /usr/bin/env bash
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test durations slow gpu dry softgpu kernels coverage torture web screens mutants tiny-sd3 \
+.PHONY: help setup quality style test durations slow gpu dry softgpu kernels coverage torture torture-together web screens mutants tiny-sd3 \
 	tiny-encoders clean
 
 help:  ## show this list; takes no time
@@ -59,6 +59,9 @@ torture: setup  ## kill 50 runs at named and random moments (10 minutes on 2 idl
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture.py
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/attacks.py
 	SIMPLETUNE_FUZZ=500 $(PY) -m pytest -q tests/test_fuzz.py tests/test_data_odd.py
+
+torture-together: setup  ## kill 40 times one or all of 1, 2 and 4 processes of a run, also while they prepare; TIME
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture_together.py
 
 web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; 7 min 40 s beside other work
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m "slow or not slow" --timeout 900 tests/test_web_browser.py

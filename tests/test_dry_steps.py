@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from blocks import write_pipeline
 from dry import count
 from test_gpu import run_on
 from test_optimizers import NAMES
 
+from simpletune.config.schema import TrainConfig
+from simpletune.memory.copy_stream import PinnedPages
+from simpletune.memory.machine_weights import is_shared
+from simpletune.pipeline import load
 from simpletune.step.core import StepCore
+from simpletune.tensors import all_tensors
 
 pytestmark = pytest.mark.dry
 WATCHED = ("synchronisations", "cudaDeviceSynchronize", "pageable_copies", "cudaHostAlloc", "cuMemCreate")
@@ -104,3 +111,34 @@ def test_a_warm_step_copies_from_pinned_memory_and_takes_no_memory_anew(
         assert (name, steps.work(name)) == (name, [0] * 7)
         assert (name, steps.apart(name)) == (name, [0] * 6)
     assert steps.work("synchronisations") == [WAITS.get(how, 0)] * 7
+
+
+@pytest.mark.parametrize("weights", ["int8", "bf16"])
+def test_pages_that_a_machine_shares_are_pinned_once_and_copied_from(
+    weights: str, three_blocks: dict, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first of two processes: its blocks and its modulations lie in pages of which it pins all at once."""
+    pinned: list[tuple[int, int]] = []
+    honest, registered = load.load_base_together, PinnedPages.pin
+
+    def together(config: TrainConfig, accelerator: Accelerator, *rest: Any) -> Any:
+        of_two = SimpleNamespace(device=accelerator.device, num_processes=2, process_index=0, local_process_index=0)
+        transformer = honest(config, of_two, *rest)  # type: ignore[arg-type]
+        kept = [tensor for tensor in all_tensors(transformer) if tensor.device.type == "cpu"]
+        shared = [tensor for tensor in kept if is_shared(tensor)]
+        assert len(shared) == len(kept) > 20
+        assert any(sum(t.nbytes for t in shared) <= size <= 1.5 * sum(t.nbytes for t in shared) for _, size in pinned)
+        return transformer
+
+    def pin(pages: PinnedPages, address: int, count: int) -> None:
+        pinned.append((address, count))
+        registered(pages, address, count)
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(load, "gather_object", list)
+    monkeypatch.setattr("simpletune.training.load.load_base_together", together)
+    monkeypatch.setattr(PinnedPages, "pin", pin)
+    memory = STREAMED | {"modulation": "plan"}
+    run_on(three_blocks, "cuda", precision={"weights": weights}, memory=memory)
+    for name in ("pageable_copies", "cudaHostAlloc", "cudaDeviceSynchronize", "synchronisations"):
+        assert (name, steps.work(name)) == (name, [0] * 7)

@@ -13,41 +13,54 @@ import torch
 from safetensors.torch import load_file
 
 from simpletune.config.load import read_config, validate
+from simpletune.demo import pictures
 from simpletune.runs import checkpoint
-from simpletune.training.loop import train
+from simpletune.runs.folder import read_metrics, read_summary
+from simpletune.training.loop import prepare_only, train
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-@pytest.fixture(scope="module")
-def unet_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny pipeline of Stable Diffusion 1.5."""
-    return tiny_sd15.build(tmp_path_factory.mktemp("unet") / "sd15")
-
-
 def stage(name: str, part: str, data: dict[str, Any], place: Path, overrides: list[str]) -> Path:
-    """Run a shipped stage at toy size, from the folder that it names its first stage relative to."""
+    """Prepare and run a shipped stage at toy size, from the folder that it names its first stage relative to."""
     common = [
         "device=cpu", f"data.path={data['data']['path']}", "train.steps=4", "train.batch_size=2",
         "precision.compute=fp32",
-        "train.gradient_accumulation=1", "schedule.warmup_steps=1", "checkpoint.every=2", "validation.every=null",
+        "train.global_batch=4", "schedule.warmup_steps=1", "checkpoint.every=2", "validation.every=null",
         "validation.prompts=[]", "validation.eval_samples=2", "profile.max_traces=0", "output.report=false",
         f"output.runs={place}/runs", f"output.profiles={place}/profiles", f"output.cache={place}/cache",
     ]  # fmt: skip
-    return train(read_config(CONFIGS / f"{name}.json", [*common, *overrides])[0]) / part
+    config = read_config(CONFIGS / f"{name}.json", [*common, *overrides])[0]
+    prepare_only(config)
+    prepared = set((place / "cache").rglob("*.safetensors"))
+    run = train(config)
+    assert set((place / "cache").rglob("*.safetensors")) == prepared, "training encodes nothing"
+    summary = read_summary(run)
+    assert summary is not None and summary["complete"] and [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
+    return run / part
+
+
+def of_unet(place: Path) -> dict[str, Any]:
+    """Stable Diffusion 2 base at toy size: a tiny U-Net that predicts noise, and pictures of 512 px."""
+    pipeline = tiny_sd15.build(place / "sd2", "sd2")
+    noise = pipeline / "scheduler" / "scheduler_config.json"
+    noise.write_text(json.dumps(json.loads(noise.read_text()) | {"prediction_type": "epsilon"}))
+    pictures.write_folder(place / "pictures", pictures.sample_scenes(4, seed=3, style="flat"), seed=3, pixels=512)
+    return {"model": {"pretrained": str(pipeline)}, "data": {"path": str(place / "pictures")}}
 
 
 @pytest.mark.parametrize("family, part", [("sd3", "transformer"), pytest.param("sd2", "unet", marks=pytest.mark.slow)])
 def test_the_second_stage_begins_with_the_average_of_the_first(
-    family: str, part: str, tiny_config: dict[str, Any], unet_pipeline: Path, tmp_path: Path
+    family: str, part: str, tiny_config: dict[str, Any], tmp_path: Path
 ) -> None:
     """The second stage learns at next to no rate, so that its weights are those that it began with."""
     sd3 = family == "sd3"
-    pipeline = tiny_config["model"]["pretrained"] if sd3 else str(unet_pipeline)
+    data = tiny_config if sd3 else of_unet(tmp_path)
+    pipeline = data["model"]["pretrained"]
     given = [f"model.pretrained={pipeline}", *(["model.t5_length=8"] if sd3 else [])]
-    sides = (32, 64) if sd3 else (64, 96)
-    first = stage(f"{family}_from_scratch_256", part, tiny_config, tmp_path,
+    sides = (32, 64) if sd3 else (256, 512)
+    first = stage(f"{family}_from_scratch_256", part, data, tmp_path,
                   [*given, f"data.resolution={sides[0]}", "ema.decay=0.5"])  # fmt: skip
     named = json.loads((CONFIGS / f"{family}_from_scratch_512.json").read_text())["model"][part]
     assert first == tmp_path / named, "the second stage names the folder that the first one writes"
@@ -62,7 +75,7 @@ def test_the_second_stage_begins_with_the_average_of_the_first(
     base = load_file(Path(pipeline) / part / WEIGHTS)
     assert any(not torch.equal(result[name].float(), base[name].float()) for name in names), "random, not pretrained"
     cached = set((tmp_path / "cache" / "text").rglob("*.safetensors"))
-    second = stage(f"{family}_from_scratch_512", part, tiny_config, tmp_path,
+    second = stage(f"{family}_from_scratch_512", part, data, tmp_path,
                    [*given, f"data.resolution={sides[1]}", f"model.{part}={first}", "optimizer.lr=1e-30",
                     "optimizer.weight_decay=0"])  # fmt: skip
     for name, tensor in load_file(second / WEIGHTS).items():

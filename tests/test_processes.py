@@ -7,7 +7,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,14 +205,56 @@ def test_quantised_bases_and_the_modulation_plan(launcher: Launcher, ground: dic
     torch.testing.assert_close(tensors(run_of(data)), tensors(resident), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["base_prediction", "class_pictures"])
-def test_priors(launcher: Launcher, ground: dict[str, Any], method: str) -> None:
-    """The base's predictions, in the second pass of each process; class pictures, which one process draws."""
-    more = {"count": 3, "steps": 1} if method == "class_pictures" else {}
-    data = changed(ground, method, prior={"method": method, "prompt": "a picture", **more})
-    said = together(launcher, data)
-    assert ("class   3 class pictures" in said[0]) == bool(more) and "class   " not in said[1]
+def test_the_prior_of_the_bases_predictions(launcher: Launcher, ground: dict[str, Any]) -> None:
+    """In the second pass of each process."""
+    data = changed(ground, "prior", prior={"method": "base_prediction", "prompt": "a picture"})
+    together(launcher, data)
     torch.testing.assert_close(tensors(run_of(data)), tensors(alone(data)), rtol=1e-4, atol=1e-6)
+
+
+DRAWS = """
+import os, sys
+config, rank, port, of = sys.argv[1:]
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+from simpletune.cli.main import main
+from simpletune.training import class_pictures
+honest = class_pictures.save_png
+def save_png(picture, part, request, **more):
+    print("drew", request.seed, flush=True)
+    if rank == "1" and os.environ.get("KILL"):
+        os.kill(os.getpid(), 9)
+    return honest(picture, part, request, **more)
+class_pictures.save_png = save_png
+sys.exit(main(["train", config, "--resume", "auto"]))
+"""
+
+
+def drawn(launcher: Launcher, data: dict[str, Any], place: Path, **environment: str) -> list[set[int]]:
+    """The seeds of the class pictures that each of two processes draws."""
+    (place / "config.json").write_text(json.dumps(data))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        words = [[str(place / "config.json"), str(rank), str(free.getsockname()[1]), "2"] for rank in (0, 1)]
+    outcome = launcher.programs(DRAWS, *words, environment=environment, limit=0 if environment else 120)
+    assert outcome.codes[1] == (-9 if environment else 0), outcome.said
+    return [{int(seed) for seed in re.findall(r"^drew (\d+)$", said, re.MULTILINE)} for said in outcome.said]
+
+
+def test_class_pictures_are_drawn_by_all(launcher: Launcher, ground: dict[str, Any], tmp_path: Path) -> None:
+    """Each draws its share and what a killed one had claimed; a picture is the same whoever drew it."""
+    prior = {"method": "class_pictures", "prompt": "a picture", "count": 8, "steps": 1}
+    data = changed(ground, "class", prior=prior, output={"cache": str(tmp_path / "cache")})
+    before = drawn(launcher, data, tmp_path, KILL="1")
+    files = {int(file.stem.removeprefix("seed-")) for file in (tmp_path / "cache" / "class").rglob("*.png")}
+    assert before[1] and not before[1] & files
+    after = drawn(launcher, data, tmp_path)
+    assert not after[0] & after[1] and after[0] | after[1] == set(range(8)) - files
+    assert not list((tmp_path / "cache" / "class").rglob(".*.part")), "what the killed one was writing"
+    one = alone(changed(data, "class", output={"cache": str(tmp_path / "own")}))
+    ours, own = (sorted((tmp_path / name / "class").rglob("*.png")) for name in ("cache", "own"))
+    assert len(own) == 8 and [file.read_bytes() for file in ours] == [file.read_bytes() for file in own]
+    torch.testing.assert_close(tensors(run_of(data)), tensors(one), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ import pytest
 
 from benchmarks import cluster, measured_scaling, scaling
 from benchmarks.cluster import Compute, Fabric, Job, divided, exchange_seconds, predict
-from benchmarks.scaling_tables import efficiency, key, page, update_of
+from benchmarks.scaling_tables import efficiency, key, page, predicted_cells, update_of
 from simpletune.options import Json
 from simpletune.report import write_report
 
@@ -100,3 +102,16 @@ def test_processes_that_fail_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Exception, match="failed on 2 processes"):
         measured_scaling.launch(["-c", "import os; exit(int(os.environ['RANK']))"], 2)
     assert measured_scaling.launch(["-c", "import os; print(os.environ['WORLD_SIZE'])"], 2) == "2\n"
+
+
+def test_the_page_of_the_docs_repeats_the_results() -> None:
+    """Every predicted row from 8 cards on, with the columns that docs/scaling.md has."""
+    root = Path(__file__).resolve().parent.parent
+    rows = json.loads((root / "benchmarks/results/cpu/scaling.json").read_text())["rows"]
+    lines = {re.sub(" +", " ", line) for line in (root / "docs/scaling.md").read_text().splitlines()}
+    for name, plan in scaling.PLANS.items():
+        found = {cards: rows[key(name, plan, cards)] for cards in scaling.CARDS}
+        for cards in scaling.CARDS[1:]:
+            cells = predicted_cells(cards, found, plan)
+            kept = [cells[at] for at in (0, 3, 5, 6, 9, 11, *((12, 13) if plan.published else ()))]
+            assert re.sub(" +", " ", f"| {' | '.join(kept)} |") in lines, (name, cards)

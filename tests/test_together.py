@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from launching import ROOT, Launcher
+from launching import ROOT, Launcher, Outcome
 from safetensors.torch import load_file
-from test_processes import changed, ground, require_same, run_of, together, whole  # noqa: F401
+from test_processes import LEVERS, changed, ground, require_same, run_of, together, whole  # noqa: F401
 
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
@@ -194,3 +195,74 @@ def test_torchrun_starts_all_again_when_one_is_killed(
     require_same(run_of(data), whole[0])
     result = Path(data["output"]["runs"]) / "torchrun" / "pytorch_lora_weights.safetensors"
     assert load_file(result).keys() == load_file(whole[0] / result.name).keys()
+
+
+# A run of two processes. Each prints what it maps; the second may be unable to.
+MAPS = """
+import os, re, sys
+config, rank, port, what = sys.argv[1:]
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+from simpletune.cli.main import main
+from simpletune.memory.machine_weights import MachineWeights
+from simpletune.step.core import StepCore
+step, steps = StepCore.step, []
+def look(self, *words):
+    steps.append(1)
+    if len(steps) == 2:
+        pattern = "(?m)^[0-9a-f-]+ rw-s.*memfd:simpletune.*\\n(?:[A-Z].*\\n)+"
+        for found in re.findall(pattern, open("/proc/self/smaps").read()):
+            print("mapped", found.split()[4], *re.findall("(?m)^(?:Rss|Pss): +([0-9]+)", found))
+        print("in /dev/shm", len(os.listdir("/dev/shm")), flush=True)
+        if what == "killed":
+            os.kill(os.getpid(), 9)
+    return step(self, *words)
+def fail(offer):
+    raise PermissionError(13, "Permission denied", "/proc/1/fd/9")
+StepCore.step = look
+if what == "refused":
+    MachineWeights.join = fail
+sys.exit(main(["train", config]))
+"""
+
+
+def mapping(launcher: Launcher, data: dict[str, Any], place: Path, what: str = "") -> Outcome:
+    (place / "config.json").write_text(json.dumps(data))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return launcher.programs(MAPS, *([str(place / "config.json"), str(rank), port, what] for rank in (0, 1)))
+
+
+def test_two_processes_hold_one_copy_and_leave_nothing(
+    launcher: Launcher, whole: tuple[Path, list[str]], ground: dict[str, Any], tmp_path: Path
+) -> None:
+    data = changed(ground, "one-copy", memory=LEVERS)
+    before = os.listdir("/dev/shm")
+    outcome = mapping(launcher, data, tmp_path)
+    assert outcome.codes == [0, 0], outcome.said
+    mapped = [re.findall(r"^mapped (\d+) (\d+) (\d+)$", said, re.MULTILINE) for said in outcome.said]
+    assert len(mapped[0]) == len(mapped[1]) == 1, outcome.said
+    (first, rss, pss), (second, others, _) = mapped[0][0], mapped[1][0]
+    assert first == second, "the same file"
+    assert int(rss) >= int(others) > 0 and int(pss) <= 0.6 * int(rss), "each page counts half for each of two"
+    assert all(f"in /dev/shm {len(before)}" in said for said in outcome.said)
+    assert "GiB of frozen weights in host memory, once for all processes of a machine" in outcome.said[0]
+    require_same(run_of(data), whole[0])
+
+
+@pytest.mark.parametrize("what", ["refused", "killed"])
+def test_a_process_that_cannot_share_and_processes_that_are_killed(
+    what: str, launcher: Launcher, whole: tuple[Path, list[str]], ground: dict[str, Any], tmp_path: Path
+) -> None:
+    data = changed(ground, f"copy-{what}", memory=LEVERS)
+    before = sorted(os.listdir("/dev/shm"))
+    outcome = mapping(launcher, data, tmp_path, what)
+    if what == "killed":
+        assert outcome.codes == [-9, -9] and "mapped" in outcome.said[0]
+    else:
+        assert outcome.codes == [0, 0] and "mapped" in outcome.said[0] and "mapped" not in outcome.said[1]
+        said = "warning 1 process has its own copy of the frozen weights in host memory, which take as much memory"
+        assert f"{said} again: [Errno 13] Permission denied: '/proc/1/fd/9'" in outcome.said[0]
+        require_same(run_of(data), whole[0])
+    assert sorted(os.listdir("/dev/shm")) == before

@@ -1,7 +1,8 @@
-"""Runs of two processes, one or both of which are killed over and over, also while they prepare in parallel.
+"""Runs of one, two and four processes, one or all of which are killed over and over, also while they prepare together.
 
-Whoever is left ends by itself within 30 s, nothing is lost, and the end is that of a run that was never killed.
-``python tests/torture_together.py --kills 40`` does all of it; ``tests/test_together.py`` a few kills.
+Each start of a run draws how many processes it has. Whoever is left ends by itself within 30 s, nothing is lost, and
+the end is, bit for bit, that of a run of two that was never killed. ``make torture-together`` does all of it;
+``tests/test_together.py`` a few kills.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,16 @@ from simpletune.runs.folder import read_metrics
 from simpletune.training.together import LOST
 
 STEPS, EVERY, MOST = 4, 2, 30.0
-PREPARING = ("data.scanned", "text.encoded", "latents.encoded", "file.before-rename", "file.after-rename")
+PREPARING = (
+    "data.scanned", "class.drawn", "text.encoded", "latents.encoded", "file.before-rename", "file.after-rename",
+)  # fmt: skip
 TRAINING = (
     "model.loaded", "step.begun", "step.updated", "metrics.appended", "checkpoint.begun", "checkpoint.before-rename",
     "checkpoint.after-rename", "validation.evaluated", "validation.picture",
 )  # fmt: skip
 OF_THE_FIRST = ("metrics.appended", "checkpoint.", "validation.")  # moments that only process 0 passes
-WHO = {"the first": (0,), "the second": (1,), "both": (0, 1)}
+PROCESSES = (1, 2, 4)
+WHO = ("the first", "another", "all")
 
 
 @dataclass
@@ -39,6 +44,8 @@ class Tally:
     """What was done so far."""
 
     kills: Counter[str] = field(default_factory=Counter)
+    processes: Counter[int] = field(default_factory=Counter)
+    preparing: int = 0
     moments: Counter[str] = field(default_factory=Counter)
     codes: Counter[int] = field(default_factory=Counter)
     slowest: float = 0.0
@@ -50,7 +57,8 @@ class Tally:
         who = ", ".join(f"{name} {count}" for name, count in self.kills.items())
         moments = ", ".join(f"{name} {count}" for name, count in self.moments.most_common())
         return [
-            f"kills survived            {self.kills.total()} ({who})",
+            f"kills survived            {self.kills.total()} ({who}), {self.preparing} of them while preparing",
+            f"in runs of                {', '.join(f'{of}: {count}' for of, count in sorted(self.processes.items()))}",
             f"moments                   {moments}",
             f"runs ended like unkilled  {self.runs}: weights, optimizer, average and losses, bit for bit",
             f"survivors' exit codes     {dict(self.codes)}",
@@ -62,12 +70,14 @@ class Tally:
 def ground(folder: Path) -> dict[str, Any]:
     """The configuration of a run with a model of two blocks, and its files."""
     tiny_sd3.build(folder / "pipeline", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=1, dtype="fp32")
-    pictures.write_folder(folder / "pictures", pictures.sample_scenes(6, seed=3, style="flat"), seed=3, pixels=32)
+    pictures.write_folder(folder / "pictures", pictures.sample_scenes(13, seed=3, style="flat"), seed=3, pixels=32)
     return {
         "name": "x", "device": "cpu", "model": {"pretrained": str(folder / "pipeline"), "t5_length": 8},
         "data": {"path": str(folder / "pictures"), "resolution": 32, "caption_dropout": 0.3},
+        "memory": {"resident_blocks": 1}, "prior": {"method": "class_pictures", "prompt": "x", "count": 5, "steps": 1},
         "adapter": {"rank": 2}, "precision": {"weights": "fp32"}, "optimizer": {"lr": 0.01},
-        "train": {"steps": STEPS}, "ema": {"decay": 0.9}, "checkpoint": {"every": EVERY},
+        "train": {"steps": STEPS, "gradient_accumulation": 4, "reduce": "exact"}, "ema": {"decay": 0.9},
+        "checkpoint": {"every": EVERY},
         "validation": {"prompts": ["a red disc"], "steps": 1, "eval_samples": 2}, "profile": {"max_traces": 0},
         "output": {name: str(folder / name) for name in ("runs", "profiles", "cache")} | {"report": False},
     }  # fmt: skip
@@ -89,6 +99,7 @@ class Torture:
         began = time.monotonic()
         outcome = launcher.train(self.reference, self.reference)
         assert outcome.codes == [0, 0], outcome.said
+        assert "once for all processes of a machine" in outcome.said[0], "streamed weights are shared"
         self.seconds = time.monotonic() - began
 
     def case(self, number: int, kills: int) -> None:
@@ -98,38 +109,43 @@ class Torture:
         turn = 0
         while turn < kills and self.kill(data, preparing=turn < 2):
             turn += 1
-        outcome = self.launcher.train(data, data, resume="auto")
-        assert outcome.codes == [0, 0], outcome.said
+        outcome = self.launcher.train(*[data] * self.random.choice(PROCESSES), resume="auto")
+        assert set(outcome.codes) == {0}, outcome.said
         require_same(run_of(data), run_of(self.reference))
         left = [*run_of(data).rglob("*.part"), *Path(data["output"]["cache"]).rglob("*.part")]
         assert not left, left
         self.tally.runs += 1
 
     def kill(self, data: dict[str, Any], preparing: bool) -> bool:
-        """Start the run, kill one process or both, and look at what is left; false if it was done before."""
-        who = self.random.choice(list(WHO))
+        """Start the run, kill one process or all, and look at what is left; false if it was done before."""
+        of = self.random.choice(PROCESSES)
+        who = self.random.choice(WHO) if of > 1 else "all"
         if self.random.random() < 0.4:
-            outcome, moment = self.at_random(data, WHO[who]), "a random second"
+            moment = "a random second"
+            kills = dict.fromkeys(self.hit(who, of), self.random.uniform(0.05, 1.0) * self.seconds)
+            outcome = self.launcher.train(*[data] * of, resume="auto", kills=kills)
         else:
             moment = self.random.choice(PREPARING if preparing else TRAINING)
-            who = "the first" if moment.startswith(OF_THE_FIRST) else who
-            armed = dict.fromkeys(WHO[who], f"{moment}:{self.random.randint(1, 2)}=kill")
-            outcome = self.launcher.train(data, data, resume="auto", moments=armed, alone=True)
+            who = "the first" if of > 1 and moment.startswith(OF_THE_FIRST) else who
+            armed = dict.fromkeys(self.hit(who, of), f"{moment}:{self.random.randint(1, 2)}=kill")
+            outcome = self.launcher.train(*[data] * of, resume="auto", moments=armed, alone=True)
         if set(outcome.codes) == {0}:
             return False
         assert all(code in (0, LOST, -9) for code in outcome.codes), (moment, who, outcome.codes, outcome.said)
         assert max(outcome.after) < MOST, (moment, who, outcome.after, outcome.said)
         self.tally.kills[who] += 1
+        self.tally.processes[of] += 1
+        self.tally.preparing += not run_of(data).exists()
         self.tally.moments[moment] += 1
         self.tally.codes.update(code for code in outcome.codes if code != -9)
         self.tally.slowest = max(self.tally.slowest, *outcome.after)
         self.look(run_of(data))
         return True
 
-    def at_random(self, data: dict[str, Any], who: tuple[int, ...]) -> Any:
-        """Kill at a random second, as a launcher sees it: it ends the others, which may not have met yet."""
-        kills = dict.fromkeys(who, self.random.uniform(0.05, 1.0) * self.seconds)
-        return self.launcher.train(data, data, resume="auto", kills=kills)
+    def hit(self, who: str, of: int) -> Sequence[int]:
+        """Which of so many processes are killed. At a random second the launcher ends the others, which may not have
+        met yet."""
+        return {"the first": [0], "another": [self.random.randrange(1, max(of, 2))], "all": range(of)}[who]
 
     def look(self, run: Path) -> None:
         """What a kill leaves is whole."""

@@ -60,59 +60,23 @@ class Share:
 ALONE = Share()
 
 
-class Cache:
-    """A folder of content-addressed tensors.
+class KeyedFolder:
+    """A folder with a file for each key, which several processes fill.
 
     Args:
-        folder: the folder; its name identifies the encoder.
+        folder: the folder.
+        lock: file by which processes lock ranges of keys; None: the folder's own.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._sound: set[str] = set()  # keys whose checksum this process has verified
+    def __init__(self, folder: Path, lock: Path | None = None):
+        self.folder, self._lock = folder, lock or lock_of(folder)
 
     def file(self, key: str) -> Path:
-        """The file that stores a key's tensors."""
-        name = hashlib.sha256(key.encode()).hexdigest()[:32]
-        return self.folder / f"{name}.safetensors"
+        """The file of a key."""
+        raise NotImplementedError
 
     def __contains__(self, key: str) -> bool:
         return self.file(key).exists()
-
-    def lacking(self, keys: Iterable[str], share: Share = ALONE) -> list[str]:
-        """The keys that still have to be encoded. Renames and reports damaged files.
-
-        Verifies the checksums if the files take at most ``READ_WHOLE`` bytes in total. Otherwise checks only headers
-        and lengths; the content is then verified at first use.
-
-        Args:
-            keys: the keys.
-            share: verify the files of this share only; other processes verify theirs.
-        """
-        wanted = list(dict.fromkeys(keys))
-        there = [key for key in wanted if share.owner(key) == share.number and key in self and key not in self._sound]
-        whole = sum(self.file(key).stat().st_size for key in there) <= READ_WHOLE
-        for key in there:
-            if self._damage(key, whole):
-                self._set_aside(key, whole)
-        return [key for key in wanted if key not in self]
-
-    def _damage(self, key: str, whole: bool) -> str:
-        """What is wrong with a key's file; empty if nothing, or if there is none."""
-        try:
-            self._read(key) if whole else read_header(self.file(key))
-        except FileNotFoundError:  # another process has set it aside
-            return ""
-        except _DAMAGE as error:
-            return str(error).partition(". ")[0]
-        return ""
-
-    def _set_aside(self, key: str, whole: bool) -> None:
-        """Rename a damaged file unless another process has replaced it meanwhile."""
-        place = place_of(key)
-        with self._ranges() as ranges, ranges.held(place, place, wait=True):
-            if reason := self._damage(key, whole):
-                say(f"cache   {reason}: renamed to {self.quarantine(key).name}; encoding it again")
 
     def claimed(self, keys: Iterable[str], share: Share = ALONE, together: int = 1) -> Iterator[list[str]]:
         """Claim keys to encode, in groups; no other process that asks this way encodes a group before the next one.
@@ -166,15 +130,71 @@ class Cache:
 
     def _remove_unfinished(self, ranges: Ranges) -> None:
         """Delete the partial files that no process is writing."""
+        raise NotImplementedError
+
+    def _ranges(self) -> Ranges:
+        return Ranges(self._lock)
+
+
+class Cache(KeyedFolder):
+    """A folder of content-addressed tensors.
+
+    Args:
+        folder: the folder; its name identifies the encoder.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self._sound: set[str] = set()  # keys whose checksum this process has verified
+
+    def file(self, key: str) -> Path:
+        """The file that stores a key's tensors."""
+        name = hashlib.sha256(key.encode()).hexdigest()[:32]
+        return self.folder / f"{name}.safetensors"
+
+    def lacking(self, keys: Iterable[str], share: Share = ALONE) -> list[str]:
+        """The keys that still have to be encoded. Renames and reports damaged files.
+
+        Verifies the checksums if the files take at most ``READ_WHOLE`` bytes in total. Otherwise checks only headers
+        and lengths; the content is then verified at first use.
+
+        Args:
+            keys: the keys.
+            share: verify the files of this share only; other processes verify theirs.
+        """
+        wanted = list(dict.fromkeys(keys))
+        there = [key for key in wanted if share.owner(key) == share.number and key in self and key not in self._sound]
+        whole = sum(self.file(key).stat().st_size for key in there) <= READ_WHOLE
+        for key in there:
+            if self._damage(key, whole):
+                self._set_aside(key, whole)
+        return [key for key in wanted if key not in self]
+
+    def _damage(self, key: str, whole: bool) -> str:
+        """What is wrong with a key's file; empty if nothing, or if there is none."""
+        try:
+            self._read(key) if whole else read_header(self.file(key))
+        except FileNotFoundError:  # another process has set it aside
+            return ""
+        except _DAMAGE as error:
+            return str(error).partition(". ")[0]
+        return ""
+
+    def _set_aside(self, key: str, whole: bool) -> None:
+        """Rename a damaged file unless another process has replaced it meanwhile."""
+        place = place_of(key)
+        with self._ranges() as ranges, ranges.held(place, place, wait=True):
+            if reason := self._damage(key, whole):
+                say(f"cache   {reason}: renamed to {self.quarantine(key).name}; encoding it again")
+
+    def _remove_unfinished(self, ranges: Ranges) -> None:
+        """Delete the partial files that no process is writing."""
         for part in self.folder.glob(".*.part"):
             digits = re.match("[0-9a-f]{0,15}", part.name[1:])  # of the key's hash
             place = int((digits and digits[0]) or "0", 16)
             with ranges.held(place, place) as claimed:
                 if claimed and ranges.sure:  # otherwise its writer may be running
                     remove(part)
-
-    def _ranges(self) -> Ranges:
-        return Ranges(lock_of(self.folder))
 
     def save(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Store tensors under a key. The file's header records the key.

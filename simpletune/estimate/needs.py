@@ -32,12 +32,18 @@ class Needs:
         disk: what the run writes.
         download: missing from the hub's cache, by part of the model.
         counts: of the data set; None: it could not be read.
+        shared: how much of ``host`` all processes of a machine take together.
     """
 
     host: Mapping[str, int]
     disk: Mapping[str, int]
     download: Mapping[str, int]
     counts: DataCounts | None
+    shared: int = 0
+
+    def host_of(self, processes: int) -> int:
+        """Host memory of a machine with so many processes."""
+        return processes * sum(self.host.values()) - (processes - 1) * self.shared
 
 
 def needs_of(config: TrainConfig, job: JobReport) -> Needs:
@@ -62,6 +68,7 @@ def needs_of(config: TrainConfig, job: JobReport) -> Needs:
         {name: size for name, size in disk.items() if size},
         download(config, job),
         counts,
+        job.train.shared_bytes,
     )
 
 

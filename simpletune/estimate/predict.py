@@ -29,7 +29,7 @@ from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
 from simpletune.timing.recorder import Section
 
-VERSION = 4  # raise when a change to the model, the step, a lever or the accounting changes a peak or what is timed
+VERSION = 5  # raise when a change to the model, the step, a lever or the accounting changes a peak or what is timed
 MIB = 2**20
 CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured
 # Allowances for what torch's caching allocator reserves beside the peak. They cover all but two rows of
@@ -88,6 +88,7 @@ class Estimate:
             "needed_mib": mib(self.needed()),
             "host_ram_gib": gib(sum(self.needs.host.values())),
             "host_ram_by_use_gib": {name: gib(size) for name, size in self.needs.host.items()},
+            "host_ram_shared_gib": gib(self.needs.shared),
             "disk_gib": gib(sum(self.needs.disk.values()) + sum(self.needs.download.values())),
             "disk_by_use_gib": {name: gib(size) for name, size in self.needs.disk.items()},
             "download_gib": gib(sum(self.needs.download.values())),
@@ -217,7 +218,8 @@ def _stored_step(train: StepReport) -> Json:
 
 
 def _restored_step(train: Json) -> StepReport:
-    sizes = {name: train[name] for name in ("host_bytes", "trained_bytes", "state_bytes", "average_bytes", "seconds")}
+    names = ("host_bytes", "shared_bytes", "trained_bytes", "state_bytes", "average_bytes", "seconds")
+    sizes = {name: train[name] for name in names}
     return StepReport(
         peak=MemorySnapshot(**train["peak"]),
         phases={name: MemorySnapshot(**snapshot) for name, snapshot in train["phases"].items()},

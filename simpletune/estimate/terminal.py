@@ -83,6 +83,11 @@ def _needs(estimate: Estimate) -> Iterator[str]:
     needs = estimate.needs
     host, disk, download = (sum(part.values()) for part in (needs.host, needs.disk, needs.download))
     yield f"  host memory about {host / 2**30:.1f} GiB ({_listed(needs.host, 2**30)})"
+    if needs.shared >= 2**30 / 20:
+        yield (
+            f"  each further process of a machine about {(host - needs.shared) / 2**30:.1f} GiB: they share "
+            f"{needs.shared / 2**30:.1f} GiB of frozen weights"
+        )
     yield f"  disk about {(disk + download) / GB:.1f} GB ({_listed({'download': download, **needs.disk}, GB)})"
     if download:
         yield f"  to download {download / GB:.1f} GB ({_listed(needs.download, GB)})"

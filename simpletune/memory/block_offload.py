@@ -199,7 +199,7 @@ class BlockOffload:
         """
         home = self.homes[index]
         after = [self._in.mark(), self._written]
-        slot.filled = self._in.run(lambda: slot.flat[: home.nbytes].copy_(home.flat, non_blocking=True), after)
+        slot.filled = self._in.run(lambda: home.copy_to(slot.flat), after)
         slot.holds = index
         return slot
 

@@ -102,11 +102,24 @@ def copies_for(device: torch.device) -> Copies:
     return CudaCopies(device) if device.type == "cuda" else HostCopies()
 
 
-class _PinnedPages(mmap.mmap):
-    """Anonymous pages that stay pinned for a CUDA device as long as a tensor uses them."""
+class PinnedPages(mmap.mmap):
+    """Mapped pages that stay pinned for a CUDA device as long as a tensor uses them."""
 
     pinned_at: int | None = None
     """Their address once pinned."""
+
+    def pin(self, address: int, count: int) -> None:
+        """Pin the first bytes.
+
+        Args:
+            address: where the pages begin.
+            count: how many bytes.
+
+        Raises:
+            RuntimeError: the system or the driver does not allow it.
+        """
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, count, 0))
+        self.pinned_at = address
 
     def __del__(self) -> None:
         if self.pinned_at is not None and not sys.is_finalizing():  # at exit the driver unpins all pages
@@ -122,10 +135,9 @@ def host_bytes(count: int, device: torch.device) -> Tensor:  # uint8 [count]
         buffer = torch.empty(count, dtype=torch.uint8)
         accounting.register([buffer], HOST)
         return buffer
-    pages = _PinnedPages(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = PinnedPages(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), count, 0))
-    pages.pinned_at = buffer.data_ptr()
+    pages.pin(buffer.data_ptr(), count)
     return buffer
 
 

@@ -1,8 +1,7 @@
-"""A block's weights in one flat host buffer, with tensors that point into it or into a device slot."""
+"""A block's weights in flat host memory, with tensors that point into it or into a device slot."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.memory.copy_stream import host_bytes
+from simpletune.memory.machine_weights import aligned, is_shared, shared_runs
 from simpletune.tensors import all_tensors, plain_tensors
-
-ALIGNMENT = 512  # bytes, like the device's allocator; kernels read vectors of 16
 
 
 def own_plain_tensors(block: nn.Module, trained: bool) -> list[Tensor]:
@@ -31,7 +29,7 @@ def shared_tensors(blocks: Sequence[nn.Module]) -> set[int]:
 
 
 class HostBlock:
-    """A block's tensors, moved into one flat host buffer.
+    """A block's tensors, moved into one flat host buffer. Those in pages that the machine's processes share stay there.
 
     Args:
         tensors: the tensors; they keep their identity, and only their data pointers change.
@@ -40,20 +38,41 @@ class HostBlock:
 
     def __init__(self, tensors: list[Tensor], device: torch.device):
         self.tensors = tensors
-        self._offsets = [0]
+        self._pieces: list[tuple[int, Tensor]] = []
+        """Host memory, and where its copy lies in a buffer on the device."""
+        self.nbytes = 0
+        for run in shared_runs(tensors):
+            self._add(run)
+        places = {piece.data_ptr(): start for start, piece in self._pieces}
+        self._offsets: list[int] = []
+        own = 0
         for tensor in tensors:
-            self._offsets.append(self._offsets[-1] + math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT)
-        self.flat = host_bytes(self._offsets[-1], device)
-        self._at_home = self.views(self.flat)
+            if is_shared(tensor):
+                first = max(address for address in places if address <= tensor.data_ptr())
+                self._offsets.append(places[first] + tensor.data_ptr() - first)
+            else:
+                self._offsets.append(self.nbytes + own)
+                own += aligned(tensor.nbytes)
+        shared = self.nbytes
+        self._add(host_bytes(own, device))
+        self._at_home = [
+            tensor.detach() if start < shared else value_in(self._pieces[-1][1], start - shared, tensor)
+            for start, tensor in zip(self._offsets, tensors, strict=True)
+        ]
         self._number = {id(tensor): number for number, tensor in enumerate(tensors)}
-        for tensor, view in zip(tensors, self._at_home, strict=True):
-            view.copy_(tensor.detach())
+        for start, tensor, view in zip(self._offsets, tensors, self._at_home, strict=True):
+            if start >= shared:
+                view.copy_(tensor.detach())
         self.point_at_host()
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the buffer."""
-        return self.flat.numel()
+    def _add(self, piece: Tensor) -> None:
+        self._pieces.append((self.nbytes, piece))
+        self.nbytes += piece.numel()
+
+    def copy_to(self, flat: Tensor) -> None:
+        """Queue the copies of the block into a buffer: uint8 [n], n >= nbytes."""
+        for start, piece in self._pieces:
+            flat[start : start + piece.numel()].copy_(piece, non_blocking=True)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """View a buffer of the same layout as the block's tensors.
@@ -61,10 +80,7 @@ class HostBlock:
         Args:
             flat: uint8 [n], on any device, n >= nbytes.
         """
-        return [
-            flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(self._offsets, self.tensors, strict=False)
-        ]
+        return [value_in(flat, start, tensor) for start, tensor in zip(self._offsets, self.tensors, strict=True)]
 
     def point_at(self, views: list[Tensor]) -> None:
         """Point the tensors at these values."""
@@ -78,3 +94,8 @@ class HostBlock:
     def value_of(self, tensor: Tensor) -> Tensor:
         """The host memory of one of the tensors."""
         return self._at_home[self._number[id(tensor)]]
+
+
+def value_in(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
+    """View a part of a buffer as a tensor of the same type and shape as another one."""
+    return flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from simpletune.memory.machine_weights import host_copy
 from simpletune.models.model_config import ModelConfig
 from simpletune.models.parts import Part
 from simpletune.models.transformer import Transformer, quantised_layers
@@ -184,9 +185,10 @@ class QuantisedBase:
         expected = model.state_dict()
         if odd := sorted(reader.names ^ set(expected)):
             raise _DamagedBase(f"{FILE} has missing or unexpected tensors: {shortened(odd, 4)}")
-        host, tensors = torch.device("cpu"), {}
+        tensors = {}
         for name, shaped in expected.items():
-            tensors[name] = to_device(reader.get(name), host if on_host(_owner(name, names)) else self._device)
+            value = reader.get(name)
+            tensors[name] = host_copy(value) if on_host(_owner(name, names)) else to_device(value, self._device)
             if tensors[name].shape != shaped.shape:
                 raise _DamagedBase(f"{FILE}: {name} has shape {list(tensors[name].shape)}, not {list(shaped.shape)}")
         model.load_state_dict(tensors, assign=True)

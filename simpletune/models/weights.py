@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from simpletune.memory.machine_weights import keep_on_host
 from simpletune.models.model_config import Shape
 from simpletune.models.parts import Part
 from simpletune.models.single_file import OriginalReader
@@ -18,7 +19,7 @@ from simpletune.quant.precision import WeightPrecision
 from simpletune.system.model_folder import weight_files
 from simpletune.system.rng import key_of
 from simpletune.system.safetensors_file import WeightReader
-from simpletune.tensors import move_own_tensors, own_tensors, set_tensor, to_device
+from simpletune.tensors import own_tensors, set_tensor, to_device
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -101,7 +102,7 @@ def fill(
             module = precision.convert(name, module)
             put_module(model, name, module)
         if on_host(name):
-            move_own_tensors(module, torch.device("cpu"))
+            keep_on_host(module)
     model.eval().requires_grad_(False)
     return model
 

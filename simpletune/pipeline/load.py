@@ -1,4 +1,5 @@
-"""Load the base model according to the memory options, for training and for drawing."""
+"""Load the base model according to the memory options, for training and for drawing; one copy a machine of what stays
+in host memory."""
 
 from __future__ import annotations
 
@@ -6,14 +7,21 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from simpletune.config.schema import TrainConfig
 from simpletune.families import Model
 from simpletune.memory import Memory
+from simpletune.memory.machine_weights import MachineWeights, Offer, Table, loading
 from simpletune.models.buckets import Size
 from simpletune.models.transformer import Transformer
+from simpletune.options import plural
 from simpletune.pipeline.modulation_plan import Modulation, detach_modulation
+from simpletune.printable import reason_of
 from simpletune.quant.precision import WeightPrecision
+from simpletune.system.console import say
+from simpletune.system.processes import processes_here
 
 
 def load_base(
@@ -35,6 +43,95 @@ def load_base(
         sizes=sizes if config.memory.crop_positions else None,
         cache=cache,
     )
+
+
+def load_base_together(
+    config: TrainConfig, accelerator: Accelerator, sizes: Collection[Size], cache: Path | None = None
+) -> Transformer:
+    """Like ``load_base``, in all processes at once. Those of a machine share frozen weights that stay in host memory; a
+    process that cannot has its own copy, and the first process says why.
+
+    Args:
+        config: the configuration, with folders resolved.
+        accelerator: provides the processes and the device.
+        sizes: as for ``load_base``.
+        cache: as for ``load_base``.
+
+    Raises:
+        UserError: the processes of a machine have loaded different weights.
+    """
+    device = accelerator.device
+    if accelerator.num_processes == 1 or not leaves_weights_on_host(config.memory):
+        return load_base(config, device, sizes, cache)
+    weights, why = meet(config, accelerator)
+    with loading(weights):
+        transformer = load_base(config, device, sizes, cache)
+    filled = weights is not None and weights.fills
+    tables: list[Table | None] = gather_object([weights.table(transformer) if weights is not None and filled else None])
+    if weights is not None:
+        table = tables[first_here(accelerator)]
+        assert table is not None, "who offers fills"
+        weights.point(transformer, table)
+        try:
+            weights.pin(device)
+        except RuntimeError as error:
+            why = reason_of(error)
+            weights.copied(transformer)
+    reasons: list[str] = gather_object([why])
+    if weights is not None:
+        weights.close()
+    announce_copies(reasons, 0 if weights is None else weights.nbytes)
+    return transformer
+
+
+def leaves_weights_on_host(memory: Memory) -> bool:
+    """Whether a run of several processes leaves weights in host memory. None of them trains: a plan needs an adapter
+    that does not train the base, and to stream weights that train takes ``optimizer_in_backward``, which is refused."""
+    return memory.resident_blocks is not None or memory.modulation == "plan"
+
+
+def first_here(accelerator: Accelerator) -> int:
+    """The number of the first process of this machine."""
+    return int(accelerator.process_index - accelerator.local_process_index)
+
+
+def meet(config: TrainConfig, accelerator: Accelerator) -> tuple[MachineWeights | None, str]:
+    """Find the pages that this machine's processes share, which the first of them makes.
+
+    Returns:
+        The pages, or None and why there are none; a process that is alone on its machine needs none.
+    """
+    weights, why, offer = None, "", None
+    if processes_here() > 1 and accelerator.local_process_index == 0:
+        try:
+            weights = MachineWeights.create(8 * config.model.parameter_count())
+            offer = weights.offer
+        except OSError as error:
+            why = str(error)
+    offers: list[Offer | None] = gather_object([offer])
+    if processes_here() > 1 and accelerator.local_process_index > 0:
+        made = offers[first_here(accelerator)]
+        try:
+            weights = None if made is None else MachineWeights.join(made)
+        except OSError as error:
+            why = str(error)
+    return weights, why
+
+
+def announce_copies(reasons: list[str], nbytes: int) -> None:
+    """Say what is shared, or how many processes have a copy of their own and why.
+
+    Args:
+        reasons: of each process; empty if it shares or is alone on its machine.
+        nbytes: what is shared, in the first process.
+    """
+    if nbytes:
+        say(f"host    {nbytes / 2**30:.2f} GiB of frozen weights in host memory, once for all processes of a machine")
+    if own := [why for why in reasons if why]:
+        say(
+            f"warning {plural(len(own), 'process has its', 'processes have their')} own copy of the frozen weights in "
+            f"host memory, which take as much memory again: {own[0]}"
+        )
 
 
 def empty_base(

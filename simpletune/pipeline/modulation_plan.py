@@ -26,6 +26,7 @@ from simpletune.data.samples import Draw
 from simpletune.families.sd3.shapes import is_adaln
 from simpletune.memory import accounting
 from simpletune.memory.copy_stream import host_like
+from simpletune.memory.machine_weights import is_shared
 from simpletune.memory.snapshot import HOST
 from simpletune.models.transformer import Transformer
 from simpletune.objectives.flow import timestep_of
@@ -225,14 +226,15 @@ def _outputs(layer: nn.Module) -> int:
 
 
 def _keep_on_host(module: nn.Module, device: torch.device) -> None:
-    """Move a module's tensors to host memory, pinned so that copies to a CUDA device are asynchronous.
+    """Move a module's tensors to host memory, pinned so that copies to a CUDA device are asynchronous. Those in pages
+    that the machine's processes share are there already.
 
     Tensor subclasses (quanto's) cannot be pinned; their copies are slower but correct.
     """
     for part in module.modules():
         for name, tensor in own_tensors(part):
             host = tensor.detach().to("cpu")
-            if device.type == "cuda" and type(host) is Tensor:
+            if device.type == "cuda" and type(host) is Tensor and not is_shared(host):
                 host = host_like(host, device).copy_(host)
             set_tensor(part, name, host)
             accounting.register([part._parameters.get(name, part._buffers.get(name))], HOST)

@@ -50,6 +50,8 @@ class StepReport:
     """Memory allocated between two steps."""
     host_bytes: int
     """Host memory used by the levers."""
+    shared_bytes: int
+    """How much of it the processes of a machine share: frozen weights."""
     trained: Mapping[str, Shape]
     """Names and shapes of the trained parameters."""
     trained_bytes: int
@@ -111,6 +113,7 @@ def simulate(
         phases={name: with_workspace(snapshot, extra) for name, snapshot in report.phases.items()},
         steady=with_workspace(report.steady, extra),
         host_bytes=report.host_bytes,
+        shared_bytes=report.shared_bytes,
         trained=report.trained,
         trained_bytes=report.trained_bytes,
         state_bytes=report.state_bytes,
@@ -180,6 +183,7 @@ def take_steps(
     count_equal(units_of(transformer))
     with accounting.allocating("optimizer"), recorder.queues() if recorder else nullcontext():
         core = assemble(config, transformer, SingleProcess(CPU), text=text)
+    on_host = 0 if config.adapter.trains_base else accounting.host_bytes
     if recorder is None or recorder.cuda:
         take_cuda_paths(core.optimizer)
     count_equal_updates(core.optimizer)
@@ -204,6 +208,7 @@ def take_steps(
         phases=accounting.peaks,
         steady=accounting.current,
         host_bytes=accounting.host_bytes,
+        shared_bytes=on_host,
         trained={name: tuple(p.shape) for name, p in trained_parameters(transformer).items()},
         trained_bytes=sum(parameter.nbytes for parameter in core.parameters),
         state_bytes=sum(value.nbytes for value in states(core.optimizer)),

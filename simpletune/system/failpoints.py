@@ -19,6 +19,7 @@ NAMES = {
     "run.opened-again": "metrics beyond the checkpoint are dropped, but not evaluations",
     "data.scanned": "pictures and captions are read, but not encoded",
     "text.encoded": "a prompt is in the cache",
+    "class.drawn": "a class picture is in the cache",
     "latents.encoded": "a picture is in the cache",
     "file.before-rename": "a weight file is written and flushed, but not renamed",
     "file.after-rename": "a weight file is renamed",

@@ -23,6 +23,11 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def processes_here() -> int:
+    """Return how many of them run on this machine, as the launcher says; 1 if it does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 class Progressed:
     """Count what this process has done, so that others can tell a long task from a hang.
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.schema import TrainConfig, cache_of_bases
+from simpletune.data.cache import KeyedFolder, Share
 from simpletune.data.folder import Folder
 from simpletune.data.prompts import prompt_of
 from simpletune.data.several import Several, scan_sources, subjects
+from simpletune.models.buckets import Size
 from simpletune.models.transformer import device_of, units_of
 from simpletune.options import plural
 from simpletune.pipeline.encode import TextCache
@@ -24,19 +28,40 @@ from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Request, Sampler, draw
 from simpletune.prior import ClassPictures
 from simpletune.step.attention import attention_by
-from simpletune.system.atomic import atomic_file, write_text
+from simpletune.system.atomic import atomic_file, remove_stale, write_text
 from simpletune.system.console import progress, say, silent
+from simpletune.system.failpoints import failpoint
+from simpletune.system.locks import Ranges, lock_of
 from simpletune.system.stage_timer import StageTimer
 
 STAGE = "class"
 VERSION = 1  # increment when the same settings draw other pictures
-TOGETHER = 8  # pictures whose latents wait for the autoencoder
+TOGETHER = 4  # pictures claimed together, whose latents wait for the autoencoder
+
+
+class ClassFolder(KeyedFolder):
+    """Class pictures by seed. Runs that draw other numbers of them, in folders beside this one, take the same locks.
+
+    Args:
+        folder: from ``folder_of``.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, lock_of(folder.parent))
+
+    def file(self, key: str) -> Path:
+        """The picture of a seed."""
+        return self.folder / f"seed-{int(key):010d}.png"
+
+    def _remove_unfinished(self, ranges: Ranges) -> None:
+        remove_stale(self.folder)
 
 
 def with_class_pictures(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> TrainConfig:
     """Draw the class pictures that are missing, and add all of them to the data as a source for regularization.
 
-    The main process draws; the others wait for it. Without ``prior.method: class_pictures`` nothing changes.
+    Each process draws its share, and waits at the end until all are there. Without ``prior.method: class_pictures``
+    nothing changes.
 
     Args:
         config: configuration with folders resolved.
@@ -47,19 +72,18 @@ def with_class_pictures(config: TrainConfig, accelerator: Accelerator, stages: S
     if not isinstance(prior, ClassPictures):
         return config
     requests = requests_of(config, prior)
-    folder = folder_of(config, requests)
+    folder = ClassFolder(folder_of(config, requests))
     with accelerator.main_process_first():
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.folder.mkdir(parents=True, exist_ok=True)
         link_known(folder, requests)
-        missing = [request for request in requests if not file_of(folder, request).is_file()]
-        kept = len(requests) - len(missing)
-        if accelerator.is_main_process:
-            pictures = plural(prior.count, "class picture")
-            say(f"class   {pictures} of {prior.prompt!r}: {kept} kept in {folder}, {len(missing)} to draw")
-        if missing:
-            with stages.stage(STAGE):
-                draw_missing(config, missing, folder, accelerator)
-    return config.model_copy(update={"data": with_source(config, prior, folder)})
+        missing = [request for request in requests if str(request.seed) not in folder]
+    kept = len(requests) - len(missing)
+    pictures = plural(prior.count, "class picture")
+    say(f"class   {pictures} of {prior.prompt!r}: {kept} kept in {folder.folder}, {len(missing)} to draw")
+    if missing:
+        with stages.stage(STAGE):
+            draw_missing(config, missing, folder, accelerator)
+    return config.model_copy(update={"data": with_source(config, prior, folder.folder)})
 
 
 def requests_of(config: TrainConfig, prior: ClassPictures) -> list[Request]:
@@ -90,11 +114,6 @@ def prompts_of_class(config: TrainConfig, prior: ClassPictures) -> list[str]:
     return list(dict.fromkeys(prior.class_prompt(caption) for caption in captions)) or [prior.prompt]
 
 
-def file_of(folder: Path, request: Request) -> Path:
-    """The file of a class picture, named by its seed."""
-    return folder / f"seed-{request.seed:010d}.png"
-
-
 def folder_of(config: TrainConfig, requests: list[Request]) -> Path:
     """The folder of exactly these pictures, below one for everything that they depend on but their seeds."""
     model, precision, first = config.model, config.precision, requests[0]
@@ -122,11 +141,12 @@ def folder_of(config: TrainConfig, requests: list[Request]) -> Path:
     return Path(config.output.cache) / "class" / key / f"{first.seed}-{requests[-1].seed}"
 
 
-def link_known(folder: Path, requests: list[Request]) -> None:
+def link_known(folder: ClassFolder, requests: Sequence[Request]) -> None:
     """Link pictures that runs with another number of them, or with other seeds, have drawn."""
     for request in requests:
-        place = file_of(folder, request)
-        known = [sibling / place.name for sibling in sorted(folder.parent.iterdir()) if sibling != folder]
+        place = folder.file(str(request.seed))
+        beside = sorted(folder.folder.parent.iterdir())
+        known = [sibling / place.name for sibling in beside if sibling != folder.folder]
         drawn = next((file for file in known if file.is_file()), None)
         if drawn is not None and not place.is_file():
             for source in (drawn.with_suffix(".txt"), drawn):
@@ -134,32 +154,46 @@ def link_known(folder: Path, requests: list[Request]) -> None:
                     os.link(source, part)
 
 
-def draw_missing(config: TrainConfig, requests: list[Request], folder: Path, accelerator: Accelerator) -> None:
-    """Draw pictures with the base, with the memory levers of training, and free it."""
+def draw_missing(config: TrainConfig, requests: list[Request], folder: ClassFolder, accelerator: Accelerator) -> None:
+    """Draw pictures with the base, with the memory levers of training, and free it. Each process draws those that it
+    claims, and loads the base once it has claimed some."""
     device, model = accelerator.device, config.model
+    share = Share(accelerator.process_index, accelerator.num_processes)
     text = TextCache(model, config.precision.encoder_dtype(), Path(config.output.cache))
-    text.fill([*(request.prompt for request in requests), requests[0].negative_prompt], device)
+    text.fill([*(request.prompt for request in requests), requests[0].negative_prompt], device, share)
+    by_key = {str(request.seed): request for request in requests}
+    sampler: Sampler | None = None
+    with progress("class", share.count(len(requests)), "pictures") as advance:
+        for keys in folder.claimed(by_key, share, TOGETHER):
+            link_known(folder, [by_key[key] for key in keys])  # drawn meanwhile by a run with another number
+            some = [by_key[key] for key in keys if key not in folder]
+            if not some:
+                continue
+            if sampler is None:
+                sampler = sampler_of(config, device, {(request.width, request.height) for request in requests})
+                vae = model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
+            for picture, request in zip(draw(sampler, vae, model, some, text.load), some, strict=True):
+                place = folder.file(str(request.seed))
+                write_text(place.with_suffix(".txt"), request.prompt, shared=True)
+                with atomic_file(place, shared=True) as part:
+                    save_png(picture, part, request, weights="base", sampler=config.objective.sampler)
+                advance()
+                failpoint("class.drawn")
+    if sampler is not None:
+        del sampler, vae
+        free_memory(device)
+
+
+def sampler_of(config: TrainConfig, device: torch.device, sizes: set[Size]) -> Sampler:
+    """Load the base for drawing pictures of these sizes, with the memory levers of training."""
     config = for_drawing(config, on_host=device.type == "cpu")
-    sizes = {(request.width, request.height) for request in requests}
     transformer = load_base(config, device, sizes, cache_of_bases(config))
     modulation = modulation_of(transformer, config.memory, config.precision, device)
     config.memory.attach(units_of(transformer), device_of(transformer))
     kernel = partial(attention_by, config.speed.attention)
-    sampler = Sampler(
-        transformer.eval(), model, config.precision, modulation, attention=kernel, objective=config.objective
+    return Sampler(
+        transformer.eval(), config.model, config.precision, modulation, attention=kernel, objective=config.objective
     )
-    vae = model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
-    with progress("class", len(requests), "pictures") as advance:
-        for start in range(0, len(requests), TOGETHER):
-            some = requests[start : start + TOGETHER]
-            for picture, request in zip(draw(sampler, vae, model, some, text.load), some, strict=True):
-                place = file_of(folder, request)
-                write_text(place.with_suffix(".txt"), request.prompt)
-                with atomic_file(place, shared=True) as part:
-                    save_png(picture, part, request, weights="base", sampler=config.objective.sampler)
-                advance()
-    del transformer, modulation, sampler, vae
-    free_memory(device)
 
 
 def for_drawing(config: TrainConfig, on_host: bool) -> TrainConfig:

@@ -17,7 +17,7 @@ from simpletune.models.buckets import Size
 from simpletune.options import UserError, plural
 from simpletune.pipeline.encode import Prepared
 from simpletune.pipeline.latent_cache import free_memory
-from simpletune.pipeline.load import load_base
+from simpletune.pipeline.load import load_base_together
 from simpletune.pipeline.text_side import load_text_side
 from simpletune.quant.int8_tuning import announce_tuning
 from simpletune.runs import checkpoint
@@ -177,7 +177,7 @@ def load_model(
         accelerator: accelerate's view of processes and device.
         saved: checkpoint to continue from, if any.
     """
-    transformer = load_base(config, accelerator.device, prepared.sizes(), cache_of_bases(config))
+    transformer = load_base_together(config, accelerator, prepared.sizes(), cache_of_bases(config))
     failpoint("model.loaded")
     total = config.model.parameter_count()
     text = load_text_side(config, prepared.text, prepared.plan.captions(), accelerator.device)
