@@ -252,7 +252,7 @@ def stepper(config: TrainConfig) -> Callable[[], object]:
     config = resolve_folders(config)
     config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"warmup_steps": 0})})
     text, caption = (
-        TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache), config.text),
+        TextCache(config.model, config.precision.encoder_dtype(), config.output.place, config.text),
         "",
     )
     if config.text.embeddings is not None:

@@ -6,8 +6,6 @@ more prediction.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from simpletune.cards import Card
@@ -41,7 +39,7 @@ class Peaks:
     def __init__(self, config: TrainConfig, size: Size):
         self._config, self._size = config, size
         key = key_of_prediction(with_checkpointed(config, 0), ANY, size)
-        self._file = Path(config.output.cache) / "estimates" / f"{key}-blocks.json"
+        self._file = config.output.cache_folder / "estimates" / f"{key}-blocks.json"
         cached = read_json_or_none(self._file) or {}
         self._known = {int(count): int(peak) for count, peak in cached.items()}
 

@@ -120,7 +120,7 @@ def disk_needs(
         start: steps already done; their checkpoints free space as they are replaced.
         counts: of the data, used without a plan; nothing of it counts as cached.
     """
-    run, cache = run_folder(config), Path(config.output.cache)
+    run, cache = run_folder(config), config.output.cache_folder
     one, result = checkpoint_bytes(config)
     yield Need("checkpoints", run, _more_checkpoints(config, plan, start, counts.samples) * one)
     yield Need("result", run, result)
@@ -153,14 +153,14 @@ def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, sample
 def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:
     """Sum the pixels of all crops whose latents are not cached."""
     dtype, tile = config.precision.encoder_dtype(), config.memory.vae_tile
-    latents = LatentCache(config.model, dtype, Path(config.output.cache), tile)
+    latents = LatentCache(config.model, dtype, config.output.place, tile)
     views = {view_key(view): view for view in plan.views()}
     return sum(math.prod(view.bucket) for key, view in views.items() if key not in latents.cache)
 
 
 def _prompts_to_encode(config: TrainConfig, plan: Plan) -> int:
     """Count the prompts that at least one encoder still has to encode."""
-    text = TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache), config.text)
+    text = TextCache(config.model, config.precision.encoder_dtype(), config.output.place, config.text)
     prompts = set(prompts_of(config, plan, validation_requests(config, plan)))
     keys = {prompt: text.tokens.expanded(prompt) for prompt in prompts}
     return sum(any(key not in cache for cache in text.caches.values()) for key in keys.values())

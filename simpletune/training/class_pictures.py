@@ -119,7 +119,7 @@ def folder_of(config: TrainConfig, requests: list[Request]) -> Path:
         "version": VERSION,
     }
     key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
-    return Path(config.output.cache) / "class" / key / f"{first.seed}-{requests[-1].seed}"
+    return config.output.cache_folder / "class" / key / f"{first.seed}-{requests[-1].seed}"
 
 
 def link_known(folder: Path, requests: list[Request]) -> None:
@@ -137,7 +137,7 @@ def link_known(folder: Path, requests: list[Request]) -> None:
 def draw_missing(config: TrainConfig, requests: list[Request], folder: Path, accelerator: Accelerator) -> None:
     """Draw pictures with the base, with the memory levers of training, and free it."""
     device, model = accelerator.device, config.model
-    text = TextCache(model, config.precision.encoder_dtype(), Path(config.output.cache))
+    text = TextCache(model, config.precision.encoder_dtype(), config.output.place)
     text.fill([*(request.prompt for request in requests), requests[0].negative_prompt], device)
     config = for_drawing(config, on_host=device.type == "cpu")
     sizes = {(request.width, request.height) for request in requests}

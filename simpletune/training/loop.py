@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -193,7 +194,8 @@ def loop(run: Run) -> EpochTraces:
                 run.average.update(None if run.core.fp16 is None else run.core.fp16.scale.overflow)
             run.control.look()
             figures = global_figures(loss, norm, run.core, asked_now(run))
-            pending.push(PendingStep.launched(step, lr, began, run.core, figures))
+            launched = PendingStep.launched(step, lr, began, run.core, figures)
+            pending.push(replace(launched, waited=prefetcher.waited))
             failpoint("step.updated")
             traces.after_step()  # may write a trace, which does not count as the step's time
 
@@ -249,6 +251,7 @@ def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> Asked:
     if run.guard.check(done, loss, norm) and run.main:
         row = {"loss": loss, "lr": done.lr, "seconds": round(done.seconds, 6), "grad_norm": norm}
         row |= {"loss_scale": done.fp16[0]} if run.core.fp16 is not None else {}
+        row |= {"waited": round(done.waited, 6)} if done.waited is not None else {}
         epoch = done.step // run.prepared.plan.steps_per_epoch
         append_metrics(run.folder, {"step": done.step + 1, "epoch": epoch, **row})
         run.attempt.last_step = done.step + 1
