@@ -9,7 +9,7 @@ from simpletune.options import UserError
 from simpletune.shards.index import INDEX, Index, named_shards, read_rows, write_rows
 from simpletune.shards.shard import Row, parse_header, rows_of
 from simpletune.shards.shelf import TRIES, Shelf
-from simpletune.stores.store import Changed, StoreError
+from simpletune.stores.store import READS, Changed, StoreError
 from simpletune.system.atomic import remove, temporary_path
 from simpletune.system.console import say
 
@@ -65,22 +65,23 @@ class Catalogue:
 
     def _read_index(self, required: bool) -> Index:
         """Read the stored index; an empty one if there is none, or a damaged one, and the shards can be listed."""
-        with self._local_index() as (file, known):
-            if known is None:
-                if required:
+        for left in reversed(range(READS)):
+            with self._local_index() as (file, known):
+                if known is None and required:
                     raise UserError(
                         f"output.cache: {self.shelf} has no {INDEX}, and a web server cannot list shards. Check the "
                         "URL, or write the index by simpletune prepare where the cache was filled"
                     )
-                return Index()
-            try:
-                return Index.read(file)
-            except UserError as error:
-                if required:
-                    raise
-                say(f"cache   {error}. Reading the shards of {self.shelf}")
-                self._unnamed += TRIES * UNNAMED  # write it again
-                return Index()
+                try:
+                    return Index() if known is None else Index.read(file)
+                except UserError as error:
+                    if left:  # the answer may have been cut short
+                        continue
+                    if required:
+                        raise
+                    say(f"cache   {error}. Reading the shards of {self.shelf}")
+        self._gone = True  # write it again
+        return Index()
 
     def _local_index(self) -> _Fetched:
         return _Fetched(self.shelf, self.folder)

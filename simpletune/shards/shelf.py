@@ -14,7 +14,7 @@ from typing import Protocol
 from simpletune.options import UserError
 from simpletune.shards.index import INDEX
 from simpletune.shards.shard import SUFFIX
-from simpletune.stores.store import Changed, Store, StoreError
+from simpletune.stores.store import Changed, Store, StoreError, repeated
 from simpletune.system.atomic import atomic_file, write_text
 
 SHARDS, DAMAGED = "shards", "damaged"
@@ -150,12 +150,15 @@ class StoreShelf:
         """The sizes of all shards by name; a web server cannot list them."""
         if self.read_only:
             return None
-        found = self.store.keys(f"{SHARDS}/").items()
+        found = self._keys(SHARDS).items()
         return {Path(key).name[: -len(SUFFIX)]: size for key, size in found if key.endswith(SUFFIX)}
+
+    def _keys(self, folder: str) -> dict[str, int]:
+        return repeated(lambda: self.store.keys(f"{folder}/"))
 
     def damaged(self) -> set[tuple[str, str]]:
         """The samples that are no longer used."""
-        return set() if self.read_only else {_pair(Path(key).name) for key in self.store.keys(f"{DAMAGED}/")}
+        return set() if self.read_only else {_pair(Path(key).name) for key in self._keys(DAMAGED)}
 
     def read(self, shard: str, start: int, end: int) -> bytearray:
         """Read bytes of a shard."""
@@ -163,7 +166,7 @@ class StoreShelf:
 
     def put(self, shard: str, file: Path) -> None:
         """Upload a shard and remove its file."""
-        self.store.upload(file, f"{SHARDS}/{shard}{SUFFIX}")
+        repeated(lambda: self.store.upload(file, f"{SHARDS}/{shard}{SUFFIX}"))
         file.unlink(missing_ok=True)
         self.journal.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.journal, f"{shard}\n", shared=True)
@@ -181,14 +184,14 @@ class StoreShelf:
             )
         key = f"{DAMAGED}/{name}.{shard}"
         try:
-            self.store.replace(key, b"", None)
+            repeated(lambda: self.store.replace(key, b"", None))
         except Changed:
             pass  # another process has found it too
         return f"{self.store.url}/{key}"
 
     def fetch_index(self, file: Path) -> str | None:
         """Write the index to a file."""
-        found = self.store.read(INDEX)
+        found = repeated(lambda: self.store.read(INDEX))
         if found is None:
             return None
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,11 @@ Credentials, region and endpoint come from the usual environment variables (``AW
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from simpletune.options import UserError
 from simpletune.printable import reason_of
@@ -27,7 +27,8 @@ PARTS_AT_ONCE = 4
 RETRIES: RetryConfig = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}  # of one request
 ANSWER, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # limits of one request
 CHANGED = "the object has changed since it was read"
-READS = 3  # attempts to read a range, beside the client's own
+READS = 3  # attempts, beside the client's own
+T = TypeVar("T")
 
 
 class StoreError(OSError):
@@ -131,17 +132,15 @@ class Store:
 
         if end <= start:
             return b""
-        for left in reversed(range(READS)):
-            try:
-                with self._errors(f"reading bytes {start:,} to {end:,} of {key}"):
-                    content = bytes(obstore.get_range(self._store, key, start=start, end=end))
-                    if len(content) != end - start:
-                        raise StoreError(f"{key} in {self.url} gave {len(content):,} bytes instead of {end - start:,}")
-                    return content
-            except StoreError:
-                if not left:
-                    raise
-        raise AssertionError("unreachable")
+
+        def read() -> bytes:
+            with self._errors(f"reading bytes {start:,} to {end:,} of {key}"):
+                content = bytes(obstore.get_range(self._store, key, start=start, end=end))
+            if len(content) != end - start:
+                raise StoreError(f"{key} in {self.url} gave {len(content):,} bytes instead of {end - start:,}")
+            return content
+
+        return repeated(read)
 
     def replace(self, key: str, content: bytes, known: str | None) -> str | None:
         """Store a small object, only if the stored one is still the known one.
@@ -189,6 +188,23 @@ class Store:
             raise
         except (BaseError, OSError, ValueError, NotImplementedError) as error:
             raise StoreError(redact(f"{what} in {self.url} failed ({first_sentence(error)})")) from None
+
+
+def repeated(call: Callable[[], T]) -> T:
+    """Ask a store up to ``READS`` times, until it answers.
+
+    Raises:
+        Changed: at once.
+        StoreError: the last failure.
+    """
+    for _ in range(READS - 1):
+        try:
+            return call()
+        except Changed:
+            raise
+        except StoreError:
+            continue
+    return call()
 
 
 def first_sentence(error: Exception) -> str:
