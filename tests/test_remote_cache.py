@@ -11,11 +11,11 @@ from pathlib import Path
 import object_store
 import pytest
 import torch
+from cached_samples import KEYS, fill, require_all, sample
 from launching import Launcher
 from object_store import BUCKET, Fault, Faults
 from ranges_server import serving_ranges
 from test_run import run_with, saved_weights
-from test_sharded_cache import KEYS, fill, require_all, sample
 
 from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache
@@ -114,7 +114,7 @@ from pathlib import Path
 from simpletune.shards import cache
 from simpletune.shards.place import CachePlace, open_cache
 from simpletune.system import failpoints
-from test_sharded_cache import fill
+from cached_samples import fill
 cache.SAMPLES = 5
 failpoints.arm(sys.argv[3], "kill", 2)
 fill(open_cache(CachePlace(Path(sys.argv[1]), "shards", sys.argv[2]), "text", "a"))

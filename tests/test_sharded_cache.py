@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import struct
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,12 +13,15 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from cached_samples import KEYS, fill, require_all, sample
 from safetensors import safe_open
 from test_run import run_with, saved_weights
 
 from simpletune.config.load import validate
 from simpletune.data.cache import Cache, Share
 from simpletune.options import UserError
+from simpletune.pipeline.encode import TextCache
+from simpletune.pipeline.latent_cache import LatentCache
 from simpletune.runs.folder import read_metrics
 from simpletune.shards import cache as sharded
 from simpletune.shards import catalogue
@@ -28,8 +30,8 @@ from simpletune.shards.index import Index, read_rows, write_rows
 from simpletune.shards.place import CachePlace, open_cache
 from simpletune.shards.shard import Row
 from simpletune.system import failpoints
-
-KEYS = [f"prompt {number}, {'é' * (number % 3)}" for number in range(23)]
+from simpletune.system.safetensors_file import read_header
+from simpletune.training.loop import prepare_only
 
 
 @pytest.fixture(autouse=True)
@@ -44,37 +46,6 @@ def opened(folder: Path) -> ShardedCache:
     cache = open_cache(CachePlace(folder, "shards"), "text", "a")
     assert isinstance(cache, ShardedCache)
     return cache
-
-
-def sample(key: str) -> dict[str, torch.Tensor]:
-    """Tensors of several types, whose bytes are no multiple of eight."""
-    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-    count = 1 + len(key) % 3
-    return {
-        "hidden": torch.randn(count, 7, generator=generator).to(torch.bfloat16),
-        "pooled": torch.randn(3, generator=generator),
-        "tokens": torch.tensor([len(key)]),
-        "mask": torch.randint(0, 256, (1, 3, 5), generator=generator).to(torch.uint8),
-        "none": torch.empty(0, dtype=torch.float32),
-    }
-
-
-def fill(cache: Cache, keys: list[str] = KEYS, share: Share = Share()) -> list[str]:  # noqa: B008
-    """Encode what is lacking as the prepare stages do."""
-    made = []
-    for group in cache.claimed(cache.lacking(keys, share), share, 4):
-        for key in group:
-            cache.save(key, sample(key))
-            made.append(key)
-    return made
-
-
-def require_all(cache: Cache, keys: list[str] = KEYS) -> None:
-    for key in keys:
-        found, expected = cache.load(key), sample(key)
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
 
 
 def child(work: Callable[[], None]) -> int:
@@ -292,6 +263,42 @@ def test_a_run_from_shards_has_the_bits_of_one_from_files(tiny_config: dict, tmp
     assert not list((tmp_path / "shards/latents").glob("*/*.safetensors")) and not list(
         tmp_path.glob("files/*/*/shards")
     )
+
+
+def test_a_cache_is_turned_into_the_other_form_without_encoding(
+    tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepared(place: str, form: str, source: str | None) -> CachePlace:
+        output = tiny_config["output"] | {"cache": str(tmp_path / place), "cache_form": form}
+        config = validate(tiny_config | {"output": output}, "test")
+        prepare_only(config, source and str(tmp_path / source))
+        return config.output.place
+
+    def content(place: CachePlace) -> dict[str, dict[str, torch.Tensor]]:
+        found = {}
+        for kind in (tmp_path / "files/latents", *(tmp_path / "files/text").iterdir()):
+            folder = next(kind.iterdir()) if kind.name == "latents" else kind
+            cache = open_cache(place, folder.parent.name, folder.name)
+            keys = [read_header(file)["__metadata__"]["key"] for file in sorted(folder.glob("*.safetensors"))]
+            found |= {f"{folder.name} {key}": cache.load(key) for key in keys}
+        return found
+
+    files = content(prepared("files", "files", None))
+    assert len(files) == 4 * 6  # three encoders' prompts, and latents
+    monkeypatch.setattr(TextCache, "_encode", lambda *rest: pytest.fail("it encodes"))
+    monkeypatch.setattr(LatentCache, "_encode", lambda *rest: pytest.fail("it encodes"))
+    capsys.readouterr()
+    for place, form, source in (
+        ("shards", "shards", "files"), ("again", "files", "shards"), ("again", "shards", "again"),
+    ):  # fmt: skip
+        found = content(prepared(place, form, source))
+        assert found.keys() == files.keys()
+        assert all(torch.equal(found[key][name], files[key][name]) for key in files for name in files[key])
+        assert "copied  24 samples" in capsys.readouterr().out
+    prepared("shards", "shards", "files")
+    assert "copied  0 samples" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"--from: .*nowhere is not a folder. Give the folder or the URL"):
+        prepared("more", "shards", "nowhere")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.cache import view_key
 from simpletune.data.plan import Plan
+from simpletune.models.prompts import groups_of
 from simpletune.pipeline.encode import TextCache, prompts_of, validation_requests
 from simpletune.pipeline.latent_cache import LatentCache
 from simpletune.prior import ClassPictures
@@ -128,11 +129,24 @@ def disk_needs(
         pixels, prompts = counts.pixels, counts.prompts
     else:
         pixels, prompts = _pixels_to_encode(config, plan), _prompts_to_encode(config, plan)
-    prompt = config.model.text_tokens * config.model.text_width * config.precision.encoder_dtype().itemsize
-    yield Need("cached pictures", cache, pixels // 64 * config.model.latent_channels * LATENT_BYTES)
-    yield Need("cached prompts", cache, prompts * prompt)
+    prompt = _bytes_of_prompt(config)
+    latents = pixels // 64 * config.model.latent_channels * LATENT_BYTES
+    if config.output.place.url is None:
+        yield Need("cached pictures", cache, latents)
+        yield Need("cached prompts", cache, prompts * prompt)
+    else:
+        read = DataCounts.of(plan) if plan is not None else counts
+        whole = read.pixels // 64 * config.model.latent_channels * LATENT_BYTES + read.prompts * prompt
+        yield Need("local part of the cache", cache, min(config.output.place.limit, whole))
     if plan is None and isinstance(config.prior, ClassPictures):
         yield Need("class pictures", cache, config.prior.count * config.data.resolution**2 * PNG_BYTES)
+
+
+def _bytes_of_prompt(config: TrainConfig) -> int:
+    """The bytes of one prompt's cached embeddings, at most."""
+    width, wide = config.model.text_width, config.precision.encoder_dtype().itemsize
+    packed = sum(encoder.length or 0 for encoder in config.model.encoders() if encoder.packed)  # tokens
+    return (config.model.text_tokens - packed) * width * wide + packed * (width + 4 * groups_of(width))
 
 
 def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, samples: int) -> int:

@@ -24,7 +24,7 @@ from simpletune.data.shares import SourceShare, shares
 from simpletune.data.source import Rejected
 from simpletune.families import Model
 from simpletune.models.buckets import Size
-from simpletune.models.prompts import Encoder
+from simpletune.models.prompts import Encoder, unpack
 from simpletune.options import UserError
 from simpletune.pipeline.latent_cache import LatentCache, all_finite, free_memory
 from simpletune.pipeline.masks import MaskCache
@@ -119,7 +119,7 @@ class TextCache:
     def part(self, encoder: Encoder, prompt: str) -> dict[str, Tensor]:
         """Load one encoder's output of one prompt; zeros for one that runs in every step."""
         if encoder.name in self.caches:
-            return self.caches[encoder.name].load(self.tokens.expanded(prompt))
+            return unpack(self.caches[encoder.name].load(self.tokens.expanded(prompt)), self.dtype)
         region, length = self._regions[encoder.name], self.tokens.length(encoder.name)
         pooled = torch.zeros(0 if region.pooled is None else region.pooled[1], dtype=self.dtype)
         return {"hidden": torch.zeros(length, region.width, dtype=self.dtype), "pooled": pooled}

@@ -15,9 +15,12 @@ from simpletune.config.batches import kept_batch
 from simpletune.config.compute import compute_of, kept_compute, settle_compute
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
+from simpletune.data.cache import Share
 from simpletune.optim.rounding import key_draws
 from simpletune.options import plural
-from simpletune.pipeline.encode import prepare
+from simpletune.pipeline.encode import encode
+from simpletune.pipeline.plan_data import plan_data
+from simpletune.pipeline.take_over import take_over
 from simpletune.profiling import EpochTraces, phase
 from simpletune.remote.keep import kept_in_store
 from simpletune.runs import checkpoint
@@ -273,17 +276,29 @@ def stop_signal(run: Run, asked: bool) -> int | None:
     return (received_signal() or (signal.SIGINT if run.control.stops else SIGNALS[0])) if asked else None
 
 
-def prepare_only(config: TrainConfig) -> None:
+def prepare_only(config: TrainConfig, source: str | None = None) -> None:
     """Fill the cache and stop, so that a later run, perhaps on a smaller machine, can start training at once.
 
     Several processes, of one launcher or of several on machines that share the cache's folder, divide the work.
+
+    Args:
+        config: configuration as the user gave it.
+        source: the folder or URL of another cache, whose samples are copied instead of encoded; None: encode all.
+
+    Raises:
+        UserError: for anything that the user can fix.
     """
     with watched():
         accelerator, reason = make_accelerator(config)
         config = settle_compute(config, capability_of(accelerator.device))
         say(f"simpletune {config.name}: prepare on {reason}")
         stages = StageTimer(cuda=accelerator.device.type == "cuda")
-        prepared = prepare(with_class_pictures(resolve_folders(config), accelerator, stages), accelerator, stages)
+        resolved = with_class_pictures(resolve_folders(config), accelerator, stages)
+        data = plan_data(resolved)
+        if source is not None:
+            with stages.stage("copy"):
+                take_over(resolved, data.plan, source, Share(accelerator.process_index, accelerator.num_processes))
+        prepared = encode(resolved, data, accelerator, stages)
         print_data(prepared)
         for name, figures in stages.as_json().items():
             say(f"{name:<8}{figures['seconds']:.1f} s")
