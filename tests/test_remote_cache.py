@@ -14,9 +14,9 @@ import torch
 from cached_samples import KEYS, fill, require_all, sample
 from launching import Launcher
 from object_store import BUCKET, Fault, Faults
-from ranges_server import serving_ranges
 from test_run import run_with, saved_weights
 
+from benchmarks.ranges_server import serving_ranges
 from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache
 from simpletune.runs.folder import read_metrics, read_summary

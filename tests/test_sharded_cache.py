@@ -224,7 +224,7 @@ def test_an_index_of_many_samples_is_small_and_finds_each(tmp_path: Path, monkey
         for row in rows[::501]:
             known = found.find(row.name)
             assert known is not None and known == Row(*_without_key(plain[row.name]))
-        assert sum(column.nbytes for column in found._sorted.values()) <= 40 * 50_000
+        assert found.bytes <= 40 * 50_000
         found.remove({"shard 3"}, [(rows[0].name, "shard 0"), (rows[1].name, "shard 1")])
         assert len(found) == 50_000 - 256 - 1 and rows[0].name not in found and rows[1].name in found
         assert "shard 3" not in found.shards and rows[3 * 256].name not in found

@@ -91,6 +91,11 @@ class Index:
     def __len__(self) -> int:
         return len(self._sorted["high"]) + len(self._recent)
 
+    @property
+    def bytes(self) -> int:
+        """The memory of all samples that are sorted in."""
+        return sum(column.nbytes for column in self._sorted.values())
+
     def __contains__(self, name: str) -> bool:
         own = numbers_of(name)
         return own in self._recent or self._place(own, self._sorted) is not None

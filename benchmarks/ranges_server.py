@@ -1,4 +1,9 @@
-"""A plain web server for files that honours ranges, for tests and for ``python -m benchmarks cache``."""
+"""A plain web server for files that honours ranges, for ``python -m benchmarks remote-cache`` and for tests.
+
+    python -m benchmarks.ranges_server FOLDER [SECONDS]
+
+serves a folder, waiting so long before each answer, and prints the port.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,9 +21,12 @@ from pathlib import Path
 class _Files(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     folder: Path
+    pause: float
     requests: list[tuple[str, str]]
 
     def do_GET(self) -> None:
+        """Answer with a file or a range of it."""
+        time.sleep(self.pause)
         self.requests.append((self.command, self.path))
         try:
             with open(self.folder / self.path.lstrip("/"), "rb") as file:
@@ -47,8 +56,8 @@ class _Files(BaseHTTPRequestHandler):
         """Keep quiet."""
 
 
-def _server(folder: Path, requests: list[tuple[str, str]]) -> ThreadingHTTPServer:
-    handler = type("Files", (_Files,), {"folder": folder, "requests": requests})
+def _server(folder: Path, requests: list[tuple[str, str]], pause: float = 0.0) -> ThreadingHTTPServer:
+    handler = type("Files", (_Files,), {"folder": folder, "requests": requests, "pause": pause})
     return ThreadingHTTPServer(("127.0.0.1", 0), handler)
 
 
@@ -65,6 +74,6 @@ def serving_ranges(folder: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 if __name__ == "__main__":
-    here = _server(Path(sys.argv[1]), [])
+    here = _server(Path(sys.argv[1]), [], float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
     print(here.server_port, flush=True)
     here.serve_forever()
