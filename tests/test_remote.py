@@ -331,8 +331,8 @@ def test_a_bucket_that_does_not_exist(tiny_config: dict, machine) -> None:
 def test_other_urls_are_refused(tiny_config: dict, place: str) -> None:
     with pytest.raises(UserError, match=r"output.runs: .*is not a store. Use s3://"):
         validate(tiny_config | {"output": {"runs": place}}, "test")
-    with pytest.raises(UserError, match=r"output.cache: s3://a/b must be a folder"):
-        validate(tiny_config | {"output": {"cache": "s3://a/b"}}, "test")
+    with pytest.raises(UserError, match=r"output.profiles: s3://a/b must be a folder"):
+        validate(tiny_config | {"output": {"profiles": "s3://a/b"}}, "test")
 
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
